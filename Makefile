@@ -1,0 +1,52 @@
+# make run: environment, dependencies, the whole pipeline. make test: all checks. make help: the rest.
+PYTHON ?= python3
+PORT ?= 5000
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export DVC_NO_ANALYTICS := 1
+export DO_NOT_TRACK := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help run test test-slow check mlflow lock clean git
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
+
+run: $(INSTALLED) git ## run every stage whose inputs, code or parameters changed
+	@dvc repro
+
+test: $(INSTALLED) check ## all checks and the tests
+	@python -m pytest
+
+test-slow: $(INSTALLED) ## the tests that take minutes
+	@python -m pytest -m slow
+
+check: $(INSTALLED) ## format, lint, types
+	@ruff format --check .
+	@ruff check .
+	@mypy
+
+mlflow: $(INSTALLED) ## the dashboard on this machine; PORT=5000
+	@rlhf mlflow --port $(PORT)
+
+lock: $(INSTALLED) ## write infra/requirements.lock from what is installed
+	@python infra/lock.py
+
+clean: ## remove the environment and the tools' caches; no data, no checkpoint, no run
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache *.egg-info
+
+$(INSTALLED): infra/requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed, $(PYTHON) is older or missing; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet -r infra/requirements.lock
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+git:
+	@git rev-parse --is-inside-work-tree >/dev/null 2>&1 || \
+	  { echo "DVC works in a git repository, and this folder is in none: run 'git init' here once, then make again" >&2; exit 2; }

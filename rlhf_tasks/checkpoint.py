@@ -1,0 +1,60 @@
+"""Outs that appear whole or not at all: written beside, fsynced, renamed. No torch at import."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A fresh folder that replaces `path` when the block ends well.
+
+    On an error the folder is removed and `path` stays as it was. What a killed process left of
+    earlier tries is removed at the start.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name}.partial-"
+    for stale in path.parent.glob(f"{prefix}*"):
+        shutil.rmtree(stale)
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+    partial.chmod(0o755)
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                _fsync(file)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+        _fsync(path.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write one file whole: a reader sees the old text or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    _fsync(partial)
+    partial.replace(path)
+
+
+def write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(tree, indent=2) + "\n")
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,283 @@
+"""`rlhf STAGE` and its companions. Loads a stage, and torch with it, only when it runs.
+
+Exit status: 0 done, 2 a mistake the user can mend (one message, no traceback), 130 Ctrl-C, 143
+terminated; anything else is a fault, with its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+from rlhf_tasks import checkpoint, config, console, launch, lineage, tracking
+from rlhf_tasks.config import STAGES, Stage, StageView, UserError
+from rlhf_tasks.tracking import curves
+
+MODULES: Mapping[Stage, str] = {
+    "prepare": "rlhf_tasks.data.prepare",
+    "base": "rlhf_tasks.base",
+    "sft": "rlhf_tasks.sft",
+    "preferences": "rlhf_tasks.preferences",
+    "reward": "rlhf_tasks.reward",
+    "ppo": "rlhf_tasks.ppo.stage",
+    "judge": "rlhf_tasks.judge.stage",
+    "report": "rlhf_tasks.report.stage",
+}
+SUMMARIES: Mapping[Stage, str] = {
+    "prepare": "read, check and split the data; make the tokenizer",
+    "base": "train a small base model, or fetch one",
+    "sft": "supervised fine-tuning on completions",
+    "preferences": "pairs for the reward model: given ones, and compared samples of the SFT policy",
+    "reward": "train the reward model, and the held-out one",
+    "ppo": "train the policy against the reward model",
+    "judge": "win rates of reference, SFT and policy answers",
+    "report": "one page of all of it",
+}
+QUIET = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DVC_NO_ANALYTICS": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+}  # set unless the user has
+SHOWN_METRICS = 20
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: unwound like Ctrl-C, so that the run is closed as KILLED."""
+
+
+class PeerFailed(RuntimeError):
+    """Another process of this stage failed, and the launcher ends this one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The `rlhf` command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, _terminate)
+    console.set_quiet(not tracking.context.is_main_rank())
+    try:
+        return int(options.command(options) or 0)
+    except UserError as error:
+        if not launch.is_worker():  # the launcher says it, once
+            print(f"rlhf: {error}", file=sys.stderr)
+        return 2
+    except Terminated:
+        return 143
+    except KeyboardInterrupt:
+        print("rlhf: interrupted", file=sys.stderr)
+        return 130
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: let the run be closed
+    told = launch.reported()
+    if told is not None:
+        raise PeerFailed(told["message"])
+    raise Terminated("terminated (SIGTERM)")
+
+
+# --------------------------------------------------------------------------------------- stages
+
+
+def run_stage(stage: Stage) -> int:
+    """Check, then run one stage here or in launched workers, and write what belongs to every stage."""
+    settings = config.load()
+    check_inputs(stage)
+    if launch.is_needed(stage, settings.launch):
+        return launch.run(stage, settings.launch)
+    start = time.monotonic()
+    view, key = StageView(settings, stage), lineage.new_key(stage)
+    with tracking.open_run(stage, view, key=key) as tracker:
+        try:
+            module = importlib.import_module(MODULES[stage])
+            metrics = module.run(view, tracker)
+        except BaseException as error:
+            launch.report(error)
+            raise
+        if not tracking.context.is_main_rank():
+            return 0
+        write_results(stage, key, metrics, tracker.history())
+        tracker.final(metrics)
+    _say_summary(stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
+    return 0
+
+
+def check_inputs(stage: Stage) -> None:
+    """Raises UserError naming each missing input and the stage that makes it."""
+    graph = lineage.graph()
+    if stage not in graph:
+        raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
+    makers = {out: name for name, node in graph.items() for out in node.outs}
+    missing = [
+        f"{path} (made by `rlhf {makers[path]}`)" if path in makers else path
+        for path in graph[stage].inputs
+        if not Path(path).exists()
+    ]
+    if missing:
+        advice = "run `dvc repro`, which runs what is needed in order"
+        raise UserError(f"stage {stage} lacks {', '.join(missing)}; {advice}")
+
+
+def write_results(
+    stage: Stage, key: str, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
+) -> None:
+    """metrics/STAGE.json (if any), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
+
+    Raises:
+        ValueError: a metric that is no finite number.
+    """
+    wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
+    if wrong:
+        raise ValueError(f"stage {stage} ended with metrics that are no finite numbers: {', '.join(wrong)}")
+    if metrics:
+        checkpoint.write_json(Path("metrics") / f"{stage}.json", dict(sorted(metrics.items())))
+    if stage in curves.CURVES:
+        text = curves.csv_text(history, curves.axis(stage))
+        checkpoint.write_text(Path("plots") / f"{stage}.csv", text)
+    lineage.write(stage, key)
+
+
+def _say_summary(stage: Stage, metrics: Mapping[str, float], seconds: float, *, tracked: bool) -> None:
+    shown = sorted(metrics.items())[:SHOWN_METRICS]
+    title = f"{stage}: done in {console.duration(seconds)}"
+    if shown:
+        console.table(title, ["metric", "value"], shown)
+    else:
+        console.say(title)
+    outs = [path for path in lineage.graph()[stage].outs if Path(path).exists()]
+    console.say(f"wrote {', '.join(outs)}")
+    more = "`dvc metrics show`" + (", and curves in MLflow: `make mlflow`" if tracked else "")
+    console.say(f"more: {more}")
+
+
+# ------------------------------------------------------------------------------ other commands
+
+
+def _generate(options: argparse.Namespace) -> int:
+    if not options.model.is_dir():
+        raise UserError(f"{options.model} is no folder; give a checkpoint, such as models/policy")
+    prompts = [options.prompt] if options.prompt is not None else None
+    if prompts is None and not sys.stdin.isatty():
+        prompts = [sys.stdin.read().rstrip("\n")]
+    if prompts is not None and not prompts[0].strip():
+        raise UserError("the prompt is empty; give --prompt TEXT, or text on stdin")
+    from rlhf_tasks.generation import respond
+
+    def answer(prompt: str) -> None:
+        answers = respond(
+            options.model,
+            [prompt],
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            num_samples=options.num_samples,
+            seed=options.seed,
+        )
+        for text in answers[0]:
+            print(text)
+
+    if prompts is not None:
+        answer(prompts[0])
+        return 0
+    print(f"{options.model}: a prompt a line (\\n in it is a new line); Ctrl-D ends")
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return 0
+        if line.strip():
+            answer(line.replace("\\n", "\n"))
+
+
+def _preset(options: argparse.Namespace) -> int:
+    from rlhf_tasks import presets
+
+    if options.list or not options.names:
+        console.table("presets", ["name", "what it is"], [[n, presets.summary(n)] for n in presets.names()])
+        return 0
+    changed = presets.apply(options.names, Path("params.yaml"))
+    console.say("params.yaml: " + (", ".join(changed) if changed else "nothing to change"))
+    return 0
+
+
+def _sync(options: argparse.Namespace) -> int:
+    from rlhf_tasks.tracking.courier import sync
+
+    delivered, failed = sync(lineage.home())
+    console.say(f"{delivered} run(s) delivered to MLflow")
+    if failed:
+        reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())
+        raise UserError(f"{len(failed)} run(s) could not be delivered, and stay in .rlhf/spool:{reasons}")
+    return 0
+
+
+def _mlflow(options: argparse.Namespace) -> int:
+    """The dashboard, on loopback only, over the embedded store."""
+    from rlhf_tasks.tracking.dashboard import serve
+
+    return serve(lineage.home(), options.port)
+
+
+# --------------------------------------------------------------------------------------- parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf", description="RLHF, a stage at a time; `dvc repro` runs them all."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for stage in STAGES:
+        added = commands.add_parser(stage, help=SUMMARIES[stage], description=SUMMARIES[stage])
+        added.set_defaults(command=lambda options, stage=stage: run_stage(cast(Stage, stage)))
+    _add_generate(commands)
+    preset = commands.add_parser("preset", help="apply presets to params.yaml, comments kept")
+    preset.add_argument("names", nargs="*", metavar="NAME", help="later ones win")
+    preset.add_argument("--list", action="store_true", help="show all presets (also: no name)")
+    preset.set_defaults(command=_preset)
+    sync = commands.add_parser("sync", help="deliver to MLflow what could not be delivered before")
+    sync.set_defaults(command=_sync)
+    mlflow = commands.add_parser("mlflow", help="the MLflow dashboard on this machine")
+    mlflow.add_argument("--port", type=int, default=5000, help="the next free one is taken (default: 5000)")
+    mlflow.set_defaults(command=_mlflow)
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "answers of a checkpoint, to --prompt, stdin, or line by line"
+    generate = commands.add_parser("generate", help=text, description=text)
+    generate.add_argument("model", type=Path, metavar="MODEL", help="a folder such as models/policy")
+    generate.add_argument("--prompt", metavar="TEXT", help="exactly what the model is to see")
+    generate.add_argument("--temperature", type=_positive_float, default=1.0)
+    generate.add_argument("--max-new-tokens", type=_positive_int, default=64)
+    generate.add_argument("--num-samples", type=_positive_int, default=1, help="answers per prompt")
+    generate.add_argument("--seed", type=int, default=1)
+    generate.set_defaults(command=_generate)
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more (given: {text})")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"must be above 0 (given: {text})")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""What a person sees while a stage runs: lines, tables, progress bars.
+
+Plain lines when stdout is no terminal. Ranks other than the first are made quiet by the cli:
+every call is then a no-op.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import rich.box
+import rich.console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_SHARE = 0.1  # without a terminal: a line per tenth of the work …
+PLAIN_SECONDS = 5.0  # … and at least this far apart
+ALMOST = 1 - 1e-9  # fractions of an epoch add up to not quite a whole one
+
+
+class Meter:
+    """Counts work done; this one shows nothing (quiet ranks). `metrics` are the latest values to show."""
+
+    def advance(self, n: float = 1, **metrics: float) -> None:
+        pass
+
+
+class Console:
+    """Writes to `file`, or to whatever stdout is at the time of each call."""
+
+    def __init__(self, file: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._rich = rich.console.Console(file=file, markup=False, highlight=False, emoji=False)
+        self.quiet = quiet
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            self._rich.print(text, soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """One line a row without a terminal (white space in a cell folded), a drawn table with one."""
+        if self.quiet:
+            return
+        cells = [[show(cell) for cell in row] for row in rows]
+        if not self._rich.is_terminal:
+            folded = [" | ".join(" ".join(cell.split()) for cell in row) for row in [list(columns), *cells]]
+            self._rich.print("\n".join([title, *folded]), soft_wrap=True)
+            return
+        table = Table(title=title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1))
+        for name in columns:
+            table.add_column(name, overflow="fold")
+        for row in cells:
+            table.add_row(*row)
+        self._rich.print(table)
+
+    @contextmanager
+    def progress(self, description: str, total: float, unit: str = "steps") -> Iterator[Meter]:
+        """A meter of `total` units: share done, rate, time left and the latest metrics."""
+        if self.quiet:
+            yield Meter()
+        elif self._rich.is_terminal:
+            with Progress(*_columns(), console=self._rich) as bar:
+                task = bar.add_task(description, total=total, done="", rate="", latest="")
+                yield _Bar(bar, task, total, unit)
+        else:
+            lines = _Lines(self, description, total, unit)
+            yield lines
+            lines.finish()
+
+
+def _columns() -> tuple[Any, ...]:
+    return (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[done]}"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[latest]}"),
+    )
+
+
+class _Bar(Meter):
+    def __init__(self, bar: Progress, task: TaskID, total: float, unit: str) -> None:
+        self._bar, self._task, self._total, self._unit = bar, task, total, unit
+        self._done, self._start = 0.0, time.monotonic()
+
+    def advance(self, n: float = 1, **metrics: float) -> None:
+        self._done += n
+        rate = _rate(self._done, time.monotonic() - self._start, self._unit)
+        done = f"{_count(self._done)}/{_count(self._total)} {self._unit}"
+        self._bar.update(self._task, advance=n, done=done, rate=rate)
+        if metrics:
+            self._bar.update(self._task, latest=_latest(metrics))
+
+
+class _Lines(Meter):
+    def __init__(self, console: Console, description: str, total: float, unit: str) -> None:
+        self._console, self._description, self._total, self._unit = console, description, total, unit
+        self._done = self._shown_done = 0.0
+        self._start = self._shown_at = time.monotonic()
+        self._metrics: Mapping[str, float] = {}
+
+    def advance(self, n: float = 1, **metrics: float) -> None:
+        self._done += n
+        self._metrics = metrics or self._metrics
+        due = self._done - self._shown_done >= PLAIN_SHARE * self._total
+        if due and time.monotonic() - self._shown_at >= PLAIN_SECONDS:
+            self._show()
+
+    def finish(self) -> None:
+        if self._done > self._shown_done:
+            self._show()
+
+    def _show(self) -> None:
+        self._shown_done, self._shown_at = self._done, time.monotonic()
+        seconds = self._shown_at - self._start
+        left = max(self._total - self._done, 0) * seconds / self._done
+        parts = [
+            f"{self._description}: {_count(self._done)}/{_count(self._total)} {self._unit}",
+            _rate(self._done, seconds, self._unit),
+            f"{duration(left)} left" if self._done < self._total * ALMOST else f"in {duration(seconds)}",
+            _latest(self._metrics),
+        ]
+        self._console.say(", ".join(part for part in parts if part))
+
+
+def _count(number: float) -> str:
+    """Whole numbers as such; parts of an epoch with two decimals."""
+    near = round(number)
+    return str(near) if abs(number - near) < 1e-6 else f"{number:.2f}"
+
+
+def _rate(done: float, seconds: float, unit: str) -> str:
+    return f"{done / seconds:.3g} {unit}/s" if seconds > 0 else ""
+
+
+def _latest(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {show(value)}" for name, value in metrics.items())
+
+
+def show(value: Any) -> str:
+    """A cell as text; floats to four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def duration(seconds: float) -> str:
+    """3 → `3s`, 75 → `1m15s`, 3700 → `1h01m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+_CONSOLE = Console()
+
+
+def say(text: str) -> None:
+    _CONSOLE.say(text)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    _CONSOLE.table(title, columns, rows)
+
+
+@contextmanager
+def progress(description: str, total: float, unit: str = "steps") -> Iterator[Meter]:
+    with _CONSOLE.progress(description, total, unit) as meter:
+        yield meter
+
+
+def set_quiet(quiet: bool) -> None:
+    _CONSOLE.quiet = quiet

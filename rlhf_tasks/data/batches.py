@@ -1,0 +1,142 @@
+"""Rows of token ids → padded batches, and batches → micro-batches of a bounded number of tokens.
+
+One layout serves every stage: the query left-padded to Q columns, the response right-padded to R:
+
+    [pad pad q q q | r r r EOS pad]          B batch · Q query · R response · T = Q + R
+
+so that the response's logits are always the last R + 1 columns but one, and masks come from lengths,
+never from token values (pad may equal EOS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_tasks.config import Split, UserError
+
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids (B, T) and masks; `response_mask` (B, R) is True on real response tokens, EOS included."""
+
+    query_response: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+
+    @property
+    def num_response_columns(self) -> int:
+        return self.response_mask.shape[1]
+
+    @property
+    def responses(self) -> Tensor:
+        """(B, R) token ids, padding included."""
+        return self.query_response[:, -self.num_response_columns :]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(B, T): 0 at the first real token, so that left padding moves nothing."""
+        return (self.attention_mask.cumsum(1) - 1).clamp_min(0)
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(t.to(device) for t in (self.query_response, self.attention_mask, self.response_mask)))
+
+
+def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch:
+    """Pad to the longest query and the longest response of these rows."""
+    num_rows, width_q = len(queries), max(map(len, queries))
+    width = width_q + max(map(len, responses))
+    ids = torch.full((num_rows, width), pad, dtype=torch.long)
+    mask = torch.zeros((num_rows, width), dtype=torch.bool)
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        start, stop = width_q - len(query), width_q + len(response)
+        ids[row, start:stop] = torch.tensor(query + response, dtype=torch.long)
+        mask[row, start:stop] = True
+    return Batch(ids, mask.long(), mask[:, width_q:])
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int, count: int | None = None) -> list[list[int]]:
+    """Row numbers in groups of similar length, each of at most `max_tokens` padded tokens where possible.
+
+    `count` asks for that many groups instead (data-parallel ranks must agree on it); the groups then
+    hold equally many rows, give or take one.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    if count is not None:
+        bounds = [round(i * len(order) / count) for i in range(count + 1)]
+        return [order[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    groups: list[list[int]] = []
+    for row in order:
+        if groups and lengths[row] * (len(groups[-1]) + 1) <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def epoch_batches(
+    num_rows: int, batch_size: int, generator: torch.Generator, lengths: Sequence[int] | None = None
+) -> Iterator[list[int]]:
+    """Row numbers of one shuffled epoch, `batch_size` at a time; the short last batch is kept.
+
+    With `lengths`, rows of like length are put together (shuffled pools of 8 batches are sorted inside),
+    which saves padding and leaves the order of batches random.
+    """
+    order: list[int] = torch.randperm(num_rows, generator=generator).tolist()
+    if lengths is not None:
+        pool = 8 * batch_size
+        order = [
+            row
+            for start in range(0, num_rows, pool)
+            for row in sorted(order[start : start + pool], key=lambda r: lengths[r])
+        ]
+    batches = [order[i : i + batch_size] for i in range(0, num_rows, batch_size)]
+    for i in torch.randperm(len(batches), generator=generator).tolist():
+        yield batches[i]
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
+
+    Raises:
+        UserError: if it has no EOS token, without which no answer can end.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer in {folder} has no EOS token: answers could not end; give it an eos_token"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def read_table(role: str, split: Split) -> list[dict[str, Any]]:
+    """The rows of data/ROLE/SPLIT.parquet."""
+    rows: list[dict[str, Any]] = pq.read_table(Path("data") / role / f"{split}.parquet").to_pylist()
+    return rows
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
+    """Token ids of texts that are already all the model sees: no special token is added."""
+    if not texts:
+        return []
+    ids: list[Ids] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def encode_answers(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
+    """Token ids of completions, EOS appended."""
+    return [ids + [tokenizer.eos_token_id] for ids in encode(tokenizer, texts)]

@@ -1,0 +1,68 @@
+"""`data.source: hub`: `datasets` ids at pinned revisions, through the same columns and checks as files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_tasks.config import Columns, HubSet, HubSources, Split, UserError
+from rlhf_tasks.data.rows import Corpus, Problems, Role
+from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
+from rlhf_tasks.data.tables import Line, Rendering, Table, assemble
+
+
+def load(
+    sources: HubSources,
+    columns: Columns,
+    rendering: Rendering,
+    problems: Problems,
+    *,
+    seed: int,
+    sizes: Mapping[Split, int],
+) -> Corpus:
+    """The rows of the sets, by the splits they have, and by prompt where they lack one.
+
+    Raises:
+        UserError: if a set cannot be had, has no split known here, or lacks a column.
+    """
+    tables: list[tuple[Role | None, Split, Table]] = []
+    sets: dict[Role, HubSet | None] = {"sft": sources.sft, "preferences": sources.preferences}
+    for role, source in sets.items():
+        if source is not None:
+            tables += [(role, split, table) for split, table in _tables(source)]
+    return fill_splits(assemble(tables, columns, rendering, problems), seed=seed, sizes=sizes)
+
+
+def _tables(source: HubSet) -> list[tuple[Split, Table]]:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        loaded = datasets.load_dataset(source.id, name=source.name, revision=source.revision)
+    except (DatasetsError, OSError, ValueError) as error:
+        raise UserError(
+            f"the set {source.id!r} (name {source.name!r}, revision {source.revision}) could not be "
+            f"loaded: {type(error).__name__}: {error}\nCheck data.hub, and that the hub can be reached "
+            "from here; without it, fetch the set elsewhere, and give its folder as `id`, or its files by "
+            "`data.source: files`."
+        ) from error
+    known = {name: SPLIT_NAMES[name] for name in loaded if name in SPLIT_NAMES}
+    if "train" not in known.values():
+        raise UserError(
+            f"the set {source.id!r} has no train split, but {', '.join(map(repr, loaded)) or 'none'}"
+        )
+    if len(set(known.values())) < len(known):
+        raise UserError(f"the set {source.id!r} has two splits of one meaning: {', '.join(map(repr, known))}")
+    return [(split, _table(source, name, loaded[name])) for name, split in known.items()]
+
+
+def _table(source: HubSet, split: str, rows: object) -> Table:
+    """Rows are named `SET@REVISION/SPLIT:ROW`, from 1; of a local folder, by its own name."""
+    import datasets
+
+    assert isinstance(rows, datasets.Dataset)
+    local = Path(source.id)
+    title = local.name if local.exists() else f"{source.id}@{source.revision[:8]}"
+    title = f"{title}/{split}"
+    lines = [Line(f"{title}:{number}", values) for number, values in enumerate(rows, start=1)]
+    return Table(title, tuple(rows.column_names), lines)

@@ -1,0 +1,207 @@
+"""Rows as every source gives them, and all that can be wrong with them.
+
+A row is a dict of its role's text columns and `source`, which says where it came from (for the
+user's files `FILE:LINE`). Problems are collected, never raised one by one, so that one report names
+every bad row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from rlhf_tasks.config import Split
+
+Role = Literal["sft", "preferences", "prompts"]
+Row = dict[str, str]
+Corpus = dict[Role, dict[Split, list[Row]]]
+
+ROLES: tuple[Role, ...] = get_args(Role)
+SPLITS: tuple[Split, ...] = get_args(Split)
+HELD_OUT: tuple[Split, ...] = ("test", "validation")
+TEXTS: Mapping[Role, tuple[str, ...]] = {
+    "sft": ("prompt", "completion"),
+    "preferences": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt", "reference"),
+}
+
+Reason = Literal["malformed", "not_utf8", "empty", "too_long", "chosen_is_rejected", "duplicate", "leak"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+@dataclass
+class BadRow:
+    """A row as it was read, where it stands, and each thing wrong with it."""
+
+    where: str
+    row: Mapping[str, Any]
+    faults: list[tuple[Reason, str]] = field(default_factory=list)
+
+
+class Problems:
+    """All bad rows of a run. Rows are told apart by identity: equal rows may both be bad."""
+
+    MAX_SHOWN = 50
+
+    def __init__(self) -> None:
+        self._bad: dict[int, BadRow] = {}
+
+    def add(self, where: str, row: Mapping[str, Any], reason: Reason, detail: str) -> None:
+        self._bad.setdefault(id(row), BadRow(where, row)).faults.append((reason, detail))
+
+    def __contains__(self, row: Mapping[str, Any]) -> bool:
+        return id(row) in self._bad
+
+    def __len__(self) -> int:
+        """Number of bad rows; one row may have several faults."""
+        return len(self._bad)
+
+    def counts(self) -> dict[Reason, int]:
+        """Faults by reason, every reason present."""
+        found = Counter(reason for bad in self._bad.values() for reason, _ in bad.faults)
+        return {reason: found[reason] for reason in REASONS}
+
+    def report(self) -> str:
+        """The faults as `where: reason: detail`, by place; after MAX_SHOWN of them the rest is counted."""
+        faults = [
+            f"  {bad.where}: {reason}: {detail}" for bad in self._in_order() for reason, detail in bad.faults
+        ]
+        tally = ", ".join(f"{count} {reason}" for reason, count in self.counts().items() if count)
+        more = len(faults) - self.MAX_SHOWN
+        return "\n".join(
+            [f"{len(self)} row(s) of the data cannot be used ({tally}):", *faults[: self.MAX_SHOWN]]
+            + ([f"  … and {more} more"] if more > 0 else [])
+        )
+
+    def lines(self) -> Iterator[str]:
+        """A JSON line per bad row, for data/quarantine/rows.jsonl."""
+        for bad in self._in_order():
+            faults = [{"reason": reason, "detail": detail} for reason, detail in bad.faults]
+            yield json.dumps({"where": bad.where, "problems": faults, "row": dict(bad.row)}, default=str)
+
+    def _in_order(self) -> list[BadRow]:
+        def natural(bad: BadRow) -> list[tuple[int, str]]:
+            return [
+                (int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", bad.where)
+            ]
+
+        return sorted(self._bad.values(), key=natural)
+
+
+# ------------------------------------------------------------------------------------------ views
+
+
+def every(corpus: Corpus) -> Iterator[tuple[Role, Split, str, Row]]:
+    """All rows with their role, split and place, as a report names it."""
+    for role, tables in corpus.items():
+        for split, rows in tables.items():
+            for number, row in enumerate(rows, start=1):
+                where = row["source"] if ":" in row["source"] else f"{row['source']} {role}/{split}:{number}"
+                yield role, split, where, row
+
+
+def prompt_key(prompt: str) -> str:
+    """What makes two prompts the same prompt: the text, but for white space."""
+    return " ".join(prompt.split())
+
+
+def evaluated_role(corpus: Corpus) -> Role:
+    """The role whose held-out prompts judge the policy: `prompts`, or the role they are derived from."""
+    return next(role for role in ("prompts", "sft", "preferences") if role in corpus)
+
+
+def without(corpus: Corpus, problems: Problems) -> Corpus:
+    """The rows that nothing is wrong with."""
+    return {
+        role: {split: [row for row in rows if row not in problems] for split, rows in tables.items()}
+        for role, tables in corpus.items()
+    }
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def check_texts(corpus: Corpus, eos: str, problems: Problems) -> None:
+    """Empty texts, a chosen answer equal to the rejected one, an answer with `eos` text inside."""
+    for role, _, where, row in every(corpus):
+        names = TEXTS[role]
+        for name in names:
+            if not row[name].strip():
+                problems.add(where, row, "empty", f"{name} is empty")
+            elif name != "prompt" and eos in row[name]:
+                detail = (
+                    f"{name} has the end-of-sequence text {eos!r} inside: nothing after it could be generated"
+                )
+                problems.add(where, row, "malformed", detail)
+        if role == "preferences" and row["chosen"].strip() == row["rejected"].strip():
+            problems.add(where, row, "chosen_is_rejected", "chosen and rejected are the same text")
+
+
+def check_duplicates(corpus: Corpus, problems: Problems) -> None:
+    """Rows equal to an earlier row of their role and split; the first one is kept."""
+    first: dict[tuple[str, ...], str] = {}
+    for role, split, where, row in every(corpus):
+        key = (role, split, *(row[name].strip() for name in TEXTS[role]))
+        if key in first:
+            problems.add(where, row, "duplicate", f"the same row as {first[key]}")
+        else:
+            first[key] = where
+
+
+def check_leaks(corpus: Corpus, problems: Problems) -> None:
+    """Held-out prompts that are trained on, or that choose a model (validation) and judge it (test) too.
+
+    The evaluated role's prompts must be in no role's train split, other roles' not in their own.
+    The held-out row is the bad one.
+    """
+    judged = evaluated_role(corpus)
+    seen: dict[tuple[Role, Split], dict[str, str]] = {}
+    for role, split, where, row in every(corpus):
+        seen.setdefault((role, split), {}).setdefault(prompt_key(row["prompt"]), where)
+    for role, split, where, row in every(corpus):
+        if split == "train" or row["prompt"].strip() == "":
+            continue
+        trained: Sequence[Role] = [r for r in ROLES if r in corpus] if role == judged else [role]
+        places: list[tuple[Role, Split]] = [(other, "train") for other in trained]
+        places += [(role, "validation")] if split == "test" else []
+        key = prompt_key(row["prompt"])
+        for other_role, other_split in places:
+            if (clash := seen.get((other_role, other_split), {}).get(key)) is not None:
+                detail = f"this {split} prompt is also in {other_split} of {other_role} ({clash})"
+                problems.add(where, row, "leak", detail)
+                break
+
+
+Lengths = dict[int, tuple[int, ...]]
+"""Tokens of a row's texts in the order of TEXTS, EOS counted in answers; by the row's id()."""
+
+
+def measure(corpus: Corpus, count_tokens: Callable[[list[str]], list[int]]) -> Lengths:
+    """Token counts of every text."""
+    rows = [(role, row) for role, _, _, row in every(corpus)]
+    texts = list(dict.fromkeys(row[name] for role, row in rows for name in TEXTS[role]))
+    counts = dict(zip(texts, count_tokens(texts), strict=True))
+    return {
+        id(row): tuple(counts[row[name]] + (name != "prompt") for name in TEXTS[role]) for role, row in rows
+    }
+
+
+def limits(role: Role, max_prompt: int, max_completion: int) -> tuple[int, ...]:
+    """Most tokens of each text of a role, in the order of TEXTS."""
+    return tuple(max_prompt if name == "prompt" else max_completion for name in TEXTS[role])
+
+
+def check_lengths(
+    corpus: Corpus, lengths: Lengths, max_prompt: int, max_completion: int, problems: Problems
+) -> None:
+    """Texts of more tokens than data.max_prompt_tokens or data.max_completion_tokens (EOS included)."""
+    for role, _, where, row in every(corpus):
+        bounds = zip(TEXTS[role], lengths[id(row)], limits(role, max_prompt, max_completion), strict=True)
+        for name, tokens, most in bounds:
+            if tokens > most:
+                key = "max_prompt_tokens" if name == "prompt" else "max_completion_tokens"
+                problems.add(where, row, "too_long", f"{name} has {tokens} tokens, data.{key} is {most}")

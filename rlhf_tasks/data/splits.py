@@ -1,0 +1,138 @@
+"""Splits by prompt: what a source does not hold out itself is held out here, the same way every time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, Corpus, Role, Row, evaluated_role, prompt_key
+
+SPLIT_NAMES: Mapping[str, Split] = {
+    "train": "train", "training": "train",
+    **dict.fromkeys(("validation", "valid", "val", "eval", "dev"), "validation"),
+    "test": "test",
+}  # fmt: skip
+"""What files and hub sets call the splits."""
+
+
+def hash_rank(seed: int, key: str) -> str:
+    """A fixed random-looking place for a key: sort by it to shuffle, the same on every machine."""
+    return hashlib.sha256(f"{seed}\0{key}".encode()).hexdigest()
+
+
+def fill_splits(given: Corpus, *, seed: int, sizes: Mapping[Split, int]) -> Corpus:
+    """Move train rows to the held-out splits that a role lacks; all rows of a prompt move together.
+
+    `sizes` are prompts per split, capped at a quarter of the role's prompts. The evaluated role goes
+    first, and holds out no prompt that another role trains on and cannot move; the other roles then
+    hold out what it held out, and fill up with prompts it does not train on, as far as there are any.
+    """
+    judged = evaluated_role(given)
+    fixed: dict[Split, set[str]] = {
+        split: {
+            k for role, t in given.items() if role != judged and split in t for k in _keys(t.get("train", []))
+        }
+        for split in HELD_OUT
+    }
+    corpus = {judged: _fill(given[judged], seed, sizes, blocked=fixed, pinned={}, last=set())}
+    pinned = {key: split for split in HELD_OUT for key in _keys(corpus[judged][split])}
+    trained = _keys(corpus[judged]["train"])
+    for role in given:
+        if role != judged:
+            none: dict[Split, set[str]] = {split: set() for split in HELD_OUT}
+            corpus[role] = _fill(given[role], seed, sizes, blocked=none, pinned=pinned, last=trained)
+    return {role: corpus[role] for role in ROLES if role in corpus}
+
+
+def _fill(
+    tables: Mapping[Split, list[Row]],
+    seed: int,
+    sizes: Mapping[Split, int],
+    *,
+    blocked: Mapping[Split, set[str]],
+    pinned: Mapping[str, Split],
+    last: set[str],
+) -> dict[Split, list[Row]]:
+    """One role. blocked: may not go to that split; pinned: must, if it is missing; last: rather not."""
+    missing = [split for split in HELD_OUT if split not in tables]
+    keys = sorted(_keys(tables.get("train", [])), key=lambda key: (key in last, hash_rank(seed, key)))
+    target = {key: pinned[key] for key in keys if pinned.get(key) in missing}
+    quarter = len(_keys(row for rows in tables.values() for row in rows)) // 4
+    for split in missing:
+        free = [key for key in keys if key not in target and key not in pinned and key not in blocked[split]]
+        wanted = min(sizes[split], quarter) - sum(1 for held in target.values() if held == split)
+        target |= dict.fromkeys(free[: max(wanted, 0)], split)
+    filled = {split: list(tables.get(split, [])) for split in SPLITS}
+    filled["train"] = []
+    for row in tables.get("train", []):
+        filled[target.get(prompt_key(row["prompt"]), "train")].append(row)
+    return filled
+
+
+def _keys(rows: Iterable[Row]) -> set[str]:
+    return {prompt_key(row["prompt"]) for row in rows}
+
+
+# --------------------------------------------------------------------------------- derived roles
+
+
+def complete(corpus: Corpus) -> Corpus:
+    """All three roles: demonstrations from chosen answers, and prompts from demonstrations, where not given.
+
+    Raises:
+        UserError: if a split that training or judging needs has no row.
+    """
+    full = dict(corpus)
+    if "sft" not in full:
+        if "preferences" not in full:
+            raise UserError(
+                "the data has prompts only; add demonstrations (sft) or comparisons (preferences)"
+            )
+        full["sft"] = _derived(
+            full["preferences"], {"prompt": "prompt", "chosen": "completion"}, per_prompt=False
+        )
+    if "prompts" not in full:
+        full["prompts"] = _derived(
+            full["sft"], {"prompt": "prompt", "completion": "reference"}, per_prompt=True
+        )
+    full.setdefault("preferences", {split: [] for split in SPLITS})
+    _refuse_empty(full)
+    return {role: full[role] for role in ROLES}
+
+
+def _derived(
+    tables: Mapping[Split, list[Row]], names: Mapping[str, str], *, per_prompt: bool
+) -> dict[Split, list[Row]]:
+    """Rows under other column names, equal ones (or equal prompts) once, the first kept."""
+    derived: dict[Split, list[Row]] = {}
+    for split, rows in tables.items():
+        kept: dict[tuple[str, ...], Row] = {}
+        for row in rows:
+            key = (row["prompt"],) if per_prompt else tuple(row[name] for name in names)
+            new = {ours: row[theirs] for theirs, ours in names.items()} | {"source": row["source"]}
+            kept.setdefault(key, new)
+        derived[split] = list(kept.values())
+    return derived
+
+
+def _refuse_empty(corpus: Corpus) -> None:
+    needed: tuple[Role, ...] = ("sft", "prompts")
+    empty = [f"{role}/{split}" for role in needed for split in SPLITS if not corpus[role][split]]
+    if empty:
+        raise UserError(
+            f"no usable row is left for {', '.join(empty)}: at least 4 different prompts are needed where "
+            "splits are made here (a quarter for each held-out one), or a file for each split"
+        )
+
+
+def cap_train(corpus: Corpus, max_rows: int | None, seed: int) -> Corpus:
+    """At most `max_rows` train rows per role, drawn by hash of the prompt, in their old order."""
+    if max_rows is None:
+        return corpus
+    capped: Corpus = {}
+    for role, tables in corpus.items():
+        ranked = sorted(tables["train"], key=lambda row: hash_rank(seed, prompt_key(row["prompt"])))
+        kept = {id(row) for row in ranked[:max_rows]}
+        capped[role] = tables | {"train": [row for row in tables["train"] if id(row) in kept]}
+    return capped

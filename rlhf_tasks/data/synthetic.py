@@ -1,0 +1,216 @@
+"""A generated TL;DR world whose right answers are known.
+
+A post tells six facts (who, deed, thing, place, feeling, plan), each one word of a lexicon of its
+own, among sentences that do not matter. Writers summarise posts imperfectly: they leave facts out,
+get some wrong, and some ramble. References and demonstrations come from the same writers. The gold
+judge reads a post and a summary and scores coverage, faithfulness and brevity; it labels
+preferences (with noise, as people do) and judges at the end, and the policy never sees it.
+
+Held-out posts use (who, thing) pairs that no training post has.
+All text here is the project's own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_tasks.config import Split
+
+LEXICON: dict[str, tuple[str, ...]] = {
+    "who": tuple(
+        ["roommate", "sister", "brother", "mother", "father", "boss", "coworker", "neighbour", "landlord", "cousin", "uncle", "aunt", "grandma", "grandpa", "teacher", "coach", "girlfriend", "boyfriend", "wife", "husband", "friend", "classmate", "tenant", "nephew", "niece", "manager", "intern", "client", "doctor", "plumber", "barber", "tutor"]
+    ),
+    "deed": tuple(
+        ["broke", "stole", "lost", "sold", "burned", "borrowed", "hid", "painted", "washed", "dropped", "copied", "scratched", "mocked", "returned", "threw", "wrapped", "flooded", "locked", "bent", "ripped"]
+    ),
+    "thing": tuple(
+        ["lamp", "guitar", "laptop", "bike", "phone", "jacket", "camera", "wallet", "notebook", "couch", "blender", "teapot", "mirror", "skateboard", "tent", "kayak", "violin", "drone", "telescope", "backpack", "helmet", "necklace", "watch", "umbrella", "rug", "vase", "radio", "printer", "toaster", "ladder", "sweater", "scarf", "trophy", "album", "stroller", "suitcase"]
+    ),
+    "place": tuple(
+        ["kitchen", "garage", "office", "basement", "attic", "park", "library", "gym", "beach", "school", "hospital", "airport", "market", "garden", "hallway", "balcony", "cafeteria", "church", "museum", "theatre", "station", "hotel", "bakery", "farm", "warehouse", "courtyard"]
+    ),
+    "feeling": tuple(
+        ["angry", "sad", "guilty", "confused", "hurt", "jealous", "nervous", "embarrassed", "relieved", "lonely", "bitter", "anxious", "numb", "ashamed", "furious", "hopeless", "tired", "worried"]
+    ),
+    "plan": tuple(
+        ["refund", "apology", "divorce", "receipt", "replacement", "lawyer", "meeting", "break", "explanation", "favour", "witness", "contract", "loan", "letter", "truce", "promise", "raise", "transfer", "warning", "visit", "second-chance", "key-change", "new-lock", "day-off"]
+    ),
+}  # fmt: skip
+SLOTS = tuple(LEXICON)
+SLOT_OF = {word: slot for slot, words in LEXICON.items() for word in words}
+
+_WEATHER = ["rainy", "snowy", "windy", "foggy", "sunny", "cloudy", "freezing", "humid"]
+_FOOD = ["soup", "pizza", "noodles", "salad", "tacos", "rice", "pancakes", "curry"]
+_COLOUR = ["green", "purple", "orange", "grey", "blue", "yellow", "silver", "pink"]
+_SUBREDDITS = ["relationships", "advice", "pettyrevenge", "tifu", "askreddit", "family", "work", "neighbours"]
+
+_EVENT = (
+    "my {who} {deed} my {thing} .",
+    "so my {who} {deed} my {thing} .",
+    "today my {who} {deed} my {thing} .",
+)
+_PLACE = ("it happened at the {place} .", "we were at the {place} .", "this was at the {place} .")
+_FEELING = ("i feel {feeling} .", "i am so {feeling} .", "now i am {feeling} .")
+_PLAN = ("i want a {plan} .", "should i ask for a {plan} ?", "i hope for a {plan} .")
+_ASIDES = (
+    "it was {weather} .",
+    "i had {food} for lunch .",
+    "the walls are {colour} .",
+    "sorry for any typos .",
+)
+_TITLES = (
+    "my {who} and my {thing}",
+    "advice about my {who} ?",
+    "{feeling} about my {who}",
+    "my {thing} is gone",
+)
+
+LENGTH_BUDGET = 18
+"""Words a summary may have before brevity costs anything."""
+TOO_LONG_PENALTY = 0.1
+"""Score lost for each word above the budget."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How a summariser errs: chances per fact of leaving it out or getting it wrong, and of rambling."""
+
+    omit: float
+    invent: float
+    ramble: float
+
+
+WRITERS = (Writer(0.35, 0.04, 0.05), Writer(0.08, 0.24, 0.10), Writer(0.12, 0.06, 0.50))
+
+
+@dataclass(frozen=True)
+class GoldScore:
+    """What the gold judge says of one summary. Shares are of the post's facts; the score is at most 1."""
+
+    coverage: float
+    faithfulness: float
+    brevity: float
+
+    @property
+    def score(self) -> float:
+        """coverage − invented share − what is lost above the length budget."""
+        return self.coverage + (self.faithfulness - 1) + (self.brevity - 1)
+
+
+def gold(prompt: str, summary: str) -> GoldScore:
+    """Judge a summary against the facts that its post tells.
+
+    coverage: share of the post's facts that the summary names. faithfulness: 1 − (facts it names that
+    the post does not tell) / (number of facts). brevity: 1 − TOO_LONG_PENALTY × words above LENGTH_BUDGET.
+    """
+    facts = {word for word in prompt.partition("POST:")[2].split() if word in SLOT_OF}
+    words = summary.split()
+    claims = {word for word in words if word in SLOT_OF}
+    return GoldScore(
+        coverage=len(claims & facts) / len(facts),
+        faithfulness=1 - len(claims - facts) / len(facts),
+        brevity=1 - TOO_LONG_PENALTY * max(0, len(words) - LENGTH_BUDGET),
+    )
+
+
+def gold_scores(prompts: Sequence[str], summaries: Sequence[str]) -> list[float]:
+    """The gold judge as a scorer: texts → scores."""
+    return [gold(p, s).score for p, s in zip(prompts, summaries, strict=True)]
+
+
+def generate(
+    seed: int, *, num_sft: int, num_preferences: int, num_validation: int, num_test: int
+) -> dict[str, dict[Split, list[dict[str, str]]]]:
+    """Rows by role and split; no post occurs twice, in whatever role.
+
+    `sft` and `preferences` get train posts of their own; the held-out splits of all roles share their
+    posts. The `prompts` to train on are those of `sft`, whose references PPO does not read.
+    """
+    rng = random.Random(f"synthetic-{seed}")
+    seen: set[str] = set()
+    posts: dict[str, list[dict[str, str]]] = {
+        "sft": [_post(rng, "train", seen) for _ in range(num_sft)],
+        "preferences": [_post(rng, "train", seen) for _ in range(num_preferences)],
+        "validation": [_post(rng, "validation", seen) for _ in range(num_validation)],
+        "test": [_post(rng, "test", seen) for _ in range(num_test)],
+    }  # fmt: skip
+    tables: dict[str, dict[Split, list[dict[str, str]]]] = {"sft": {}, "preferences": {}, "prompts": {}}
+    for split in ("train", "validation", "test"):
+        own = split if split != "train" else "sft"
+        demonstrated = [(p, _summary(rng, p)) for p in posts[own]]
+        tables["sft"][split] = [
+            {"prompt": p["prompt"], "completion": s, "source": "synthetic"} for p, s in demonstrated
+        ]
+        tables["prompts"][split] = [
+            {"prompt": p["prompt"], "reference": s, "source": "synthetic"} for p, s in demonstrated
+        ]
+        compared = posts[split if split != "train" else "preferences"]
+        tables["preferences"][split] = [_pair(rng, p) for p in compared]
+    return tables
+
+
+def _split_of(facts: dict[str, str]) -> Split:
+    """By the (who, thing) pair: an eighth of the pairs is for validation, an eighth for test."""
+    place = (LEXICON["who"].index(facts["who"]) * 3 + LEXICON["thing"].index(facts["thing"])) % 8
+    return "validation" if place == 0 else "test" if place == 1 else "train"
+
+
+def _post(rng: random.Random, split: Split, seen: set[str]) -> dict[str, str]:
+    while True:
+        facts = {slot: rng.choice(words) for slot, words in LEXICON.items()}
+        if _split_of(facts) != split:
+            continue
+        prompt = _tell(rng, facts)
+        if prompt not in seen:
+            seen.add(prompt)
+            return facts | {"prompt": prompt}
+
+
+def _tell(rng: random.Random, facts: dict[str, str]) -> str:
+    def fill(template: str) -> str:
+        aside = {"weather": rng.choice(_WEATHER), "food": rng.choice(_FOOD), "colour": rng.choice(_COLOUR)}
+        return template.format(**facts, **aside)
+
+    told = [fill(rng.choice(kind)) for kind in (_EVENT, _PLACE, _FEELING, _PLAN)]
+    rng.shuffle(told)
+    told.insert(rng.randrange(len(told) + 1), fill(rng.choice(_ASIDES)))
+    post = " ".join(told)
+    return f"SUBREDDIT: r/{rng.choice(_SUBREDDITS)}\nTITLE: {fill(rng.choice(_TITLES))}\nPOST: {post}\nTL;DR:"
+
+
+def _summary(rng: random.Random, facts: dict[str, str]) -> str:
+    """One writer's summary of the post's facts, with a leading space, as completions have."""
+    writer = rng.choice(WRITERS)
+    told: dict[str, str] = {}
+    for slot in SLOTS:
+        if rng.random() >= writer.omit:
+            wrong = rng.random() < writer.invent
+            told[slot] = rng.choice([w for w in LEXICON[slot] if w != facts[slot]]) if wrong else facts[slot]
+    parts = [f"my {told.get('who', 'someone')} {told.get('deed', 'ruined')} my {told.get('thing', 'stuff')}"]
+    parts += [f"at the {told['place']}"] if "place" in told else []
+    rest = [f"i feel {told['feeling']}"] if "feeling" in told else []
+    rest += [rng.choice(("i want a {}", "hoping for a {}")).format(told["plan"])] if "plan" in told else []
+    if len(rest) == 2 and rng.random() < 0.4:
+        rest.reverse()
+    if rng.random() < writer.ramble:
+        extra = rng.choice(
+            (
+                ("and it was {}", _WEATHER),
+                ("and i had {} for lunch", _FOOD),
+                ("and the walls are {}", _COLOUR),
+            )
+        )
+        parts.append(extra[0].format(rng.choice(extra[1])))
+    return " " + " , ".join([" ".join(parts), *rest])
+
+
+def _pair(rng: random.Random, post: dict[str, str]) -> dict[str, str]:
+    """Two different summaries of a post that the gold judge does not find equal, the better one chosen."""
+    while True:
+        first, second = _summary(rng, post), _summary(rng, post)
+        scores = gold_scores([post["prompt"]] * 2, [first, second])
+        if scores[0] != scores[1]:
+            chosen, rejected = (first, second) if scores[0] > scores[1] else (second, first)
+            return {"prompt": post["prompt"], "chosen": chosen, "rejected": rejected, "source": "synthetic"}

@@ -1,0 +1,157 @@
+"""Which inputs, code and run a stage's outs came from. No torch here.
+
+`models/lineage/STAGE.json` is a DVC out of its own: run keys and commits stand there and in no other
+out, so that a checkpoint's bytes depend on nothing but its inputs. Hashes are DVC's own (md5, folders
+as `….dir`), taken from the bytes on disk: `dvc.lock` may be older than what a stage really reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rlhf_tasks import checkpoint
+from rlhf_tasks.config import UserError, flatten
+
+CODE = (".py", ".html", ".css", ".js")
+UNTOLD = (":!metrics", ":!plots", ":!dvc.lock")  # what a run itself changes makes no tree dirty
+
+
+@dataclass(frozen=True)
+class Node:
+    """One stage of dvc.yaml: paths relative to the project's folder, in the order declared."""
+
+    deps: tuple[str, ...]
+    outs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The deps that are data, not code."""
+        return tuple(path for path in self.deps if not path.endswith(CODE))
+
+
+def graph(root: Path = Path()) -> dict[str, Node]:
+    """The stages of dvc.yaml in the order written there; `${data.path}` is filled from params.yaml.
+
+    Raises:
+        UserError: without a dvc.yaml.
+    """
+    try:
+        tree = _yaml(root / "dvc.yaml")
+    except FileNotFoundError:
+        raise UserError("dvc.yaml does not exist here; run from the project's folder") from None
+    values = flatten(_yaml(root / "params.yaml")) if (root / "params.yaml").exists() else {}
+    return {
+        name: Node(
+            deps=tuple(_filled(path, values) for path in _paths(stage.get("deps", []))),
+            outs=tuple(
+                _filled(path, values)
+                for kind in ("outs", "metrics", "plots")
+                for path in _paths(stage.get(kind, []))
+            ),
+        )
+        for name, stage in tree["stages"].items()
+    }
+
+
+def _yaml(path: Path) -> Any:
+    return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+
+
+def _paths(entries: list[Any]) -> list[str]:
+    return [next(iter(entry)) if isinstance(entry, Mapping) else entry for entry in entries]
+
+
+def _filled(path: str, values: Mapping[str, Any]) -> str:
+    return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
+
+
+def digest(path: Path) -> str:
+    """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "md5").hexdigest()
+    listing = [
+        {"md5": digest(file), "relpath": file.relative_to(path).as_posix()}
+        for file in path.rglob("*")
+        if file.is_file()
+    ]
+    listing.sort(key=lambda entry: entry["relpath"])
+    return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
+
+
+def input_hashes(stage: str) -> dict[str, str]:
+    """`{path: md5}` of the stage's data inputs; empty outside a project (no dvc.yaml here)."""
+    return dict(_input_hashes(stage, Path.cwd()))
+
+
+@functools.lru_cache(maxsize=16)
+def _input_hashes(stage: str, root: Path) -> tuple[tuple[str, str], ...]:
+    """Read once per process: a stage's inputs do not change while it runs, and may be many gigabytes."""
+    if not (root / "dvc.yaml").exists():
+        return ()
+    inputs = graph(root)[stage].inputs if stage in graph(root) else ()
+    return tuple((path, digest(root / path)) for path in inputs if (root / path).exists())
+
+
+def out_hashes(stage: str) -> dict[str, str]:
+    """`{path: md5}` of what the stage has written."""
+    if not Path("dvc.yaml").exists() or stage not in graph():
+        return {}
+    return {path: digest(Path(path)) for path in graph()[stage].outs if Path(path).exists()}
+
+
+def new_key(stage: str) -> str:
+    """A name for one run of one stage, unlike any other."""
+    return f"{stage}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+
+
+def write(stage: str, key: str) -> Path:
+    """models/lineage/STAGE.json: the run's key (tag `rlhf.run` in MLflow), input hashes, git commit."""
+    path = Path("models/lineage") / f"{stage}.json"
+    tree = {
+        "rlhf.run": key,
+        "inputs": input_hashes(stage),
+        "git.rev": git_revision(),
+        "git.dirty": git_dirty(),
+    }
+    checkpoint.write_json(path, tree)
+    return path
+
+
+def git_revision() -> str | None:
+    """The commit checked out; None without git or before a first commit."""
+    return _git("rev-parse", "--verify", "--quiet", "HEAD") or None
+
+
+def git_dirty() -> bool:
+    """True if tracked or new files differ from the commit, what runs write themselves left aside."""
+    return bool(_git("status", "--porcelain", "--", ".", *UNTOLD))
+
+
+def home() -> Path:
+    """Absolute `.rlhf` folder of the main checkout, so that nothing in it dies with a git worktree."""
+    common = _git("rev-parse", "--path-format=absolute", "--git-common-dir")
+    top = _git("rev-parse", "--show-toplevel")
+    if not common or not top or Path(common).name != ".git":
+        return Path.cwd() / ".rlhf"
+    return Path(common).parent / Path.cwd().relative_to(Path(top).resolve()) / ".rlhf"
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

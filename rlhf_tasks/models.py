@@ -1,0 +1,342 @@
+"""The models of the pipeline, and the contracts between their checkpoints.
+
+A checkpoint is an ordinary Hugging Face folder (safetensors, config, tokenizer, a model card) with a
+`rlhf.json` beside: what it is and from which weights it comes, by hash. Nothing in it changes from
+run to run. Newly initialised weights at load are an error: a reward head made up on the spot would
+train PPO on noise.
+
+B batch · Q query · R response · T = Q + R · V vocabulary · H hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_tasks.config import Scratch, UserError, is_hub_id
+from rlhf_tasks.data.batches import Batch, load_tokenizer
+
+IDENTITY = "rlhf.json"
+
+
+class ContractError(UserError):
+    """A checkpoint that does not fit the stage that reads it."""
+
+
+# -------------------------------------------------------------------------------------- making
+
+
+def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
+    """A randomly initialised causal LM of one of the known families; weights from torch's global RNG.
+
+    Dropout is off, as everywhere in this pipeline: PPO's ratio must be 1 before the first step.
+    """
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        # 1/√fan-in: the families' 0.02 suits widths of thousands, and a narrow model starts on a plateau with it
+        "initializer_range": shape.hidden_size**-0.5,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if shape.family == "gpt2":
+        sizes: dict[str, Any] = {
+            "n_embd": shape.hidden_size, "n_layer": shape.num_layers, "n_head": shape.num_heads,
+            "n_positions": max_positions, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }  # fmt: skip
+    else:
+        sizes = {
+            "hidden_size": shape.hidden_size, "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads, "intermediate_size": 4 * shape.hidden_size,
+            "max_position_embeddings": max_positions,
+        }  # fmt: skip
+        if shape.family != "gpt_neox":
+            # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
+            sizes["intermediate_size"] = 8 * round(shape.hidden_size / 3)
+            sizes["num_key_value_heads"] = shape.num_heads
+    config = AutoConfig.for_model(shape.family, **common, **sizes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A causal LM from a folder or the hub, in float32, dropout off.
+
+    Raises:
+        ContractError: if it cannot be read, or weights are missing from it.
+    """
+    return _load(AutoModelForCausalLM, source, revision)
+
+
+def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
+    """A reward (or value) model with its **trained** head.
+
+    Raises:
+        ContractError: if it has no trained one-score head, or cannot be read.
+    """
+    model = _load(AutoModelForSequenceClassification, source, revision)
+    if model.config.num_labels != 1:
+        raise ContractError(
+            f"{source} is no reward model: it has {model.config.num_labels} labels where a reward model has one score"
+        )
+    return TokenScores(model)
+
+
+def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
+    try:
+        model, info = auto.from_pretrained(
+            source, revision=revision, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        hint = (
+            "a hub id needs network access or a filled cache"
+            if is_hub_id(str(source))
+            else "is it a checkpoint folder?"
+        )
+        raise ContractError(
+            f"cannot load a model from {source}: {str(error).splitlines()[0]} ({hint})"
+        ) from error
+    missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
+    if missing:
+        what = "its trained head" if any("score" in key for key in missing) else "weights"
+        raise ContractError(
+            f"{source} lacks {what}: {', '.join(missing[:5])} would be newly initialised; "
+            "give a checkpoint that holds every weight"
+        )
+    return without_dropout(model)
+
+
+class TokenScores(nn.Module):
+    """A scalar for every token: a reward model reads the one of the last real token, a value model all.
+
+    `mean` are the constants that make the score's mean zero on the demonstrations; they are stored in
+    the model's config, and a value model starts with them too.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.mean: float = getattr(model.config, "score_mean", 0.0)
+
+    @classmethod
+    def from_policy(cls, policy_folder: Path, generator: torch.Generator) -> TokenScores:
+        """The policy's trunk under a new head drawn from N(0, 1/√(H+1)) (arXiv 2403.17031)."""
+        config = AutoConfig.from_pretrained(policy_folder, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        trunk = load_causal(policy_folder).base_model
+        model.base_model.load_state_dict(trunk.state_dict())
+        std = 1 / (head_of(model).in_features + 1) ** 0.5
+        with torch.no_grad():
+            head_of(model).weight.normal_(0.0, std, generator=generator)
+        return cls(without_dropout(model))
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """(B, T, H) of the last layer."""
+        out = self.model.base_model(
+            input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
+            use_cache=False,
+        )  # fmt: skip
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(B, T) float32: a score after each token."""
+        return self.scored(self.hidden_states(batch))
+
+    def scored(self, hidden: Tensor) -> Tensor:
+        """(B, T, H) → (B, T) float32, the stored mean taken off."""
+        scores: Tensor = head_of(self.model)(hidden).squeeze(-1).float()
+        return scores - self.mean
+
+    def set_mean(self, mean: float) -> None:
+        """Store the constant that is taken off every score."""
+        self.mean = self.model.config.score_mean = mean
+
+
+def head_of(model: PreTrainedModel) -> nn.Linear:
+    """The score head of a sequence classifier (`score` in every decoder family)."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ContractError(
+            f"{type(model).__name__} has no linear head called `score`: not a known reward model shape"
+        )
+    return head
+
+
+def last_token(per_token: Tensor, batch: Batch) -> Tensor:
+    """(B, T) → (B,): the entry of each row's last real token."""
+    positions = torch.arange(per_token.shape[1], device=per_token.device)
+    last = torch.where(batch.attention_mask.bool(), positions, -1).amax(dim=1)
+    return per_token.gather(1, last[:, None]).squeeze(1)
+
+
+def response_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """(B, R, V) logits that predict the response tokens; the LM head runs on those positions only."""
+    keep = batch.num_response_columns + 1
+    out = model(
+        input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
+        use_cache=False, logits_to_keep=keep,
+    )  # fmt: skip
+    logits: Tensor = out.logits
+    return logits[:, :-1]
+
+
+# ------------------------------------------------------------------------------ saving, identity
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    identity: Mapping[str, Any],
+    card: str,
+) -> None:
+    """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json; the same bytes for the same weights."""
+    # transformers' version and the folder it was read from would change bytes without a change of meaning
+    model.config._name_or_path = ""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / IDENTITY).write_text(
+        json.dumps(dict(identity), indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
+
+
+def model_card(
+    title: str, *, task: str, parameters: Mapping[str, Any], inputs: Mapping[str, str], how: str
+) -> str:
+    """A model card: data, parameters and input hashes; no dates, run ids or rates."""
+    table = "\n".join(f"| `{key}` | {value} |" for key, value in parameters.items())
+    sources = "\n".join(f"| {name} | `{digest}` |" for name, digest in inputs.items())
+    return (
+        f"---\nlibrary_name: transformers\ntags: [rlhf, {task}]\n---\n# {title}\n\n{how}\n\n"
+        f"## Inputs\n| input | sha256 |\n|---|---|\n{sources}\n\n## Parameters\n| key | value |\n|---|---|\n{table}\n"
+    )
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in sorted(tensors.keys()):
+                tensor = tensors.get_tensor(key).contiguous()
+                digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def file_hash(path: Path) -> str:
+    """sha256 of a file, or of a folder's files in order, first 16 hex digits."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file()):
+        digest.update(file.relative_to(path).as_posix().encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def identity_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; empty for a foreign one (its lineage is unknown)."""
+    file = folder / IDENTITY
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def check_same_tokenizer(first: Path, second: Path) -> None:
+    """Two checkpoints must read and write the same tokens and the same chat template.
+
+    Raises:
+        ContractError: naming both folders and what differs.
+    """
+    a, b = load_tokenizer(first), load_tokenizer(second)
+    if a.get_vocab() != b.get_vocab():
+        differ = {k for k, v in a.get_vocab().items() if b.get_vocab().get(k) != v}
+        raise ContractError(
+            f"{second} has another tokenizer than {first}: {len(a)} and {len(b)} tokens, e.g. {sorted(differ)[:3]} differ; "
+            "train or fetch them with one tokenizer"
+        )
+    if (a.eos_token_id, a.pad_token_id) != (b.eos_token_id, b.pad_token_id):
+        raise ContractError(
+            f"{second} ends and pads with {b.eos_token!r}, {b.pad_token!r}, but {first} with {a.eos_token!r}, {a.pad_token!r}"
+        )
+    probe = "Ab, 3 x\n\n(é)"
+    if a(probe)["input_ids"] != b(probe)["input_ids"]:
+        raise ContractError(
+            f"{second} splits text otherwise than {first}, with the same vocabulary: {probe!r} differs"
+        )
+    if a.chat_template != b.chat_template:
+        raise ContractError(
+            f"{second} has another chat template than {first}: the model would be scored on text it never saw"
+        )
+
+
+def check_parent(child: Path, role: str, parent: Path) -> None:
+    """If `child` says which `role` checkpoint it comes from, it must be `parent`. A foreign one can't say.
+
+    Raises:
+        ContractError: naming both.
+    """
+    claimed = identity_of(child).get("parents", {}).get(role)
+    if claimed is not None and claimed != fingerprint(parent):
+        raise ContractError(
+            f"{child} was made from another {role} model ({claimed}) than {parent} ({fingerprint(parent)}): "
+            "rebuild it, `dvc repro` does that in the right order"
+        )
+
+
+def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """The embedding must have a row for every token.
+
+    Raises:
+        ContractError: if the tokenizer has more tokens than the model.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < len(tokenizer):
+        raise ContractError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model {rows} embeddings"
+        )
+
+
+def local_tokenizer(source: str, revision: str | None) -> Path:
+    """The folder that holds a source's tokenizer: the source itself, or the hub's cached snapshot."""
+    if Path(source).exists():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"])
+    )
+
+
+def fetch(source: str, revision: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A foreign causal LM and its tokenizer, by folder or pinned hub id."""
+    model = load_causal(source, revision)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer

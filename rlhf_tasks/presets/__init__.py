@@ -1,0 +1,82 @@
+"""Overlays on params.yaml: each file beside this one holds only what differs from the shipped values."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.representer import RoundTripRepresenter
+
+from rlhf_tasks import checkpoint, config
+from rlhf_tasks.config import UserError
+
+FOLDER = Path(__file__).parent
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def summary(name: str) -> str:
+    """The comment on the file's first line."""
+    with (FOLDER / f"{name}.yaml").open(encoding="utf-8") as file:
+        return file.readline().lstrip("# ").rstrip()
+
+
+def read(name: str) -> dict[str, Any]:
+    """A preset's own keys, nested as in params.yaml.
+
+    Raises:
+        UserError: for a name that no preset has.
+    """
+    if name not in names():
+        raise UserError(f"there is no preset {name!r}; known are {', '.join(names())}")
+    return YAML(typ="safe", pure=True).load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) or {}
+
+
+def apply(chosen: Sequence[str], path: Path) -> list[str]:
+    """Write the presets into a parameter file, in order, its comments kept; nothing if the result is invalid.
+
+    Returns the changes as `key: old → new`.
+    """
+    overlays = [read(name) for name in chosen]
+    before = config.load(path).model_dump(mode="json", by_alias=True)
+    yaml = _round_trip()
+    tree = yaml.load(path.read_text(encoding="utf-8"))
+    for overlay in overlays:
+        overlay_onto(tree, overlay)
+    text = io.StringIO()
+    yaml.dump(tree, text)
+    plain = YAML(typ="safe", pure=True).load(text.getvalue())
+    after = config.validate(plain, f"params.yaml with {', '.join(chosen)}").model_dump(
+        mode="json", by_alias=True
+    )
+    checkpoint.write_text(path, text.getvalue())
+    old, new = config.flatten(before), config.flatten(after)
+    return [f"{k}: {old.get(k)} → {new.get(k)}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+
+
+def overlay_onto(tree: MutableMapping[str, Any], overlay: Mapping[str, Any]) -> None:
+    """Sections merge key by key; a value, a list, and whatever stands for null or a null replace."""
+    for key, value in overlay.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), MutableMapping):
+            overlay_onto(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def _round_trip() -> YAML:
+    class Representer(RoundTripRepresenter):
+        def represent_null(self, data: None) -> ScalarNode:
+            return self.represent_scalar("tag:yaml.org,2002:null", "null")  # not an empty place
+
+    Representer.add_representer(type(None), Representer.represent_null)
+    yaml = YAML()
+    yaml.Representer = Representer
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    return yaml

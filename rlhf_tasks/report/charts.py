@@ -1,0 +1,225 @@
+"""Figures as inline SVG: a line chart, a win-rate bar, a band gauge. Text in, escaped markup out.
+
+Colours come from the page's style sheet by class, so that one figure serves light and dark. Sizes are
+near their size on a phone, so that labels stay readable there. Coordinates have one decimal: the same
+numbers give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from markupsafe import Markup
+
+from rlhf_tasks.report.inputs import Curve
+
+WIDTH, HEIGHT = 360, 220
+LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 38
+MAX_BUCKETS = 240  # a line holds at most twice as many points: the extremes of each bucket
+
+
+def number(value: float) -> str:
+    """A number for reading: whole ones in full, others to four significant digits."""
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    if float(value).is_integer() and abs(value) < 1e15:
+        text = f"{int(value):,}"
+    elif abs(value) >= 1000:
+        text = f"{value:,.1f}"
+    else:
+        text = f"{value:.4g}"
+    return text.replace("-", "−")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round values, `count` or so, from at most `low` to at least `high`; steps are 1, 2 or 5 × 10^k."""
+    if high <= low:
+        reach = abs(low) * 0.1 or 1.0
+        low, high = low - reach, high + reach
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [k * step for k in range(first, last + 1)]
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Labels of one axis, all with the decimals that its step needs: 0, 2k, 4k; 0.00, 0.05; 1e−6."""
+    step = min((b - a for a, b in pairwise(values)), default=1.0)
+    largest = max((abs(v) for v in values), default=0.0)
+    if largest and largest < 1e-3:
+        return [f"{v:.2g}".replace("e-0", "e-").replace("-", "−") if v else "0" for v in values]
+    unit, suffix = next(
+        ((u, s) for u, s in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= 2 * u), (1, "")
+    )
+    decimals = max(0, -math.floor(math.log10(step / unit) + 1e-9))
+    return [f"{v / unit:.{decimals}f}{suffix if v else ''}".replace("-", "−") for v in values]
+
+
+def _thinned(curve: Curve) -> Iterator[tuple[float, float]]:
+    """The points, or of a long curve each bucket's lowest and highest, so that no spike is lost."""
+    points = list(zip(curve.x, curve.y, strict=True))
+    if len(points) <= 2 * MAX_BUCKETS:
+        yield from points
+        return
+    for k in range(MAX_BUCKETS):
+        start, end = (k * len(points) // MAX_BUCKETS, (k + 1) * len(points) // MAX_BUCKETS)
+        bucket = range(start, end)
+        extremes = {min(bucket, key=lambda i: points[i][1]), max(bucket, key=lambda i: points[i][1])}
+        yield from (points[i] for i in sorted(extremes))
+
+
+def line_chart(
+    label: str,
+    axis: str,
+    curves: Sequence[Curve],
+    *,
+    band: tuple[float, float] | None = None,
+    guide: float | None = None,
+) -> Markup:
+    """Curves over one x axis, named `axis`; `band` shades a range of y, `guide` is a dashed line at y.
+
+    `label` is the figure's text for those who do not see it; the curves' ends are added to it.
+
+    Raises:
+        ValueError: if no curve has a point.
+    """
+    xs = [x for curve in curves for x in curve.x]
+    ys = [y for curve in curves for y in curve.y]
+    if not xs:
+        raise ValueError(f"nothing to draw in {label!r}")
+    shown = [*ys, *(band or ()), *([guide] if guide is not None else [])]
+    y_ticks = ticks(min(shown), max(shown))
+    low_x, high_x = min(xs), max(xs)
+    span_x = (high_x - low_x) or 1.0
+
+    def to_x(x: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * ((x - low_x) / span_x if high_x > low_x else 0.5)
+
+    def to_y(y: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+
+    parts = []
+    if band:
+        parts.append(
+            Markup('<rect class="band" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>').format(
+                LEFT, to_y(band[1]), WIDTH - LEFT - RIGHT, to_y(band[0]) - to_y(band[1])
+            )
+        )
+    parts += _y_axis([(to_y(y), text) for y, text in zip(y_ticks, tick_labels(y_ticks), strict=True)])
+    x_ticks = [x for x in ticks(low_x, high_x, 4) if low_x <= x <= high_x] or [low_x]
+    parts += _x_axis([(to_x(x), text) for x, text in zip(x_ticks, tick_labels(x_ticks), strict=True)], axis)
+    if guide is not None:
+        parts.append(_line("guide", LEFT, to_y(guide), WIDTH - RIGHT, to_y(guide)))
+    for order, curve in enumerate(curves):
+        points = [(to_x(x), to_y(y)) for x, y in _thinned(curve)]
+        parts += _curve(order, points)
+    ends = "; ".join(
+        f"{c.name} from {number(c.y[0])} to {number(c.y[-1])}, lowest {number(min(c.y))}, "
+        f"highest {number(max(c.y))}"
+        for c in curves
+        if c.y
+    )
+    return _svg("chart", WIDTH, HEIGHT, f"{label}, by {axis}: {ends}", parts)
+
+
+def _curve(order: int, points: list[tuple[float, float]]) -> list[Markup]:
+    if len(points) == 1:
+        return [Markup('<circle class="dot s{}" cx="{:.1f}" cy="{:.1f}" r="3"/>').format(order, *points[0])]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return [Markup('<polyline class="line s{}" points="{}"/>').format(order, path)] if points else []
+
+
+def _y_axis(marks: Sequence[tuple[float, str]]) -> list[Markup]:
+    parts = []
+    for y, text in marks:
+        parts.append(_line("grid", LEFT, y, WIDTH - RIGHT, y))
+        parts.append(_text(LEFT - 7, y + 3.8, "end", text))
+    return parts
+
+
+def _x_axis(marks: Sequence[tuple[float, str]], name: str) -> list[Markup]:
+    floor = HEIGHT - BOTTOM
+    parts = [_line("axis", LEFT, floor, WIDTH - RIGHT, floor)]
+    for x, text in marks:
+        parts.append(_line("axis", x, floor, x, floor + 4))
+        anchor = "end" if x > WIDTH - RIGHT - 10 else "middle"
+        parts.append(_text(x if anchor == "middle" else WIDTH - RIGHT + 4, floor + 16, anchor, text))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "middle", name))
+    return parts
+
+
+def rate_bar(label: str, value: float, low: float, high: float, tone: str) -> Markup:
+    """A win rate as a bar from 0 to 100% with its interval; the dashed line is 50%.
+
+    `tone` is the style sheet's "ahead", "behind" or "level".
+    """
+
+    def to_x(share: float) -> float:
+        return 8 + 224 * share
+
+    parts = [
+        _line("axis", to_x(0), 2, to_x(0), 26),
+        Markup('<rect class="track" x="8" y="7" width="224" height="14" rx="2"/>'),
+        Markup('<rect class="bar {}" x="8" y="7" width="{:.1f}" height="14" rx="2"/>').format(
+            tone, 224 * value
+        ),
+        _line("half", to_x(0.5), 2, to_x(0.5), 26),
+        _line("whisker", to_x(low), 14, to_x(high), 14),
+        _line("whisker", to_x(low), 10, to_x(low), 18),
+        _line("whisker", to_x(high), 10, to_x(high), 18),
+    ]
+    text = f"{label}: {percent(value)}, 95% interval {percent(low)} to {percent(high)}"
+    return _svg("rate", 240, 28, text, parts)
+
+
+def rate_scale() -> Markup:
+    """The scale above a column of `rate_bar`s; hidden from readers that get the numbers."""
+    marks = ((0, "start", "0%"), (0.5, "middle", "50%"), (1, "end", "100%"))
+    parts = [_text(8 + 224 * at, 13, anchor, text) for at, anchor, text in marks]
+    body = Markup("").join(parts)
+    return Markup(
+        '<svg class="rate" viewBox="0 0 240 16" width="240" height="16" aria-hidden="true">{}</svg>'
+    ).format(body)
+
+
+def gauge(label: str, value: float, band: tuple[float, float]) -> Markup:
+    """A value on a scale that holds it and the band, which is shaded."""
+    marks = ticks(min(value, band[0]), max(value, band[1] * 1.2), 6)
+    low, high = marks[0], marks[-1]
+
+    def to_x(x: float) -> float:
+        return 12 + 236 * (x - low) / (high - low)
+
+    parts = [
+        Markup('<rect class="band" x="{:.1f}" y="8" width="{:.1f}" height="14"/>').format(
+            to_x(band[0]), to_x(band[1]) - to_x(band[0])
+        ),
+        _line("axis", to_x(low), 22, to_x(high), 22),
+    ]
+    for x, text in zip(marks, tick_labels(marks), strict=True):
+        parts += [_line("axis", to_x(x), 22, to_x(x), 26), _text(to_x(x), 38, "middle", text)]
+    parts.append(_line("needle", to_x(value), 3, to_x(value), 22))
+    return _svg("gauge", 260, 42, label, parts)
+
+
+def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> Markup:
+    return Markup('<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>').format(
+        kind, x1, y1, x2, y2
+    )
+
+
+def _text(x: float, y: float, anchor: str, text: str) -> Markup:
+    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, text)
+
+
+def _svg(kind: str, width: int, height: int, label: str, parts: Sequence[Markup]) -> Markup:
+    return Markup(
+        '<svg class="{}" viewBox="0 0 {} {}" width="{}" height="{}" role="img" aria-label="{}">{}</svg>'
+    ).format(kind, width, height, width, height, label, Markup("").join(parts))

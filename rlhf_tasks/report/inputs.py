@@ -1,0 +1,125 @@
+"""What the report reads: small files of the other stages. Only metrics/judge.json must exist."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rlhf_tasks.config import STAGES, UserError
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric over steps or episodes: finite points in file order, and how many were not finite."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    num_not_finite: int
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A plots/STAGE.csv: the x axis' name ("step" or "episode") and the metrics by name."""
+
+    axis: str
+    by_name: Mapping[str, Curve]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything the page is made of; an empty value is a file that is `missing` or holds no row."""
+
+    metrics: Mapping[str, Mapping[str, float]]
+    curves: Mapping[str, Curves]
+    lineage: Mapping[str, Mapping[str, Any]]
+    answers: Rows
+    verdicts: Rows
+    ppo_samples: Rows
+    missing: tuple[str, ...]
+
+
+def read(root: Path) -> Inputs:
+    """Read the files under `root`, the pipeline's working folder.
+
+    Raises:
+        UserError: if metrics/judge.json is missing, or any file is there and cannot be read.
+    """
+    judge = root / "metrics" / "judge.json"
+    if not judge.exists():
+        raise UserError(
+            "metrics/judge.json is missing, and the report is about its win rates; "
+            "run `rlhf judge` first, or `dvc repro` for the whole pipeline"
+        )
+    missing: list[str] = []
+
+    def there(name: str) -> Path | None:
+        if (root / name).exists():
+            return root / name
+        missing.append(name)
+        return None
+
+    reported = [stage for stage in STAGES if stage != "report"]
+    curved = ("base", "sft", "reward", "ppo")
+    return Inputs(
+        metrics={s: _json(p) for s in reported if (p := there(f"metrics/{s}.json"))},
+        curves={s: _curves(p) for s in curved if (p := there(f"plots/{s}.csv"))},
+        lineage={s: _json(p) for s in reported if (p := there(f"models/lineage/{s}.json"))},
+        answers=_rows(there("evaluation/judge/answers.parquet"), ("index", "prompt")),
+        verdicts=_rows(
+            there("evaluation/judge/verdicts.parquet"),
+            ("judge", "a", "b", "index", "verdict", "score_a", "score_b"),
+        ),
+        ppo_samples=_rows(
+            there("evaluation/ppo/samples.parquet"), ("episode", "prompt", "response", "score")
+        ),
+        missing=tuple(missing),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not readable as JSON ({error}); run its stage again") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold an object, but holds {type(tree).__name__}; run its stage again")
+    return tree
+
+
+def _rows(path: Path | None, columns: tuple[str, ...]) -> Rows:
+    if path is None:
+        return []
+    table = pq.read_table(path)
+    lacking = [name for name in columns if name not in table.column_names]
+    if lacking:
+        raise UserError(f"{path} has no column {', '.join(lacking)}; run its stage again")
+    rows: Rows = table.to_pylist()
+    return rows
+
+
+def _curves(path: Path) -> Curves:
+    with path.open(encoding="utf-8", newline="") as file:
+        header, *lines = list(csv.reader(file)) or [["step"]]
+    try:
+        columns = {
+            name: [(float(line[0]), float(line[i])) for line in lines if line[i] != ""]
+            for i, name in enumerate(header[1:], start=1)
+        }
+    except (ValueError, IndexError) as error:
+        raise UserError(f"{path} is no table of numbers ({error}); run its stage again") from None
+    return Curves(header[0], {name: _curve(name, points) for name, points in columns.items()})
+
+
+def _curve(name: str, points: list[tuple[float, float]]) -> Curve:
+    finite = [point for point in points if math.isfinite(point[1])]
+    return Curve(name, tuple(x for x, _ in finite), tuple(y for _, y in finite), len(points) - len(finite))

@@ -1,0 +1,281 @@
+"""Inputs → what the template shows: headline, win rates, figures, samples, tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from rlhf_tasks.config import flatten
+from rlhf_tasks.report import charts
+from rlhf_tasks.report.inputs import Curves, Inputs, Rows
+from rlhf_tasks.statistics import Verdict, verdict
+
+KL_BAND = (0.0, 10.0)  # nats; where PPO's objective/kl should end
+NUM_SAMPLES = 5  # of each kind: won most, lost most
+NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
+ANSWERERS = ("reference", "sft", "policy")
+NAMES = {"reference": "Reference", "sft": "SFT", "policy": "Policy"}
+JUDGES = {"gold": "Gold judge", "reward_model": "Reward model"}
+FACTS = ("accuracy", "margin", "calibration", "length_correlation", "correlation", "agreement")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A judge's win rate of A over B with its 95% interval; `counts` where the verdicts are there."""
+
+    judge: str
+    a: str
+    b: str
+    value: float
+    low: float
+    high: float
+    counts: Verdict | None
+
+    @property
+    def tone(self) -> str:
+        return "ahead" if self.low > 0.5 else "behind" if self.high < 0.5 else "level"
+
+    @property
+    def conclusion(self) -> str:
+        """What the interval lets one say."""
+        if self.tone == "level":
+            return "no clear winner"
+        return f"{NAMES.get(self.a if self.tone == 'ahead' else self.b, self.b)} better"
+
+    @property
+    def bar(self) -> Markup:
+        label = f"{_judge_name(self.judge)}, {NAMES.get(self.a, self.a)} against {NAMES.get(self.b, self.b)}"
+        return charts.rate_bar(label, self.value, self.low, self.high, self.tone)
+
+
+@dataclass(frozen=True)
+class Figure:
+    title: str
+    note: str
+    svg: Markup
+    legend: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A judged prompt: (who, answer, score or None) for each answerer, and the policy's lead."""
+
+    index: int
+    prompt: str
+    lead: float
+    answers: Sequence[tuple[str, str, float | None]]
+
+
+# stage, title, metrics, band, guide, what to look for
+_PPO_FIGURES: tuple[tuple[str, tuple[str, ...], tuple[float, float] | None, float | None, str], ...] = (
+    ("Reward", ("objective/rlhf_reward", "objective/scores"), None, None,
+     "Scores of the reward model, and the same less the KL penalty. Both should rise."),
+    ("KL from the SFT policy", ("objective/kl",), KL_BAND, None,
+     "Nats per response. The shaded band is 0 to 10; beyond it the reward model is out of its depth."),
+    ("Clip fraction", ("policy/clipfrac_avg",), None, None, "Share of tokens whose ratio was clipped."),
+    ("Probability ratio", ("val/ratio",), None, 1.0, "New over old policy; near 1 when updates are small."),
+    ("Entropy", ("policy/entropy_avg",), None, None, "Nats per token; a collapse means one answer for all."),
+    ("Policy loss", ("loss/policy_avg",), None, None, "Clipped surrogate."),
+    ("Value loss", ("loss/value_avg",), None, None, "Clipped squared error; should fall, then settle."),
+)  # fmt: skip
+_LOSS_FIGURES = (
+    ("sft", "loss", "SFT loss", "Cross-entropy of completion tokens, nats."),
+    ("sft", "token_accuracy", "SFT token accuracy", "Share of completion tokens guessed right."),
+    ("reward", "loss", "Reward model loss", "−log σ(chosen − rejected)."),
+    ("reward", "accuracy", "Reward model accuracy", "Share of pairs ranked as labelled."),
+    ("base", "loss", "Base model loss", "Cross-entropy of all tokens, nats."),
+)
+
+
+def render(inputs: Inputs) -> str:
+    """The whole page, as one HTML document that loads nothing. The same inputs give the same text."""
+    here = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(here),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": charts.number, "percent": charts.percent, "named": _name}
+    style = Markup((here / "page.css").read_text(encoding="utf-8"))  # our own file, so trusted
+    return environment.get_template("page.html").render(style=style, **context(inputs))
+
+
+def context(inputs: Inputs) -> dict[str, Any]:
+    """The template's variables."""
+    judge = inputs.metrics["judge"]
+    rates = list(_rates(judge, inputs.verdicts))
+    lead = next((r.judge for r in rates if r.judge == "gold"), rates[0].judge if rates else "")
+    won, lost = _samples(inputs, lead)
+    return {
+        "judge_name": _judge_name(lead),
+        "headlines": [_headline(rates, lead, "policy", other) for other in ("reference", "sft")],
+        "kl": _kl(inputs.metrics.get("ppo", {})),
+        "rates": _grouped(rates),
+        "rate_scale": charts.rate_scale(),
+        "measures": _measures(judge),
+        "answerers": ANSWERERS,
+        "ppo_figures": list(_ppo_figures(inputs.curves.get("ppo"))),
+        "loss_figures": list(_loss_figures(inputs.curves)),
+        "facts": _facts(inputs.metrics),
+        "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
+        "training_samples": _training_samples(inputs.ppo_samples),
+        "metrics": inputs.metrics,
+        "lineage": {stage: _flat(tree) for stage, tree in inputs.lineage.items()},
+        "missing": inputs.missing,
+    }
+
+
+def _name(key: str) -> str:
+    return NAMES.get(key, key)
+
+
+def _judge_name(judge: str) -> str:
+    return JUDGES.get(judge, judge)
+
+
+def _rates(judge: Mapping[str, float], verdicts: Rows) -> Iterator[Rate]:
+    """Every JUDGE/A_vs_B/win_rate of metrics/judge.json, in its order, with counts from the verdicts."""
+    given: dict[tuple[str, str, str], list[float]] = {}
+    for row in verdicts:
+        outcome = math.nan if row["verdict"] is None else row["verdict"]
+        given.setdefault((row["judge"], row["a"], row["b"]), []).append(outcome)
+    for key, value in judge.items():
+        found = re.fullmatch(r"(.+)/(.+)_vs_([^/]+)/win_rate", key)
+        if found:
+            who, a, b = found.groups()
+            stem = key.removesuffix("win_rate")
+            outcomes = given.get((who, a, b), [])
+            counts = verdict(outcomes) if any(not math.isnan(o) for o in outcomes) else None
+            yield Rate(who, a, b, value, judge[f"{stem}low"], judge[f"{stem}high"], counts)
+
+
+def _headline(rates: Sequence[Rate], judge: str, a: str, b: str) -> tuple[str, Rate | None]:
+    found = next((r for r in rates if (r.judge, r.a, r.b) == (judge, a, b)), None)
+    return f"{NAMES[a]} against {NAMES[b]}", found
+
+
+def _grouped(rates: Sequence[Rate]) -> dict[str, list[Rate]]:
+    groups: dict[str, list[Rate]] = {}
+    for rate in rates:
+        groups.setdefault(_judge_name(rate.judge), []).append(rate)
+    return groups
+
+
+def _kl(ppo: Mapping[str, float]) -> dict[str, Any] | None:
+    value = ppo.get("objective/kl")
+    if value is None or not math.isfinite(value):
+        return None
+    low, high = KL_BAND
+    side = "inside" if low <= value <= high else "outside"
+    label = f"KL {charts.number(value)} nats, {side} the band from {low:g} to {high:g}"
+    return {
+        "value": value,
+        "inside": side == "inside",
+        "svg": charts.gauge(label, value, KL_BAND),
+        "episode": ppo.get("selected_episode"),
+    }
+
+
+def _measures(judge: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """`gold/policy/coverage`, `rouge_l/policy`, …: measure → answerer → value."""
+    table: dict[str, dict[str, float]] = {}
+    for key, value in judge.items():
+        parts = key.split("/")
+        who = [part for part in parts if part in ANSWERERS]
+        if len(who) == 1:
+            table.setdefault("/".join(p for p in parts if p not in ANSWERERS), {})[who[0]] = value
+    return table
+
+
+def _ppo_figures(curves: Curves | None) -> Iterator[Figure]:
+    if curves is None:
+        return
+    for title, names, band, guide, note in _PPO_FIGURES:
+        yield from _figure(curves, title, names, note, band=band, guide=guide)
+    heldout = tuple(name for name in curves.by_name if "heldout" in name)
+    yield from _figure(
+        curves,
+        "Held-out reward",
+        heldout,
+        "A second reward model, never optimised; it chooses the checkpoint.",
+    )
+
+
+def _loss_figures(curves: Mapping[str, Curves]) -> Iterator[Figure]:
+    for stage, kind, title, note in _LOSS_FIGURES:
+        if stage in curves:
+            names = tuple(n for n in curves[stage].by_name if n.rpartition("/")[2] == kind)
+            yield from _figure(curves[stage], title, names, note)
+
+
+def _figure(
+    curves: Curves,
+    title: str,
+    names: Sequence[str],
+    note: str,
+    *,
+    band: tuple[float, float] | None = None,
+    guide: float | None = None,
+) -> Iterator[Figure]:
+    """One figure of those named curves that have points; nothing when none has."""
+    drawn = [curves.by_name[n] for n in names if n in curves.by_name and curves.by_name[n].x]
+    if drawn:
+        lost = sum(curve.num_not_finite for curve in drawn)
+        if lost:
+            note = f"{note} {lost} value(s) were not finite and are not drawn."
+        svg = charts.line_chart(title, curves.axis, drawn, band=band, guide=guide)
+        yield Figure(title, note, svg, [curve.name for curve in drawn])
+
+
+def _facts(metrics: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float]]:
+    """Numbers that say how far the reward model can be trusted, from its stage and the judge's."""
+    reward = [(k, v) for k, v in metrics.get("reward", {}).items() if any(word in k for word in FACTS)]
+    return reward + [(k, v) for k, v in metrics["judge"].items() if "agreement" in k]
+
+
+def _samples(inputs: Inputs, judge: str) -> tuple[list[Sample], list[Sample]]:
+    """Prompts with the policy's greatest lead over the reference, and those with its greatest lag."""
+    answers = {row["index"]: row for row in inputs.answers}
+    leads = [
+        (row["score_a"] - row["score_b"], row["index"])
+        for row in inputs.verdicts
+        if (row["judge"], row["a"], row["b"]) == (judge, "policy", "reference")
+        and row["index"] in answers
+        and row["score_a"] is not None
+        and row["score_b"] is not None
+    ]
+    won = sorted((-lead, index) for lead, index in leads if lead > 0)[:NUM_SAMPLES]
+    lost = sorted((lead, index) for lead, index in leads if lead < 0)[:NUM_SAMPLES]
+    return (
+        [_sample(answers[index], -lead, judge) for lead, index in won],
+        [_sample(answers[index], lead, judge) for lead, index in lost],
+    )
+
+
+def _sample(row: Mapping[str, Any], lead: float, judge: str) -> Sample:
+    answers = [(who, row[who] or "", row.get(f"{judge}/{who}")) for who in ANSWERERS if who in row]
+    return Sample(row["index"], row["prompt"], lead, answers)
+
+
+def _training_samples(rows: Rows) -> Rows:
+    """A few of the samples kept in training, at the first, the middle and the last of their episodes."""
+    episodes = sorted({row["episode"] for row in rows})
+    chosen = sorted({episodes[i] for i in (0, len(episodes) // 2, -1)}) if episodes else []
+    return [row for at in chosen for row in [r for r in rows if r["episode"] == at][:NUM_TRAINING_SAMPLES]]
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in flatten(tree).items()
+    }

@@ -1,0 +1,60 @@
+"""Masked arithmetic over tokens: tensors in, tensors out; no model, config or process in it.
+
+B batch · R response · V vocabulary. Masks are bool, True = a real response token (EOS included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all processes; the identity on one process."""
+
+
+def alone(x: Tensor) -> Tensor:
+    """The `Reduce` of a single process."""
+    return x
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Σ of `x` where `mask`, in float32; what stands elsewhere may be anything, NaN included."""
+    return torch.where(mask, x, 0).float().sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor, reduce: Reduce = alone) -> Tensor:
+    """Mean of `x` where `mask`, over all processes. Scalar; NaN where nothing is masked in."""
+    total, count = reduce(torch.stack([masked_sum(x, mask), mask.sum().float()])).unbind()
+    return total / count
+
+
+def masked_moments(x: Tensor, mask: Tensor, reduce: Reduce = alone) -> tuple[Tensor, Tensor]:
+    """Mean and (population) variance of `x` where `mask`, over all processes, in two passes."""
+    mean = masked_mean(x, mask, reduce)
+    return mean, masked_mean((x - mean) ** 2, mask, reduce)
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce = alone) -> Tensor:
+    """`x` (B, R) scaled to variance 1 over the real tokens of all processes; zero elsewhere.
+
+    The mean becomes 0, or stays as it was with `shift_mean=False` (Ziegler et al. 2019 whiten rewards
+    so). Epsilon 1e-8 on the variance, as there.
+    """
+    mean, variance = masked_moments(x, mask, reduce)
+    white = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, white if shift_mean else white + mean, 0)
+
+
+def gather_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """log softmax(logits)[label]: logits (B, R, V), labels (B, R) → (B, R) float32."""
+    flat = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    return -flat.view_as(labels)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """H of softmax(logits): (B, R, V) → (B, R), as logsumexp(z) − Σ softmax(z)·z."""
+    logits = logits.float()
+    return torch.logsumexp(logits, dim=-1) - (logits.softmax(dim=-1) * logits).sum(dim=-1)

@@ -1,0 +1,226 @@
+"""A run per stage: metrics, sample tables and artifacts, seen in MLflow. No torch here, nor MLflow.
+
+What a stage logs goes to a local spool first (`.rlhf/spool/KEY.jsonl`), which is the truth. A courier,
+a process of its own, reads the spool as it grows and delivers it to MLflow, so that neither MLflow's
+import nor a server that is gone costs training anything; what was not delivered stays in the spool
+for `rlhf sync`. A trainer that vanishes is noticed by its courier, and its run shown as FAILED.
+
+A stage's final metrics are logged under their own names, unless that name already has a curve: then
+nothing is added if the curve ends at the same value, and else the final one is `final/NAME`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_tasks import checkpoint, console, lineage
+from rlhf_tasks.config import Stage, StageView
+from rlhf_tasks.tracking import context, curves
+from rlhf_tasks.tracking.spool import Spool, table_json
+
+WAIT_SECONDS = 60.0  # for the courier, after a stage's end: a first delivery also makes the database
+SHOWN_REASON = 120  # characters
+KILLED_WAIT_SECONDS = 3.0  # a killed run's courier finishes by itself
+
+HEADLINES: Mapping[str, tuple[str, ...]] = {
+    "sft": ("perplexity",),
+    "reward": ("accuracy",),
+    "ppo": ("objective/kl", "objective/scores", "selected_episode"),
+    "judge": ("/win_rate",),
+}  # final metrics that the pipeline's own run shows too; with a slash in front: all that end so
+
+
+class Tracker(Protocol):
+    def metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        """One point of each curve; `step` counts optimiser steps, in PPO episodes."""
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows to the sample table `name`."""
+
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        """Keep a copy of a file with the run; not for checkpoints, which DVC keeps."""
+
+    def final(self, values: Mapping[str, float]) -> None:
+        """The stage's results, by which runs are compared."""
+
+    def history(self) -> list[dict[str, float]]:
+        """The curves so far: a dict per step, its x axis (`step` or `episode`) first."""
+
+
+class History:
+    """Points by step; values logged apart for one step share a row."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+        self._rows: dict[int, dict[str, float]] = {}
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        row = self._rows.setdefault(step, {self.axis: step})
+        row.update({name: value for name, value in values.items() if name != self.axis})
+
+    def rows(self) -> list[dict[str, float]]:
+        return [dict(self._rows[step]) for step in sorted(self._rows)]
+
+    def last(self) -> dict[str, float]:
+        latest: dict[str, float] = {}
+        for row in self.rows():
+            latest |= row
+        return latest
+
+
+class NullTracker:
+    """Keeps the curves and sends nothing: for ranks but the first, and `tracking.enabled: false`."""
+
+    def __init__(self, stage: Stage | None = None) -> None:
+        self._history = History(curves.axis(stage))
+
+    def metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        self._history.add({name: float(value) for name, value in values.items()}, step)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        pass
+
+    def final(self, values: Mapping[str, float]) -> None:
+        pass
+
+    def history(self) -> list[dict[str, float]]:
+        return self._history.rows()
+
+
+class SpoolTracker:
+    """Writes the spool; see `courier` for what becomes of it."""
+
+    def __init__(self, stage: Stage, spool: Spool) -> None:
+        self._stage, self._spool = stage, spool
+        self._history = History(curves.axis(stage))
+        self._tables: dict[str, list[dict[str, Any]]] = {}
+        self._told = False
+
+    def metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        point = {name: float(value) for name, value in values.items()}
+        self._history.add(point, step)
+        self._spool.append("metrics", step=step, values=point)
+        self.tell_trouble()
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._tables.setdefault(name, []).extend(dict(row) for row in rows)
+        kept = self._spool.files / "tables" / f"{name}.json"
+        checkpoint.write_text(kept, table_json(self._tables[name]))
+        self._spool.append("artifact", file=f"tables/{name}.json", folder="tables", table=True)
+
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        name = f"{folder}/{path.name}" if folder else path.name
+        kept = self._spool.files / name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, kept)
+        self._spool.append("artifact", file=name, folder=folder, table=False)
+
+    def final(self, values: Mapping[str, float]) -> None:
+        latest = self._history.last()
+        step = int(latest.get(self._history.axis, 0))
+        point = {
+            name if name not in latest else f"final/{name}": value
+            for name, value in values.items()
+            if latest.get(name) != value
+        }
+        self._spool.append("metrics", step=step, values=point)
+        wanted = HEADLINES.get(self._stage, ())
+        headlines = {
+            name if "/" in name else f"{self._stage}/{name}": value
+            for name, value in values.items()
+            if name in wanted or name.endswith(tuple(w for w in wanted if w.startswith("/")))
+        }
+        self._spool.append("headlines", values=headlines)
+
+    def history(self) -> list[dict[str, float]]:
+        return self._history.rows()
+
+    def keep_curves(self) -> None:
+        """The curves as CSV and as one figure: MLflow's charts cannot be laid out from here."""
+        rows = self.history()
+        if not rows:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            table, figure = Path(folder) / f"{self._stage}.csv", Path(folder) / "curves.png"
+            table.write_text(curves.csv_text(rows, self._history.axis), encoding="utf-8")
+            curves.draw(rows, self._history.axis, self._stage, figure)
+            self.artifact(table, "plots")
+            self.artifact(figure)
+
+    def tell_trouble(self, *, failed: bool = False) -> None:
+        """Say once that MLflow does not take what is logged; `failed`: the courier gave up."""
+        trouble = self._spool.trouble
+        if not self._told and (failed or trouble.exists()):
+            self._told = True
+            reason = (
+                trouble.read_text("utf-8").strip()[:SHOWN_REASON]
+                if trouble.exists()
+                else f"see {self._spool.log}"
+            )
+            console.say(
+                f"MLflow cannot be reached ({reason}); training goes on, metrics are kept in "
+                f"{self._spool.file}; what is missing at the end is sent by `rlhf sync`"
+            )
+
+
+@contextmanager
+def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterator[Tracker]:
+    """A stage's run: FINISHED when the block ends, FAILED with the reason on an error, KILLED on Ctrl-C.
+
+    `key` names the run (tag `rlhf.run`); by default a new one.
+    """
+    if not view.tracking.enabled or not context.is_main_rank():
+        yield NullTracker(stage)
+        return
+    spool = Spool(lineage.home() / "spool", key or lineage.new_key(stage))
+    spool.append("run", **context.header(stage, view, spool.key))
+    courier = _start_courier(spool)
+    tracker = SpoolTracker(stage, spool)
+    status, reason, outs = "FINISHED", "", dict[str, str]()
+    try:
+        yield tracker
+        tracker.keep_curves()
+        outs = lineage.out_hashes(stage)
+    except KeyboardInterrupt as error:
+        status, reason = "KILLED", str(error) or "interrupted"
+        raise
+    except BaseException as error:
+        status, reason = "FAILED", f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        # At once: the launcher of a failed stage ends its other processes without waiting long.
+        spool.append("end", status=status, reason=reason, device=context.device(), outs=outs)
+        _await_courier(courier, tracker, KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS)
+
+
+def _start_courier(spool: Spool) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C for the stage leaves it time to report just that."""
+    command = [sys.executable, "-m", "rlhf_tasks.tracking.courier", str(spool.file)]
+    with spool.log.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=context.courier_environment(os.environ),
+        )
+
+
+def _await_courier(courier: subprocess.Popen[bytes], tracker: SpoolTracker, seconds: float) -> None:
+    try:
+        courier.wait(seconds)
+    except subprocess.TimeoutExpired:
+        courier.returncode = 0  # it goes on by itself; the interpreter is not to warn of a lost child
+    tracker.tell_trouble(failed=courier.returncode != 0)

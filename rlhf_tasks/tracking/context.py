@@ -1,0 +1,134 @@
+"""Who runs a stage, where, and as part of which pipeline. No torch here, nor MLflow."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlhf_tasks import lineage
+from rlhf_tasks.config import STAGES, Stage, StageView
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+    "mlflow",
+    "dvc",
+    "prefect",
+)
+HTTP_BOUNDS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+}  # MLflow's own would block for minutes
+
+
+def is_main_rank() -> bool:
+    """True in the process that logs and saves; by the launcher's variables, before torch is there."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
+    """All that is known of a run at its start, as the spool's first line."""
+    process = psutil.Process()
+    return {
+        "key": key,
+        "stage": stage,
+        "last": stage == STAGES[-1],
+        "home": str(lineage.home()),
+        "uri": view.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"),
+        "experiment": view.tracking.experiment,
+        "process": process_name(process),
+        "parent": parent(process, key),
+        "parameters": view.declared()
+        | {f"launch.{k}": v for k, v in view.launch.model_dump(mode="json").items()},
+        "inputs": lineage.input_hashes(stage),
+        "tags": {"dvc.stage": stage, "dvc.how": "ran", "rlhf.run": key, **_git_tags(), **_environment_tags()},
+    }
+
+
+def parent(process: psutil.Process, key: str) -> dict[str, str]:
+    """The pipeline's run: `id` if MLflow knows it already, else `key` and the `process` it lives by.
+
+    A flow names it (`RLHF_PARENT_RUN`, or MLflow's id in `MLFLOW_RUN_ID`); stages of one `dvc` process
+    share it; a stage run by hand has one of its own.
+    """
+    tags = {
+        "prefect.flow_run_id": os.environ.get("PREFECT__FLOW_RUN_ID"),
+        "dvc.exp": os.environ.get("DVC_EXP_NAME"),
+    }
+    known = {name: value for name, value in tags.items() if value}
+    if given := os.environ.get("RLHF_PARENT_RUN"):
+        return {"key": given, "owner": "flow", **known}
+    if identity := os.environ.get("MLFLOW_RUN_ID"):
+        return {"id": identity, "owner": "given", **known}
+    for ancestor in process.parents():
+        if _is_dvc(ancestor):
+            name = process_name(ancestor)
+            return {"key": f"dvc-{name}", "owner": "dvc", "process": name, **known}
+    return {"key": f"alone-{key}", "owner": "stage", "process": process_name(process), **known}
+
+
+def _is_dvc(process: psutil.Process) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return any(Path(word).name in ("dvc", "dvc.exe") for word in words[:3])
+
+
+def process_name(process: psutil.Process) -> str:
+    """HOST:PID:START, which names one process for good (a pid alone is used again)."""
+    return f"{platform.node()}:{process.pid}:{int(process.create_time() * 100)}"
+
+
+def is_alive(name: str) -> bool:
+    """False only if the process lived on this machine and is gone."""
+    host, pid, _ = name.rsplit(":", 2)
+    if host != platform.node():
+        return True
+    try:
+        process = psutil.Process(int(pid))
+        return process_name(process) == name and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def device() -> str:
+    """What the stage computed on; torch is asked only if the stage has loaded it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"cpu ({os.cpu_count()} cores, {platform.machine()})"
+
+
+def courier_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Bounded HTTP, one thread; not the launcher's variables, nor a run that is not the courier's."""
+    kept = {
+        k: v for k, v in environment.items() if k not in ("MLFLOW_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    return {"MLFLOW_DISABLE_TELEMETRY": "true", **HTTP_BOUNDS, **kept, "OMP_NUM_THREADS": "1"}
+
+
+def _git_tags() -> dict[str, str]:
+    return {"git.rev": lineage.git_revision() or "none", "git.dirty": str(lineage.git_dirty()).lower()}
+
+
+def _environment_tags() -> dict[str, str]:
+    versions = {"env.python": platform.python_version(), "env.platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            versions[f"env.{package}"] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[f"env.{package}"] = "absent"
+    return versions

@@ -1,0 +1,94 @@
+"""Delivers spools to MLflow: one as it grows (this module run with its path), or all later (`sync`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks.tracking import context
+from rlhf_tasks.tracking.spool import Spool, pending
+
+POLL_SECONDS = 0.25
+RETRY_SECONDS = 20.0
+VANISHED = "the process vanished without a word (killed? out of memory?)"
+
+
+def follow(spool: Spool) -> bool:
+    """Deliver until the run's end; False if some of it could not be delivered.
+
+    After a failure it tries again every so often, and a last time at the run's end; each later try
+    sends only what MLflow lacks.
+    """
+    reason = _attempt(spool, replay=False)
+    while reason is not None:
+        spool.trouble.write_text(reason + "\n", encoding="utf-8")
+        if _is_over(spool):
+            return False
+        _sleep_until_retry(spool)
+        reason = _attempt(spool, replay=True)
+    spool.close()
+    return True
+
+
+def sync(home: Path) -> tuple[int, dict[str, str]]:
+    """Deliver the runs that are over and not wholly in MLflow: how many were, and why others were not."""
+    delivered, failed = 0, {}
+    for spool in pending(home / "spool"):
+        if not _is_over(spool):
+            continue
+        reason = _attempt(spool, replay=True)
+        if reason is None:
+            spool.close()
+            delivered += 1
+        else:
+            failed[spool.key] = reason
+    return delivered, failed
+
+
+def _attempt(spool: Spool, *, replay: bool) -> str | None:
+    """Deliver from the beginning to the run's end; None, or why that failed."""
+    for name, value in context.HTTP_BOUNDS.items():
+        os.environ.setdefault(name, value)
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from rlhf_tasks.tracking.store import Store
+
+    try:
+        records, offset = spool.read()
+        process = records[0]["process"]
+        run = Store.open(records[0]).stage_run(records[0], replay=replay)
+        while not run.send(records, spool.files):
+            if not records and not context.is_alive(process):
+                spool.append("end", status="FAILED", reason=VANISHED, device="unknown", outs={})
+            elif not records:
+                time.sleep(POLL_SECONDS)
+            records, offset = spool.read(offset)
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return None
+
+
+def _is_over(spool: Spool) -> bool:
+    records: list[dict[str, Any]] = spool.read()[0]
+    return records[-1]["kind"] == "end" or not context.is_alive(records[0]["process"])
+
+
+def _sleep_until_retry(spool: Spool) -> None:
+    deadline = time.monotonic() + RETRY_SECONDS
+    while time.monotonic() < deadline and not _is_over(spool):
+        time.sleep(POLL_SECONDS)
+
+
+def main(arguments: list[str]) -> int:
+    path = Path(arguments[0])
+    return 0 if follow(Spool(path.parent, path.stem)) else 1
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # a stage waits for this: no time for taking MLflow's modules apart

@@ -1,0 +1,85 @@
+"""The local record of a run: a JSON line for each thing logged, files beside it. No torch, no MLflow.
+
+Kinds of line: `run` (the first: who, where, parameters, inputs), `metrics`, `artifact`, `headlines`,
+`end`. Each has `time` in milliseconds since 1970, so that a second delivery sends the very same points.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spool:
+    folder: Path
+    key: str
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"{self.key}.jsonl"
+
+    @property
+    def files(self) -> Path:
+        """Copies of the artifacts, until they are delivered."""
+        return self.folder / self.key
+
+    @property
+    def log(self) -> Path:
+        """What the courier's process prints."""
+        return self.folder / f"{self.key}.log"
+
+    @property
+    def trouble(self) -> Path:
+        """Exists while MLflow does not take what is sent; holds the reason."""
+        return self.folder / f"{self.key}.trouble"
+
+    @property
+    def delivered(self) -> Path:
+        return self.folder / "delivered" / f"{self.key}.jsonl"
+
+    def append(self, kind: str, **fields: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"kind": kind, "time": round(time.time() * 1000), **fields})
+        handle = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(
+                handle, line.encode() + b"\n"
+            )  # one write: a reader sees whole lines or the start of one
+        finally:
+            os.close(handle)
+
+    def read(self, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """The whole lines from byte `offset` on, and the offset after them."""
+        with self.file.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        return [json.loads(line) for line in data[:end].splitlines()], offset + end
+
+    def close(self) -> None:
+        """All is delivered: the lines move aside, the copies go."""
+        self.delivered.parent.mkdir(exist_ok=True)
+        self.file.replace(self.delivered)
+        shutil.rmtree(self.files, ignore_errors=True)
+        self.log.unlink(missing_ok=True)
+        self.trouble.unlink(missing_ok=True)
+
+
+def pending(folder: Path) -> list[Spool]:
+    """Runs that are not wholly delivered, oldest first."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda file: file.stat().st_mtime)
+    return [Spool(folder, file.stem) for file in files]
+
+
+def table_json(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table as MLflow's viewer reads it: columns in order of appearance, null where a row has none."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    data = [[row.get(name) for name in columns] for row in rows]
+    return json.dumps({"columns": columns, "data": data}, default=str, ensure_ascii=False)

@@ -1,0 +1,178 @@
+"""MLflow, seen from the courier: one run per stage, under one run per pipeline. Imports MLflow; no torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.tracking import MlflowClient
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
+
+from rlhf_tasks.tracking import context
+
+BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
+MAX_PARAM, MAX_TAG = 6000, 5000  # characters
+MAX_DIGEST = 36  # `….dir` just fits
+TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
+
+
+def embedded_uri(home: Path) -> str:
+    return f"sqlite:///{home / 'mlflow.db'}"
+
+
+@dataclass(frozen=True)
+class Store:
+    client: MlflowClient
+    experiment: str
+    lock: FileLock  # over whatever two stages that start at once would both create
+
+    @classmethod
+    def open(cls, header: Mapping[str, Any]) -> Store:
+        """Connect; the embedded database and the experiment are made the first time."""
+        home = Path(header["home"])
+        home.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(home / "mlflow.lock")
+        with lock:
+            client = MlflowClient(header["uri"] or embedded_uri(home))
+            known = client.get_experiment_by_name(header["experiment"])
+            if known is not None:
+                experiment = known.experiment_id
+            else:
+                location = None if header["uri"] else (home / "mlartifacts").as_uri()
+                experiment = client.create_experiment(header["experiment"], artifact_location=location)
+        store = cls(client, str(experiment), lock)
+        store.close_left_parents()
+        return store
+
+    def find(self, tag: str, value: str) -> str | None:
+        found = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
+        return found[0].info.run_id if found else None
+
+    def stage_run(self, header: Mapping[str, Any], *, replay: bool) -> StageRun:
+        """The stage's run, made or found again, with parameters, tags and inputs."""
+        with self.lock:
+            parent = self._parent(header)
+            run = self.find("rlhf.run", header["key"]) or self._create(header, parent)
+        given = header["parent"].get("owner") == "given"
+        return StageRun(self.client, run, parent, header, owns_parent=not given, replay=replay)
+
+    def _create(self, header: Mapping[str, Any], parent: str) -> str:
+        tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: parent, MLFLOW_RUN_NAME: header["stage"]}
+        run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
+        identity = str(run.info.run_id)
+        self._log_params(identity, header["parameters"])
+        if header["inputs"]:
+            self.client.log_inputs(identity, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
+        return identity
+
+    def _parent(self, header: Mapping[str, Any]) -> str:
+        """The pipeline's run, made or found, with the stage's parameters added, and RUNNING (again)."""
+        parent = header["parent"]
+        if "id" in parent:
+            return str(parent["id"])
+        identity = self.find("rlhf.pipeline", parent["key"])
+        if identity is None:
+            kept = ("process", "dvc.exp", "prefect.flow_run_id")
+            tags = {("rlhf.process" if k == "process" else k): parent[k] for k in kept if k in parent}
+            tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"]}
+            tags[MLFLOW_RUN_NAME] = time.strftime(
+                "pipeline-%Y%m%d-%H%M%S", time.localtime(header["time"] / 1000)
+            )
+            run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
+            identity = str(run.info.run_id)
+        known = self.client.get_run(identity)
+        if known.info.status != "RUNNING":
+            self.client.update_run(identity, status="RUNNING")
+        self._log_params(
+            identity, {k: v for k, v in header["parameters"].items() if k not in known.data.params}
+        )
+        return identity
+
+    def _log_params(self, run: str, values: Mapping[str, Any]) -> None:
+        params = [
+            Param(k, (v if isinstance(v, str) else json.dumps(v))[:MAX_PARAM]) for k, v in values.items()
+        ]
+        for start in range(0, len(params), BATCH_PARAMS):
+            self.client.log_batch(run, params=params[start : start + BATCH_PARAMS])
+
+    def close_left_parents(self) -> None:
+        """Pipelines whose dvc process is gone without a `report` stage (it was cached, or not asked for)."""
+        running = "attributes.status = 'RUNNING' and tags.`rlhf.pipeline` LIKE '%'"
+        for run in self.client.search_runs([self.experiment], running):
+            process = run.data.tags.get("rlhf.process")
+            if process and not context.is_alive(process):
+                self.client.set_terminated(run.info.run_id, "FINISHED")
+
+
+def _dataset(path: str, md5: str) -> DatasetInput:
+    source = json.dumps({"path": path, "md5": md5})
+    dataset = Dataset(name=path, digest=md5[:MAX_DIGEST], source_type="dvc", source=source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "input")])
+
+
+@dataclass
+class StageRun:
+    """One stage's run as an addressee of spool records."""
+
+    client: MlflowClient
+    run: str
+    parent: str
+    header: Mapping[str, Any]
+    owns_parent: bool
+    replay: bool  # True: ask for the steps MLflow has, and send the others
+    _held: dict[str, set[int]] = field(default_factory=dict)
+    _tables: list[str] = field(default_factory=list)
+
+    def send(self, records: Sequence[Mapping[str, Any]], files: Path) -> bool:
+        """Deliver in order, `files` holding the artifacts; True once the run's end is among the records."""
+        self._send_metrics([r for r in records if r["kind"] == "metrics"])
+        for name, record in {r["file"]: r for r in records if r["kind"] == "artifact"}.items():
+            self.client.log_artifact(self.run, str(files / name), record["folder"])
+            if record["table"] and name not in self._tables:
+                self._tables.append(name)
+        for record in records:
+            if record["kind"] == "headlines":
+                metrics = [Metric(k, v, record["time"], 0) for k, v in record["values"].items()]
+                self.client.log_batch(self.parent, metrics=metrics)
+            elif record["kind"] == "end":
+                self._end(record)
+                return True
+        return False
+
+    def _send_metrics(self, records: Sequence[Mapping[str, Any]]) -> None:
+        metrics = [
+            Metric(name, value, record["time"], record["step"])
+            for record in records
+            for name, value in record["values"].items()
+            if not (self.replay and record["step"] in self._steps(name))
+        ]
+        for start in range(0, len(metrics), BATCH_METRICS):
+            self.client.log_batch(self.run, metrics=metrics[start : start + BATCH_METRICS])
+
+    def _steps(self, name: str) -> set[int]:
+        if name not in self._held:
+            self._held[name] = {point.step for point in self.client.get_metric_history(self.run, name)}
+        return self._held[name]
+
+    def _end(self, record: Mapping[str, Any]) -> None:
+        tags = {"device": record["device"], **{f"dvc.out.{p}": md5 for p, md5 in record["outs"].items()}}
+        if record["reason"]:
+            tags["rlhf.reason"] = record["reason"]
+        if self._tables:
+            tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
+        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
+        self.client.set_terminated(self.run, record["status"], end_time=record["time"])
+        if not self.owns_parent:
+            return
+        if record["status"] != "FINISHED":
+            reason = f"{self.header['stage']}: {record['reason']}"[:MAX_TAG]
+            self.client.set_tag(self.parent, "rlhf.reason", reason)
+            self.client.set_terminated(self.parent, record["status"], end_time=record["time"])
+        elif self.header["last"] or self.header["parent"]["owner"] == "stage":
+            self.client.set_terminated(self.parent, "FINISHED", end_time=record["time"])

@@ -1,0 +1,50 @@
+"""A small project in a folder of its own: params.yaml as shipped, a dvc.yaml of three stages."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks import console, lineage
+
+ROOT = Path(__file__).parents[1]
+
+SMALL_DVC = """\
+stages:
+  prepare:
+    cmd: rlhf prepare
+    params: [seed]
+    deps: ["${data.path}"]
+    outs: [data/sft, models/lineage/prepare.json]
+    metrics: [{metrics/prepare.json: {cache: false}}]
+  sft:
+    cmd: rlhf sft
+    params: [seed, sft]
+    deps: [data/sft, code.py]
+    outs: [models/sft, models/lineage/sft.json]
+    metrics: [{metrics/sft.json: {cache: false}}]
+  report:
+    cmd: rlhf report
+    deps: [models/lineage/sft.json]
+    outs: [reports, models/lineage/report.json]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the test, outside any git repository; data/sft is there, models/sft is not."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for name in ("RANK", "LOCAL_RANK", "RLHF_PARENT_RUN", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    (tmp_path / "dvc.yaml").write_text(SMALL_DVC, encoding="utf-8")
+    (tmp_path / "data/sft").mkdir(parents=True)
+    (tmp_path / "data/sft/train.txt").write_text("rows\n", encoding="utf-8")
+    (tmp_path / "rlhf_tasks/data/examples").mkdir(parents=True)
+    (tmp_path / "rlhf_tasks/data/examples/a.txt").write_text("given\n", encoding="utf-8")
+    lineage._input_hashes.cache_clear()
+    console.set_quiet(False)
+    return tmp_path

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.data import docstrings
+from rlhf_tasks.data.docstrings import Package, Pair
+
+BODY = "    total = first_value + second_value\n    return total * total\n"
+
+
+def never(counts: Counter[str]) -> bool:
+    return False
+
+
+def package(folder: Path, name: str, **modules: str) -> Package:
+    (folder / name).mkdir()
+    files = []
+    for module, text in modules.items():
+        file = folder / name / f"{module}.py"
+        file.write_text(textwrap.dedent(text), encoding="utf-8")
+        files.append((f"{name}==1.0 {name}/{module}.py", file))
+    return Package(name, files)
+
+
+def function(name: str, docstring: str, marker: str = "") -> str:
+    return f'def {name}(first_value, second_value):\n    """{docstring}"""\n    label = "{marker}"\n{BODY}\n'
+
+
+def mine(*packages: Package, max_chars: int = 500) -> list[Pair]:
+    return docstrings.mine(packages, max_chars, never)
+
+
+def test_code_is_parsed_and_never_run(tmp_path: Path) -> None:
+    booby_trap = 'raise SystemExit("imported")\n' + function("area", "Compute the square of a sum.")
+    (pair,) = mine(package(tmp_path, "trap", module=booby_trap))
+    assert pair.source == "trap==1.0 trap/module.py:area"
+    assert pair.summary == "Compute the square of a sum."
+    assert pair.prompt == f'def area(first_value, second_value):\n    label = ""\n{BODY.rstrip()}\n# Summary:'
+
+
+def test_methods_are_named_with_their_class_and_dedented(tmp_path: Path) -> None:
+    method = textwrap.indent(function("area", "Compute the square of a sum."), "    ")
+    (pair,) = mine(package(tmp_path, "a", module=f"class Shape:\n{method}"))
+    assert pair.source.endswith("module.py:Shape.area")
+    assert pair.prompt.startswith("def area(")
+
+
+def test_files_that_do_not_parse_are_passed_over_without_a_warning(tmp_path: Path) -> None:
+    odd = function("first", "Compute the square of a sum.", r"\d")  # an invalid escape: a SyntaxWarning
+    pairs = mine(package(tmp_path, "a", broken='def f(:\n    """Never read at all."""\n', odd=odd))
+    assert [pair.source for pair in pairs] == ["a==1.0 a/odd.py:first"]
+
+
+def test_no_prompt_comes_twice_and_no_summary_twice_in_a_package(tmp_path: Path) -> None:
+    one = function("area", "Compute the square of a sum.") + function(
+        "other", "Compute the square of a sum.", "x"
+    )
+    two = function("area", "Say it in other words.") + function("third", "Compute the square of a sum.", "y")
+    pairs = mine(package(tmp_path, "a", m=one), package(tmp_path, "b", m=two))
+    assert [pair.source.rpartition(":")[2] for pair in pairs] == ["area", "third"]
+
+
+def test_a_long_body_is_cut_by_whole_lines(tmp_path: Path) -> None:
+    long = function("area", "Compute the square of a sum.") + "".join(
+        f"    line_{i} = {i}\n" for i in range(99)
+    )
+    (pair,) = mine(package(tmp_path, "a", m=long), max_chars=150)
+    code = pair.prompt.removesuffix(docstrings.SUFFIX)
+    assert len(pair.prompt) <= 150
+    assert code.splitlines()[-1] in long.splitlines()
+    assert "Compute" not in code
+
+
+def test_a_package_gives_a_bounded_number_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docstrings, "MAX_PAIRS_PER_PACKAGE", 3)
+    many = "".join(function(f"f{i}", f"Compute the square number {i}.", str(i)) for i in range(9))
+    assert len(mine(package(tmp_path, "a", m=many))) == 3
+
+
+def test_functions_that_tell_nothing_are_left_out(tmp_path: Path) -> None:
+    text = '''
+        def no_docstring(first_value, second_value):
+            return first_value + second_value, "long enough to be a prompt by itself"
+
+        def only_passes(first_value, second_value, third_value, fourth_value, fifth_value):
+            """Compute nothing with many arguments."""
+            pass
+
+        def abstract(first_value, second_value, third_value, fourth_value, fifth_value):
+            """Compute something in a subclass."""
+            raise NotImplementedError
+
+        def __init__(self, first_value, second_value, third_value, fourth_value, fifth_value):
+            """Remember all the values given."""
+            self.first_value, self.second_value = first_value, second_value
+    '''
+    assert mine(package(tmp_path, "a", m=text)) == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "name", "summary"),
+    [
+        ("Parse the header of a file.\n\nMore.", "f", "Parse the header of a file."),
+        ("Parse the header\n    of a file", "f", "Parse the header of a file."),
+        ("Parse version 1.2 of the file. Then stop.", "f", "Parse version 1.2 of the file."),
+        ("Parse the :class:`~email.message.Message` given.", "f", "Parse the `Message` given."),
+        ("return ``None`` if it is closed", "f", "Return `None` if it is closed."),
+        ("Get the user name.", "get_user_name", None),
+        ("Gets user names.", "userName", None),
+        ("Too short.", "f", None),
+        ("Deprecated alias of the parser.", "f", None),
+        ("TODO: write the docs here.", "f", None),
+        ("Parse what https://example.org gives.", "f", None),
+        ("Parse the naïve header of files.", "f", None),
+        (">>> parse(the, header) or None", "f", None),
+        (" ".join(["word"] * 21), "f", None),
+        ("", "f", None),
+    ],
+)
+def test_a_summary_is_one_plain_sentence_that_says_more_than_the_name(
+    docstring: str, name: str, summary: str | None
+) -> None:
+    assert docstrings.clean_summary(docstring, name) == summary
+
+
+def pairs_of(**sizes: int) -> list[Pair]:
+    return [
+        Pair(name, f"{name}/{i // 4}.py", f"{name}:{i}", f"def {name}_{i}", f"Summary {i} of {name}.")
+        for name, size in sizes.items()
+        for i in range(size)
+    ]
+
+
+def test_no_package_is_in_two_splits_and_no_single_one_is_what_is_tested() -> None:
+    pairs = pairs_of(giant=500, **{f"p{i}": 10 for i in range(40)})
+    parts = docstrings.split_by_package(pairs, 1, {"validation": 45, "test": 80})
+    packages = {split: {pair.package for pair in held} for split, held in parts.items()}
+    assert packages["train"].isdisjoint(packages["test"] | packages["validation"])
+    assert packages["test"].isdisjoint(packages["validation"])
+    assert (len(parts["validation"]), len(parts["test"])) == (45, 80)
+    assert len(packages["test"]) == 8
+    assert "giant" in packages["train"]
+    assert len(parts["train"]) == 500 + 400 - 80 - 50
+
+
+def test_too_few_packages_for_the_splits_is_told() -> None:
+    with pytest.raises(UserError, match=r"give 20 pairs for test, data.num_test asks for 80"):
+        docstrings.split_by_package(pairs_of(a=10, b=10, giant=500), 1, {"validation": 4, "test": 80})
+
+
+def test_rejected_summaries_are_of_another_function_of_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = pairs_of(**{f"p{i}": 5 for i in range(20)})  # files of 4, and of 1, which has nothing to reject
+    monkeypatch.setattr(docstrings, "installed_packages", lambda seed: [])
+    monkeypatch.setattr(docstrings, "mine", lambda packages, budget, enough: pairs)
+    corpus = docstrings.load(1, max_prompt_tokens=50, max_pairs=1000, sizes={"validation": 20, "test": 20})
+    file_of = {f" {pair.summary}": pair.file for pair in pairs}
+    for rows in corpus["preferences"].values():
+        for row in rows:
+            assert row["chosen"] != row["rejected"]
+            assert file_of[row["chosen"]] == file_of[row["rejected"]]
+    counts = {split: len(rows) for split, rows in corpus["preferences"].items()}
+    assert counts == {"train": 12 * 4, "validation": 4 * 4, "test": 4 * 4}
+
+
+def test_the_standard_library_is_found_with_its_modules_as_packages() -> None:
+    found = {package.name: package for package in docstrings.installed_packages(1)}
+    assert [shown for shown, _ in found["textwrap"].files] == ["textwrap.py"]
+    assert {shown for shown, _ in found["json"].files} >= {"json/decoder.py", "json/encoder.py"}
+    assert any(shown.startswith("pydantic==") for shown, _ in found["pydantic"].files)
+    assert not {"rlhf_tasks", "flows", "test"} & set(found)
+    summaries = {pair.source: pair.summary for pair in mine(found["textwrap"])}
+    assert (
+        summaries["textwrap.py:dedent"] == "Remove any common leading whitespace from every line in `text`."
+    )

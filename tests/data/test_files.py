@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_tasks.config import Columns, Split, UserError
+from rlhf_tasks.data import files
+from rlhf_tasks.data.rows import SPLITS, Corpus, Problems
+from rlhf_tasks.data.tables import Rendering
+from tests.data.conftest import ROOT, demonstrations, jsonl
+
+SIZES: dict[Split, int] = {"validation": 2, "test": 2}
+
+
+def load(path: Path, columns: Columns, rendering: Rendering, problems: Problems | None = None) -> Corpus:
+    found = Problems() if problems is None else problems
+    corpus = files.load(path, columns, rendering, found, seed=1, sizes=SIZES)
+    assert problems is not None or not found, found.report()
+    return corpus
+
+
+def texts(corpus: Corpus) -> list[tuple[str, ...]]:
+    """(split, prompt, completion) of the demonstrations, in order."""
+    return [(split, row["prompt"], row["completion"]) for split in SPLITS for row in corpus["sft"][split]]
+
+
+def test_jsonl_csv_and_parquet_give_the_same_rows(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
+    rows = [*demonstrations(9), {"prompt": 'a "quoted", odd\nprompt – ü ?', "completion": " two\nlines"}]
+    one = jsonl(tmp_path / "a.jsonl", *rows)
+    two, three = tmp_path / "b.csv", tmp_path / "c.parquet"
+    with two.open("w", encoding="utf-8", newline="") as handle:
+        writer = csv.DictWriter(handle, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(rows)
+    pq.write_table(pa.Table.from_pylist(rows), three)
+    first, *others = [texts(load(path, columns, plain)) for path in (one, two, three)]
+    assert len(first) == 10
+    assert others == [first, first]
+
+
+def test_every_bad_line_of_every_file_is_named_at_its_line(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    good = [json.dumps(row).encode() for row in demonstrations(4)]
+    lines = [
+        good[0], b'{"prompt": "torn', b"", b"[1, 2]", b'{"prompt": "caf\xe9", "completion": "x"}', good[1],
+        b'{"prompt": 3, "completion": "x"}', b'{"prompt": "p"}',
+        b'{"prompt": "lone \\ud800", "completion": "x"}',
+        b'{"prompt": "p", "completion": [{"role": "assistant", "content": "x"}]}', good[2],
+    ]  # fmt: skip
+    (tmp_path / "sft.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
+    (tmp_path / "preferences.csv").write_bytes(
+        b'prompt,chosen,rejected\r\n"two\r\nlines",a,b\r\nshort,a\r\ncaf\xe9,a,b\r\nok,"a"x,b\r\nlast,a,b\r\n'
+    )
+    table = pa.table(
+        {name: pa.array([b"fine", b"\xff"]).cast(pa.binary()) for name in ("prompt", "completion")}
+    )
+    strings = [pa.StringArray.from_buffers(2, *c.chunk(0).buffers()[1:]) for c in table.columns]
+    pq.write_table(pa.table(strings, names=table.column_names), tmp_path / "prompts.parquet")
+    problems = Problems()
+    corpus = load(tmp_path, columns, plain, problems)
+    faults = [json.loads(line) for line in problems.lines()]
+    told = {f"{bad['where']} {bad['problems'][0]['reason']}" for bad in faults}
+    assert told == {
+        "sft.jsonl:2 malformed", "sft.jsonl:4 malformed", "sft.jsonl:5 not_utf8", "sft.jsonl:7 malformed",
+        "sft.jsonl:8 malformed", "sft.jsonl:9 not_utf8", "sft.jsonl:10 malformed",
+        "preferences.csv:4 malformed", "preferences.csv:5 not_utf8", "preferences.csv:6 malformed",
+        "prompts.parquet:2 not_utf8",
+    }  # fmt: skip
+    assert sum(len(corpus["sft"][split]) for split in SPLITS) == 3
+    kept = {(r["prompt"], r["source"]) for split in SPLITS for r in corpus["preferences"][split]}
+    assert kept == {("two\r\nlines", "preferences.csv:2"), ("last", "preferences.csv:7")}
+
+
+def test_all_missing_columns_are_told_in_one_error_with_what_there_is(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    jsonl(tmp_path / "sft.jsonl", {"question": "q", "answer": "a"})
+    jsonl(tmp_path / "preferences.jsonl", {"prompt": "q", "best": "a", "rejected": "b"})
+    with pytest.raises(UserError) as error:
+        load(tmp_path, columns, plain)
+    assert "sft.jsonl: no column 'prompt', 'completion' for sft; it has 'question', 'answer'" in str(
+        error.value
+    )
+    assert "data.columns.prompt, data.columns.completion" in str(error.value)
+    assert "preferences.jsonl: no column 'chosen' for preferences" in str(error.value)
+
+
+def test_columns_are_mapped(tmp_path: Path, plain: Rendering) -> None:
+    named = Columns(prompt="instruction", completion="output", chosen="win", rejected="lose")
+    jsonl(
+        tmp_path / "sft.jsonl", *({"instruction": f"i {n}", "output": f" o {n}", "id": n} for n in range(8))
+    )
+    jsonl(
+        tmp_path / "preferences.jsonl",
+        *({"instruction": f"i {n}", "win": "w", "lose": "l"} for n in range(8)),
+    )
+    corpus = load(tmp_path, named, plain)
+    assert {row["prompt"][:2] for row in corpus["sft"]["train"]} == {"i "}
+    assert {(row["chosen"], row["rejected"]) for row in corpus["preferences"]["train"]} == {("w", "l")}
+
+
+def test_file_names_tell_role_and_split(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
+    jsonl(tmp_path / "sft.jsonl", *demonstrations(8))
+    jsonl(tmp_path / "sft.test.jsonl", {"prompt": "t", "completion": "t"})
+    jsonl(tmp_path / "sft" / "valid.jsonl", {"prompt": "v", "completion": "v"})
+    jsonl(tmp_path / "prompts.train.jsonl", {"prompt": "p", "reference": "r"})
+    (tmp_path / "README.md").write_text("no data", encoding="utf-8")
+    corpus = load(tmp_path, columns, plain)
+    assert [len(corpus["sft"][split]) for split in SPLITS] == [8, 1, 1]
+    assert corpus["sft"]["validation"][0]["source"] == "sft/valid.jsonl:1"
+    assert corpus["prompts"]["train"] == [
+        {"prompt": "p", "reference": "r", "source": "prompts.train.jsonl:1"}
+    ]
+
+
+def test_split_named_files_are_known_by_their_columns(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    jsonl(tmp_path / "train.jsonl", *({"prompt": f"{n}", "chosen": "w", "rejected": "l"} for n in range(8)))
+    jsonl(tmp_path / "test.jsonl", {"prompt": "t", "chosen": "w", "rejected": "l"})
+    corpus = load(tmp_path, columns, plain)
+    assert set(corpus) == {"preferences"}
+    assert [len(corpus["preferences"][split]) for split in SPLITS] == [6, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["sft.trian.jsonl"], "sft.trian.jsonl"),
+        (["sft.json"], "sft.json"),
+        (["notes.md"], "holds no data file"),
+        (["sft.jsonl", "sft.train.jsonl"], "both hold sft/train"),
+        (["sft.csv", "sft.jsonl"], "both hold sft/train"),
+    ],
+)
+def test_a_folder_that_is_not_understood_is_refused(
+    tmp_path: Path, columns: Columns, plain: Rendering, names: list[str], told: str
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text(
+            "prompt,completion\np,c\n" if name.endswith("csv") else '{"prompt":"p","completion":"c"}'
+        )
+    with pytest.raises(UserError, match=told):
+        load(tmp_path, columns, plain)
+
+
+def test_a_path_that_is_not_there_or_not_read_is_refused(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load(tmp_path / "none", columns, plain)
+    (tmp_path / "a.xlsx").write_bytes(b"")
+    with pytest.raises(UserError, match=r"\.xlsx is not read; use \.jsonl, \.parquet, \.csv"):
+        load(tmp_path / "a.xlsx", columns, plain)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(UserError, match=r"b\.parquet is not readable as Parquet"):
+        load(tmp_path / "b.parquet", columns, plain)
+
+
+def test_the_shipped_examples_are_good(columns: Columns, plain: Rendering) -> None:
+    corpus = load(ROOT / "rlhf_tasks" / "data" / "examples", columns, plain)
+    assert {role: sum(map(len, tables.values())) for role, tables in corpus.items()} == {
+        "sft": 40,
+        "preferences": 40,
+    }

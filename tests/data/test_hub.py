@@ -1,0 +1,102 @@
+"""Through `datasets.load_dataset` on local folders with the columns of the TL;DR sets on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_tasks.config import Columns, HubSet, HubSources, Split, UserError
+from rlhf_tasks.data import hub
+from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, check_leaks
+from rlhf_tasks.data.tables import Rendering
+
+SIZES: dict[Split, int] = {"validation": 3, "test": 3}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def post(number: int) -> str:
+    return f"SUBREDDIT: r/advice\n\nTITLE: title {number}\n\nPOST: my story {number}\n\nTL;DR:"
+
+
+def tldr(folder: Path, **ranges: range) -> HubSet:
+    folder.mkdir()
+    for split, numbers in ranges.items():
+        rows = [{"prompt": post(n), "completion": f" story {n}"} for n in numbers]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    return HubSet(id=str(folder), revision="0" * 40, name=None)
+
+
+def tldr_preference(folder: Path, **ranges: range) -> HubSet:
+    folder.mkdir()
+    for split, numbers in ranges.items():
+        rows = [
+            {"prompt": post(n), "chosen": f" good {n}", "rejected": " bad", "policies": ["a", "b"]}
+            for n in numbers
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
+    return HubSet(id=str(folder), revision="0" * 40, name=None)
+
+
+def load(sft: HubSet, preferences: HubSet | None, columns: Columns, plain: Rendering) -> Corpus:
+    problems = Problems()
+    corpus = hub.load(
+        HubSources(sft=sft, preferences=preferences), columns, plain, problems, seed=1, sizes=SIZES
+    )
+    check_leaks(corpus, problems)
+    assert not problems, problems.report()
+    return corpus
+
+
+def test_tldr_columns_and_splits_are_read_and_rows_say_where_they_are(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    sft = tldr(tmp_path / "tldr", train=range(20), validation=range(20, 24), test=range(24, 30))
+    preferences = tldr_preference(tmp_path / "pref", train=range(16), validation=range(30, 34))
+    corpus = load(sft, preferences, columns, plain)
+    assert [len(corpus["sft"][split]) for split in SPLITS] == [20, 4, 6]
+    assert [len(corpus["preferences"][split]) for split in SPLITS] == [13, 4, 3]
+    assert corpus["sft"]["test"][1] == {
+        "prompt": post(25), "completion": " story 25", "source": "tldr/test:2",
+    }  # fmt: skip
+
+
+def test_a_set_without_held_out_splits_is_split_by_prompt(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    corpus = load(tldr(tmp_path / "tldr", train=range(20)), None, columns, plain)
+    assert [len(corpus["sft"][split]) for split in SPLITS] == [14, 3, 3]
+    assert "preferences" not in corpus
+
+
+def test_a_set_that_cannot_be_had_says_what_was_tried_and_what_to_do(
+    columns: Columns, plain: Rendering
+) -> None:
+    missing = HubSet(id="no-one/no-such-set", revision="1" * 40, name=None)
+    with pytest.raises(UserError) as error:
+        load(missing, None, columns, plain)
+    assert "'no-one/no-such-set'" in str(error.value)
+    assert "1" * 40 in str(error.value)
+    assert "data.source: files" in str(error.value)
+
+
+def test_a_set_with_other_columns_is_refused_with_those_it_has(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": ["a"], "summary": ["b"]}), folder / "train.parquet")
+    with pytest.raises(
+        UserError, match="odd/train: no column 'prompt', 'completion' for sft; it has 'text', 'summary'"
+    ):
+        load(HubSet(id=str(folder), revision="0" * 40, name=None), None, columns, plain)

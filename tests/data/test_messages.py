@@ -1,0 +1,149 @@
+"""Conversations as text. `chat` writes a turn as `<ROLE>CONTENT<eos>`, and asks by `<assistant>`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.config import Columns, UserError
+from rlhf_tasks.data.rows import Corpus, Problems, check_texts
+from rlhf_tasks.data.tables import Line, Rendering, Table, assemble
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def read(
+    row: dict[str, Any], columns: Columns, rendering: Rendering, problems: Problems | None = None
+) -> Corpus:
+    found = Problems() if problems is None else problems
+    corpus = assemble(
+        [(None, "train", Table("t", tuple(row), [Line("t:1", row)]))], columns, rendering, found
+    )
+    assert problems is not None or not found, found.report()
+    return corpus
+
+
+def test_prompt_asks_for_the_answer_and_completion_is_what_follows_without_eos(
+    columns: Columns, chat: Rendering
+) -> None:
+    expected = {"prompt": "<user>hi<eos>\n<assistant>", "completion": "hello", "source": "t:1"}
+    as_messages = read({"prompt": [user("hi")], "completion": [assistant("hello")]}, columns, chat)
+    as_text = read({"prompt": [user("hi")], "completion": "hello"}, columns, chat)
+    one_column = read({"messages": [user("hi"), assistant("hello")]}, columns, chat)
+    assert as_messages["sft"]["train"] == [expected]
+    assert as_text["sft"]["train"] == [expected]
+    assert one_column["sft"]["train"] == [expected]
+
+
+def test_the_common_start_of_two_conversations_is_the_prompt(columns: Columns, chat: Rendering) -> None:
+    start = [user("hi"), assistant("hello"), user("joke?")]
+    row: dict[str, Any] = {"chosen": [*start, assistant("ha")], "rejected": [*start, assistant("no")]}
+    expected = {
+        "prompt": "<user>hi<eos>\n<assistant>hello<eos>\n<user>joke?<eos>\n<assistant>",
+        "chosen": "ha", "rejected": "no", "source": "t:1",
+    }  # fmt: skip
+    assert read(row, columns, chat)["preferences"]["train"] == [expected]
+    assert read({"prompt": "joke?"} | row, columns, chat)["preferences"]["train"] == [expected]
+    assert read({"prompt": start} | row, columns, chat)["preferences"]["train"] == [expected]
+    answers = {"prompt": start, "chosen": [assistant("ha")], "rejected": [assistant("no")]}
+    assert read(answers, columns, chat)["preferences"]["train"] == [expected]
+
+
+def test_equal_conversations_are_named_as_chosen_equal_to_rejected(columns: Columns, chat: Rendering) -> None:
+    talk = [user("hi"), assistant("hello")]
+    corpus = read({"chosen": talk, "rejected": list(talk)}, columns, chat)
+    problems = Problems()
+    check_texts(corpus, chat.eos, problems)
+    assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "hi", "completion": [assistant("x")]}, "malformed"),
+        ({"prompt": [{"role": "user"}], "completion": "x"}, "malformed"),
+        ({"prompt": ["hi"], "completion": "x"}, "malformed"),
+        ({"prompt": [user(" ")], "completion": "x"}, "empty"),
+        ({"prompt": [user("hi")], "completion": [assistant("")]}, "empty"),
+        ({"prompt": [user("hi")], "completion": [assistant("\udc80")]}, "not_utf8"),
+        ({"messages": [user("hi")]}, "malformed"),
+        ({"messages": [user("hi"), user("are you there?")]}, "malformed"),
+        ({"chosen": [user("a"), assistant("x")], "rejected": [user("b"), assistant("y")]}, "empty"),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_is_a_bad_row(
+    row: dict[str, Any], reason: str, columns: Columns, chat: Rendering
+) -> None:
+    problems = Problems()
+    assert read(row, columns, chat, problems) in ({"sft": {"train": []}}, {"preferences": {"train": []}})
+    (line,) = problems.lines()
+    assert [fault["reason"] for fault in json.loads(line)["problems"]] == [reason]
+
+
+def test_a_template_that_refuses_names_the_row(columns: Columns, chat: Rendering) -> None:
+    def refuse(messages: list[dict[str, Any]], answer_follows: bool) -> str:
+        raise ValueError("roles must take turns")
+
+    problems = Problems()
+    strict = Rendering(bos="", eos="<eos>", chat=refuse, tokenizer="t")
+    read({"prompt": [user("hi")], "completion": "x"}, columns, strict, problems)
+    assert "t:1: malformed: the chat template refuses it: roles must take turns" in problems.report()
+
+
+def test_a_template_that_rewrites_the_prompt_is_a_bad_row(columns: Columns) -> None:
+    def numbered(messages: list[dict[str, Any]], answer_follows: bool) -> str:
+        return f"{len(messages)}: {messages}"
+
+    problems = Problems()
+    read(
+        {"prompt": [user("hi")], "completion": "x"}, columns, Rendering("", "<eos>", numbered, "t"), problems
+    )
+    assert problems.counts()["malformed"] == 1
+
+
+def test_messages_without_a_chat_template_are_refused(columns: Columns, plain: Rendering) -> None:
+    with pytest.raises(UserError, match="a tokenizer trained from scratch has no chat template"):
+        read({"messages": [user("hi"), assistant("x")]}, columns, plain)
+
+
+def test_eos_text_at_an_answers_end_is_dropped_as_the_token_is_added_later(
+    columns: Columns, plain: Rendering
+) -> None:
+    row = {"prompt": "q", "chosen": " a<eos>\n", "rejected": " b <eos> c"}
+    (read_row,) = read(row, columns, plain)["preferences"]["train"]
+    assert (read_row["chosen"], read_row["rejected"]) == (" a", " b <eos> c")
+
+
+def test_bos_is_put_before_plain_prompts_once_and_not_before_rendered_ones(
+    columns: Columns, chat: Rendering
+) -> None:
+    with_bos = Rendering(bos="<s>", eos="<eos>", chat=chat.chat, tokenizer="t")
+    rows = [{"prompt": text, "completion": "x"} for text in ("q", "<s>q")]
+    prompts = [read(row, columns, with_bos)["sft"]["train"][0]["prompt"] for row in rows]
+    assert prompts == ["<s>q", "<s>q"]
+    rendered = read({"prompt": [user("q")], "completion": "x"}, columns, with_bos)
+    assert rendered["sft"]["train"][0]["prompt"].startswith("<user>")
+
+
+def test_parquet_messages_read_as_jsonl_ones(tmp_path: Path, columns: Columns, chat: Rendering) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from rlhf_tasks.data import files
+
+    rows = [{"prompt": [user(f"hi {n}")], "completion": [assistant("x")]} for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    problems = Problems()
+    sizes: dict[Any, int] = {"validation": 1, "test": 1}
+    corpus = files.load(tmp_path / "a.parquet", columns, chat, problems, seed=1, sizes=sizes)
+    prompts = {row["prompt"] for rows in corpus["sft"].values() for row in rows}
+    assert prompts == {f"<user>hi {n}<eos>\n<assistant>" for n in range(4)}

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+
+from rlhf_tasks.data.rows import (
+    Corpus,
+    Problems,
+    check_duplicates,
+    check_leaks,
+    check_lengths,
+    check_texts,
+    measure,
+    without,
+)
+
+
+def row(prompt: str, completion: str = " yes", source: str = "sft.jsonl:1") -> dict[str, str]:
+    return {"prompt": prompt, "completion": completion, "source": source}
+
+
+def pair(prompt: str, chosen: str = " good", rejected: str = " bad", line: int = 1) -> dict[str, str]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "source": f"preferences.jsonl:{line}"}
+
+
+def test_a_row_with_two_faults_is_one_bad_row_and_both_are_told() -> None:
+    problems = Problems()
+    check_texts({"sft": {"train": [row(" ", "")]}}, "<eos>", problems)
+    assert len(problems) == 1
+    assert problems.counts()["empty"] == 2
+    assert "sft.jsonl:1: empty: prompt is empty" in problems.report()
+    assert "sft.jsonl:1: empty: completion is empty" in problems.report()
+
+
+def test_report_is_in_the_order_of_files_and_lines_and_counts_what_it_leaves_out() -> None:
+    problems = Problems()
+    for line in (10, 2, *range(100, 160)):
+        problems.add(f"b.jsonl:{line}", {"line": line}, "malformed", "x")
+    problems.add("a.jsonl:7", {}, "empty", "y")
+    lines = problems.report().splitlines()
+    assert lines[0] == "63 row(s) of the data cannot be used (62 malformed, 1 empty):"
+    assert [line.split(": ")[0].strip() for line in lines[1:4]] == ["a.jsonl:7", "b.jsonl:2", "b.jsonl:10"]
+    assert lines[-1] == "  … and 13 more"
+    assert len(lines) == 1 + 50 + 1
+
+
+def test_chosen_equal_to_rejected_but_for_outer_white_space_is_bad() -> None:
+    problems = Problems()
+    check_texts({"preferences": {"train": [pair("q", " same", "same\n"), pair("q2")]}}, "<eos>", problems)
+    assert {name: n for name, n in problems.counts().items() if n} == {"chosen_is_rejected": 1}
+
+
+def test_end_of_sequence_text_inside_an_answer_is_bad() -> None:
+    problems = Problems()
+    check_texts({"sft": {"train": [row("q", " one<eos> two"), row("q<eos>", " fine")]}}, "<eos>", problems)
+    assert {name: n for name, n in problems.counts().items() if n} == {"malformed": 1}
+
+
+def test_the_first_of_equal_rows_is_kept_and_named() -> None:
+    corpus: Corpus = {
+        "sft": {"train": [row("a", source="f:1"), row("b", source="f:2"), row("a", source="f:3")]}
+    }
+    problems = Problems()
+    check_duplicates(corpus, problems)
+    assert "f:3: duplicate: the same row as f:1" in problems.report()
+    assert [r["source"] for r in without(corpus, problems)["sft"]["train"]] == ["f:1", "f:2"]
+
+
+def test_a_prompt_with_another_completion_is_no_duplicate() -> None:
+    problems = Problems()
+    check_duplicates({"sft": {"train": [row("a", " x"), row("a", " y")]}}, problems)
+    assert not problems
+
+
+def test_a_held_out_prompt_that_any_role_trains_on_is_a_leak_whatever_its_white_space() -> None:
+    corpus: Corpus = {
+        "sft": {
+            "train": [row("a")],
+            "validation": [row("b", source="sft.jsonl:8")],
+            "test": [row("c d", source="sft.jsonl:9")],
+        },
+        "preferences": {"train": [pair("c\n d ", line=4)], "validation": [], "test": []},
+    }  # fmt: skip
+    problems = Problems()
+    check_leaks(corpus, problems)
+    assert problems.counts()["leak"] == 1
+    expected = "sft.jsonl:9: leak: this test prompt is also in train of preferences (preferences.jsonl:4)"
+    assert expected in problems.report()
+
+
+def test_a_test_prompt_that_chooses_the_model_is_a_leak() -> None:
+    problems = Problems()
+    check_leaks({"sft": {"train": [row("a")], "validation": [row("b")], "test": [row("b")]}}, problems)
+    assert problems.counts()["leak"] == 1
+
+
+def test_a_held_out_comparison_may_be_of_a_prompt_that_sft_trained_on_but_not_of_its_own_train() -> None:
+    corpus: Corpus = {
+        "sft": {"train": [row("a"), row("b")], "validation": [], "test": []},
+        "preferences": {"train": [pair("b")], "validation": [pair("b", line=2)], "test": [pair("a", line=3)]},
+    }
+    problems = Problems()
+    check_leaks(corpus, problems)
+    assert problems.counts()["leak"] == 1
+    assert "preferences.jsonl:2: leak" in problems.report()
+
+
+def test_eos_counts_in_an_answers_length_and_not_in_a_prompts() -> None:
+    corpus: Corpus = {"sft": {"train": [row("1 2 3", " 1 2", "f:1"), row("1 2 3 4", " 1", "f:2")]}}
+    lengths = measure(corpus, lambda texts: [len(text.split()) for text in texts])
+    at_the_limit, over = Problems(), Problems()
+    check_lengths(corpus, lengths, 4, 3, at_the_limit)
+    check_lengths(corpus, lengths, 3, 2, over)
+    assert not at_the_limit
+    assert "f:1: too_long: completion has 3 tokens, data.max_completion_tokens is 2" in over.report()
+    assert "f:2: too_long: prompt has 4 tokens, data.max_prompt_tokens is 3" in over.report()
+
+
+def test_quarantine_lines_hold_place_reasons_and_the_row() -> None:
+    problems = Problems()
+    problems.add("f:3", {"line": "\udcff"}, "not_utf8", "bad byte")
+    (line,) = problems.lines()
+    assert json.loads(line) == {
+        "where": "f:3",
+        "problems": [{"reason": "not_utf8", "detail": "bad byte"}],
+        "row": {"line": "\udcff"},
+    }

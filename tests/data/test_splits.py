@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+
+from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Row, check_leaks
+from rlhf_tasks.data.splits import cap_train, complete, fill_splits
+
+SIZES: dict[Split, int] = {"validation": 5, "test": 10}
+
+
+def demos(names: range, per_prompt: int = 1) -> list[Row]:
+    return [
+        {"prompt": f"q {i}", "completion": f" a {i} {k}", "source": f"sft:{i}"}
+        for i in names
+        for k in range(per_prompt)
+    ]
+
+
+def pairs(names: range) -> list[Row]:
+    return [
+        {"prompt": f"q {i}", "chosen": " a", "rejected": " b", "source": f"preferences:{i}"} for i in names
+    ]
+
+
+def prompts_of(corpus: Corpus, role: str, split: Split) -> set[str]:
+    return {row["prompt"] for row in corpus[role][split]}  # type: ignore[index]
+
+
+def test_all_rows_of_a_prompt_go_to_one_split_and_none_is_lost() -> None:
+    corpus = fill_splits({"sft": {"train": demos(range(100), per_prompt=3)}}, seed=1, sizes=SIZES)
+    held = {split: prompts_of(corpus, "sft", split) for split in SPLITS}
+    assert (len(held["train"]), len(held["validation"]), len(held["test"])) == (85, 5, 10)
+    assert sum(len(rows) for rows in corpus["sft"].values()) == 300
+
+
+def test_split_depends_on_prompts_and_seed_not_on_the_order_of_rows() -> None:
+    rows = demos(range(100))
+    forward = fill_splits({"sft": {"train": rows}}, seed=1, sizes=SIZES)
+    backward = fill_splits({"sft": {"train": rows[::-1]}}, seed=1, sizes=SIZES)
+    other = fill_splits({"sft": {"train": rows}}, seed=2, sizes=SIZES)
+    assert prompts_of(forward, "sft", "test") == prompts_of(backward, "sft", "test")
+    assert prompts_of(forward, "sft", "test") != prompts_of(other, "sft", "test")
+
+
+def test_a_held_out_split_takes_at_most_a_quarter_of_the_prompts() -> None:
+    corpus = fill_splits({"sft": {"train": demos(range(9))}}, seed=1, sizes=SIZES)
+    assert [len(corpus["sft"][split]) for split in SPLITS] == [5, 2, 2]
+
+
+def test_roles_hold_out_the_same_prompts() -> None:
+    given: Corpus = {"preferences": {"train": pairs(range(100))}, "sft": {"train": demos(range(100))}}
+    corpus = fill_splits(given, seed=1, sizes=SIZES)
+    for split in SPLITS:
+        assert prompts_of(corpus, "sft", split) == prompts_of(corpus, "preferences", split)
+
+
+def test_given_splits_stay_and_missing_ones_are_filled_without_a_leak() -> None:
+    given: Corpus = {
+        "sft": {"train": demos(range(60)), "validation": demos(range(60, 70))},
+        "preferences": {"train": pairs(range(0, 80, 2)), "test": pairs(range(1, 20, 2))},
+    }
+    corpus = fill_splits(given, seed=1, sizes=SIZES)
+    assert prompts_of(corpus, "sft", "validation") == {f"q {i}" for i in range(60, 70)}
+    assert prompts_of(corpus, "preferences", "test") == {f"q {i}" for i in range(1, 20, 2)}
+    assert len(corpus["sft"]["test"]) == 10
+    judged = prompts_of(corpus, "sft", "test")
+    assert not judged & prompts_of(corpus, "preferences", "train")
+    assert not judged & prompts_of(corpus, "sft", "train")
+    problems = Problems()
+    check_leaks(corpus, problems)
+    where_sft_validates = prompts_of(corpus, "sft", "validation") & prompts_of(corpus, "preferences", "train")
+    assert where_sft_validates == set()
+    assert not problems
+
+
+def test_comparisons_of_posts_that_sft_trains_on_still_get_a_test_split() -> None:
+    given: Corpus = {
+        "sft": {"train": demos(range(50)), "validation": demos(range(50, 60)), "test": demos(range(60, 70))},
+        "preferences": {"train": pairs(range(40)), "validation": pairs(range(40, 50))},
+    }  # fmt: skip
+    corpus = fill_splits(given, seed=1, sizes=SIZES)
+    assert [len(corpus["preferences"][split]) for split in SPLITS] == [30, 10, 10]
+
+
+def test_demonstrations_come_from_chosen_answers_and_prompts_from_demonstrations() -> None:
+    twice = [*pairs(range(8)), *pairs(range(8))]
+    full = complete(fill_splits({"preferences": {"train": twice}}, seed=1, sizes=SIZES))
+    assert [len(full["preferences"][split]) for split in SPLITS] == [8, 4, 4]
+    assert [len(full["sft"][split]) for split in SPLITS] == [4, 2, 2]
+    first = full["sft"]["test"][0]
+    assert first["completion"] == " a"
+    assert full["prompts"]["test"][0] == {
+        "prompt": first["prompt"], "reference": " a", "source": first["source"],
+    }  # fmt: skip
+
+
+def test_a_split_without_rows_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="sft/validation, sft/test, prompts/validation, prompts/test"):
+        complete(fill_splits({"sft": {"train": demos(range(3))}}, seed=1, sizes=SIZES))
+
+
+def test_max_rows_caps_train_rows_only_and_keeps_their_order() -> None:
+    corpus = complete(fill_splits({"sft": {"train": demos(range(100))}}, seed=1, sizes=SIZES))
+    capped = cap_train(corpus, 20, seed=1)
+    kept = [row["source"] for row in capped["sft"]["train"]]
+    assert len(kept) == 20
+    assert kept == [row["source"] for row in corpus["sft"]["train"] if row["source"] in set(kept)]
+    assert [row["prompt"] for row in capped["prompts"]["train"]] == [
+        r["prompt"] for r in capped["sft"]["train"]
+    ]
+    assert capped["sft"]["test"] == corpus["sft"]["test"]

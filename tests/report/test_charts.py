@@ -1,0 +1,108 @@
+"""Ticks, labels and the geometry of the figures."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from rlhf_tasks.report import charts
+from rlhf_tasks.report.inputs import Curve
+
+
+def curve(*points: tuple[float, float], name: str = "m") -> Curve:
+    return Curve(name, tuple(x for x, _ in points), tuple(y for _, y in points), 0)
+
+
+def drawn(svg: str) -> list[tuple[float, float]]:
+    """The points of the first line in a chart."""
+    found = re.search(r'<polyline class="line s0" points="([^"]+)"', svg)
+    assert found
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in found[1].split())]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (0.3, 4.7, [0, 1, 2, 3, 4, 5]),
+        (-0.03, 0.02, [-0.03, -0.02, -0.01, 0, 0.01, 0.02]),
+        (7, 7, [6, 6.5, 7, 7.5, 8]),
+    ],
+)
+def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: list[float]) -> None:
+    found = charts.ticks(low, high)
+    assert found == pytest.approx(expected)
+    assert found[0] <= low <= high <= found[-1]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0, 2000, 4000], ["0", "2k", "4k"]),
+        ([0, 500_000, 1_000_000, 2_000_000], ["0.0", "0.5M", "1.0M", "2.0M"]),
+        ([-0.05, 0.0, 0.05], ["−0.05", "0.00", "0.05"]),
+        ([0, 1e-6, 2e-6], ["0", "1e−6", "2e−6"]),
+        ([0, 5e-7, 1e-6, 1.5e-6], ["0", "5e−7", "1e−6", "1.5e−6"]),
+        ([2], ["2"]),
+    ],
+)
+def test_labels_have_the_decimals_their_step_needs(values: list[float], expected: list[str]) -> None:
+    assert charts.tick_labels(values) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (8192.0, "8,192"),
+        (-0.5, "−0.5"),
+        (0.81234, "0.8123"),
+        (12345.678, "12,345.7"),
+        (math.nan, "not a number"),
+    ],
+)
+def test_numbers_are_written_for_reading(value: float, expected: str) -> None:
+    assert charts.number(value) == expected
+
+
+def test_a_line_runs_from_edge_to_edge_and_up_means_more() -> None:
+    points = drawn(charts.line_chart("x", "step", [curve((0, 0), (5, 10), (10, 5))]))
+    left, right = charts.LEFT, charts.WIDTH - charts.RIGHT
+    top, floor = charts.TOP, charts.HEIGHT - charts.BOTTOM
+    assert points == [(left, floor), ((left + right) / 2, top), (right, (top + floor) / 2)]
+
+
+def test_a_band_covers_its_range_of_the_axis() -> None:
+    svg = charts.line_chart("KL", "episode", [curve((0, 1), (1, 20))], band=(0, 10))
+    found = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
+    assert found
+    assert float(found[2]) == pytest.approx((charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2, abs=0.1)
+
+
+def test_a_long_line_is_thinned_and_keeps_its_spike() -> None:
+    steps = 20_000
+    points = [(float(k), 100.0 if k == 12_345 else math.sin(k)) for k in range(steps)]
+    thinned = drawn(charts.line_chart("x", "step", [curve(*points)]))
+    assert len(thinned) <= 2 * charts.MAX_BUCKETS
+    assert min(y for _, y in thinned) == charts.TOP  # 100 is the top tick
+    assert [x for x, _ in thinned] == sorted(x for x, _ in thinned)
+
+
+def test_one_point_is_a_dot_and_none_is_refused() -> None:
+    assert "<circle" in charts.line_chart("x", "step", [curve((3, 4))])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        charts.line_chart("x", "step", [curve()])
+
+
+def test_a_bar_and_its_whisker_stand_where_the_numbers_are() -> None:
+    svg = charts.rate_bar("A against B", 0.75, 0.5, 1.0, "level")
+    assert 'class="bar level" x="8" y="7" width="168.0"' in svg  # ¾ of 224
+    assert '<line class="whisker" x1="120.0" y1="14.0" x2="232.0" y2="14.0"/>' in svg
+
+
+def test_names_in_figures_are_escaped() -> None:
+    svg = charts.line_chart("<b>", 'a"b', [curve((0, 1), (1, 2), name="<i>")])
+    assert "<b>" not in svg
+    assert "<i>" not in svg
+    assert 'a"b' not in svg

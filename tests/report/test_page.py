@@ -1,0 +1,241 @@
+"""The report as a document: whole, escaped, self-contained, the same for the same inputs."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.report import inputs, page, stage
+from tests.report import workspace
+
+HOSTILE = "</p><script>alert('x')</script><img src=x onerror=alert(1)> {{ 7 * 7 }} & \"quoted\""
+VOID = {"meta", "link", "br", "wbr", "img", "input", "hr"}
+
+
+class Document(HTMLParser):
+    """Start tags in order, with their attributes, and the text; complains of tags that do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    workspace.put_all(tmp_path)
+    return tmp_path
+
+
+def written(root: Path) -> str:
+    return page.render(inputs.read(root))
+
+
+def test_every_headline_number_appears(whole: Path) -> None:
+    text = Document(written(whole)).text
+    # 71.25% is shown with one decimal; Python rounds 71.25 half to even.
+    for expected in (
+        "71.2%",
+        "68.4% to 74.1%",
+        "77.3%",
+        "74.8% to 79.8%",
+        "36.2%",
+        "33.3% to 39.1%",
+        "50.2%",
+    ):
+        assert expected in text
+    assert "4.32 nats" in text
+    assert "inside the band from 0 to 10" in text
+    assert "episode 768" in text
+    for fact in ("0.8432", "0.6218", "0.3154", "0.8123", "0.0345", "0.7654"):
+        assert fact in text
+
+
+def test_an_interval_around_one_half_names_no_winner(whole: Path) -> None:
+    text = Document(written(whole)).text
+    assert "no clear winner" in text  # the reward model's, 47.1% to 53.3%
+    assert "Reference better" in text  # SFT against reference, 33.3% to 39.1%
+
+
+def test_a_kl_beyond_the_band_is_said_to_be_outside(whole: Path) -> None:
+    workspace.put_text(whole / "metrics/ppo.json", '{"objective/kl": 14.5}')
+    assert "outside the band from 0 to 10" in Document(written(whole)).text
+
+
+def test_counts_come_from_the_verdicts(whole: Path) -> None:
+    assert "2 / 1 / 1" in Document(written(whole)).text
+
+
+def test_samples_show_the_greatest_leads_and_lags_side_by_side(whole: Path) -> None:
+    text = Document(written(whole)).text
+    won, lost = text.split("Where the policy won most")[1].split("Where the policy lost most")
+    assert won.index("ahead by 0.75") < won.index("ahead by 0.25")
+    assert won.index("Prompt 2") < won.index("Prompt 0")
+    assert "behind by 0.5" in lost
+    for answer in ("post number 3", "reference 3", "demonstrated 3", "optimised 3"):
+        assert answer in lost
+    assert "Prompt 1" not in won + lost.split("Training curves")[0]
+
+
+def test_hostile_text_stays_text(whole: Path) -> None:
+    rows = [
+        row | dict.fromkeys(("prompt", "reference", "sft", "policy"), HOSTILE) for row in workspace.answers()
+    ]
+    workspace.put_rows(whole / "evaluation/judge/answers.parquet", rows)
+    sample = {"episode": 1, "prompt": HOSTILE, "response": HOSTILE, "score": 0.0}
+    workspace.put_rows(whole / "evaluation/ppo/samples.parquet", [sample])
+    workspace.put_text(whole / "models/lineage/sft.json", '{"run": "<script>alert(2)</script>"}')
+    hostile_curve = 'step,"x""><script>alert(3)</script>/loss"\n1,2\n2,1\n'
+    workspace.put_text(whole / "plots/sft.csv", hostile_curve)
+    document = Document(written(whole))
+    assert document.of("script") == []
+    assert document.of("img") == []
+    assert " ".join(HOSTILE.split()) in document.text
+    assert "49" not in re.findall(r"\d+", document.text)
+    assert not [key for _, attributes in document.tags for key in attributes if key.startswith("on")]
+
+
+def test_nothing_is_loaded_from_anywhere(whole: Path) -> None:
+    html = written(whole)
+    document = Document(html)
+    sources = [a[key] for _, a in document.tags for key in ("src", "href", "srcset", "data") if key in a]
+    assert sources
+    assert [s for s in sources if not (s or "").startswith(("#", "data:"))] == []
+    assert re.findall(r"https?://|@import|url\(", html) == []
+    policy = next(a for a in document.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in (policy["content"] or "")
+
+
+def test_the_same_inputs_give_the_same_bytes(whole: Path, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere"
+    workspace.put_all(other)
+    assert written(whole) == written(other)
+
+
+def test_missing_parts_are_said(tmp_path: Path) -> None:
+    workspace.put_judge(tmp_path)
+    text = Document(written(tmp_path)).text
+    for name in (
+        "metrics/ppo.json",
+        "plots/ppo.csv",
+        "evaluation/judge/answers.parquet",
+        "models/lineage/sft.json",
+    ):
+        assert name in text
+    for said in (
+        "No curves: plots/ppo.csv",
+        "No samples of training",
+        "metrics/reward.json is missing",
+        "no verdicts file",
+    ):
+        assert said in text
+    assert "metrics/ppo.json has no objective/kl" in text
+    assert "71.2%" in text
+
+
+def test_a_pair_that_was_not_judged_is_said(tmp_path: Path) -> None:
+    workspace.put_text(tmp_path / "metrics/judge.json", '{"rouge_l/policy": 0.3}')
+    text = Document(written(tmp_path)).text
+    assert text.count("Not judged in this run.") == 2
+    assert "holds no win rate" in text
+
+
+def test_without_the_judges_metrics_there_is_no_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics/judge\.json is missing.*rlhf judge"):
+        inputs.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("metrics/ppo.json", "{", "not readable as JSON"),
+        ("metrics/ppo.json", "[1]", "must hold an object"),
+        ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "no table of numbers"),
+        ("plots/ppo.csv", "episode,objective/kl\n1\n", "no table of numbers"),
+    ],
+)
+def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: str) -> None:
+    workspace.put_text(whole / name, content)
+    with pytest.raises(UserError, match=problem) as caught:
+        inputs.read(whole)
+    assert name in str(caught.value)
+
+
+def test_headings_descend_by_one_and_ids_are_unique(whole: Path) -> None:
+    document = Document(written(whole))
+    levels = [int(tag[1]) for tag, _ in document.tags if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    ids = [a["id"] for _, a in document.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    targets = {a["href"] for a in document.of("a")} | {
+        f"#{s['aria-labelledby']}" for s in document.of("section")
+    }
+    assert targets <= {f"#{i}" for i in ids}
+
+
+def test_figures_speak_and_boxes_that_scroll_take_the_keyboard(whole: Path) -> None:
+    document = Document(written(whole))
+    drawings = [a for a in document.of("svg") if a.get("aria-hidden") != "true"]
+    assert len(drawings) > 8
+    assert all(a.get("role") == "img" and a.get("aria-label") for a in drawings)
+    spoken = " ".join(a["aria-label"] or "" for a in drawings)
+    assert "objective/kl from 0.5 to 4.321" in spoken
+    assert "Gold judge, Policy against SFT: 77.3%, 95% interval 74.8% to 79.8%" in spoken
+    boxes = [a for a in document.of("div") if a.get("class") == "scroll"]
+    assert boxes
+    assert all(a["tabindex"] == "0" and a["aria-label"] for a in boxes)
+    assert document.of("html")[0]["lang"] == "en"
+    assert "width=device-width" in (document.of("meta")[1]["content"] or "")
+
+
+class Listener:
+    """A tracker that only remembers its artifacts."""
+
+    def __init__(self) -> None:
+        self.artifacts: list[Path] = []
+
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        assert path.is_file()
+        self.artifacts.append(path)
+
+
+def test_the_stage_writes_one_file_and_hands_it_to_the_tracker(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(whole)
+    tracker = Listener()
+    assert stage.run(None, tracker) == {}  # type: ignore[arg-type]
+    assert [path.name for path in Path("reports").iterdir()] == ["index.html"]
+    assert tracker.artifacts == [Path("reports/index.html")]
+    assert Path("reports/index.html").read_text(encoding="utf-8") == written(whole)

@@ -1,0 +1,100 @@
+"""A small finished pipeline in a folder, for the report to read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+JUDGE_METRICS = {
+    "gold/policy_vs_reference/win_rate": 0.7125,
+    "gold/policy_vs_reference/low": 0.684,
+    "gold/policy_vs_reference/high": 0.741,
+    "gold/policy_vs_sft/win_rate": 0.7731,
+    "gold/policy_vs_sft/low": 0.748,
+    "gold/policy_vs_sft/high": 0.7982,
+    "gold/sft_vs_reference/win_rate": 0.3617,
+    "gold/sft_vs_reference/low": 0.3329,
+    "gold/sft_vs_reference/high": 0.3906,
+    "reward_model/policy_vs_reference/win_rate": 0.502,
+    "reward_model/policy_vs_reference/low": 0.471,
+    "reward_model/policy_vs_reference/high": 0.533,
+    "gold/policy/coverage": 0.8432,
+    "gold/sft/coverage": 0.6218,
+    "rouge_l/policy": 0.3154,
+    "reward_model/agreement_policy": 0.7654,
+}
+
+
+def answers() -> list[dict[str, Any]]:
+    return [
+        {
+            "index": i,
+            "prompt": f"post number {i}",
+            "reference": f"reference {i}",
+            "sft": f"demonstrated {i}",
+            "policy": f"optimised {i}",
+        }
+        for i in range(4)
+    ]
+
+
+def verdicts() -> list[dict[str, Any]]:
+    """The policy leads on prompt 2 (by .75) and 0 (by .25), ties on 1 and lags on 3."""
+    scores = {0: (0.75, 0.5), 1: (0.5, 0.5), 2: (1.0, 0.25), 3: (0.25, 0.75)}
+    return [
+        {
+            "judge": "gold",
+            "a": "policy",
+            "b": "reference",
+            "index": index,
+            "verdict": (a > b) + (a == b) / 2,
+            "score_a": a,
+            "score_b": b,
+        }
+        for index, (a, b) in scores.items()
+    ]
+
+
+def put_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def put_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def put_judge(root: Path) -> None:
+    """The one file that the report cannot do without."""
+    put_text(root / "metrics/judge.json", json.dumps(JUDGE_METRICS))
+
+
+def put_all(root: Path) -> None:
+    put_judge(root)
+    put_text(root / "metrics/ppo.json", json.dumps({"objective/kl": 4.321, "selected_episode": 768}))
+    put_text(root / "metrics/reward.json", json.dumps({"accuracy": 0.8123, "calibration": 0.0345}))
+    for stage in ("prepare", "base", "sft", "preferences"):
+        put_text(root / f"metrics/{stage}.json", json.dumps({"loss": 1.25}))
+    put_text(
+        root / "plots/ppo.csv",
+        "episode,objective/kl,objective/scores,objective/rlhf_reward,eval/reward_heldout\n"
+        "256,0.5,0.1,0.075,\n512,2.0,0.6,0.5,0.3\n768,4.321,1.1,0.884,\n",
+    )
+    for stage in ("base", "sft", "reward"):
+        put_text(root / f"plots/{stage}.csv", "step,train/loss,eval/loss\n1,2.0,\n2,1.5,1.6\n3,1.25,\n")
+    for stage in ("prepare", "base", "sft", "preferences", "reward", "ppo", "judge"):
+        put_text(
+            root / f"models/lineage/{stage}.json",
+            json.dumps({"run": f"run-of-{stage}", "inputs": {"data": "md5:12"}}),
+        )
+    put_rows(root / "evaluation/judge/answers.parquet", answers())
+    put_rows(root / "evaluation/judge/verdicts.parquet", verdicts())
+    samples = [
+        {"episode": e, "prompt": "a post", "response": f"said at {e}", "score": 0.5} for e in (256, 768)
+    ]
+    put_rows(root / "evaluation/ppo/samples.parquet", samples)

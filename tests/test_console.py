@@ -1,0 +1,93 @@
+"""Plain lines without a terminal, nothing on quiet ranks."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from rlhf_tasks import console
+from rlhf_tasks.console import Console, duration
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(console, "time", clock)
+    return clock
+
+
+def test_markup_in_text_is_shown_as_it_is() -> None:
+    out = io.StringIO()
+    Console(out).say("[bold] :smile: " + "long " * 60)
+    assert out.getvalue() == "[bold] :smile: " + "long " * 60 + "\n"
+
+
+def test_a_table_without_a_terminal_is_a_line_a_row() -> None:
+    out = io.StringIO()
+    Console(out).table("samples", ["query", "score"], [["two\nlines", 0.123456], ["[x]", 2]])
+    assert out.getvalue() == "samples\nquery | score\ntwo lines | 0.1235\n[x] | 2\n"
+
+
+def test_progress_without_a_terminal_shows_every_tenth_seconds_apart(clock: Clock) -> None:
+    out = io.StringIO()
+    with Console(out).progress("sft", 100, unit="steps") as bar:
+        for step in range(1, 101):
+            clock.now += 1.0
+            bar.advance(1, loss=1 / step)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0] == "sft: 10/100 steps, 1 steps/s, 1m30s left, loss 0.1"
+    assert lines[-1] == "sft: 100/100 steps, 1 steps/s, in 1m40s, loss 0.01"
+
+
+def test_fast_progress_without_a_terminal_is_only_its_end(clock: Clock) -> None:
+    out = io.StringIO()
+    with Console(out).progress("sft", 3, unit="epochs") as bar:
+        for _ in range(30):
+            clock.now += 0.01
+            bar.advance(0.1)
+    assert out.getvalue() == "sft: 3/3 epochs, 10 epochs/s, in 0s\n"
+
+
+def test_work_that_breaks_off_is_not_shown_as_done(clock: Clock) -> None:
+    out = io.StringIO()
+
+    def breaks_off() -> None:
+        with Console(out).progress("sft", 3) as bar:
+            bar.advance()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        breaks_off()
+    assert out.getvalue() == ""
+
+
+def test_a_quiet_console_writes_nothing() -> None:
+    out = io.StringIO()
+    quiet = Console(out, quiet=True)
+    quiet.say("x")
+    quiet.table("t", ["a"], [[1]])
+    with quiet.progress("p", 1) as bar:
+        bar.advance()
+    assert out.getvalue() == ""
+
+
+def test_set_quiet_silences_the_module_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    console.set_quiet(True)
+    console.say("first")
+    console.set_quiet(False)
+    console.say("second")
+    assert capsys.readouterr().out == "second\n"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.4, "3s"), (75, "1m15s"), (3700, "1h01m")])
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

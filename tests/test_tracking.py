@@ -1,0 +1,359 @@
+"""A run per stage under a run per pipeline; nothing lost when MLflow is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mlflow.tracking import MlflowClient
+
+from rlhf_tasks import config, lineage, tracking
+from rlhf_tasks.config import Stage, StageView, UserError
+from rlhf_tasks.tracking import context, courier, curves
+from rlhf_tasks.tracking.spool import Spool, pending, table_json
+from rlhf_tasks.tracking.store import Store, embedded_uri
+
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port: refused at once
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with its tables made, which takes seconds, to copy from."""
+    home = tmp_path_factory.mktemp("store")
+    MlflowClient(embedded_uri(home)).search_experiments()
+    return home / "mlflow.db"
+
+
+@pytest.fixture
+def home(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The .rlhf folder of a project; couriers wait for `deliver`, so that tests say when."""
+    folder = project / ".rlhf"
+    folder.mkdir()
+    shutil.copy(empty_database, folder)
+    monkeypatch.setattr(tracking, "_start_courier", lambda spool: None)
+    monkeypatch.setattr(tracking, "_await_courier", lambda courier, tracker, seconds: tracker.tell_trouble())
+    monkeypatch.setattr(courier, "RETRY_SECONDS", 0.0)
+    for name, value in context.HTTP_BOUNDS.items():
+        monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
+    return folder
+
+
+def view(stage: Stage = "sft", **tracked: Any) -> StageView:
+    settings = config.load()
+    section = settings.tracking.model_copy(update=tracked)
+    return StageView(settings.model_copy(update={"tracking": section}), stage)
+
+
+def deliver(home: Path) -> None:
+    for spool in pending(home / "spool"):
+        assert courier.follow(spool)
+
+
+def runs(home: Path, uri: str | None = None) -> dict[str, Any]:
+    """The runs of the store by name, the latest of each name."""
+    client = MlflowClient(uri or embedded_uri(home))
+    experiment = client.get_experiment_by_name("rlhf")
+    assert experiment is not None
+    found = client.search_runs([experiment.experiment_id])
+    return {run.info.run_name.split("-")[0]: run for run in reversed(found)}
+
+
+def test_metrics_keep_their_names_steps_and_values(home: Path) -> None:
+    with tracking.open_run("sft", view()) as tracker:
+        for step, loss in [(1, 2.0), (5, 1.5)]:
+            tracker.metrics({"train/loss": loss}, step=step)
+    deliver(home)
+    points = MlflowClient(embedded_uri(home)).get_metric_history(runs(home)["sft"].info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in points] == [(1, 2.0), (5, 1.5)]
+
+
+def test_a_stage_run_names_its_parameters_inputs_commit_and_pipeline(home: Path, project: Path) -> None:
+    with tracking.open_run("sft", view(), key="sft-k"):
+        pass
+    deliver(home)
+    stage, pipeline = runs(home)["sft"], runs(home)["pipeline"]
+    assert stage.data.params["sft.learning_rate"] == str(config.load().sft.learning_rate)
+    assert stage.data.params["sft.from"] == "null"
+    assert "ppo.kl_coef" not in stage.data.params
+    assert stage.data.tags["mlflow.parentRunId"] == pipeline.info.run_id
+    assert stage.data.tags["rlhf.run"] == "sft-k"
+    assert stage.data.tags["git.rev"] == "none"  # the test's project is in no repository
+    [given] = stage.inputs.dataset_inputs
+    assert (given.dataset.name, given.dataset.digest) == ("data/sft", lineage.digest(project / "data/sft"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (RuntimeError("boom"), "FAILED", "RuntimeError: boom"),
+        (UserError("mend it"), "FAILED", "UserError: mend it"),
+        (KeyboardInterrupt(), "KILLED", "interrupted"),
+    ],
+)
+def test_an_unfinished_stage_shows_why(home: Path, error: BaseException, status: str, reason: str) -> None:
+    with pytest.raises(type(error)), tracking.open_run("sft", view()):
+        raise error
+    deliver(home)
+    assert runs(home)["sft"].info.status == status
+    assert runs(home)["sft"].data.tags["rlhf.reason"] == reason
+    assert runs(home)["pipeline"].info.status == status
+    assert runs(home)["pipeline"].data.tags["rlhf.reason"] == f"sft: {reason}"
+
+
+def test_stages_of_one_pipeline_share_a_parent_that_ends_with_the_last(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
+    parents = []
+    for stage, status in [("sft", "RUNNING"), ("ppo", "RUNNING"), ("report", "FINISHED")]:
+        with tracking.open_run(stage, view(stage)):  # type: ignore[arg-type]
+            pass
+        deliver(home)
+        assert runs(home)["pipeline"].info.status == status
+        parents.append(runs(home)[stage].data.tags["mlflow.parentRunId"])
+    assert parents == [runs(home)["pipeline"].info.run_id] * 3
+    assert {"sft.learning_rate", "ppo.kl_coef"} <= runs(home)["pipeline"].data.params.keys()
+
+
+def test_stages_under_dvc_live_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ancestor:
+        def __init__(self, pid: int, *words: str) -> None:
+            self.pid, self.words = pid, list(words)
+
+        def cmdline(self) -> list[str]:
+            return self.words
+
+        def create_time(self) -> float:
+            return 12.34
+
+        def parents(self) -> list[Ancestor]:
+            shell, dvc = (
+                Ancestor(2, "/bin/sh", "-c", "rlhf sft"),
+                Ancestor(3, "python", "/x/bin/dvc", "repro"),
+            )
+            return [shell, dvc, Ancestor(4, "make", "run")]
+
+    for name in ("RLHF_PARENT_RUN", "MLFLOW_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    found = context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")
+    name = f"{platform.node()}:3:1234"
+    assert found == {"key": f"dvc-{name}", "owner": "dvc", "process": name}
+    monkeypatch.setenv("MLFLOW_RUN_ID", "abc")
+    assert context.parent(Ancestor(1, "rlhf", "sft"), "sft-k") == {"id": "abc", "owner": "given"}
+
+
+def test_a_repeated_stage_sets_a_failed_pipeline_running_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
+    with pytest.raises(RuntimeError), tracking.open_run("sft", view()):
+        raise RuntimeError("boom")
+    with tracking.open_run("sft", view()):
+        pass
+    deliver(home)
+    assert runs(home)["pipeline"].info.status == "RUNNING"
+
+
+def test_a_pipeline_whose_dvc_process_is_gone_is_closed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    name = f"{platform.node()}:{gone.pid}:1"
+    left = {"key": f"dvc-{name}", "owner": "dvc", "process": name}
+    monkeypatch.setattr(context, "parent", lambda process, key: left)
+    with tracking.open_run("sft", view()):
+        pass
+    deliver(home)
+    assert runs(home)["pipeline"].info.status == "RUNNING"
+    Store.open({"home": str(home), "uri": None, "experiment": "rlhf"})
+    assert runs(home)["pipeline"].info.status == "FINISHED"
+
+
+def test_a_process_that_vanishes_leaves_a_failed_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tracking.open_run("sft", view()) as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+    [spool] = pending(home / "spool")
+    lines = spool.file.read_text(encoding="utf-8").splitlines(keepends=True)
+    spool.file.write_text("".join(lines[:2]), encoding="utf-8")  # no end
+    monkeypatch.setattr(context, "is_alive", lambda name: False)
+    deliver(home)
+    assert runs(home)["sft"].info.status == "FAILED"
+    assert runs(home)["sft"].data.tags["rlhf.reason"] == courier.VANISHED
+
+
+def test_an_unreachable_store_stops_nothing_and_is_told_once(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tracking.open_run("sft", view(uri=UNREACHABLE), key="k") as tracker:
+        tracker.metrics({"train/loss": 2.0}, step=1)
+        spool = Spool(home / "spool", "k")
+        spool.trouble.write_text("refused", encoding="utf-8")  # as its courier does
+        tracker.metrics({"train/loss": 1.0}, step=2)
+        tracker.metrics({"train/loss": 0.5}, step=3)
+    assert capsys.readouterr().out.count("MLflow cannot be reached (refused)") == 1
+    assert not courier.follow(spool)
+    assert spool.file.exists()
+    assert "MlflowException" in spool.trouble.read_text(encoding="utf-8")
+
+
+def test_sync_sends_only_the_steps_that_mlflow_lacks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tracking.open_run("sft", view(), key="k") as tracker:
+        for step in (1, 2, 3):
+            tracker.metrics({"train/loss": float(step)}, step=step)
+    spool = Spool(home / "spool", "k")
+    records, _ = spool.read()
+    run = Store.open(records[0]).stage_run(records[0], replay=False)
+    run.send(records[1:3], spool.files)  # cut off after steps 1 and 2
+    sent: list[int] = []
+    log_batch = MlflowClient.log_batch
+
+    def watched(self: MlflowClient, run_id: str, metrics: Any = (), **rest: Any) -> Any:
+        sent.extend(metric.step for metric in metrics if metric.key == "train/loss")
+        return log_batch(self, run_id, metrics, **rest)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", watched)
+    assert courier.sync(home) == (1, {})
+    assert sent == [3]
+    history = MlflowClient(embedded_uri(home)).get_metric_history(runs(home)["sft"].info.run_id, "train/loss")
+    assert [point.step for point in history] == [1, 2, 3]
+    assert pending(home / "spool") == []
+
+
+def test_sync_leaves_a_running_stage_to_its_own_courier(home: Path) -> None:
+    with tracking.open_run("sft", view()):
+        assert courier.sync(home) == (0, {})
+
+
+def test_final_metrics_do_not_double_a_curve(home: Path) -> None:
+    with tracking.open_run("ppo", view("ppo")) as tracker:
+        tracker.metrics({"objective/kl": 3.0, "lr": 0.1}, step=256)
+        tracker.final({"objective/kl": 3.0, "lr": 0.2, "selected_episode": 128.0})
+    deliver(home)
+    assert runs(home)["ppo"].data.metrics == {
+        "objective/kl": 3.0,
+        "lr": 0.1,
+        "final/lr": 0.2,
+        "selected_episode": 128.0,
+    }
+    assert runs(home)["pipeline"].data.metrics == {"objective/kl": 3.0, "ppo/selected_episode": 128.0}
+
+
+def test_tables_grow_and_artifacts_are_copies(home: Path, project: Path) -> None:
+    with tracking.open_run("sft", view()) as tracker:
+        tracker.table("samples", [{"query": "q", "score": 1.0}])
+        tracker.table("samples", [{"query": "r", "note": "n"}])
+        (project / "page.html").write_text("first", encoding="utf-8")
+        tracker.artifact(project / "page.html", "pages")
+        (project / "page.html").unlink()
+    deliver(home)
+    client, run = MlflowClient(embedded_uri(home)), runs(home)["sft"]
+    table = json.loads(Path(client.download_artifacts(run.info.run_id, "tables/samples.json")).read_text())
+    assert table == {"columns": ["query", "score", "note"], "data": [["q", 1.0, None], ["r", None, "n"]]}
+    assert Path(client.download_artifacts(run.info.run_id, "pages/page.html")).read_text() == "first"
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [
+        {"path": "tables/samples.json", "type": "table"}
+    ]
+
+
+def test_curves_go_along_as_csv_and_figure(home: Path) -> None:
+    with tracking.open_run("ppo", view("ppo")) as tracker:
+        tracker.metrics({"objective/kl": 0.5, "episode": 256.0}, step=256)
+    deliver(home)
+    client, run = MlflowClient(embedded_uri(home)), runs(home)["ppo"]
+    text = Path(client.download_artifacts(run.info.run_id, "plots/ppo.csv")).read_text()
+    assert text == "episode,objective/kl\n256,0.5\n"
+    assert Path(client.download_artifacts(run.info.run_id, "curves.png")).read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("rank", "enabled"), [("1", True), ("0", False)])
+def test_other_ranks_and_disabled_tracking_write_no_spool_but_keep_curves(
+    home: Path, monkeypatch: pytest.MonkeyPatch, rank: str, enabled: bool
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with tracking.open_run("sft", view(enabled=enabled)) as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+        tracker.metrics({"eval/loss": 2.0}, step=1)
+    assert tracker.history() == [{"step": 1, "train/loss": 1.0, "eval/loss": 2.0}]
+    assert not (home / "spool").exists()
+
+
+def test_no_metric_is_sent_in_batches_beyond_the_limit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    log_batch = MlflowClient.log_batch
+
+    def watched(self: MlflowClient, run_id: str, metrics: Any = (), **rest: Any) -> Any:
+        sizes.append(len(metrics))
+        return log_batch(self, run_id, metrics, **rest)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", watched)
+    with tracking.open_run("sft", view()) as tracker:
+        for step in range(300):
+            tracker.metrics({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}, step=step)
+    deliver(home)
+    assert sum(sizes) == 1200
+    assert max(sizes) == 1000
+
+
+def test_a_half_written_line_waits(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, "k")
+    spool.append("metrics", step=1, values={})
+    with spool.file.open("ab") as file:
+        file.write(b'{"kind": "met')
+    records, offset = spool.read()
+    assert [record["step"] for record in records] == [1]
+    with spool.file.open("ab") as file:
+        file.write(b'rics", "step": 2}\n')
+    assert [record["step"] for record in spool.read(offset)[0]] == [2]
+
+
+def test_table_columns_come_in_order_of_appearance() -> None:
+    assert json.loads(table_json([{"b": 1}, {"a": Path("x"), "b": 2}])) == {
+        "columns": ["b", "a"],
+        "data": [[1, None], [2, "x"]],
+    }
+
+
+def test_csv_leaves_a_cell_empty_where_a_step_has_no_value() -> None:
+    rows = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "eval/loss": 1.5}]
+    assert curves.csv_text(rows, "step") == "step,train/loss,eval/loss\n1,2.0,\n2,1.0,1.5\n"
+
+
+def test_the_same_curves_draw_the_same_bytes(tmp_path: Path) -> None:
+    rows = [{"step": i, "train/loss": 1 / i} for i in range(1, 30)]
+    for name in ("a.png", "b.png"):
+        curves.draw(rows, "step", "sft", tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_pid_used_again_is_another_process() -> None:
+    mine = context.process_name(psutil.Process())
+    host, pid, start = mine.rsplit(":", 2)
+    assert context.is_alive(mine)
+    assert not context.is_alive(f"{host}:{pid}:{int(start) - 100}")
+    assert context.is_alive(f"elsewhere:{pid}:{start}")  # unknown is not gone
+
+
+def test_two_first_stages_at_once_make_one_store(project: Path) -> None:
+    """Real couriers, an empty folder: the tables, the experiment and the parent are each made once."""
+    code = (
+        "from rlhf_tasks import config, tracking\n"
+        "view = config.StageView(config.load(), 'sft')\n"
+        "with tracking.open_run('sft', view) as tracker: tracker.metrics({'train/loss': 1.0}, step=1)\n"
+    )
+    environment = os.environ | {"RLHF_PARENT_RUN": "flow-2"}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [one.wait() for one in both] == [0, 0]
+    home = project / ".rlhf"
+    assert pending(home / "spool") == []
+    client = MlflowClient(embedded_uri(home))
+    experiment = client.get_experiment_by_name("rlhf")
+    assert experiment is not None
+    names = [run.info.run_name.split("-")[0] for run in client.search_runs([experiment.experiment_id])]
+    assert sorted(names) == ["pipeline", "sft", "sft"]
