@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf_tasks import console, models
 from rlhf_tasks.checkpoint import whole
-from rlhf_tasks.config import StageView
+from rlhf_tasks.config import Split, StageView
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.supervised import LanguageModelling, evaluate, fit
@@ -28,26 +30,28 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
         model = models.from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )
-        model.to(rt.device)
+        models.place(model, rt.device)
         with console.progress("base", config.base.num_epochs, unit="epoch") as bar:
             for step in fit(rt, model, train, config.base, config.seed):
                 tracker.metrics(step.metrics, step=step.number)
                 bar.advance(config.base.num_epochs / step.num_steps, loss=step.metrics["train/loss"])
     else:
-        model = models.load_causal(config.model.base, config.model.revision).to(rt.device)
+        model = models.place(models.load_causal(config.model.base, config.model.revision), rt.device)
     models.check_fits(model, tokenizer, "model.base")
     result = evaluate(rt, model, validation, config.base.micro_batch_tokens)
-    if rt.is_main:
-        with whole(OUT) as folder:
-            models.save(
-                model, tokenizer, folder,
-                identity={"kind": "base", "parents": {}},
-                card=models.model_card(
-                    "Base model", task="base", parameters=config.declared(),
-                    inputs={"data/tokenizer": models.file_hash(TOKENIZER), "data/sft": models.file_hash(Path("data/sft"))},
-                    how="A causal language model of the task's prompts, before any instruction.",
-                ),
-            )  # fmt: skip
+    with rt.gathered(model):
+        if rt.is_main:
+            with whole(OUT) as folder:
+                models.save(
+                    model, tokenizer, folder,
+                    identity={"kind": "base", "parents": {}},
+                    card=models.model_card(
+                        "Base model", task="base", parameters=config.declared(),
+                        inputs={"data/tokenizer": models.file_hash(TOKENIZER),
+                                "data/sft": models.file_hash(Path("data/sft"))},
+                        how="A causal language model of the task's prompts, before any instruction.",
+                    ),
+                )  # fmt: skip
     rt.barrier()
     loss = result["loss"]
     return {
@@ -57,7 +61,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     }
 
 
-def _texts(tokenizer: models.PreTrainedTokenizerBase, split: models.Split) -> LanguageModelling:
+def _texts(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
     """Plain text: the first token is given, all others are predicted; no answers among it."""
     ids = encode(tokenizer, [row["prompt"] for row in read_table("sft", split)])
     return LanguageModelling([i[:1] for i in ids], [i[1:] for i in ids], tokenizer.pad_token_id)

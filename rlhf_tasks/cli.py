@@ -203,10 +203,10 @@ def _generate(options: argparse.Namespace) -> int:
 def _preset(options: argparse.Namespace) -> int:
     from rlhf_tasks import presets
 
-    if options.list or not options.names:
+    if options.list or not (options.names or options.set):
         console.table("presets", ["name", "what it is"], [[n, presets.summary(n)] for n in presets.names()])
         return 0
-    changed = presets.apply(options.names, Path("params.yaml"))
+    changed = presets.apply(options.names, Path("params.yaml"), options.set)
     console.say("params.yaml: " + (", ".join(changed) if changed else "nothing to change"))
     return 0
 
@@ -243,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     preset = commands.add_parser("preset", help="apply presets to params.yaml, comments kept")
     preset.add_argument("names", nargs="*", metavar="NAME", help="later ones win")
+    preset.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="single values on top"
+    )
     preset.add_argument("--list", action="store_true", help="show all presets (also: no name)")
     preset.set_defaults(command=_preset)
     sync = commands.add_parser("sync", help="deliver to MLflow what could not be delivered before")

@@ -55,10 +55,16 @@ def is_hub_id(source: str) -> bool:
     return not Path(source).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
 
 
-def _checked_source(source: str, revision: str | None, key: str) -> None:
+def _checked_source(source: str | None, revision: str | None, key: str) -> None:
+    if source is None:
+        if revision is not None:
+            raise ValueError(f"{key} names no model: `revision` would be ignored; set it to null too")
+        return
     if is_hub_id(source) and revision is None:
         raise ValueError(
-            f"{key}={source!r} is no local folder, so it is read as a hub id, and needs `revision`: a commit hash"
+            f"{key}={source!r} is no local folder, so it is read as a hub id, and needs `revision`: "
+            "a commit hash; "
+            f"`git ls-remote https://huggingface.co/{source} HEAD` tells it"
         )
     if revision is not None and Path(source).exists():
         raise ValueError(f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null")
@@ -80,6 +86,16 @@ class HubSet(Section):
     id: str
     revision: Revision
     name: str | None = Field(description="the set's configuration, if it has several")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_pinned(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "id" in values and values.get("revision") is None:
+            where = f"https://huggingface.co/datasets/{values['id']}"
+            raise ValueError(
+                f"{values['id']!r} needs `revision`: a commit hash; `git ls-remote {where} HEAD` tells it"
+            )
+        return values
 
 
 class HubSources(Section):
@@ -122,7 +138,8 @@ class Scratch(Section):
     def _heads_divide(self) -> Scratch:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             raise ValueError(
-                f"hidden_size={self.hidden_size} / num_heads={self.num_heads} must be an even whole number (rotary embeddings)"
+                f"hidden_size={self.hidden_size} / num_heads={self.num_heads} must be an even whole number "
+                "(rotary embeddings)"
             )
         return self
 
@@ -136,8 +153,7 @@ class Model(Section):
     def _one_origin(self) -> Model:
         if (self.base == "scratch") != (self.scratch is not None):
             raise ValueError("`model.scratch` is the shape of `base: scratch`: set both, or `scratch: null`")
-        if self.base != "scratch":
-            _checked_source(self.base, self.revision, "model.base")
+        _checked_source(None if self.base == "scratch" else self.base, self.revision, "model.base")
         return self
 
 
@@ -145,7 +161,7 @@ class Model(Section):
 
 
 class Optimisation(Section):
-    """What every supervised loop has. AdamW, betas .9/.95, eps 1e-5 (arXiv 2403.17031, appendix)."""
+    """What every supervised loop has. AdamW, betas .9/.98, eps 1e-5 (arXiv 2403.17031, appendix)."""
 
     learning_rate: PositiveFloat
     schedule: Literal["constant", "linear", "cosine"]
@@ -177,8 +193,7 @@ class Sft(Optimisation):
 
     @model_validator(mode="after")
     def _origin(self) -> Sft:
-        if self.source is not None:
-            _checked_source(self.source, self.revision, "sft.from")
+        _checked_source(self.source, self.revision, "sft.from")
         return self
 
 
@@ -204,8 +219,7 @@ class Reward(Optimisation):
 
     @model_validator(mode="after")
     def _origin(self) -> Reward:
-        if self.source is not None:
-            _checked_source(self.source, self.revision, "reward.from")
+        _checked_source(self.source, self.revision, "reward.from")
         return self
 
 
@@ -234,7 +248,7 @@ class Ppo(Section):
     whiten_rewards: bool
     num_sample_generations: Count
     num_selections: PositiveInt = Field(
-        description="times the policy is tried on validation prompts by models/reward_heldout; the best is kept"
+        description="times models/reward_heldout tries the policy on validation prompts; the best is kept"
     )
     num_selection_prompts: PositiveInt
 
@@ -242,11 +256,13 @@ class Ppo(Section):
     def _whole_batches(self) -> Ppo:
         if self.rollout_batch_size % self.num_mini_batches:
             raise ValueError(
-                f"rollout_batch_size={self.rollout_batch_size} is not divisible by num_mini_batches={self.num_mini_batches}"
+                f"rollout_batch_size={self.rollout_batch_size} is not divisible by "
+                f"num_mini_batches={self.num_mini_batches}"
             )
         if self.total_episodes < self.rollout_batch_size:
             raise ValueError(
-                f"total_episodes={self.total_episodes} is less than one rollout of {self.rollout_batch_size}: nothing would be trained"
+                f"total_episodes={self.total_episodes} is less than one rollout of "
+                f"{self.rollout_batch_size}: nothing would be trained"
             )
         return self
 

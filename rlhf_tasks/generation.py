@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer
-from rlhf_tasks.models import load_causal
+from rlhf_tasks.models import load_causal, place
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, response: Ids) -> str:
     """The response as text, its EOS left out."""
     if response and response[-1] == tokenizer.eos_token_id:
         response = response[:-1]
-    text: str = tokenizer.decode(response, skip_special_tokens=False)
-    return text
+    return str(tokenizer.decode(response, skip_special_tokens=False))
 
 
 def respond(
@@ -127,7 +126,7 @@ def respond(
     """Sampled answers of a checkpoint: for each prompt, `num_samples` texts."""
     model = load_causal(model_path).eval()
     if torch.cuda.is_available():
-        model = model.to("cuda")  # type: ignore[arg-type]
+        model = place(model, torch.device("cuda"))
     tokenizer = load_tokenizer(model_path)
     repeated = [p for p in prompts for _ in range(num_samples)]
     answers = answer(

@@ -39,6 +39,11 @@ def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> lis
         UserError: if a setting or a variable that the launch needs is missing.
     """
     words = ["-m", "accelerate.commands.launch"]
+    if launch.deepspeed == "zero3" and stage == "ppo":
+        raise UserError(
+            "launch.deepspeed='zero3' is for base, sft and reward; ppo samples answers of different lengths "
+            "on every process, which would wait for each other's weights for ever: set zero2 for it"
+        )
     if launch.deepspeed is not None:
         settings = DEEPSPEED / f"{launch.deepspeed}.json"
         if not settings.exists():

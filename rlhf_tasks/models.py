@@ -23,15 +23,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from rlhf_tasks.config import Scratch, UserError, is_hub_id
-from rlhf_tasks.data.batches import Batch, load_tokenizer
+from rlhf_tasks.data.batches import Batch, encode, load_tokenizer
 
 IDENTITY = "rlhf.json"
+SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
 class ContractError(UserError):
@@ -48,7 +48,7 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
     """
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        # 1/√fan-in: the families' 0.02 suits widths of thousands, and a narrow model starts on a plateau with it
+        # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
         "initializer_range": shape.hidden_size**-0.5,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -71,6 +71,12 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
             sizes["num_key_value_heads"] = shape.num_heads
     config = AutoConfig.for_model(shape.family, **common, **sizes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model on a device; transformers types `to` for whole arguments of its own only."""
+    nn.Module.to(model, device)
     return model
 
 
@@ -102,7 +108,8 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     model = _load(AutoModelForSequenceClassification, source, revision)
     if model.config.num_labels != 1:
         raise ContractError(
-            f"{source} is no reward model: it has {model.config.num_labels} labels where a reward model has one score"
+            f"{source} is no reward model: it has {model.config.num_labels} labels where a reward model "
+            "has one score"
         )
     return TokenScores(model)
 
@@ -121,6 +128,12 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
         raise ContractError(
             f"cannot load a model from {source}: {str(error).splitlines()[0]} ({hint})"
         ) from error
+    heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
+    if heads:
+        raise ContractError(
+            f"{source} holds {', '.join(heads)}: it is a model that scores or classifies texts, where a "
+            "language model is asked for"
+        )
     missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
     if missing:
         what = "its trained head" if any("score" in key for key in missing) else "weights"
@@ -158,8 +171,8 @@ class TokenScores(nn.Module):
     def hidden_states(self, batch: Batch) -> Tensor:
         """(B, T, H) of the last layer."""
         out = self.model.base_model(
-            input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
-            use_cache=False,
+            input_ids=batch.query_response, attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids, use_cache=False,
         )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
         return hidden
@@ -217,7 +230,10 @@ def save(
     identity: Mapping[str, Any],
     card: str,
 ) -> None:
-    """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json; the same bytes for the same weights."""
+    """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
+
+    The same weights, tokenizer, identity and card give the same bytes.
+    """
     # transformers' version and the folder it was read from would change bytes without a change of meaning
     model.config._name_or_path = ""
     model.save_pretrained(folder)
@@ -236,7 +252,8 @@ def model_card(
     sources = "\n".join(f"| {name} | `{digest}` |" for name, digest in inputs.items())
     return (
         f"---\nlibrary_name: transformers\ntags: [rlhf, {task}]\n---\n# {title}\n\n{how}\n\n"
-        f"## Inputs\n| input | sha256 |\n|---|---|\n{sources}\n\n## Parameters\n| key | value |\n|---|---|\n{table}\n"
+        f"## Inputs\n| input | sha256 |\n|---|---|\n{sources}\n\n"
+        f"## Parameters\n| key | value |\n|---|---|\n{table}\n"
     )
 
 
@@ -267,25 +284,36 @@ def identity_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
+def identity(kind: str, parents: Mapping[str, str]) -> dict[str, Any]:
+    """What rlhf.json is to say: the checkpoints it was made from, by role; unknown for a foreign one."""
+    return {"kind": kind, "parents": dict(parents)} | ({} if parents else {"lineage": "unknown"})
+
+
+def parents_of(folder: Path) -> dict[str, str]:
+    """The fingerprints, by role, of what a checkpoint says it was made from."""
+    return dict(identity_of(folder).get("parents", {}))
+
+
 def check_same_tokenizer(first: Path, second: Path) -> None:
     """Two checkpoints must read and write the same tokens and the same chat template.
+
+    A token that only pads may differ: masks come from lengths, so that no model ever sees it.
 
     Raises:
         ContractError: naming both folders and what differs.
     """
     a, b = load_tokenizer(first), load_tokenizer(second)
-    if a.get_vocab() != b.get_vocab():
-        differ = {k for k, v in a.get_vocab().items() if b.get_vocab().get(k) != v}
+    words = {token for x in (a, b) for token in x.get_vocab() if token not in _only_pads(a, b)}
+    differ = sorted(w for w in words if a.get_vocab().get(w) != b.get_vocab().get(w))
+    if differ:
         raise ContractError(
-            f"{second} has another tokenizer than {first}: {len(a)} and {len(b)} tokens, e.g. {sorted(differ)[:3]} differ; "
-            "train or fetch them with one tokenizer"
+            f"{second} has another tokenizer than {first}: {len(a)} and {len(b)} tokens, "
+            f"e.g. {differ[:3]} differ; train or fetch them with one tokenizer"
         )
-    if (a.eos_token_id, a.pad_token_id) != (b.eos_token_id, b.pad_token_id):
-        raise ContractError(
-            f"{second} ends and pads with {b.eos_token!r}, {b.pad_token!r}, but {first} with {a.eos_token!r}, {a.pad_token!r}"
-        )
+    if a.eos_token_id != b.eos_token_id:
+        raise ContractError(f"{second} ends answers with {b.eos_token!r}, but {first} with {a.eos_token!r}")
     probe = "Ab, 3 x\n\n(é)"
-    if a(probe)["input_ids"] != b(probe)["input_ids"]:
+    if encode(a, [probe]) != encode(b, [probe]):
         raise ContractError(
             f"{second} splits text otherwise than {first}, with the same vocabulary: {probe!r} differs"
         )
@@ -295,13 +323,38 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
         )
 
 
+def _only_pads(*tokenizers: PreTrainedTokenizerBase) -> set[str]:
+    """The pad tokens that are nothing else."""
+    others = {t for x in tokenizers for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
+    return {str(x.pad_token) for x in tokenizers} - others
+
+
+def check_same_shape(model: PreTrainedModel, where: str, parent: Path) -> None:
+    """A model made from `parent` has its architecture and sizes.
+
+    Raises:
+        ContractError: naming what differs.
+    """
+    other = AutoConfig.from_pretrained(parent)
+    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    differ = [
+        f"{name} {getattr(model.config, name, None)} and {getattr(other, name, None)}"
+        for name in names
+        if getattr(model.config, name, None) != getattr(other, name, None)
+    ]
+    if differ:
+        raise ContractError(
+            f"{where} was not made from {parent}: {', '.join(differ)}; set model.base to its base"
+        )
+
+
 def check_parent(child: Path, role: str, parent: Path) -> None:
     """If `child` says which `role` checkpoint it comes from, it must be `parent`. A foreign one can't say.
 
     Raises:
         ContractError: naming both.
     """
-    claimed = identity_of(child).get("parents", {}).get(role)
+    claimed = parents_of(child).get(role)
     if claimed is not None and claimed != fingerprint(parent):
         raise ContractError(
             f"{child} was made from another {role} model ({claimed}) than {parent} ({fingerprint(parent)}): "
@@ -315,7 +368,9 @@ def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where
     Raises:
         ContractError: if the tokenizer has more tokens than the model.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    rows = embeddings.num_embeddings
     if rows < len(tokenizer):
         raise ContractError(
             f"{where}: the tokenizer has {len(tokenizer)} tokens, the model {rows} embeddings"
@@ -323,20 +378,19 @@ def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where
 
 
 def local_tokenizer(source: str, revision: str | None) -> Path:
-    """The folder that holds a source's tokenizer: the source itself, or the hub's cached snapshot."""
-    if Path(source).exists():
+    """The folder of a source's tokenizer, config and identity: the source, or the hub's cached snapshot.
+
+    Raises:
+        ContractError: if the hub does not give it.
+    """
+    if not is_hub_id(source):
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"])
-    )
-
-
-def fetch(source: str, revision: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A foreign causal LM and its tokenizer, by folder or pinned hub id."""
-    model = load_causal(source, revision)
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
+    kinds = ["*.json", "*.txt", "*.jinja", "*.model"]
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
+    except (OSError, ValueError) as error:
+        raise ContractError(
+            f"cannot fetch {source} at {revision}: {error} (a hub id needs network access or a filled cache)"
+        ) from error

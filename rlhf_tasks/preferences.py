@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console, models
 from rlhf_tasks.checkpoint import whole
-from rlhf_tasks.config import Split, StageView
+from rlhf_tasks.config import Split, StageView, UserError
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.generation import answer, text_of
-from rlhf_tasks.models import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.tracking import Tracker
 
@@ -34,7 +34,7 @@ Row = dict[str, str]
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     """Write data/comparisons. Metrics: pairs by split and origin, and how many labels were flipped."""
     rt = Runtime(config.launch, config.seed)
-    model, tokenizer = models.load_causal(SFT).to(rt.device).eval(), load_tokenizer(SFT)
+    model, tokenizer = models.place(models.load_causal(SFT), rt.device).eval(), load_tokenizer(SFT)
     metrics: dict[str, float] = {}
     with whole(OUT) as folder, console.progress("preferences", len(SPLITS), unit="splits") as bar:
         for number, split in enumerate(SPLITS):
@@ -43,7 +43,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
             if split == "train" and config.data.source == "synthetic":
                 metrics["flipped"] = _flip(rows, config.preferences.label_noise, config.seed)
             if not rows and split == "train":
-                raise models.UserError(
+                raise UserError(
                     "there is no pair to train a reward model on: data/preferences is empty and "
                     "preferences.num_prompts is 0; give pairs or let the SFT policy be sampled"
                 )
@@ -78,7 +78,8 @@ def _sampled(
     else:
         pairs = [(row["reference"], text) for row, text in zip(asked, first, strict=True)]
     return [
-        {"prompt": row["prompt"], "chosen": pair[0], "rejected": pair[1], "source": row["source"], "origin": "sft_samples"}
+        {"prompt": row["prompt"], "chosen": pair[0], "rejected": pair[1], "source": row["source"],
+         "origin": "sft_samples"}
         for row, pair in zip(asked, pairs, strict=True)
         if pair is not None and pair[0].strip() != pair[1].strip()
     ]  # fmt: skip

@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console, models, statistics
 from rlhf_tasks.checkpoint import whole
-from rlhf_tasks.config import StageView
+from rlhf_tasks.config import Reward, StageView, UserError
 from rlhf_tasks.data.batches import Batch, Ids, collate, encode, encode_answers, load_tokenizer, read_table
-from rlhf_tasks.models import PreTrainedTokenizerBase, TokenScores, last_token
+from rlhf_tasks.models import TokenScores, last_token
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.scorers import RewardScorer
 from rlhf_tasks.supervised import Sums, evaluate, fit, lm_sums
@@ -47,13 +48,14 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for number, (name, out) in enumerate(OUTS.items()):
         if config.reward.source is not None and name == "reward":
-            scores, parents = _fetched(config, tokenizer), {}
+            scores, parents = _fetched(config.reward, tokenizer)
         else:
             scores = _trained(rt, config, tokenizer, tracker, name, seed=config.seed + 1000 * number)
             parents = {"sft": models.fingerprint(SFT)}
         metrics |= _measured(rt, scores, tokenizer, "" if name == "reward" else "heldout/")
-        if rt.is_main:
-            _save(config, scores, tokenizer, out, parents)
+        with rt.gathered(scores):
+            if rt.is_main:
+                _save(config, scores, tokenizer, out, parents)
         rt.barrier()
     return metrics
 
@@ -110,7 +112,7 @@ def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: fl
 
 
 class Learner(nn.Module):
-    """The reward model in training; with an LM head of the policy's beside it where `lm_coef` asks for one."""
+    """The reward model in training, with the policy's LM head beside it where `lm_coef` asks for one."""
 
     def __init__(self, scores: TokenScores, lm_head: nn.Module | None) -> None:
         super().__init__()
@@ -132,9 +134,9 @@ def _trained(
     scores = TokenScores.from_policy(SFT, generator)
     head = models.load_causal(SFT).get_output_embeddings() if settings.lm_coef else None
     learner = Learner(scores, head).to(rt.device)
-    rows = [row for row in read_table("comparisons", "train") if half_of(row["prompt"]) == name]
+    rows = [row for row in read_table("comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
-        raise models.UserError(f"no comparison is left to train models/{name} on: there are too few prompts")
+        raise UserError(f"no comparison is left to train models/{name} on: there are too few prompts")
     train = _pairs(tokenizer, rows)
     train.margin, train.centring_coef, train.lm_coef = (
         settings.margin,
@@ -159,9 +161,9 @@ def _trained(
     return scores
 
 
-def half_of(prompt: str) -> str:
-    """Which of the two models a prompt's pairs train: by its hash, half each, so that no prompt is in both."""
-    return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 2 else "reward_heldout"
+def model_of(prompt: str) -> str:
+    """Which model a prompt's pairs train, by its hash: two thirds `reward`, one third `reward_heldout`."""
+    return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 3 else "reward_heldout"
 
 
 def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> Pairs:
@@ -186,13 +188,15 @@ def _normalise(rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerB
 # ------------------------------------------------------------------------- fetching, measuring, saving
 
 
-def _fetched(config: StageView, tokenizer: PreTrainedTokenizerBase) -> TokenScores:
-    """A ready reward model, checked for its head; its tokenizer must be the SFT model's."""
-    settings = config.reward
+def _fetched(settings: Reward, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenScores, dict[str, str]]:
+    """A ready reward model and its known parents, checked against the SFT model before it is loaded."""
+    assert settings.source is not None
+    where = models.local_tokenizer(settings.source, settings.revision)
+    models.check_same_tokenizer(SFT, where)
+    models.check_parent(where, "sft", SFT)
     scores = models.load_reward(settings.source, settings.revision)
     models.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")
-    models.check_same_tokenizer(SFT, models.local_tokenizer(settings.source, settings.revision))
-    return scores
+    return scores, models.parents_of(where)
 
 
 @torch.no_grad()
@@ -237,14 +241,14 @@ def _save(
     with whole(out) as folder:
         models.save(
             scores.model, tokenizer, folder,
-            identity={"kind": "reward", "parents": parents},
+            identity=models.identity("reward", parents),
             card=models.model_card(
                 f"Reward model ({out.name})", task="reward-model", parameters=config.declared(),
                 inputs={
                     "data/comparisons": models.file_hash(Path("data/comparisons")),
                     "models/sft": parents.get("sft", "lineage unknown"),
                 },
-                how="One score, read at the last token of query + response + EOS; `score_mean` of the config is to "
-                "be taken off it. `reward_heldout` is trained on other prompts and never optimised.",
+                how="One score, read at the last token of query + response + EOS; `score_mean` of the config "
+                "is to be taken off it. `reward_heldout` is trained on other prompts and never optimised.",
             ),
         )  # fmt: skip

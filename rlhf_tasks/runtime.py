@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
 
@@ -28,6 +29,10 @@ class Runtime:
         self.accelerator = Accelerator(mixed_precision=launch.mixed_precision)
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if self.is_deepspeed:
+            # models are put together whole, and ZeRO-3 takes them apart in `prepare`: into one that
+            # transformers makes in parts, load_state_dict would load nothing, in silence
+            unset_hf_deepspeed_config()
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
@@ -40,7 +45,7 @@ class Runtime:
         return self.rank == 0
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device; ranks draw differently (seed + rank·100003, as lm-human-preferences)."""
+        """A generator on this device; ranks draw differently: seed + rank·100003, as lm-human-preferences."""
         return torch.Generator(self.device).manual_seed(seed + self.rank * 100003)
 
     # ------------------------------------------------------------------------- between processes
@@ -88,9 +93,35 @@ class Runtime:
         prepared, wrapped = self.accelerator.prepare(model, optimizer)
         return prepared, wrapped
 
+    def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[Any]:
+        """Whole weights on every process while it lasts, for reading or loading them; all must enter.
+
+        ZeRO-3 keeps a part of each on each process; elsewhere nothing happens. With `write`, what the
+        first process has put there is kept.
+        """
+        if not (self.is_deepspeed and self.accelerator.state.deepspeed_plugin.zero_stage == 3):
+            return nullcontext()
+        from deepspeed import zero
+
+        context: AbstractContextManager[Any] = zero.GatheredParameters(
+            list(model.parameters()), modifier_rank=0 if write else None
+        )
+        return context
+
+    def freeze(self, model: nn.Module) -> None:
+        """Not to be trained, and in the precision that the trained model is computed in.
+
+        DeepSpeed turns the trained model's weights into bf16; a float32 reference would show a KL that
+        is nothing but rounding.
+        """
+        model.requires_grad_(False)
+        if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
+            model.to(torch.bfloat16)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Rollouts and training run under the same precision, so that the first ratio is 1."""
-        return self.accelerator.autocast()
+        context: AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         inner: nn.Module = self.accelerator.unwrap_model(model)
@@ -129,14 +160,16 @@ class Runtime:
 
 
 def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
-    """AdamW with eps 1e-5 (arXiv 2403.17031); no weight decay on biases and norms."""
+    """AdamW with betas .9/.98 (arXiv 1706.03762) and eps 1e-5 (arXiv 2403.17031); no weight decay on biases and norms."""
     decay = settings.weight_decay if isinstance(settings, Optimisation) else 0.0
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.learning_rate, eps=1e-5)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-5
+    )
 
 
 def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> float:

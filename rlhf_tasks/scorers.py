@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, collate, micro_batches
-from rlhf_tasks.models import PreTrainedTokenizerBase, TokenScores, last_token
+from rlhf_tasks.models import TokenScores, last_token
 
 
 class RewardScorer:

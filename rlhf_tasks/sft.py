@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console, models
 from rlhf_tasks.checkpoint import whole
-from rlhf_tasks.config import Split, StageView
+from rlhf_tasks.config import Sft, Split, StageView
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.supervised import Best, LanguageModelling, evaluate, fit
 from rlhf_tasks.tracking import Tracker
 
-BASE = Path("models/base")
+TOKENIZER, BASE = Path("data/tokenizer"), Path("models/base")
 OUT = Path("models/sft")
 
 
@@ -23,33 +24,45 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     rt = Runtime(config.launch, config.seed)
     settings = config.sft
     if settings.source is not None:
-        model, tokenizer = models.fetch(settings.source, settings.revision)
-        models.check_fits(model, tokenizer, f"sft.from={settings.source}")
-        model.to(rt.device)
-        parents: dict[str, Any] = {}
-        steps = {}
+        model, tokenizer, parents = _fetched(settings)
+        models.place(model, rt.device)
+        origin, steps = {f"sft.from={settings.source}": "lineage unknown"}, {}
     else:
-        model, tokenizer = models.load_causal(BASE).to(rt.device), load_tokenizer(BASE)
+        model, tokenizer = models.place(models.load_causal(BASE), rt.device), load_tokenizer(BASE)
         parents = {"base": models.fingerprint(BASE)}
+        origin = {"models/base": parents["base"]}
         steps = _train(rt, config, model, tokenizer, tracker)
     result = evaluate(rt, model, demonstrations(tokenizer, "validation"), settings.micro_batch_tokens)
-    if rt.is_main:
-        with whole(OUT) as folder:
-            models.save(
-                model, tokenizer, folder,
-                identity={"kind": "policy", "parents": parents},
-                card=models.model_card(
-                    "SFT policy", task="sft", parameters=config.declared(),
-                    inputs={"data/sft": models.file_hash(Path("data/sft")), **({"models/base": parents["base"]} if parents else {"foreign checkpoint": "lineage unknown"})},
-                    how="Fine-tuned on demonstrations, completion tokens only, at its validation minimum.",
-                ),
-            )  # fmt: skip
+    with rt.gathered(model):
+        if rt.is_main:
+            with whole(OUT) as folder:
+                models.save(
+                    model, tokenizer, folder,
+                    identity=models.identity("policy", parents),
+                    card=models.model_card(
+                        "SFT policy", task="sft", parameters=config.declared(),
+                        inputs={"data/sft": models.file_hash(Path("data/sft")), **origin},
+                        how="Trained on demonstrations, completion tokens only, to the validation minimum.",
+                    ),
+                )  # fmt: skip
     rt.barrier()
     loss = result["loss"]
     return {"loss": loss, "perplexity": math.exp(loss), "token_accuracy": result["token_accuracy"], **steps}
 
 
-def demonstrations(tokenizer: models.PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+def _fetched(settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, str]]:
+    """A ready SFT model, its tokenizer and known parents, checked against the data and the base."""
+    assert settings.source is not None
+    where, name = models.local_tokenizer(settings.source, settings.revision), f"sft.from={settings.source}"
+    models.check_same_tokenizer(TOKENIZER, where)
+    models.check_parent(where, "base", BASE)
+    model, tokenizer = models.load_causal(settings.source, settings.revision), load_tokenizer(where)
+    models.check_same_shape(model, name, BASE)
+    models.check_fits(model, tokenizer, name)
+    return model, tokenizer, models.parents_of(where)
+
+
+def demonstrations(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
     rows = read_table("sft", split)
     return LanguageModelling(
         encode(tokenizer, [row["prompt"] for row in rows]),
@@ -61,8 +74,8 @@ def demonstrations(tokenizer: models.PreTrainedTokenizerBase, split: Split) -> L
 def _train(
     rt: Runtime,
     config: StageView,
-    model: models.PreTrainedModel,
-    tokenizer: models.PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     tracker: Tracker,
 ) -> dict[str, float]:
     """Train in place and go back to the validation minimum."""
@@ -78,8 +91,10 @@ def _train(
             if step.number % every == 0 or step.number == step.num_steps:
                 found = evaluate(rt, model, validation, settings.micro_batch_tokens)
                 tracker.metrics({f"eval/{key}": value for key, value in found.items()}, step=step.number)
-                best.offer(model, found["loss"], step.number)
+                with rt.gathered(model):
+                    best.offer(model, found["loss"], step.number)
                 if best.exhausted:
                     break
-    best.restore(model)
+    with rt.gathered(model, write=True):
+        best.restore(model)
     return {"steps_trained": last, "step_kept": best.step}

@@ -1,4 +1,4 @@
-"""The loop that base, SFT and reward training share: epochs of optimiser steps, evaluations, the best kept."""
+"""What base, SFT and reward training share: epochs of optimiser steps, evaluations, the best kept."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lm_sums(logits: Tensor, batch: Batch) -> Sums:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step: its number from 1, how many there will be, and its training metrics (global means)."""
+    """One optimiser step: its number from 1, how many there will be, its metrics (global means)."""
 
     number: int
     num_steps: int
@@ -74,8 +74,7 @@ def fit(rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed:
     The loss of a step is its sum over the whole batch of all processes, over `weight`: it is the same
     however the batch is cut into micro-batches or shared among processes.
     """
-    optimizer = adamw(model, settings)
-    wrapped, optimizer = rt.prepare(model, optimizer, settings.max_grad_norm)
+    wrapped, optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
     order = torch.Generator().manual_seed(seed)
     per_epoch = math.ceil(len(task.lengths) / settings.batch_size)
     num_steps = math.ceil(per_epoch * settings.num_epochs)
@@ -84,8 +83,6 @@ def fit(rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed:
         for rows in epoch_batches(len(task.lengths), settings.batch_size, order, task.lengths):
             if number == num_steps:
                 break
-            if len(rows) < rt.world_size:
-                continue
             rate = learning_rate(settings, number, num_steps)
             set_learning_rate(optimizer, rate)
             sums, norm = _step(rt, wrapped, optimizer, task, rows, settings)
@@ -108,8 +105,7 @@ def _step(
 
     def loss_of(group: list[int]) -> Callable[[], Tensor]:
         def compute() -> Tensor:
-            with rt.autocast():
-                sums = task.sums(wrapped, group, rt.device)
+            sums = _sums(rt, wrapped, task, group, rows)
             parts.append({key: value.detach() for key, value in sums.items()})
             return sums["loss"] / weight
 
@@ -126,13 +122,23 @@ def _step(
 
 
 def groups(rt: Runtime, task: Task, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """This process's rows as micro-batches; every process gets as many."""
+    """This process's rows as micro-batches; every process gets as many, if need be empty ones."""
     own = rt.share(rows)
     lengths = [task.lengths[i] for i in own]
     cut = micro_batches(lengths, max_tokens)
     if rt.world_size > 1:
         cut = micro_batches(lengths, max_tokens, count=rt.max(len(cut)))
     return [[own[i] for i in group] for group in cut]
+
+
+def _sums(rt: Runtime, model: nn.Module, task: Task, group: Sequence[int], rows: Sequence[int]) -> Sums:
+    """The sums of a micro-batch; of an empty one, zeros by a pass over some other row.
+
+    All processes must call the model equally often, and one of them may have a row less.
+    """
+    with rt.autocast():
+        sums = task.sums(model, group or rows[:1], rt.device)
+    return sums if group else {key: 0 * value for key, value in sums.items()}
 
 
 def total(rt: Runtime, parts: Sequence[Sums]) -> dict[str, float]:
@@ -148,8 +154,7 @@ def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict
     model.eval()
     parts = []
     for group in groups(rt, task, range(len(task.lengths)), max_tokens):
-        with rt.autocast():
-            parts.append(task.sums(model, group, rt.device))
+        parts.append(_sums(rt, model, task, group, range(len(task.lengths))))
     weight = task.weight(range(len(task.lengths)))
     return {key: value / weight for key, value in total(rt, parts).items()}
 

@@ -48,3 +48,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lineage._input_hashes.cache_clear()
     console.set_quiet(False)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small synthetic data and random models of every role, to be copied by what changes them."""
+    from tests import small
+
+    return small.workspace(tmp_path_factory.mktemp("trained"))

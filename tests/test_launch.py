@@ -61,7 +61,7 @@ def test_processes_of_one_machine() -> None:
 
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3)])
 def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
-    words = launch.command("ppo", section(num_processes=2, deepspeed=name), {})
+    words = launch.command("sft", section(num_processes=2, deepspeed=name), {})
     assert "--use_deepspeed" in words
     assert "--multi_gpu" not in words
     settings = json.loads(Path(option(words, "--deepspeed_config_file")).read_text(encoding="utf-8"))
@@ -96,6 +96,12 @@ def test_a_launch_that_cannot_be_says_what_is_missing(
 ) -> None:
     with pytest.raises(UserError, match=words):
         launch.command("sft", section(**values), environment)
+
+
+def test_ppo_under_zero3_is_refused_and_told_what_works() -> None:
+    with pytest.raises(UserError, match="'zero3' is for base, sft and reward.*set zero2 for it"):
+        launch.command("ppo", section(num_processes=2, deepspeed="zero3"), {})
+    assert launch.command("sft", section(num_processes=2, deepspeed="zero3"), {})
 
 
 def test_without_cuda_the_libraries_are_told_so() -> None:

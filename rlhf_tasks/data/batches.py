@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_tasks.config import Split, UserError
 
 Ids = list[int]
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,23 @@ def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch
 def micro_batches(lengths: Sequence[int], max_tokens: int, count: int | None = None) -> list[list[int]]:
     """Row numbers in groups of similar length, each of at most `max_tokens` padded tokens where possible.
 
-    `count` asks for that many groups instead (data-parallel ranks must agree on it); the groups then
-    hold equally many rows, give or take one.
+    `count` asks for that many groups (data-parallel ranks must agree on it), no fewer than without it:
+    large groups are halved, and empty ones follow where there are fewer rows than that.
     """
     order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
-    if count is not None:
-        bounds = [round(i * len(order) / count) for i in range(count + 1)]
-        return [order[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
     groups: list[list[int]] = []
     for row in order:
         if groups and lengths[row] * (len(groups[-1]) + 1) <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
+    while len(groups) < (count or 0):
+        largest = max(range(len(groups)), key=lambda i: len(groups[i]), default=None)
+        if largest is None or len(groups[largest]) == 1:
+            groups.append([])
+        else:
+            half = len(groups[largest]) // 2
+            groups[largest : largest + 1] = [groups[largest][:half], groups[largest][half:]]
     return groups
 
 
@@ -111,9 +116,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
 
     Raises:
-        UserError: if it has no EOS token, without which no answer can end.
+        UserError: if there is none, or it has no EOS token, without which no answer can end.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not any((folder / name).exists() for name in VOCABULARIES):  # transformers would make one up
+        raise UserError(f"{folder} holds no tokenizer; a checkpoint folder must hold its tokenizer too")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer in {folder} has no EOS token: answers could not end; give it an eos_token"
@@ -139,4 +149,4 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids
 
 def encode_answers(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
     """Token ids of completions, EOS appended."""
-    return [ids + [tokenizer.eos_token_id] for ids in encode(tokenizer, texts)]
+    return [[*ids, tokenizer.eos_token_id] for ids in encode(tokenizer, texts)]

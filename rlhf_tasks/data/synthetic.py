@@ -19,32 +19,40 @@ from dataclasses import dataclass
 from rlhf_tasks.config import Split
 
 LEXICON: dict[str, tuple[str, ...]] = {
-    "who": tuple(
-        ["roommate", "sister", "brother", "mother", "father", "boss", "coworker", "neighbour", "landlord", "cousin", "uncle", "aunt", "grandma", "grandpa", "teacher", "coach", "girlfriend", "boyfriend", "wife", "husband", "friend", "classmate", "tenant", "nephew", "niece", "manager", "intern", "client", "doctor", "plumber", "barber", "tutor"]
-    ),
-    "deed": tuple(
-        ["broke", "stole", "lost", "sold", "burned", "borrowed", "hid", "painted", "washed", "dropped", "copied", "scratched", "mocked", "returned", "threw", "wrapped", "flooded", "locked", "bent", "ripped"]
-    ),
-    "thing": tuple(
-        ["lamp", "guitar", "laptop", "bike", "phone", "jacket", "camera", "wallet", "notebook", "couch", "blender", "teapot", "mirror", "skateboard", "tent", "kayak", "violin", "drone", "telescope", "backpack", "helmet", "necklace", "watch", "umbrella", "rug", "vase", "radio", "printer", "toaster", "ladder", "sweater", "scarf", "trophy", "album", "stroller", "suitcase"]
-    ),
-    "place": tuple(
-        ["kitchen", "garage", "office", "basement", "attic", "park", "library", "gym", "beach", "school", "hospital", "airport", "market", "garden", "hallway", "balcony", "cafeteria", "church", "museum", "theatre", "station", "hotel", "bakery", "farm", "warehouse", "courtyard"]
-    ),
-    "feeling": tuple(
-        ["angry", "sad", "guilty", "confused", "hurt", "jealous", "nervous", "embarrassed", "relieved", "lonely", "bitter", "anxious", "numb", "ashamed", "furious", "hopeless", "tired", "worried"]
-    ),
-    "plan": tuple(
-        ["refund", "apology", "divorce", "receipt", "replacement", "lawyer", "meeting", "break", "explanation", "favour", "witness", "contract", "loan", "letter", "truce", "promise", "raise", "transfer", "warning", "visit", "second-chance", "key-change", "new-lock", "day-off"]
-    ),
-}  # fmt: skip
+    slot: tuple(words.split())
+    for slot, words in {
+        "who": """
+            roommate sister brother mother father boss coworker neighbour landlord cousin uncle aunt
+            grandma grandpa teacher coach girlfriend boyfriend wife husband friend classmate tenant
+            nephew
+        """,
+        "deed": """
+            broke stole lost sold burned borrowed hid painted washed dropped copied scratched
+        """,
+        "thing": """
+            lamp guitar laptop bike phone jacket camera wallet notebook couch blender teapot mirror
+            skateboard tent kayak violin drone telescope backpack helmet necklace watch umbrella
+        """,
+        "place": """
+            kitchen garage office basement attic park library gym beach school hospital airport market
+            garden hallway balcony
+        """,
+        "feeling": """
+            angry sad guilty confused hurt jealous nervous embarrassed relieved lonely bitter anxious
+        """,
+        "plan": """
+            refund apology divorce receipt replacement lawyer meeting break explanation favour witness
+            contract loan letter truce promise
+        """,
+    }.items()
+}
 SLOTS = tuple(LEXICON)
 SLOT_OF = {word: slot for slot, words in LEXICON.items() for word in words}
 
-_WEATHER = ["rainy", "snowy", "windy", "foggy", "sunny", "cloudy", "freezing", "humid"]
-_FOOD = ["soup", "pizza", "noodles", "salad", "tacos", "rice", "pancakes", "curry"]
-_COLOUR = ["green", "purple", "orange", "grey", "blue", "yellow", "silver", "pink"]
-_SUBREDDITS = ["relationships", "advice", "pettyrevenge", "tifu", "askreddit", "family", "work", "neighbours"]
+_WEATHER = "rainy snowy windy foggy sunny cloudy freezing humid".split()  # noqa: SIM905
+_FOOD = "soup pizza noodles salad tacos rice pancakes curry".split()  # noqa: SIM905
+_COLOUR = "green purple orange grey blue yellow silver pink".split()  # noqa: SIM905
+_SUBREDDITS = "relationships advice pettyrevenge tifu askreddit family work neighbours".split()  # noqa: SIM905
 
 _EVENT = (
     "my {who} {deed} my {thing} .",
@@ -82,7 +90,7 @@ class Writer:
     ramble: float
 
 
-WRITERS = (Writer(0.35, 0.04, 0.05), Writer(0.08, 0.24, 0.10), Writer(0.12, 0.06, 0.50))
+WRITERS = (Writer(0.30, 0.05, 0.05), Writer(0.05, 0.32, 0.05), Writer(0.12, 0.08, 0.50))
 
 
 @dataclass(frozen=True)
@@ -207,10 +215,24 @@ def _summary(rng: random.Random, facts: dict[str, str]) -> str:
 
 
 def _pair(rng: random.Random, post: dict[str, str]) -> dict[str, str]:
-    """Two different summaries of a post that the gold judge does not find equal, the better one chosen."""
+    """Two summaries of a post that the gold judge does not find equal, the better one chosen.
+
+    Half of the pairs are two drafts, half are a draft and its revision with one word changed.
+    """
     while True:
-        first, second = _summary(rng, post), _summary(rng, post)
+        first = _summary(rng, post)
+        second = _summary(rng, post) if rng.random() < 0.5 else _revised(rng, first)
         scores = gold_scores([post["prompt"]] * 2, [first, second])
         if scores[0] != scores[1]:
             chosen, rejected = (first, second) if scores[0] > scores[1] else (second, first)
             return {"prompt": post["prompt"], "chosen": chosen, "rejected": rejected, "source": "synthetic"}
+
+
+def _revised(rng: random.Random, summary: str) -> str:
+    """The summary with one of its facts changed to another word of the same kind."""
+    claims = [word for word in summary.split() if word in SLOT_OF]
+    if not claims:
+        return summary
+    old = rng.choice(claims)
+    new = rng.choice([word for word in LEXICON[SLOT_OF[old]] if word != old])
+    return " " + " ".join(new if word == old else word for word in summary.split())

@@ -40,7 +40,7 @@ def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTo
             f"model.scratch.vocab_size={shape.vocab_size}: {shape.tokenizer} needs {least} or more"
         )
     build = _words if shape.tokenizer == "words" else _bpe
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=build(texts, shape.vocab_size, specials),
         pad_token=PAD,
         eos_token=EOS,

@@ -35,7 +35,8 @@ class Gold:
     def __init__(self, source: str) -> None:
         if source != "synthetic":
             raise UserError(
-                f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; use reward_model"
+                f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; "
+                "use reward_model"
             )
 
     def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:

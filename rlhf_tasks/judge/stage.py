@@ -91,7 +91,7 @@ def _sample(
     rt: Runtime, config: StageView, folder: Path, prompts: Sequence[str], seed: int
 ) -> list[list[int]]:
     """Answers at the judge's temperature; every contender is sampled with the same seed."""
-    model = models.load_causal(folder).to(rt.device).eval()
+    model = models.place(models.load_causal(folder), rt.device).eval()
     return answer(
         model, load_tokenizer(folder), prompts, max_new_tokens=config.data.max_completion_tokens,
         temperature=config.judge.temperature, seed=seed,

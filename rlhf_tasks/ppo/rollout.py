@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, Ids, collate, micro_batches
-from rlhf_tasks.models import PreTrainedModel, TokenScores, response_logits
+from rlhf_tasks.models import TokenScores, response_logits
 from rlhf_tasks.tensors import gather_logprobs
 
 

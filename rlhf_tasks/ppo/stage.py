@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console, models
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Ppo, StageView
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.generation import answer, text_of
-from rlhf_tasks.models import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.ppo.rewards import replace_missing_eos
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.trainer import Scorer, Trainer
@@ -34,13 +34,17 @@ NUM_SAMPLE_PROMPTS = 4
 
 
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
-    """Write models/policy and evaluation/ppo/samples.parquet. Metrics: the last update's, and which was kept."""
+    """Write models/policy and evaluation/ppo/samples.parquet.
+
+    Metrics: the last update's, and which was kept.
+    """
     _check_contracts()
     rt = Runtime(config.launch, config.seed)
     settings: Ppo = config.ppo
     tokenizer = load_tokenizer(SFT)
-    policy = models.load_causal(SFT).to(rt.device)
-    reference = models.load_causal(SFT).to(rt.device).requires_grad_(False)
+    policy = models.place(models.load_causal(SFT), rt.device)
+    reference = models.place(models.load_causal(SFT), rt.device)
+    rt.freeze(reference)
     reward = models.load_reward(REWARD).to(rt.device).requires_grad_(False)
     heldout = models.load_reward(HELDOUT).to(rt.device).requires_grad_(False)
     score = RewardScorer(reward, tokenizer, settings.micro_batch_tokens)
@@ -77,7 +81,8 @@ def _train(rt: Runtime, settings: Ppo, trainer: Trainer, watch: Watch, tracker: 
             tracker.metrics(metrics, step=episode)
             bar.advance(
                 settings.rollout_batch_size,
-                score=metrics["objective/scores"], kl=metrics["objective/kl"], clipfrac=metrics["policy/clipfrac_avg"],
+                score=metrics["objective/scores"], kl=metrics["objective/kl"],
+                clipfrac=metrics["policy/clipfrac_avg"],
             )  # fmt: skip
     return metrics
 
@@ -124,7 +129,10 @@ class Watch:
         self.rows: list[dict[str, Any]] = []
 
     def select(self, episode: int) -> dict[str, float]:
-        """Score answers by both reward models under the EOS rule; remember the weights the held-out one likes best."""
+        """Score answers by both reward models under the EOS rule.
+
+        The weights that the held-out one likes best are remembered.
+        """
         answers, scores, heldout = self._answered(self._prompts)
         if float(heldout.mean()) > self.best:
             self.best, self.episode = float(heldout.mean()), episode
@@ -145,7 +153,8 @@ class Watch:
         prompts = self._prompts[:NUM_SAMPLE_PROMPTS]
         answers, scores, heldout = self._answered(prompts)
         rows = [
-            {"episode": episode, "prompt": p, "response": text_of(self.tokenizer, a), "score": float(s), "reward_heldout": float(h)}
+            {"episode": episode, "prompt": p, "response": text_of(self.tokenizer, a), "score": float(s),
+             "reward_heldout": float(h)}
             for p, a, s, h in zip(prompts, answers, scores, heldout, strict=True)
         ]  # fmt: skip
         self.rows += rows
@@ -185,7 +194,7 @@ def _save(
                 "PPO policy", task="ppo", parameters=config.declared(),
                 inputs={"models/sft": parents["sft"], "models/reward": parents["reward"],
                         "data/prompts": models.file_hash(Path("data/prompts"))},
-                how=f"PPO from the SFT policy; kept at episode {watch.episode}, the best by models/reward_heldout on "
-                "validation prompts.",
+                how=f"PPO from the SFT policy; kept at episode {watch.episode}, the best by "
+                "models/reward_heldout on validation prompts.",
             ),
         )  # fmt: skip

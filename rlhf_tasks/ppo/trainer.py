@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, collate, micro_batches
 from rlhf_tasks.generation import sample
-from rlhf_tasks.models import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.ppo import kl
 from rlhf_tasks.ppo.advantages import gae
 from rlhf_tasks.ppo.losses import policy_loss, value_loss
@@ -177,7 +177,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------- update
 
     def optimise(self, lesson: Lesson) -> Metrics:
-        """`num_ppo_epochs` passes in `num_mini_batches` optimiser steps each; metrics are exact token means."""
+        """`num_ppo_epochs` passes in `num_mini_batches` optimiser steps each; metrics are token means."""
         settings = self.settings
         own = settings.rollout_batch_size // self.rt.world_size
         sums: list[dict[str, Tensor]] = []
@@ -214,7 +214,7 @@ class Trainer:
         )
 
     def _micro_batch(self, rows: list[int], lesson: Lesson) -> dict[str, Tensor]:
-        """One forward pass: sums over real response tokens of losses and of all that is averaged over tokens."""
+        """One forward pass: sums over real response tokens of losses and of what else is averaged."""
         settings, episodes = self.settings, lesson.episodes
         batch = collate([episodes.queries[i] for i in rows], [episodes.responses[i] for i in rows], self.pad)
         batch = batch.to(self.rt.device)

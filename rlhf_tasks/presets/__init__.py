@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
@@ -38,12 +39,13 @@ def read(name: str) -> dict[str, Any]:
     return YAML(typ="safe", pure=True).load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) or {}
 
 
-def apply(chosen: Sequence[str], path: Path) -> list[str]:
+def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:
     """Write the presets into a parameter file, in order, its comments kept; nothing if the result is invalid.
 
+    `settings` are single values on top, each `KEY=VALUE` with a dotted key and a value in YAML.
     Returns the changes as `key: old → new`.
     """
-    overlays = [read(name) for name in chosen]
+    overlays = [read(name) for name in chosen] + [_setting(words) for words in settings]
     before = config.load(path).model_dump(mode="json", by_alias=True)
     yaml = _round_trip()
     tree = yaml.load(path.read_text(encoding="utf-8"))
@@ -52,7 +54,7 @@ def apply(chosen: Sequence[str], path: Path) -> list[str]:
     text = io.StringIO()
     yaml.dump(tree, text)
     plain = YAML(typ="safe", pure=True).load(text.getvalue())
-    after = config.validate(plain, f"params.yaml with {', '.join(chosen)}").model_dump(
+    after = config.validate(plain, f"params.yaml with {', '.join([*chosen, *settings])}").model_dump(
         mode="json", by_alias=True
     )
     checkpoint.write_text(path, text.getvalue())
@@ -67,6 +69,20 @@ def overlay_onto(tree: MutableMapping[str, Any], overlay: Mapping[str, Any]) -> 
             overlay_onto(tree[key], value)
         else:
             tree[key] = value
+
+
+def _setting(words: str) -> dict[str, Any]:
+    key, equals, value = words.partition("=")
+    if not (key and equals):
+        raise UserError(f"--set {words}: give KEY=VALUE, such as --set ppo.kl_coef=0.1")
+    try:
+        tree: Any = YAML(typ="safe", pure=True).load(value)
+    except YAMLError as error:
+        raise UserError(f"--set {words}: the value is not readable as YAML: {error}") from None
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    found: dict[str, Any] = tree
+    return found
 
 
 def _round_trip() -> YAML:

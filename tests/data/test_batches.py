@@ -1,0 +1,113 @@
+"""The one layout of all stages, and how rows are cut into batches."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.data.batches import (
+    collate,
+    encode,
+    encode_answers,
+    epoch_batches,
+    load_tokenizer,
+    micro_batches,
+)
+from tests import small
+
+LENGTHS = random.Random(3).choices(range(1, 31), k=57)
+
+
+def test_queries_end_and_responses_start_at_one_column() -> None:
+    batch = collate([[5], [6, 7, 8]], [[9, 1], [4]], pad=0)
+    assert batch.query_response.tolist() == [[0, 0, 5, 9, 1], [6, 7, 8, 4, 0]]
+    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert batch.response_mask.tolist() == [[True, True], [True, False]]
+    assert batch.responses.tolist() == [[9, 1], [4, 0]]
+
+
+def test_positions_count_from_the_first_real_token() -> None:
+    batch = collate([[5], [6, 7, 8]], [[9, 1], [4]], pad=0)
+    positions = batch.position_ids
+    assert positions[0, 2:].tolist() == [0, 1, 2]
+    assert positions[1, :4].tolist() == [0, 1, 2, 3]
+    assert positions.min() >= 0
+
+
+def test_masks_come_from_lengths_not_from_token_values() -> None:
+    queries, responses = [[1, 5], [6]], [[1, 1], [1]]  # EOS everywhere, and pad is EOS
+    apart, same = collate(queries, responses, pad=0), collate(queries, responses, pad=1)
+    assert torch.equal(apart.attention_mask, same.attention_mask)
+    assert torch.equal(apart.response_mask, same.response_mask)
+    assert same.attention_mask.sum(1).tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 30, 64, 200, 10_000])
+def test_micro_batches_hold_every_row_once_within_the_budget(max_tokens: int) -> None:
+    groups = micro_batches(LENGTHS, max_tokens)
+    assert sorted(row for group in groups for row in group) == list(range(len(LENGTHS)))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(LENGTHS[row] for row in group) <= max_tokens
+
+
+def test_micro_batches_are_as_full_as_the_budget_lets_them() -> None:
+    assert micro_batches([4, 4, 4, 4, 4], 8) == [[0, 1], [2, 3], [4]]
+    assert micro_batches([9, 1, 1], 3) == [[1, 2], [0]]
+
+
+@pytest.mark.parametrize("count", [1, 20, 57, 60])
+def test_as_many_micro_batches_as_asked_for_still_hold_every_row_once(count: int) -> None:
+    alone = micro_batches(LENGTHS, 64)
+    groups = micro_batches(LENGTHS, 64, count=count)
+    assert len(groups) == max(count, len(alone))
+    assert sorted(row for group in groups for row in group) == list(range(len(LENGTHS)))
+    assert all(len(group) * max(LENGTHS[row] for row in group) <= 64 for group in groups if group)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_an_epoch_is_a_permutation_in_batches(lengths: list[int] | None) -> None:
+    batches = list(epoch_batches(57, 8, torch.Generator().manual_seed(1), lengths))
+    assert sorted(row for batch in batches for row in batch) == list(range(57))
+    assert sorted(map(len, batches)) == [1, 8, 8, 8, 8, 8, 8, 8]
+
+
+def test_an_epoch_is_seeded_and_the_next_one_differs() -> None:
+    def two_epochs(seed: int) -> list[list[list[int]]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [list(epoch_batches(57, 8, generator, LENGTHS)) for _ in range(2)]
+
+    assert two_epochs(1) == two_epochs(1)
+    assert two_epochs(1) != two_epochs(2)
+    assert two_epochs(1)[0] != two_epochs(1)[1]
+
+
+def test_rows_of_like_length_share_a_batch() -> None:
+    def padding(lengths: list[int] | None) -> int:
+        batches = epoch_batches(57, 8, torch.Generator().manual_seed(1), lengths)
+        return sum(max(LENGTHS[r] for r in batch) * len(batch) for batch in batches) - sum(LENGTHS)
+
+    assert padding(LENGTHS) < padding(None) / 2
+
+
+def test_answers_end_with_eos_and_prompts_get_no_special_token() -> None:
+    words = small.tokenizer()
+    ids = words.convert_tokens_to_ids(["w3", "w1"])
+    assert encode(words, ["w3 w1", "w1"]) == [ids, ids[1:]]
+    assert encode_answers(words, ["w3 w1", ""]) == [[*ids, small.EOS], [small.EOS]]
+    assert encode(words, []) == []
+
+
+def test_a_tokenizer_without_eos_is_refused_and_without_pad_pads_with_eos(tmp_path: Path) -> None:
+    words = small.tokenizer()
+    words.save_pretrained(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace('"pad_token": "<pad>"', '"pad_token": null'), encoding="utf-8")
+    assert load_tokenizer(tmp_path).pad_token_id == small.EOS
+    config.write_text(text.replace('"eos_token": "<eos>"', '"eos_token": null'), encoding="utf-8")
+    with pytest.raises(UserError, match="no EOS token"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,120 @@
+"""The task with the known answer: its judge by hand, its splits, and that no shortcut wins."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import pytest
+
+from rlhf_tasks.data.synthetic import (
+    LENGTH_BUDGET,
+    LEXICON,
+    SLOTS,
+    TOO_LONG_PENALTY,
+    generate,
+    gold,
+    gold_scores,
+)
+
+PROMPT = (
+    "SUBREDDIT: r/work\nTITLE: my aunt and my vase\n"
+    "POST: my boss stole my lamp . it was at the park . i feel sad . i want a refund .\nTL;DR:"
+)
+SMALL = {"num_sft": 60, "num_preferences": 60, "num_validation": 40, "num_test": 40}
+
+
+def test_coverage_is_the_share_of_the_posts_facts_that_are_told() -> None:
+    found = gold(PROMPT, " my boss stole my lamp")
+    assert (found.coverage, found.faithfulness, found.brevity) == (3 / 6, 1, 1)
+    assert found.score == 0.5
+    assert gold(PROMPT, " boss stole lamp park sad refund").score == 1
+
+
+def test_what_the_post_does_not_tell_is_unfaithful_its_title_too() -> None:
+    found = gold(PROMPT, " my aunt stole my guitar at the park")
+    assert found.coverage == 2 / 6
+    assert found.faithfulness == pytest.approx(1 - 2 / 6)
+    assert found.score == pytest.approx(2 / 6 - 2 / 6)
+
+
+def test_a_fact_told_twice_counts_once() -> None:
+    assert gold(PROMPT, " boss boss boss guitar guitar").score == pytest.approx(1 / 6 - 1 / 6)
+
+
+def test_only_words_above_the_budget_cost_anything() -> None:
+    assert gold(PROMPT, " so" * LENGTH_BUDGET).brevity == 1
+    assert gold(PROMPT, " so" * (LENGTH_BUDGET + 3)).brevity == pytest.approx(1 - 3 * TOO_LONG_PENALTY)
+    assert gold(PROMPT, " so" * (LENGTH_BUDGET + 3)).score == pytest.approx(-3 * TOO_LONG_PENALTY)
+
+
+SHORTCUTS: dict[str, Callable[[str], str]] = {
+    "nothing": lambda prompt: "",
+    "title": lambda prompt: prompt.split("TITLE: ")[1].split("\n")[0],
+    "first sentence": lambda prompt: re.split(r"(?<=[.?])\s", prompt.split("POST: ")[1])[0],
+    "whole post": lambda prompt: prompt.split("POST: ")[1].removesuffix("\nTL;DR:"),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("shortcut", SHORTCUTS)
+def test_no_shortcut_wins_a_fifth_against_the_references(shortcut: str, seed: int) -> None:
+    rows = generate(seed, num_sft=1, num_preferences=1, num_validation=1, num_test=1000)["prompts"]["test"]
+    prompts = [row["prompt"] for row in rows]
+    ours = gold_scores(prompts, [SHORTCUTS[shortcut](prompt) for prompt in prompts])
+    theirs = gold_scores(prompts, [row["reference"] for row in rows])
+    points = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
+    assert sum(points) / len(points) < 0.2
+
+
+def _facts(prompt: str) -> dict[str, str]:
+    words = prompt.partition("POST:")[2].split()
+    return {slot: word for slot in SLOTS for word in words if word in LEXICON[slot]}
+
+
+def test_every_post_tells_one_fact_of_each_kind() -> None:
+    words = [word for kind in LEXICON.values() for word in kind]
+    assert len(words) == len(set(words))
+    for row in generate(5, **SMALL)["sft"]["train"]:
+        told = [word for word in row["prompt"].partition("POST:")[2].split() if word in set(words)]
+        assert len(told) == len(SLOTS) == len(_facts(row["prompt"]))
+
+
+def test_held_out_pairs_of_who_and_thing_are_never_trained_on() -> None:
+    tables = generate(4, **SMALL)
+    seen: dict[str, set[tuple[str, str]]] = {}
+    for split in ("train", "validation", "test"):
+        prompts = [row["prompt"] for role in tables.values() for row in role[split]]
+        seen[split] = {(_facts(p)["who"], _facts(p)["thing"]) for p in prompts}
+    for a, b in itertools.combinations(seen.values(), 2):
+        assert not a & b
+
+
+def test_no_post_occurs_twice() -> None:
+    tables = generate(4, **SMALL)
+    posts = [row["prompt"] for role in ("sft", "preferences") for row in tables[role]["train"]]
+    posts += [row["prompt"] for split in ("validation", "test") for row in tables["sft"][split]]
+    assert len(posts) == len(set(posts)) == sum(SMALL.values())
+
+
+def test_the_same_seed_makes_the_same_rows_and_another_one_others() -> None:
+    assert generate(7, **SMALL) == generate(7, **SMALL)
+    assert generate(7, **SMALL) != generate(8, **SMALL)
+
+
+def test_the_gold_judge_prefers_every_chosen_summary() -> None:
+    for rows in generate(2, **SMALL)["preferences"].values():
+        prompts = [row["prompt"] for row in rows]
+        chosen = gold_scores(prompts, [row["chosen"] for row in rows])
+        rejected = gold_scores(prompts, [row["rejected"] for row in rows])
+        assert all(a > b for a, b in zip(chosen, rejected, strict=True))
+
+
+def test_references_and_demonstrations_come_from_imperfect_writers() -> None:
+    rows = generate(1, num_sft=1000, num_preferences=1, num_validation=1, num_test=1)["sft"]["train"]
+    found = [gold(row["prompt"], row["completion"]) for row in rows]
+    coverage = sum(f.coverage for f in found) / len(found)
+    faithfulness = sum(f.faithfulness for f in found) / len(found)
+    assert 0.5 < coverage < 0.95
+    assert 0.7 < faithfulness < 0.99

@@ -1,0 +1,87 @@
+"""Stage judge in small: the keys it promises, and that a verdict has no sides."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.judge import judges, stage
+from rlhf_tasks.tracking import NullTracker
+from tests import small
+
+SETTINGS = {"judge.num_examples": 10, "judge.judges": ["gold", "reward_model"], "judge.num_samples_shown": 3}
+
+
+@pytest.fixture(scope="module")
+def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(trained, tmp_path_factory.mktemp("judged") / "project")
+
+
+@pytest.fixture(scope="module")
+def metrics(project: Path) -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        return stage.run(small.view("judge", SETTINGS), NullTracker())
+
+
+def test_every_judge_and_pair_has_a_win_rate_with_its_interval(metrics: dict[str, float]) -> None:
+    for judge in ("gold", "reward_model"):
+        for pair in ("sft_vs_reference", "policy_vs_reference", "policy_vs_sft"):
+            low, rate, high = (metrics[f"{judge}/{pair}/{key}"] for key in ("low", "win_rate", "high"))
+            assert 0 <= low <= rate <= high <= 1
+
+
+def test_what_else_the_stage_promises_is_there(metrics: dict[str, float]) -> None:
+    wanted = {f"gold/{who}/{f}" for who in ("reference", "sft", "policy") for f in ("coverage", "faithfulness")}
+    wanted |= {f"{key}/{who}" for key in ("rouge_l", "length", "ended") for who in ("sft", "policy")}
+    wanted |= {f"agreement/{r}/{who}_samples" for r in ("reward", "reward_heldout") for who in ("sft", "policy")}
+    wanted |= {"reward_model/policy_vs_sft/matched_length_gain"}
+    assert wanted <= set(metrics)
+
+
+def test_verdicts_and_answers_are_written_as_they_were_judged(
+    project: Path, metrics: dict[str, float]
+) -> None:
+    verdicts = pq.read_table(project / stage.OUT / "verdicts.parquet").to_pylist()
+    answers = pq.read_table(project / stage.OUT / "answers.parquet").to_pylist()
+    assert len(verdicts) == 2 * 3 * 10
+    assert len(answers) == 10
+    by_judge = [v for v in verdicts if (v["judge"], v["a"], v["b"]) == ("gold", "policy", "reference")]
+    points = []
+    for verdict in by_judge:
+        row = answers[verdict["index"]]
+        ours, theirs = gold(row["prompt"], row["policy"]).score, gold(row["prompt"], row["reference"]).score
+        assert (verdict["score_a"], verdict["score_b"]) == (ours, theirs) == (row["gold/policy"], row["gold/reference"])
+        points.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
+        assert verdict["verdict"] == points[-1]
+    assert metrics["gold/policy_vs_reference/win_rate"] == pytest.approx(sum(points) / 10)
+
+
+def test_swapping_the_contenders_mirrors_the_verdict() -> None:
+    scores = {"policy": [1.0, 0.5, 0.2, 0.9, 0.3], "sft": [0.4, 0.5, 0.6, 0.1, 0.0]}
+    rows: list[dict[str, Any]] = []
+    there = stage._verdict("gold", "policy", "sft", scores, rows)
+    back = stage._verdict("gold", "sft", "policy", scores, rows)
+    assert there["gold/policy_vs_sft/win_rate"] == pytest.approx(0.7)  # three wins, a tie, a loss
+    assert back["gold/sft_vs_policy/win_rate"] == pytest.approx(0.3)
+    assert there["gold/policy_vs_sft/low"] == pytest.approx(1 - back["gold/sft_vs_policy/high"])
+    assert there["gold/policy_vs_sft/high"] == pytest.approx(1 - back["gold/sft_vs_policy/low"])
+    assert [row["verdict"] for row in rows[:5]] == [1 - row["verdict"] for row in rows[5:]]
+
+
+def test_the_same_seed_judges_the_same(project: Path, metrics: dict[str, float]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project)
+        assert stage.run(small.view("judge", SETTINGS), NullTracker()) == metrics
+
+
+def test_the_gold_judge_is_refused_for_data_it_does_not_know() -> None:
+    with pytest.raises(UserError, match="gold knows the synthetic task only"):
+        judges.build("gold", "files", torch.device("cpu"))

@@ -1,0 +1,285 @@
+"""One update of PPO in parts, on models of a few thousand weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, logprobs_of, pad_rows
+from rlhf_tasks.ppo.trainer import Lesson, Trainer
+from tests import small
+from tests.small import EOS, PAD
+
+QUERIES, _ = small.rows(16, longest=6)
+TOKEN_MEANS = (
+    "loss/policy_avg", "loss/value_avg", "policy/clipfrac_avg", "val/clipfrac_avg", "policy/approxkl_avg",
+    "policy/entropy_avg", "val/ratio", "val/ratio_var",
+)  # fmt: skip
+
+
+def share_of_token_5(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    return torch.tensor([r.count(5) / len(r) for r in responses])
+
+
+def trainer(
+    reward: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5,
+    reference_seed: int = 0,
+    **changes: Any,
+) -> Trainer:
+    """A trainer of the same weights, prompts and random numbers each time."""
+    return Trainer(
+        small.runtime(), small.ppo(**changes), ActorCritic(small.causal(), small.scores(seed=3)),
+        small.causal(seed=reference_seed), reward, small.tokenizer(), QUERIES, seed=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lesson() -> Lesson:
+    one = trainer(reference_seed=7)
+    return one.learn_from(one.collect(QUERIES)[0])[0]
+
+
+def parameters(one: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in one.actor_critic.parameters()])
+
+
+# -------------------------------------------------------------------------------------- rollout
+
+
+def test_a_rollout_looks_at_every_token_as_the_models_alone_do() -> None:
+    one = trainer(reference_seed=7)
+    episodes, _ = one.collect(QUERIES)
+    reference, value = small.causal(seed=7), small.scores(seed=3)
+    for row, (query, response) in enumerate(zip(QUERIES, episodes.responses, strict=True)):
+        n = len(response)
+        alone = (small.logits_alone(reference, query, response) / 0.8).log_softmax(-1)
+        torch.testing.assert_close(
+            episodes.ref_logprobs[row, :n], alone[range(n), response], atol=1e-5, rtol=0
+        )
+        with torch.no_grad():
+            values = value(collate([query], [response], PAD))[0]
+        torch.testing.assert_close(
+            episodes.values[row, :n], values[len(query) - 1 : -1], atol=1e-5, rtol=0
+        )  # the value of token t is read on the token before it
+        assert episodes.mask[row].tolist() == [True] * n + [False] * (8 - n)
+        assert bool(episodes.ended[row]) == (response[-1] == EOS)
+    assert episodes.scores.tolist() == share_of_token_5(QUERIES, episodes.responses).tolist()
+
+
+def test_micro_batches_of_a_rollout_change_nothing_of_it() -> None:
+    large, small_ones = (trainer(micro_batch_tokens=n).collect(QUERIES)[0] for n in (16384, 20))
+    assert large.responses == small_ones.responses
+    torch.testing.assert_close(large.values, small_ones.values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(large.ref_logprobs, small_ones.ref_logprobs, atol=1e-5, rtol=0)
+
+
+def test_every_prompt_comes_once_before_any_comes_again() -> None:
+    one = trainer(rollout_batch_size=8)
+    one.prompts = [[n] for n in range(20)]
+    seen = [query[0] for _ in range(5) for query in one._next_queries()]
+    assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
+    assert seen[:20] != seen[20:]
+
+
+# ----------------------------------------------------------------------- from scores to advantages
+
+
+def episodes_by_hand() -> Episodes:
+    """Two answers: of 2 tokens with EOS, and of 3 without."""
+    return Episodes(
+        queries=[[4], [5, 6]],
+        responses=[[7, EOS], [8, 9, 10]],
+        ended=torch.tensor([True, False]),
+        mask=lengths_mask([2, 3], 4),
+        logprobs=pad_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])], 4),
+        ref_logprobs=pad_rows([torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])], 4),
+        values=torch.zeros(2, 4),
+        scores=torch.tensor([2.0, 6.0]),
+    )
+
+
+def test_objective_metrics_by_hand() -> None:
+    one = trainer(truncation="none", kl_coef=0.1)
+    _, metrics = one.learn_from(episodes_by_hand())
+    # kl: (1 + 0.5) + (1 − 0.5 + 1) = 3 over two answers; −log p: 3 + 5
+    assert metrics["objective/kl"] == pytest.approx(1.5)
+    assert metrics["objective/entropy"] == pytest.approx(4.0)
+    assert metrics["objective/non_score_reward"] == pytest.approx(-0.15)
+    assert metrics["objective/scores"] == pytest.approx(4.0)
+    assert metrics["objective/rlhf_reward"] == pytest.approx(3.85)
+    assert metrics["val/num_eos_tokens"] == 1
+    assert metrics["val/response_length"] == pytest.approx(2.5)
+
+
+def test_rlhf_reward_counts_the_eos_rule() -> None:
+    _, metrics = trainer(missing_eos_score=-1.0, kl_coef=0.1).learn_from(episodes_by_hand())
+    assert metrics["objective/scores"] == pytest.approx(0.5)  # (2 − 1) / 2
+    assert metrics["objective/raw_scores"] == pytest.approx(4.0)
+    assert metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.15)
+
+
+def test_returns_are_the_scores_less_kl_still_to_come() -> None:
+    lesson, _ = trainer(lam=1.0, kl_coef=0.1).learn_from(episodes_by_hand())
+    expected = torch.tensor([[2 - 0.15, 2 - 0.05, 0, 0], [-1 - 0.15, -1 - 0.05, -1 - 0.1, 0]])
+    torch.testing.assert_close(lesson.returns, expected)
+
+
+def test_advantages_are_white_over_the_rollout(lesson: Lesson) -> None:
+    real = lesson.advantages[lesson.episodes.mask]
+    assert real.mean().item() == pytest.approx(0, abs=1e-5)
+    assert real.var(correction=0).item() == pytest.approx(1, abs=1e-4)
+    assert (lesson.advantages[~lesson.episodes.mask] == 0).all()
+
+
+def test_whitened_rewards_keep_their_mean() -> None:
+    one = trainer(whiten_rewards=True, lam=1.0, kl_coef=0.1)
+    lesson, _ = one.learn_from(episodes_by_hand())
+    rewards = [-0.1, 2 - 0.05, -0.1, 0.05, -1 - 0.1]
+    mean = sum(rewards) / 5
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 5)
+    white = [(r - mean) / std + mean for r in rewards]
+    assert lesson.returns[0, 0].item() == pytest.approx(white[0] + white[1], abs=1e-5)
+    assert lesson.returns[1, 2].item() == pytest.approx(white[4], abs=1e-5)
+
+
+# --------------------------------------------------------------------------------------- update
+
+
+def test_the_ratio_is_1_before_the_first_step() -> None:
+    one = trainer(num_mini_batches=1, num_ppo_epochs=1)
+    episodes, _ = one.collect(QUERIES)
+    with torch.no_grad():
+        batch = collate(QUERIES, episodes.responses, PAD)
+        again = logprobs_of(one.actor_critic.policy, batch, 0.8)
+    width = again.shape[1]
+    ratio = (again - episodes.logprobs[:, :width])[batch.response_mask].exp()
+    assert (ratio - 1).abs().max() <= 1e-5
+    lesson, objective = one.learn_from(episodes)
+    assert objective["objective/kl"] == pytest.approx(0, abs=1e-4)  # the reference is the policy still
+    metrics = one.optimise(lesson)
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/clipfrac_avg"] == metrics["val/clipfrac_avg"] == 0
+    assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
+    assert metrics["loss/policy_avg"] == pytest.approx(0, abs=1e-5)  # −mean of white advantages
+
+
+def test_losses_and_token_means_by_a_slow_loop_over_tokens(lesson: Lesson) -> None:
+    """One pass in one step, with what an older policy and critic said: every metric from single rows."""
+    settings: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
+    old_values = lesson.episodes.values / 2
+    episodes = replace(lesson.episodes, logprobs=lesson.episodes.ref_logprobs, values=old_values)
+    policy, value = small.causal(), small.scores(seed=3)
+    found: dict[str, list[float]] = {key: [] for key in TOKEN_MEANS}
+    for row, (query, response) in enumerate(zip(QUERIES, episodes.responses, strict=True)):
+        logits = small.logits_alone(policy, query, response) / 0.8
+        with torch.no_grad():
+            values = value(collate([query], [response], PAD))[0, len(query) - 1 : -1].tolist()
+        for t, token in enumerate(response):
+            log_p = logits[t].log_softmax(-1)
+            change = log_p[token].item() - episodes.logprobs[row, t].item()
+            ratio, gain = math.exp(change), lesson.advantages[row, t].item()
+            free, cut = -gain * ratio, -gain * min(max(ratio, 0.8), 1.2)
+            old, goal = episodes.values[row, t].item(), lesson.returns[row, t].item()
+            near = old + min(max(values[t] - old, -0.2), 0.2)
+            found["loss/policy_avg"].append(max(free, cut))
+            found["loss/value_avg"].append(0.5 * max((values[t] - goal) ** 2, (near - goal) ** 2))
+            found["val/clipfrac_avg"].append(float((near - goal) ** 2 > (values[t] - goal) ** 2))
+            found["policy/clipfrac_avg"].append(float(cut > free))
+            found["policy/approxkl_avg"].append(0.5 * change**2)
+            found["policy/entropy_avg"].append(-(log_p.exp() * log_p).sum().item())
+            found["val/ratio"].append(ratio)
+    metrics = trainer(**settings).optimise(replace(lesson, episodes=episodes))
+    ratios = found["val/ratio"]
+    mean = sum(ratios) / len(ratios)
+    for key in TOKEN_MEANS[:-1]:
+        assert metrics[key] == pytest.approx(sum(found[key]) / len(ratios), rel=1e-4, abs=1e-6), key
+    assert metrics["val/ratio_var"] == pytest.approx(
+        sum((r - mean) ** 2 for r in ratios) / len(ratios), rel=1e-3, abs=1e-5
+    )
+    assert 0 < metrics["policy/clipfrac_avg"] < 1, "an old policy this far off must clip some tokens"
+    assert 0 < metrics["val/clipfrac_avg"] < 1
+
+
+def test_micro_batches_change_neither_weights_nor_token_means(lesson: Lesson) -> None:
+    large, many = trainer(micro_batch_tokens=16384), trainer(micro_batch_tokens=25)
+    start = parameters(large)
+    first, second = large.optimise(lesson), many.optimise(lesson)
+    assert (parameters(large) - start).abs().max() > 1e-3
+    torch.testing.assert_close(parameters(large), parameters(many), atol=2e-5, rtol=0)
+    for key in TOKEN_MEANS:
+        assert first[key] == pytest.approx(second[key], rel=1e-3, abs=1e-5), key
+
+
+def test_pad_may_equal_eos(lesson: Lesson) -> None:
+    rows = list(range(16))
+    one = trainer()
+    apart = one._micro_batch(rows, lesson)
+    one.pad = EOS
+    same = one._micro_batch(rows, lesson)
+    assert {key: x.item() for key, x in apart.items()} == {key: x.item() for key, x in same.items()}
+    assert same["num_tokens"].item() == sum(map(len, lesson.episodes.responses))
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (1, 4), (3, 2)])
+def test_minibatches_are_optimiser_steps(epochs: int, minibatches: int, lesson: Lesson) -> None:
+    one = trainer(num_ppo_epochs=epochs, num_mini_batches=minibatches, micro_batch_tokens=25)
+    one.optimise(lesson)
+    steps = {int(state["step"]) for state in one.optimizer.state.values()}
+    assert steps == {epochs * minibatches}
+
+
+def test_what_stands_on_padding_changes_no_weight(lesson: Lesson) -> None:
+    def dirty(x: Tensor) -> Tensor:
+        return x.where(lesson.episodes.mask, 123.0)
+
+    episodes = lesson.episodes
+    soiled = replace(
+        episodes, logprobs=dirty(episodes.logprobs), values=dirty(episodes.values), scores=episodes.scores
+    )
+    clean, other = trainer(), trainer()
+    clean.optimise(lesson)
+    other.optimise(Lesson(soiled, dirty(lesson.advantages), dirty(lesson.returns)))
+    assert torch.equal(parameters(clean), parameters(other))
+
+
+def test_the_value_loss_moves_the_critic_alone_and_the_policy_loss_the_policy(lesson: Lesson) -> None:
+    def moved(**changes: Any) -> tuple[bool, bool]:
+        one = trainer(**changes)
+        before = copy.deepcopy(one.actor_critic.state_dict())
+        one.optimise(replace(lesson, advantages=torch.zeros_like(lesson.advantages)))
+        after = one.actor_critic.state_dict()
+        changed = {key.split(".")[0] for key in after if not torch.equal(after[key], before[key])}
+        return "policy" in changed, "value" in changed
+
+    assert moved(vf_coef=0.1) == (False, True)
+    assert moved(vf_coef=0.0) == (False, False)
+
+
+def test_a_planted_task_is_learned() -> None:
+    one = trainer(
+        total_episodes=1280, rollout_batch_size=64, learning_rate=5e-3, kl_coef=0.0, num_ppo_epochs=4,
+        truncation="none", temperature=1.0,
+    )  # fmt: skip
+    history = list(one.updates())
+    assert [m["episode"] for m in history] == [64 * (n + 1) for n in range(20)]
+    assert history[0]["objective/scores"] < 0.15
+    assert sum(m["objective/scores"] for m in history[-3:]) / 3 > 0.5
+    assert history[-1]["objective/kl"] > 1  # it went away from the reference
+
+
+def test_the_same_seed_trains_the_same_policy() -> None:
+    first, second = trainer(total_episodes=32), trainer(total_episodes=32)
+    a, b = list(first.updates()), list(second.updates())
+    assert torch.equal(parameters(first), parameters(second))
+    timed = ("time/", "eps")
+    assert [{k: v for k, v in m.items() if not k.startswith(timed)} for m in a] == [
+        {k: v for k, v in m.items() if not k.startswith(timed)} for m in b
+    ]

@@ -1,0 +1,167 @@
+"""Models of a few thousand random weights, and rows of token ids to try laws on.
+
+B batch · Q query · R response · V vocabulary · H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from ruamel.yaml import YAML
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from rlhf_tasks import config, models
+from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch, StageView
+from rlhf_tasks.data import tokenizer as tokenizers
+from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.data.synthetic import generate
+from rlhf_tasks.models import TokenScores
+from rlhf_tasks.runtime import Runtime
+
+ROOT = Path(__file__).parents[1]
+Family = Literal["gpt_neox", "llama", "qwen2", "gpt2"]
+FAMILIES: tuple[Family, ...] = ("gpt_neox", "llama", "qwen2", "gpt2")
+WORDS = [f"w{i}" for i in range(20)]
+PAD, EOS = 0, 1
+HIDDEN = 16
+VOCAB = 3 + len(WORDS)
+
+
+def shape(family: Family = "llama") -> Scratch:
+    return Scratch(
+        family=family, hidden_size=HIDDEN, num_layers=2, num_heads=2, vocab_size=1024, tokenizer="words"
+    )
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """<pad> 0, <eos> 1, <unk> 2, and twenty words."""
+    return tokenizers.train(shape(), [" ".join(WORDS)], max_length=64)
+
+
+def causal(family: Family = "llama", seed: int = 0, words: Tokenizer | None = None) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return models.from_scratch(shape(family), words or tokenizer(), max_positions=128).eval()
+
+
+def scores(family: Family = "llama", seed: int = 0) -> TokenScores:
+    """A reward (or value) model with a random head."""
+    made = copy.deepcopy(causal(family).config)
+    made.num_labels = 1
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(made, dtype=torch.float32)
+    return TokenScores(models.without_dropout(model)).eval()
+
+
+def rows(count: int, seed: int = 0, longest: int = 9) -> tuple[list[Ids], list[Ids]]:
+    """Queries, and responses of which every other one ends with EOS; of all lengths."""
+    rng = random.Random(seed)
+
+    def ids() -> Ids:
+        return [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))]
+
+    queries = [ids() for _ in range(count)]
+    return queries, [ids() + [EOS] * (i % 2) for i in range(count)]
+
+
+@torch.no_grad()
+def logits_alone(model: PreTrainedModel, query: Ids, response: Ids) -> Tensor:
+    """(R, V) logits before each response token of one row: no padding, no mask, no positions given."""
+    logits: Tensor = model(torch.tensor([query + response])).logits[0]
+    return logits[len(query) - 1 : -1]
+
+
+@functools.cache
+def runtime() -> Runtime:
+    launch = Launch(num_processes=1, num_machines=1, deepspeed=None, mixed_precision="no")
+    return Runtime(launch, seed=1)
+
+
+def optimisation(**changes: Any) -> Optimisation:
+    given = {
+        "learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0, "weight_decay": 0.0,
+        "max_grad_norm": 1.0, "batch_size": 8, "micro_batch_tokens": 16384, "num_epochs": 1.0,
+    }  # fmt: skip
+    return Optimisation.model_validate(given | changes)
+
+
+def ppo(**changes: Any) -> Ppo:
+    given = {
+        "total_episodes": 64, "rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2,
+        "micro_batch_tokens": 16384, "learning_rate": 1e-3, "schedule": "constant", "warmup_fraction": 0.0,
+        "max_grad_norm": 1.0, "response_length": 8, "temperature": 0.8, "truncation": "eos_trick_replace",
+        "missing_eos_score": -1.0, "kl_coef": 0.05, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1,
+        "gamma": 1.0, "lam": 0.95, "whiten_rewards": False, "num_sample_generations": 1, "num_selections": 1,
+        "num_selection_prompts": 8,
+    }  # fmt: skip
+    return Ppo.model_validate(given | changes)
+
+
+# -------------------------------------------------------------------------- parameters, workspaces
+
+
+def params(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed."""
+    tree: dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    for key, value in (changes or {}).items():
+        *path, last = key.split(".")
+        section = tree
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return tree
+
+
+def view(stage: config.Stage, changes: Mapping[str, Any] | None = None) -> StageView:
+    return StageView(config.validate(params(changes), "test"), stage)
+
+
+def write_rows(root: Path, role: str, split: str, rows: Sequence[Mapping[str, str]]) -> None:
+    folder = root / "data" / role
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), folder / f"{split}.parquet")
+
+
+def workspace(root: Path) -> Path:
+    """Synthetic data in small, and random models of all roles that fit each other."""
+    tables = generate(1, num_sft=40, num_preferences=40, num_validation=12, num_test=12)
+    for role, splits in tables.items():
+        for split, found in splits.items():
+            write_rows(root, role, split, found)
+            if role == "preferences":
+                write_rows(root, "comparisons", split, [row | {"origin": "given"} for row in found])
+    texts = [row["prompt"] + row["completion"] for row in tables["sft"]["train"]]
+    words = tokenizers.train(shape(), texts, max_length=128)
+    tokenizers.save(words, root / "data/tokenizer")
+    for number, name in enumerate(("base", "sft", "policy")):
+        _save(root, name, causal("gpt_neox", number, words), words, {})
+    sft = {"parents": {"sft": models.fingerprint(root / "models/sft")}}
+    for number, name in enumerate(("reward", "reward_heldout")):
+        made = TokenScores.from_policy(root / "models/sft", torch.Generator().manual_seed(number))
+        _save(root, name, made.model, words, sft)
+    return root
+
+
+def _save(
+    root: Path, name: str, model: PreTrainedModel, words: Tokenizer, identity: Mapping[str, Any]
+) -> None:
+    folder = root / "models" / name
+    folder.mkdir(parents=True)
+    models.save(model, words, folder, identity=identity, card="a card")
+
+
+def last_scores_alone(scores: TokenScores, queries: Sequence[Ids], answers: Sequence[Ids]) -> Tensor:
+    """(B,) the score after each row's last token, every row in a batch of its own."""
+    with torch.no_grad():
+        found = [scores(collate([q], [a], PAD))[0, -1] for q, a in zip(queries, answers, strict=True)]
+    return torch.stack(found)

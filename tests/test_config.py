@@ -1,0 +1,141 @@
+"""params.yaml as types: all problems at once, none of them silent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_tasks import config
+from rlhf_tasks.config import ConfigError
+from tests import small
+
+
+def problems(changes: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        config.validate(small.params(changes), "params.yaml")
+    return str(raised.value)
+
+
+def test_every_problem_is_told_in_one_message() -> None:
+    told = problems({"ppo.gamma": 1.5, "sft.batch_size": 0, "data.source": "web", "seed": -1, "judge.foo": 1})
+    assert told.startswith("params.yaml has 5 problem(s):")
+    for key in ("ppo.gamma: ", "sft.batch_size: ", "data.source: ", "seed: ", "judge.foo: "):
+        assert key in told
+    assert "(given: 1.5)" in told
+    assert "(given: 'web')" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("ppo.kl_coeff", "kl_coef"), ("sft.form", "from"), ("data.columns.promt", "prompt"), ("rewards", "reward")],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, near: str) -> None:
+    assert f"{key}: unknown key; did you mean {near!r}?" in problems({key: 1})
+
+
+def test_a_key_like_no_other_is_refused_with_all_known_ones() -> None:
+    assert "zzz: unknown key; known here: enabled, uri, experiment" in problems({"tracking.zzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ppo.kl_coef", "0.05"),
+        ("ppo.whiten_rewards", 1),
+        ("ppo.whiten_rewards", "no"),
+        ("sft.batch_size", 64.5),
+        ("sft.batch_size", True),
+        ("data.path", None),
+        ("ppo.learning_rate", float("nan")),
+        ("judge.judges", "gold"),
+        ("tracking", None),
+    ],
+)
+def test_a_value_of_another_type_is_not_bent_into_the_right_one(key: str, value: Any) -> None:
+    assert f"{key}" in problems({key: value})
+
+
+def test_a_missing_key_is_named() -> None:
+    tree = small.params()
+    del tree["ppo"]["gamma"]
+    with pytest.raises(ConfigError, match=r"ppo\.gamma: is missing"):
+        config.validate(tree, "params.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"ppo.rollout_batch_size": 100, "ppo.num_mini_batches": 3}, "100 is not divisible by num_mini_batches=3"),
+        ({"ppo.total_episodes": 4}, "nothing would be trained"),
+        ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
+        ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
+        ({"data.source": "docstrings", "judge.judges": ["gold"]}, "gold knows the synthetic task only"),
+        ({"data.source": "hub"}, "names the sets of `source: hub`"),
+        ({"model.scratch": None}, "the shape of `base: scratch`"),
+        ({"model.base": "some/name", "model.scratch": None}, "needs `revision`"),
+        ({"sft.from": "some/name"}, "needs `revision`"),
+        ({"reward.from": "some/name", "reward.revision": "main"}, "full commit hash"),
+        ({"model.scratch.num_heads": 5}, "must be an even whole number"),
+        ({"preferences.label_noise": 0.5}, "less than 0.5"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], why: str) -> None:
+    assert why in problems(changes)
+
+
+def test_a_revision_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    assert "would be ignored" in problems({"sft.from": str(tmp_path), "sft.revision": "a" * 40})
+
+
+def test_a_parameter_file_that_is_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    with pytest.raises(ConfigError, match="does not exist"):
+        config.load(file)
+    file.write_text("seed: [1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not readable as YAML"):
+        config.load(file)
+    file.write_text("- seed\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="must hold sections"):
+        config.load(file)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    settings = config.validate(small.params(), "test")
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.ppo.gamma = 0.5  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------- what a stage sees
+
+
+def test_a_stage_sees_the_sections_it_declares_and_no_other() -> None:
+    view = small.view("sft")
+    assert view.seed == small.params()["seed"]
+    assert view.sft.batch_size == small.params()["sft"]["batch_size"]
+    assert view.launch.num_processes == 1
+    for section in ("ppo", "reward", "judge", "data"):
+        with pytest.raises(AttributeError, match=f"stage 'sft' does not declare params section '{section}'"):
+            getattr(view, section)
+
+
+def test_a_stage_that_declares_one_field_of_a_section_sees_that_one() -> None:
+    view = small.view("judge")
+    assert view.data.source == small.params()["data"]["source"]
+    with pytest.raises(AttributeError, match="not 'max_prompt_tokens'"):
+        _ = view.data.max_prompt_tokens
+
+
+@pytest.mark.parametrize("stage", config.STAGES)
+def test_declared_parameters_are_those_the_stage_may_read(stage: config.Stage) -> None:
+    declared = small.view(stage).declared()
+    reads = config.READS[stage]
+    assert all(any(key == r or key.startswith(f"{r}.") for r in reads) for key in declared)
+    assert {key.split(".")[0] for key in declared} == {r.split(".")[0] for r in reads}
+
+
+def test_flat_keys_join_nested_ones_with_dots() -> None:
+    assert config.flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
