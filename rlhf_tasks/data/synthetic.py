@@ -24,25 +24,28 @@ LEXICON: dict[str, tuple[str, ...]] = {
         "who": """
             roommate sister brother mother father boss coworker neighbour landlord cousin uncle aunt
             grandma grandpa teacher coach girlfriend boyfriend wife husband friend classmate tenant
-            nephew
+            nephew niece manager intern client
         """,
         "deed": """
-            broke stole lost sold burned borrowed hid painted washed dropped copied scratched
+            broke stole lost sold burned borrowed hid painted washed dropped copied scratched mocked
+            returned threw wrapped
         """,
         "thing": """
             lamp guitar laptop bike phone jacket camera wallet notebook couch blender teapot mirror
-            skateboard tent kayak violin drone telescope backpack helmet necklace watch umbrella
+            skateboard tent kayak violin drone telescope backpack helmet necklace watch umbrella rug
+            vase radio printer toaster ladder
         """,
         "place": """
             kitchen garage office basement attic park library gym beach school hospital airport market
-            garden hallway balcony
+            garden hallway balcony cafeteria church museum theatre
         """,
         "feeling": """
             angry sad guilty confused hurt jealous nervous embarrassed relieved lonely bitter anxious
+            numb ashamed furious hopeless
         """,
         "plan": """
             refund apology divorce receipt replacement lawyer meeting break explanation favour witness
-            contract loan letter truce promise
+            contract loan letter truce promise raise transfer warning visit
         """,
     }.items()
 }
