@@ -7,6 +7,7 @@ accelerate reports a world of 1 under DeepSpeed on CPU.
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ class Runtime:
     """One process of a stage, and how it talks to the others."""
 
     def __init__(self, launch: Launch, seed: int) -> None:
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns at import that it found no GPU
+        transformers.utils.logging.disable_progress_bar()  # bars of milliseconds, between our own
         self.accelerator = Accelerator(mixed_precision=launch.mixed_precision)
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
