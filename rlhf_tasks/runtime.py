@@ -29,7 +29,9 @@ class Runtime:
 
     def __init__(self, launch: Launch, seed: int) -> None:
         if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns at import that it found no GPU
+            os.environ.setdefault(
+                "DS_ACCELERATOR", "cpu"
+            )  # else DeepSpeed warns at import that it found no GPU
         transformers.utils.logging.disable_progress_bar()  # bars of milliseconds, between our own
         self.accelerator = Accelerator(mixed_precision=launch.mixed_precision)
         self.device: torch.device = self.accelerator.device
@@ -69,14 +71,6 @@ class Runtime:
         largest = torch.tensor(number, device=self.device)
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return int(largest)
-
-    def gather(self, items: list[Any]) -> list[Any]:
-        """The items of all processes in order of rank, on each of them."""
-        if self.world_size == 1:
-            return items
-        parts: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(parts, items)
-        return [item for part in parts for item in part]
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
         """This process's part of rows that all of them hold."""
@@ -128,10 +122,6 @@ class Runtime:
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        inner: nn.Module = self.accelerator.unwrap_model(model)
-        return inner
-
     def step(
         self,
         model: nn.Module,
@@ -165,7 +155,10 @@ class Runtime:
 
 
 def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
-    """AdamW with betas .9/.98 (arXiv 1706.03762) and eps 1e-5 (arXiv 2403.17031); no weight decay on biases and norms."""
+    """AdamW with betas .9/.98 (arXiv 1706.03762) and eps 1e-5 (arXiv 2403.17031).
+
+    Biases and norms do not decay.
+    """
     decay = settings.weight_decay if isinstance(settings, Optimisation) else 0.0
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [

@@ -77,6 +77,11 @@ _TITLES = (
     "{feeling} about my {who}",
     "my {thing} is gone",
 )
+_RAMBLINGS = (
+    ("and it was {}", _WEATHER),
+    ("and i had {} for lunch", _FOOD),
+    ("and the walls are {}", _COLOUR),
+)
 
 LENGTH_BUDGET = 18
 """Words a summary may have before brevity costs anything."""
@@ -192,50 +197,59 @@ def _tell(rng: random.Random, facts: dict[str, str]) -> str:
 
 
 def _summary(rng: random.Random, facts: dict[str, str]) -> str:
-    """One writer's summary of the post's facts, with a leading space, as completions have."""
+    """One writer's summary of the post's facts."""
+    return _written(rng, *_draft(rng, facts))
+
+
+def _draft(rng: random.Random, facts: dict[str, str]) -> tuple[dict[str, str], bool]:
+    """What one writer tells, by slot, right or wrong; and whether they ramble."""
     writer = rng.choice(WRITERS)
     told: dict[str, str] = {}
     for slot in SLOTS:
         if rng.random() >= writer.omit:
-            wrong = rng.random() < writer.invent
-            told[slot] = rng.choice([w for w in LEXICON[slot] if w != facts[slot]]) if wrong else facts[slot]
-    parts = [f"my {told.get('who', 'someone')} {told.get('deed', 'ruined')} my {told.get('thing', 'stuff')}"]
-    parts += [f"at the {told['place']}"] if "place" in told else []
+            told[slot] = _other(rng, slot, facts[slot]) if rng.random() < writer.invent else facts[slot]
+    return told, rng.random() < writer.ramble
+
+
+def _other(rng: random.Random, slot: str, word: str) -> str:
+    return rng.choice([other for other in LEXICON[slot] if other != word])
+
+
+def _written(rng: random.Random, told: dict[str, str], rambles: bool) -> str:
+    """The text of a draft, with a leading space, as completions have."""
+    event = "my {who} {deed} my {thing}".format(
+        **{"who": "someone", "deed": "ruined", "thing": "stuff"} | told
+    )
+    parts = [f"{event} at the {told['place']}" if "place" in told else event]
+    if rambles:
+        template, words = rng.choice(_RAMBLINGS)
+        parts[0] += f" {template.format(rng.choice(words))}"
     rest = [f"i feel {told['feeling']}"] if "feeling" in told else []
     rest += [rng.choice(("i want a {}", "hoping for a {}")).format(told["plan"])] if "plan" in told else []
     if len(rest) == 2 and rng.random() < 0.4:
         rest.reverse()
-    if rng.random() < writer.ramble:
-        extra = rng.choice(
-            (
-                ("and it was {}", _WEATHER),
-                ("and i had {} for lunch", _FOOD),
-                ("and the walls are {}", _COLOUR),
-            )
-        )
-        parts.append(extra[0].format(rng.choice(extra[1])))
-    return " " + " , ".join([" ".join(parts), *rest])
+    return " " + " , ".join([*parts, *rest])
 
 
 def _pair(rng: random.Random, post: dict[str, str]) -> dict[str, str]:
     """Two summaries of a post that the gold judge does not find equal, the better one chosen.
 
-    Half of the pairs are two drafts, half are a draft and its revision with one word changed.
+    Half of the pairs are two drafts; half are a draft and its revision, with one fact changed or left out.
     """
     while True:
-        first = _summary(rng, post)
-        second = _summary(rng, post) if rng.random() < 0.5 else _revised(rng, first)
+        told, rambles = _draft(rng, post)
+        first = _written(rng, told, rambles)
+        second = _summary(rng, post)
+        if told and rng.random() < 0.5:
+            second = _written(rng, _revised(rng, told), rambles)
         scores = gold_scores([post["prompt"]] * 2, [first, second])
         if scores[0] != scores[1]:
             chosen, rejected = (first, second) if scores[0] > scores[1] else (second, first)
             return {"prompt": post["prompt"], "chosen": chosen, "rejected": rejected, "source": "synthetic"}
 
 
-def _revised(rng: random.Random, summary: str) -> str:
-    """The summary with one of its facts changed to another word of the same kind."""
-    claims = [word for word in summary.split() if word in SLOT_OF]
-    if not claims:
-        return summary
-    old = rng.choice(claims)
-    new = rng.choice([word for word in LEXICON[SLOT_OF[old]] if word != old])
-    return " " + " ".join(new if word == old else word for word in summary.split())
+def _revised(rng: random.Random, told: dict[str, str]) -> dict[str, str]:
+    """A draft's facts with one of them changed or left out."""
+    slot = rng.choice(list(told))
+    kept = {key: word for key, word in told.items() if key != slot}
+    return kept if rng.random() < 0.5 else kept | {slot: _other(rng, slot, told[slot])}

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_tasks.tensors import masked_sum
-
 
 def replace_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float) -> Tensor:
     """The EOS trick: an answer that did not end scores `missing_eos_score`, whatever the model said.
@@ -30,8 +28,3 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     last = mask.sum(dim=1, keepdim=True) - 1
     columns = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, -kl_coef * kl, 0) + (columns == last) * scores[:, None]
-
-
-def non_score_reward(kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Σ_t −kl_coef · kl_t summed over the episodes of this process (a mean once divided by their number)."""
-    return -kl_coef * masked_sum(kl, mask)
