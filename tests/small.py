@@ -51,7 +51,9 @@ def tokenizer() -> Tokenizer:
 
 def causal(family: Family = "llama", seed: int = 0, words: Tokenizer | None = None) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return models.from_scratch(shape(family), words or tokenizer(), max_positions=128).eval()
+    model = models.from_scratch(shape(family), words or tokenizer(), max_positions=128)
+    model.eval()
+    return model
 
 
 def scores(family: Family = "llama", seed: int = 0) -> TokenScores:
@@ -112,7 +114,9 @@ def ppo(**changes: Any) -> Ppo:
 
 def params(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed."""
-    tree: dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    tree: dict[str, Any] = YAML(typ="safe", pure=True).load(
+        (ROOT / "params.yaml").read_text(encoding="utf-8")
+    )
     for key, value in (changes or {}).items():
         *path, last = key.split(".")
         section = tree

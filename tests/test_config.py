@@ -31,7 +31,12 @@ def test_every_problem_is_told_in_one_message() -> None:
 
 @pytest.mark.parametrize(
     ("key", "near"),
-    [("ppo.kl_coeff", "kl_coef"), ("sft.form", "from"), ("data.columns.promt", "prompt"), ("rewards", "reward")],
+    [
+        ("ppo.kl_coeff", "kl_coef"),
+        ("sft.form", "from"),
+        ("data.columns.promt", "prompt"),
+        ("rewards", "reward"),
+    ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, near: str) -> None:
     assert f"{key}: unknown key; did you mean {near!r}?" in problems({key: 1})
@@ -69,7 +74,10 @@ def test_a_missing_key_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"ppo.rollout_batch_size": 100, "ppo.num_mini_batches": 3}, "100 is not divisible by num_mini_batches=3"),
+        (
+            {"ppo.rollout_batch_size": 100, "ppo.num_mini_batches": 3},
+            "100 is not divisible by num_mini_batches=3",
+        ),
         ({"ppo.total_episodes": 4}, "nothing would be trained"),
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
@@ -106,7 +114,7 @@ def test_a_parameter_file_that_is_none_is_named(tmp_path: Path) -> None:
 def test_a_config_cannot_be_changed() -> None:
     settings = config.validate(small.params(), "test")
     with pytest.raises(ValidationError, match="frozen"):
-        settings.ppo.gamma = 0.5  # type: ignore[misc]
+        settings.ppo.gamma = 0.5
 
 
 # ------------------------------------------------------------------------------- what a stage sees

@@ -99,7 +99,7 @@ def test_a_launch_that_cannot_be_says_what_is_missing(
 
 
 def test_ppo_under_zero3_is_refused_and_told_what_works() -> None:
-    with pytest.raises(UserError, match="'zero3' is for base, sft and reward.*set zero2 for it"):
+    with pytest.raises(UserError, match=r"'zero3' is for base, sft and reward.*set zero2 for it"):
         launch.command("ppo", section(num_processes=2, deepspeed="zero3"), {})
     assert launch.command("sft", section(num_processes=2, deepspeed="zero3"), {})
 

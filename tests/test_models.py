@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_tasks import models
-from rlhf_tasks.data.batches import collate
+from rlhf_tasks.data.batches import collate, load_tokenizer
 from rlhf_tasks.models import ContractError, TokenScores, last_token, response_logits
 from tests import small
 from tests.small import EOS, FAMILIES, HIDDEN, PAD, Family
@@ -88,7 +88,9 @@ def test_a_model_in_training_has_no_dropout(family: Family, tmp_path: Path) -> N
 
 def test_a_new_reward_head_is_drawn_from_a_normal_of_std_1_over_root_of_width_plus_1(policy: Path) -> None:
     scores = TokenScores.from_policy(policy, torch.Generator().manual_seed(5))
-    drawn = torch.empty(1, HIDDEN).normal_(0.0, (HIDDEN + 1) ** -0.5, generator=torch.Generator().manual_seed(5))
+    drawn = torch.empty(1, HIDDEN).normal_(
+        0.0, (HIDDEN + 1) ** -0.5, generator=torch.Generator().manual_seed(5)
+    )
     assert torch.equal(models.head_of(scores.model).weight, drawn)
     many = [
         models.head_of(TokenScores.from_policy(policy, torch.Generator().manual_seed(seed)).model).weight
@@ -102,7 +104,8 @@ def test_a_new_reward_model_has_the_policys_trunk(policy: Path) -> None:
     batch = collate(QUERIES, RESPONSES, PAD)
     with torch.no_grad():
         hidden = small.causal().base_model(
-            input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids
+            input_ids=batch.query_response, attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
         ).last_hidden_state  # fmt: skip
         assert torch.equal(scores.hidden_states(batch), hidden)
 
@@ -136,7 +139,7 @@ def test_weights_that_a_checkpoint_lacks_are_never_made_up(policy: Path, tmp_pat
     name = next(key for key in tensors if "layers.1" in key)
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ContractError, match="part lacks weights: .*would be newly initialised"):
+    with pytest.raises(ContractError, match=r"part lacks weights: .*would be newly initialised"):
         models.load_causal(folder)
 
 
@@ -237,7 +240,7 @@ def test_a_fingerprint_is_of_the_weights_alone(policy: Path, tmp_path: Path) -> 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     model = small.causal()
     models.check_fits(model, small.tokenizer(), "here")
-    large = models.load_tokenizer(words(tmp_path))
+    large = load_tokenizer(words(tmp_path))
     large.add_tokens(["w20", "w21"])
     with pytest.raises(ContractError, match=f"here: .* {small.VOCAB + 2} tokens, the model {small.VOCAB}"):
         models.check_fits(model, large, "here")

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks import preferences
-from rlhf_tasks.config import UserError
+from rlhf_tasks.config import Split, UserError
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.preferences import compare_by_gold
@@ -19,7 +19,7 @@ from tests import small
 
 PROMPT = "TITLE: a\nPOST: my boss stole my lamp . it was at the park . i feel sad . i want a refund .\nTL;DR:"
 SETTINGS = {"preferences.num_prompts": 12, "preferences.pairs_per_prompt": 2, "preferences.label_noise": 0.0}
-SPLITS = ("train", "validation", "test")
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 @pytest.fixture
@@ -31,21 +31,25 @@ def project(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
     metrics = preferences.run(small.view("preferences", SETTINGS | changes), NullTracker())
-    return metrics, {split: read_table("comparisons", split) for split in SPLITS}  # type: ignore[arg-type]
+    return metrics, {split: read_table("comparisons", split) for split in SPLITS}
 
 
 def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out() -> None:
     good, bad = " my boss stole my lamp", " my aunt"
-    assert compare_by_gold([PROMPT] * 3, [good, bad, bad], [bad, good, bad]) == [(good, bad), (good, bad), None]
+    assert compare_by_gold([PROMPT] * 3, [good, bad, bad], [bad, good, bad]) == [
+        (good, bad),
+        (good, bad),
+        None,
+    ]
 
 
 def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(project: Path) -> None:
     metrics, found = run()
     for split in SPLITS:
         given = [row for row in found[split] if row["origin"] == "given"]
-        assert [{k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given] == read_table(
-            "preferences", split
-        )
+        assert [
+            {k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given
+        ] == read_table("preferences", split)
         for row in found[split]:
             assert gold(row["prompt"], row["chosen"]).score > gold(row["prompt"], row["rejected"]).score
         for origin in ("given", "sft_samples"):
@@ -60,7 +64,8 @@ def test_only_training_labels_err_and_about_as_often_as_asked(project: Path) -> 
 
     def wrong(split: str) -> int:
         return sum(
-            gold(r["prompt"], r["chosen"]).score < gold(r["prompt"], r["rejected"]).score for r in found[split]
+            gold(r["prompt"], r["chosen"]).score < gold(r["prompt"], r["rejected"]).score
+            for r in found[split]
         )
 
     assert wrong("validation") == wrong("test") == 0
@@ -71,7 +76,7 @@ def test_only_training_labels_err_and_about_as_often_as_asked(project: Path) -> 
 def test_samples_of_a_split_answer_prompts_of_that_split(project: Path) -> None:
     _, found = run()
     for split in SPLITS:
-        prompts = {row["prompt"] for row in read_table("prompts", split)}  # type: ignore[arg-type]
+        prompts = {row["prompt"] for row in read_table("prompts", split)}
         assert {row["prompt"] for row in found[split] if row["origin"] == "sft_samples"} <= prompts
 
 

@@ -55,7 +55,11 @@ def test_one_batch_equals_the_same_batch_accumulated() -> None:
     def trained(max_tokens: int) -> tuple[dict[str, float], Tensor]:
         model = small.causal()
         (step,) = fit(
-            small.runtime(), model, task(), small.optimisation(batch_size=12, micro_batch_tokens=max_tokens), 1
+            small.runtime(),
+            model,
+            task(),
+            small.optimisation(batch_size=12, micro_batch_tokens=max_tokens),
+            1,
         )
         return step.metrics, torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -134,7 +138,10 @@ def test_gradients_are_clipped_and_their_norm_told_as_it_was() -> None:
 def test_only_matrices_decay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     groups = adamw(model, small.optimisation(weight_decay=0.1)).param_groups
-    assert {(p.ndim, group["weight_decay"]) for group in groups for p in group["params"]} == {(2, 0.1), (1, 0.0)}
+    assert {(p.ndim, group["weight_decay"]) for group in groups for p in group["params"]} == {
+        (2, 0.1),
+        (1, 0.0),
+    }
     assert {group["eps"] for group in groups} == {1e-5}
 
 

@@ -50,14 +50,20 @@ def cell(folder: Path, stage: str, key: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--work", type=Path, default=Path(".rlhf/seeds"), help="where the runs are kept")
     args = parser.parse_args()
     folders = [run_seed(seed, args.work) for seed in args.seeds]
-    lines = ["| | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " |", "|---" * (len(folders) + 1) + "|"]
+    lines = [
+        "| | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " |",
+        "|---" * (len(folders) + 1) + "|",
+    ]
     lines += [
-        f"| {name} | " + " | ".join(cell(folder, *where) for folder in folders) + " |" for name, where in ROWS.items()
+        f"| {name} | " + " | ".join(cell(folder, *where) for folder in folders) + " |"
+        for name, where in ROWS.items()
     ]
     OUT.write_text("\n".join(lines) + "\n")
     print(OUT.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rlhf_tasks.data.synthetic import (
     gold,
     gold_scores,
 )
+from tests import small
 
 PROMPT = (
     "SUBREDDIT: r/work\nTITLE: my aunt and my vase\n"
@@ -57,15 +59,42 @@ SHORTCUTS: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("shortcut", SHORTCUTS)
-def test_no_shortcut_wins_a_fifth_against_the_references(shortcut: str, seed: int) -> None:
-    rows = generate(seed, num_sft=1, num_preferences=1, num_validation=1, num_test=1000)["prompts"]["test"]
+@functools.cache
+def shipped_test_rows(seed: int) -> list[dict[str, str]]:
+    """The held-out posts that the shipped parameters judge by."""
+    params = small.params()
+    sizes = {
+        "num_sft": params["prepare"]["synthetic_sft_rows"],
+        "num_preferences": params["prepare"]["synthetic_preference_rows"],
+        "num_validation": params["data"]["num_validation"],
+        "num_test": params["data"]["num_test"],
+    }
+    return generate(seed, **sizes)["prompts"]["test"]
+
+
+@functools.cache
+def many_test_rows() -> list[dict[str, str]]:
+    return generate(11, num_sft=1, num_preferences=1, num_validation=1, num_test=10_000)["prompts"]["test"]
+
+
+def win_rate(shortcut: str, rows: list[dict[str, str]]) -> float:
     prompts = [row["prompt"] for row in rows]
     ours = gold_scores(prompts, [SHORTCUTS[shortcut](prompt) for prompt in prompts])
     theirs = gold_scores(prompts, [row["reference"] for row in rows])
     points = [1.0 if a > b else 0.5 if a == b else 0.0 for a, b in zip(ours, theirs, strict=True)]
-    assert sum(points) / len(points) < 0.2
+    return sum(points) / len(points)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("shortcut", SHORTCUTS)
+def test_no_shortcut_wins_a_fifth_against_the_shipped_references(shortcut: str, seed: int) -> None:
+    assert len(shipped_test_rows(seed)) == 1000
+    assert win_rate(shortcut, shipped_test_rows(seed)) < 0.2
+
+
+@pytest.mark.parametrize("shortcut", SHORTCUTS)
+def test_no_shortcut_wins_a_fifth_where_chance_plays_no_part(shortcut: str) -> None:
+    assert win_rate(shortcut, many_test_rows()) < 0.19  # 0.4% standard error
 
 
 def _facts(prompt: str) -> dict[str, str]:

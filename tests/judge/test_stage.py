@@ -39,9 +39,13 @@ def test_every_judge_and_pair_has_a_win_rate_with_its_interval(metrics: dict[str
 
 
 def test_what_else_the_stage_promises_is_there(metrics: dict[str, float]) -> None:
-    wanted = {f"gold/{who}/{f}" for who in ("reference", "sft", "policy") for f in ("coverage", "faithfulness")}
+    wanted = {
+        f"gold/{who}/{f}" for who in ("reference", "sft", "policy") for f in ("coverage", "faithfulness")
+    }
     wanted |= {f"{key}/{who}" for key in ("rouge_l", "length", "ended") for who in ("sft", "policy")}
-    wanted |= {f"agreement/{r}/{who}_samples" for r in ("reward", "reward_heldout") for who in ("sft", "policy")}
+    wanted |= {
+        f"agreement/{r}/{who}_samples" for r in ("reward", "reward_heldout") for who in ("sft", "policy")
+    }
     wanted |= {"reward_model/policy_vs_sft/matched_length_gain"}
     assert wanted <= set(metrics)
 
@@ -58,7 +62,11 @@ def test_verdicts_and_answers_are_written_as_they_were_judged(
     for verdict in by_judge:
         row = answers[verdict["index"]]
         ours, theirs = gold(row["prompt"], row["policy"]).score, gold(row["prompt"], row["reference"]).score
-        assert (verdict["score_a"], verdict["score_b"]) == (ours, theirs) == (row["gold/policy"], row["gold/reference"])
+        assert (
+            (verdict["score_a"], verdict["score_b"])
+            == (ours, theirs)
+            == (row["gold/policy"], row["gold/reference"])
+        )
         points.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
         assert verdict["verdict"] == points[-1]
     assert metrics["gold/policy_vs_reference/win_rate"] == pytest.approx(sum(points) / 10)

@@ -16,8 +16,9 @@ from rlhf_tasks.tracking import NullTracker
 from tests import small
 
 SETTINGS = {
-    "ppo.total_episodes": 48, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2, "ppo.response_length": 8,
-    "ppo.num_selections": 3, "ppo.num_selection_prompts": 12, "ppo.num_sample_generations": 2,
+    "ppo.total_episodes": 48, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
+    "ppo.response_length": 8, "ppo.num_selections": 3, "ppo.num_selection_prompts": 12,
+    "ppo.num_sample_generations": 2,
 }  # fmt: skip
 
 
@@ -81,8 +82,9 @@ def test_metrics_have_the_names_of_the_field_and_samples_their_columns(project: 
     metrics, history = run()
     names = {
         "eps", "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
-        "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg",
-        "loss/value_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
+        "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg",
+        "loss/policy_avg", "loss/value_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var",
+        "val/num_eos_tokens", "lr", "episode",
     }  # fmt: skip
     assert names <= set(metrics)
     assert [row["episode"] for row in history] == [0, 16, 32, 48]

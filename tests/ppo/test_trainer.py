@@ -208,6 +208,25 @@ def test_losses_and_token_means_by_a_slow_loop_over_tokens(lesson: Lesson) -> No
     assert 0 < metrics["val/clipfrac_avg"] < 1
 
 
+def test_the_gradient_is_that_of_the_mean_token_loss(lesson: Lesson) -> None:
+    """Adam hides the loss's scale, the norm of the gradient does not: worked out from single rows."""
+    policy, value = small.causal(), small.scores(seed=3)
+    losses = []
+    for row, (query, response) in enumerate(zip(QUERIES, lesson.episodes.responses, strict=True)):
+        n, start = len(response), len(query) - 1
+        logits = policy(torch.tensor([query + response])).logits[0, start:-1] / 0.8
+        change = logits.log_softmax(-1)[range(n), response] - lesson.episodes.logprobs[row, :n]
+        values = value(collate([query], [response], PAD))[0, start:-1]
+        surprise = (values - lesson.returns[row, :n]) ** 2
+        losses.append(-lesson.advantages[row, :n] * change.exp() + 0.1 * 0.5 * surprise)
+    torch.cat(losses).mean().backward()
+    gradients = [p.grad for model in (policy, value) for p in model.parameters() if p.grad is not None]
+    expected = torch.cat([g.flatten() for g in gradients]).norm().item()
+    for max_tokens in (16384, 25):
+        one = trainer(num_mini_batches=1, num_ppo_epochs=1, micro_batch_tokens=max_tokens)
+        assert one.optimise(lesson)["train/grad_norm"] == pytest.approx(expected, rel=1e-3)
+
+
 def test_micro_batches_change_neither_weights_nor_token_means(lesson: Lesson) -> None:
     large, many = trainer(micro_batch_tokens=16384), trainer(micro_batch_tokens=25)
     start = parameters(large)
