@@ -56,7 +56,7 @@ def response_values(value: TokenScores, batch: Batch) -> Tensor:
 
 def logprobs_of(model: PreTrainedModel, batch: Batch, temperature: float) -> Tensor:
     """(B, R) log-probs of the response tokens at the sampling temperature."""
-    return gather_logprobs(response_logits(model, batch) / temperature, batch.responses)
+    return gather_logprobs(response_logits(model, batch).float() / temperature, batch.responses)
 
 
 @torch.no_grad()
