@@ -24,28 +24,25 @@ LEXICON: dict[str, tuple[str, ...]] = {
         "who": """
             roommate sister brother mother father boss coworker neighbour landlord cousin uncle aunt
             grandma grandpa teacher coach girlfriend boyfriend wife husband friend classmate tenant
-            nephew niece manager intern client
+            nephew
         """,
         "deed": """
-            broke stole lost sold burned borrowed hid painted washed dropped copied scratched mocked
-            returned threw wrapped
+            broke stole lost sold burned borrowed hid painted washed dropped copied scratched
         """,
         "thing": """
             lamp guitar laptop bike phone jacket camera wallet notebook couch blender teapot mirror
-            skateboard tent kayak violin drone telescope backpack helmet necklace watch umbrella rug
-            vase radio printer toaster ladder
+            skateboard tent kayak violin drone telescope backpack helmet necklace watch umbrella
         """,
         "place": """
             kitchen garage office basement attic park library gym beach school hospital airport market
-            garden hallway balcony cafeteria church museum theatre
+            garden hallway balcony
         """,
         "feeling": """
             angry sad guilty confused hurt jealous nervous embarrassed relieved lonely bitter anxious
-            numb ashamed furious hopeless
         """,
         "plan": """
             refund apology divorce receipt replacement lawyer meeting break explanation favour witness
-            contract loan letter truce promise raise transfer warning visit
+            contract loan letter truce promise
         """,
     }.items()
 }
@@ -252,4 +249,4 @@ def _revised(rng: random.Random, told: dict[str, str]) -> dict[str, str]:
     """A draft's facts with one of them changed or left out."""
     slot = rng.choice(list(told))
     kept = {key: word for key, word in told.items() if key != slot}
-    return kept if rng.random() < 0.5 else kept | {slot: _other(rng, slot, told[slot])}
+    return kept if rng.random() < 0.25 else kept | {slot: _other(rng, slot, told[slot])}
