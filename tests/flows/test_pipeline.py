@@ -71,8 +71,9 @@ def test_an_interrupted_flow_stops_the_stage_itself(folder: Path, monkeypatch: p
     trap = f"{sys.executable} slow.py"
     (folder / "slow.py").write_text(
         "import pathlib, time\n"
-        "pathlib.Path('started').touch()\n"
-        "try: time.sleep(60)\n"
+        "try:\n"
+        "    pathlib.Path('started').touch()\n"
+        "    time.sleep(60)\n"
         "except KeyboardInterrupt: pathlib.Path('interrupted').touch()\n",
         encoding="utf-8",
     )
@@ -81,6 +82,7 @@ def test_an_interrupted_flow_stops_the_stage_itself(folder: Path, monkeypatch: p
     def interrupt() -> None:
         while not (folder / "started").exists():
             time.sleep(0.05)
+        time.sleep(1)  # until the flow waits for the stage again: Prefect's logging can swallow an interrupt
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
