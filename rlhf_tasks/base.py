@@ -26,7 +26,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     validation = _texts(tokenizer, "validation")
     if config.model.base == "scratch":
         train = _texts(tokenizer, "train")
-        longest = max(*train.lengths, *validation.lengths)
+        longest = max(map(sum, [*train.sizes, *validation.sizes]))
         model = models.from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )

@@ -77,7 +77,7 @@ class Pairs:
 
     def __post_init__(self) -> None:
         longest = [max(len(c), len(r)) for c, r in zip(self.chosen, self.rejected, strict=True)]
-        self.lengths = [2 * (len(q) + n) for q, n in zip(self.queries, longest, strict=True)]
+        self.sizes = [(2 * len(q), 2 * n) for q, n in zip(self.queries, longest, strict=True)]
 
     def weight(self, rows: Sequence[int]) -> float:
         return len(rows)
@@ -152,7 +152,7 @@ def _trained(
                 settings.num_epochs / step.num_steps,
                 loss=step.metrics["train/loss"], accuracy=step.metrics["train/accuracy"],
             )  # fmt: skip
-            if validation.lengths and step.number in (step.num_steps // 2, step.num_steps):
+            if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
                 found = evaluate(rt, learner, validation, settings.micro_batch_tokens)
                 tracker.metrics(
                     {f"{prefix}eval/{key}": value for key, value in found.items()}, step=step.number

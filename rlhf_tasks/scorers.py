@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import Ids, collate, micro_batches
+from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes
 from rlhf_tasks.models import TokenScores, last_token
 
 
@@ -25,8 +25,7 @@ class RewardScorer:
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         """(B,) float32 on the CPU, in the order of the rows."""
         result = torch.zeros(len(queries))
-        lengths = [len(q) + len(r) for q, r in zip(queries, responses, strict=True)]
-        for rows in micro_batches(lengths, self._max_tokens):
+        for rows in micro_batches(sizes(queries, responses), self._max_tokens):
             batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad).to(
                 self._device
             )

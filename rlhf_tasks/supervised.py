@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_tasks.config import Optimisation
-from rlhf_tasks.data.batches import Batch, Ids, collate, epoch_batches, micro_batches
+from rlhf_tasks.data.batches import Batch, Ids, Size, collate, epoch_batches, micro_batches, sizes
 from rlhf_tasks.models import response_logits
 from rlhf_tasks.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.tensors import gather_logprobs, masked_sum
@@ -20,9 +20,9 @@ Sums = dict[str, Tensor]
 
 
 class Task(Protocol):
-    """What is learned: rows, how long they are, and the sums that one forward pass gives for some of them."""
+    """What is learned: rows, how wide they are when padded, and the sums of one forward pass over some."""
 
-    lengths: list[int]
+    sizes: list[Size]
 
     def weight(self, rows: Sequence[int]) -> float:
         """What the loss of these rows is averaged over (tokens, or pairs)."""
@@ -40,7 +40,7 @@ class LanguageModelling:
     pad: int
 
     def __post_init__(self) -> None:
-        self.lengths = [len(q) + len(r) for q, r in zip(self.queries, self.responses, strict=True)]
+        self.sizes = sizes(self.queries, self.responses)
 
     def weight(self, rows: Sequence[int]) -> float:
         return sum(len(self.responses[i]) for i in rows)
@@ -76,11 +76,11 @@ def fit(rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed:
     """
     wrapped, optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
     order = torch.Generator().manual_seed(seed)
-    per_epoch = math.ceil(len(task.lengths) / settings.batch_size)
+    per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
     num_steps = math.ceil(per_epoch * settings.num_epochs)
     number = 0
     while number < num_steps:
-        for rows in epoch_batches(len(task.lengths), settings.batch_size, order, task.lengths):
+        for rows in epoch_batches(task.sizes, settings.batch_size, order):
             if number == num_steps:
                 break
             rate = learning_rate(settings, number, num_steps)
@@ -124,10 +124,10 @@ def _step(
 def groups(rt: Runtime, task: Task, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
     """This process's rows as micro-batches; every process gets as many, if need be empty ones."""
     own = rt.share(rows)
-    lengths = [task.lengths[i] for i in own]
-    cut = micro_batches(lengths, max_tokens)
+    mine = [task.sizes[i] for i in own]
+    cut = micro_batches(mine, max_tokens)
     if rt.world_size > 1:
-        cut = micro_batches(lengths, max_tokens, count=rt.max(len(cut)))
+        cut = micro_batches(mine, max_tokens, count=rt.max(len(cut)))
     return [[own[i] for i in group] for group in cut]
 
 
@@ -153,9 +153,9 @@ def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict
     """Means of a task's metrics over all of its rows, over all processes."""
     model.eval()
     parts = []
-    for group in groups(rt, task, range(len(task.lengths)), max_tokens):
-        parts.append(_sums(rt, model, task, group, range(len(task.lengths))))
-    weight = task.weight(range(len(task.lengths)))
+    for group in groups(rt, task, range(len(task.sizes)), max_tokens):
+        parts.append(_sums(rt, model, task, group, range(len(task.sizes))))
+    weight = task.weight(range(len(task.sizes)))
     return {key: value / weight for key, value in total(rt, parts).items()}
 
 

@@ -73,7 +73,7 @@ def test_the_tldr_preset_has_the_benchmarks_sizes() -> None:
     """512 episodes = 16 rows × 4 accumulated × 8 processes, each row of 512 + 53 tokens; 1M of them."""
     found = with_preset("tldr-pythia-1b")
     own = found.ppo.rollout_batch_size // found.launch.num_processes
-    longest = found.data.max_prompt_tokens + found.ppo.response_length
+    longest = (found.data.max_prompt_tokens, found.ppo.response_length)
     cut = micro_batches([longest] * own, found.ppo.micro_batch_tokens)
     assert [len(rows) for rows in cut] == [16, 16, 16, 16]
     assert (found.ppo.num_ppo_epochs, found.ppo.num_mini_batches) == (4, 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_tasks.data.batches import Size
 from rlhf_tasks.runtime import adamw, learning_rate
 from rlhf_tasks.supervised import Best, LanguageModelling, Sums, evaluate, fit
 from tests import small
@@ -82,7 +83,7 @@ def test_training_lowers_the_loss() -> None:
 class Counted:
     """A task of one weight that remembers which rows it was asked for."""
 
-    lengths: list[int]
+    sizes: list[Size]
     seen: list[int] = field(default_factory=list)
 
     def weight(self, rows: Sequence[int]) -> float:
@@ -95,7 +96,7 @@ class Counted:
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 3), (2.0, 6), (1.5, 5), (0.5, 2)])
 def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
-    counted = Counted([3] * 10)
+    counted = Counted([(2, 1)] * 10)
     settings = small.optimisation(batch_size=4, num_epochs=epochs)
     found = list(fit(small.runtime(), nn.Linear(1, 1), counted, settings, seed=1))
     assert [step.number for step in found] == list(range(1, steps + 1))
@@ -119,7 +120,7 @@ def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
 
 def test_the_rate_in_use_is_the_rate_reported() -> None:
     settings = small.optimisation(batch_size=5, num_epochs=2.0, schedule="linear", learning_rate=1.0)
-    found = fit(small.runtime(), nn.Linear(1, 1), Counted([1] * 10), settings, seed=1)
+    found = fit(small.runtime(), nn.Linear(1, 1), Counted([(0, 1)] * 10), settings, seed=1)
     assert [step.metrics["lr"] for step in found] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 

@@ -23,6 +23,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_tasks.config import Split, UserError
 
 Ids = list[int]
+Size = tuple[int, int]
+"""Tokens of a row's query and of its response."""
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -65,19 +67,28 @@ def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch
     return Batch(ids, mask.long(), mask[:, width_q:])
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, count: int | None = None) -> list[list[int]]:
+def sizes(queries: Sequence[Ids], responses: Sequence[Ids]) -> list[Size]:
+    return [(len(q), len(r)) for q, r in zip(queries, responses, strict=True)]
+
+
+def micro_batches(rows: Sequence[Size], max_tokens: int, count: int | None = None) -> list[list[int]]:
     """Row numbers in groups of similar length, each of at most `max_tokens` padded tokens where possible.
+
+    Padded as `collate` pads: a group is as wide as its longest query and its longest response together.
 
     `count` asks for that many groups (data-parallel ranks must agree on it), no fewer than without it:
     large groups are halved, and empty ones follow where there are fewer rows than that.
     """
-    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
     groups: list[list[int]] = []
-    for row in order:
-        if groups and lengths[row] * (len(groups[-1]) + 1) <= max_tokens:
+    width = (0, 0)
+    for row in sorted(range(len(rows)), key=lambda i: (sum(rows[i]), i)):
+        query, response = rows[row]
+        width = (max(width[0], query), max(width[1], response))
+        if groups and sum(width) * (len(groups[-1]) + 1) <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
+            width = (query, response)
     while len(groups) < (count or 0):
         largest = max(range(len(groups)), key=lambda i: len(groups[i]), default=None)
         if largest is None or len(groups[largest]) == 1:
@@ -88,23 +99,20 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, count: int | None = N
     return groups
 
 
-def epoch_batches(
-    num_rows: int, batch_size: int, generator: torch.Generator, lengths: Sequence[int] | None = None
-) -> Iterator[list[int]]:
+def epoch_batches(rows: Sequence[Size], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
     """Row numbers of one shuffled epoch, `batch_size` at a time; the short last batch is kept.
 
-    With `lengths`, rows of like length are put together (shuffled pools of 8 batches are sorted inside),
-    which saves padding and leaves the order of batches random.
+    Rows of like length are put together (shuffled pools of 8 batches are sorted inside), which saves
+    padding and leaves the order of batches random.
     """
-    order: list[int] = torch.randperm(num_rows, generator=generator).tolist()
-    if lengths is not None:
-        pool = 8 * batch_size
-        order = [
-            row
-            for start in range(0, num_rows, pool)
-            for row in sorted(order[start : start + pool], key=lambda r: lengths[r])
-        ]
-    batches = [order[i : i + batch_size] for i in range(0, num_rows, batch_size)]
+    order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
+    pool = 8 * batch_size
+    order = [
+        row
+        for start in range(0, len(rows), pool)
+        for row in sorted(order[start : start + pool], key=lambda r: sum(rows[r]))
+    ]
+    batches = [order[i : i + batch_size] for i in range(0, len(rows), batch_size)]
     for i in torch.randperm(len(batches), generator=generator).tolist():
         yield batches[i]
 

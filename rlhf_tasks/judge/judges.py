@@ -49,7 +49,10 @@ class Gold:
 
 
 class RewardJudge:
-    """A reward model; as a judge, models/reward_heldout: trained on other prompts, never optimised."""
+    """A reward model; as a judge, models/reward_heldout: trained on other prompts, never optimised.
+
+    It judges the text a reader would get: an answer that was cut off is scored as if it ended there.
+    """
 
     name: JudgeName = "reward_model"
 

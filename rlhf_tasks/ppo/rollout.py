@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import Batch, Ids, collate, micro_batches
+from rlhf_tasks.data.batches import Batch, Ids, Size, collate, micro_batches, sizes
 from rlhf_tasks.models import TokenScores, response_logits
 from rlhf_tasks.tensors import gather_logprobs
 
@@ -31,8 +31,8 @@ class Episodes:
     scores: Tensor  # (B,)
 
     @property
-    def lengths(self) -> list[int]:
-        return [len(q) + len(r) for q, r in zip(self.queries, self.responses, strict=True)]
+    def sizes(self) -> list[Size]:
+        return sizes(self.queries, self.responses)
 
 
 class ActorCritic(nn.Module):
@@ -72,8 +72,7 @@ def per_token(
 ) -> Tensor:
     """`compute`'s (b, r) of every micro-batch put together as (B, width), zero on padding."""
     result = torch.zeros((len(queries), width))
-    lengths = [len(q) + len(r) for q, r in zip(queries, responses, strict=True)]
-    for rows in micro_batches(lengths, max_tokens):
+    for rows in micro_batches(sizes(queries, responses), max_tokens):
         batch = collate([queries[i] for i in rows], [responses[i] for i in rows], pad)
         found = compute(batch.to(device)).float().cpu()
         result[rows, : found.shape[1]] = torch.where(batch.response_mask, found, 0)

@@ -194,10 +194,10 @@ class Trainer:
         """One optimiser step on the mean token loss of a minibatch of all processes."""
         episodes = lesson.episodes
         num_tokens = float(self._reduce(episodes.mask[rows].sum().float()))
-        lengths = [episodes.lengths[i] for i in rows]
-        cut = micro_batches(lengths, self.settings.micro_batch_tokens)
+        sizes = [episodes.sizes[i] for i in rows]
+        cut = micro_batches(sizes, self.settings.micro_batch_tokens)
         if self.rt.world_size > 1:
-            cut = micro_batches(lengths, self.settings.micro_batch_tokens, count=self.rt.max(len(cut)))
+            cut = micro_batches(sizes, self.settings.micro_batch_tokens, count=self.rt.max(len(cut)))
 
         def loss_of(group: list[int]) -> Callable[[], Tensor]:
             def compute() -> Tensor:

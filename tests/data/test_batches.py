@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ from rlhf_tasks.data.batches import (
 )
 from tests import small
 
-LENGTHS = random.Random(3).choices(range(1, 31), k=57)
+DRAWN = random.Random(3)
+ROWS = [(DRAWN.randint(0, 20), DRAWN.randint(1, 10)) for _ in range(57)]
+
+
+def padded(rows: Sequence[int]) -> int:
+    """Tokens of these rows as `collate` pads them."""
+    batch = collate([[5] * ROWS[i][0] for i in rows], [[6] * ROWS[i][1] for i in rows], pad=0)
+    return batch.query_response.numel()
 
 
 def test_queries_end_and_responses_start_at_one_column() -> None:
@@ -48,29 +56,33 @@ def test_masks_come_from_lengths_not_from_token_values() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 64, 200, 10_000])
 def test_micro_batches_hold_every_row_once_within_the_budget(max_tokens: int) -> None:
-    groups = micro_batches(LENGTHS, max_tokens)
-    assert sorted(row for group in groups for row in group) == list(range(len(LENGTHS)))
+    groups = micro_batches(ROWS, max_tokens)
+    assert sorted(row for group in groups for row in group) == list(range(len(ROWS)))
     for group in groups:
-        assert len(group) == 1 or len(group) * max(LENGTHS[row] for row in group) <= max_tokens
+        assert len(group) == 1 or padded(group) <= max_tokens
 
 
 def test_micro_batches_are_as_full_as_the_budget_lets_them() -> None:
-    assert micro_batches([4, 4, 4, 4, 4], 8) == [[0, 1], [2, 3], [4]]
-    assert micro_batches([9, 1, 1], 3) == [[1, 2], [0]]
+    assert micro_batches([(3, 1)] * 5, 8) == [[0, 1], [2, 3], [4]]
+    assert micro_batches([(8, 1), (1, 0), (0, 1)], 4) == [[1, 2], [0]]
+
+
+def test_a_long_query_beside_a_long_response_is_as_wide_as_both() -> None:
+    assert micro_batches([(9, 1), (1, 9)], 20) == [[0], [1]]
+    assert micro_batches([(9, 1), (1, 9)], 36) == [[0, 1]]
 
 
 @pytest.mark.parametrize("count", [1, 20, 57, 60])
 def test_as_many_micro_batches_as_asked_for_still_hold_every_row_once(count: int) -> None:
-    alone = micro_batches(LENGTHS, 64)
-    groups = micro_batches(LENGTHS, 64, count=count)
+    alone = micro_batches(ROWS, 64)
+    groups = micro_batches(ROWS, 64, count=count)
     assert len(groups) == max(count, len(alone))
-    assert sorted(row for group in groups for row in group) == list(range(len(LENGTHS)))
-    assert all(len(group) * max(LENGTHS[row] for row in group) <= 64 for group in groups if group)
+    assert sorted(row for group in groups for row in group) == list(range(len(ROWS)))
+    assert all(padded(group) <= 64 for group in groups if len(group) > 1)
 
 
-@pytest.mark.parametrize("lengths", [None, LENGTHS])
-def test_an_epoch_is_a_permutation_in_batches(lengths: list[int] | None) -> None:
-    batches = list(epoch_batches(57, 8, torch.Generator().manual_seed(1), lengths))
+def test_an_epoch_is_a_permutation_in_batches() -> None:
+    batches = list(epoch_batches(ROWS, 8, torch.Generator().manual_seed(1)))
     assert sorted(row for batch in batches for row in batch) == list(range(57))
     assert sorted(map(len, batches)) == [1, 8, 8, 8, 8, 8, 8, 8]
 
@@ -78,7 +90,7 @@ def test_an_epoch_is_a_permutation_in_batches(lengths: list[int] | None) -> None
 def test_an_epoch_is_seeded_and_the_next_one_differs() -> None:
     def two_epochs(seed: int) -> list[list[list[int]]]:
         generator = torch.Generator().manual_seed(seed)
-        return [list(epoch_batches(57, 8, generator, LENGTHS)) for _ in range(2)]
+        return [list(epoch_batches(ROWS, 8, generator)) for _ in range(2)]
 
     assert two_epochs(1) == two_epochs(1)
     assert two_epochs(1) != two_epochs(2)
@@ -86,11 +98,12 @@ def test_an_epoch_is_seeded_and_the_next_one_differs() -> None:
 
 
 def test_rows_of_like_length_share_a_batch() -> None:
-    def padding(lengths: list[int] | None) -> int:
-        batches = epoch_batches(57, 8, torch.Generator().manual_seed(1), lengths)
-        return sum(max(LENGTHS[r] for r in batch) * len(batch) for batch in batches) - sum(LENGTHS)
+    def padding(batches: Iterable[list[int]]) -> int:
+        return sum(padded(batch) for batch in batches) - sum(map(sum, ROWS))
 
-    assert padding(LENGTHS) < padding(None) / 2
+    seeded = torch.Generator().manual_seed(1)
+    shuffled = [rows.tolist() for rows in torch.randperm(57, generator=seeded).split(8)]
+    assert padding(epoch_batches(ROWS, 8, seeded)) < padding(shuffled)
 
 
 def test_answers_end_with_eos_and_prompts_get_no_special_token() -> None:
