@@ -17,6 +17,7 @@ from rlhf_tasks.tracking import Tracker
 
 TOKENIZER = Path("data/tokenizer")
 OUT = Path("models/base")
+ROLES = ("sft", "preferences")
 
 
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
@@ -62,6 +63,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
-    """Plain text: the first token is given, all others are predicted; no answers among it."""
-    ids = encode(tokenizer, [row["prompt"] for row in read_table("sft", split)])
+    """Plain text, of all prompts: the first token is given, all others are predicted; no answers among it."""
+    prompts = {row["prompt"]: None for role in ROLES for row in read_table(role, split)}
+    ids = encode(tokenizer, list(prompts))
     return LanguageModelling([i[:1] for i in ids], [i[1:] for i in ids], tokenizer.pad_token_id)

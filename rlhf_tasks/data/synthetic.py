@@ -1,10 +1,10 @@
 """A generated TL;DR world whose right answers are known.
 
-A post tells six facts (who, deed, thing, place, feeling, plan), each one word of a lexicon of its
-own, among sentences that do not matter. Writers summarise posts imperfectly: they leave facts out,
-get some wrong, and some ramble. References and demonstrations come from the same writers. The gold
-judge reads a post and a summary and scores coverage, faithfulness and brevity; it labels
-preferences (with noise, as people do) and judges at the end, and the policy never sees it.
+A post tells four facts (who, thing, place, plan), each one word of a lexicon of its own, among words
+and sentences that do not matter. Writers summarise posts imperfectly: they leave facts out, get some
+wrong, and some ramble. References and demonstrations come from the same writers. The gold judge reads
+a post and a summary and scores coverage, faithfulness and brevity; it labels preferences (with noise,
+as people do) and judges at the end, and the policy never sees it.
 
 Held-out posts use (who, thing) pairs that no training post has.
 All text here is the project's own.
@@ -26,9 +26,6 @@ LEXICON: dict[str, tuple[str, ...]] = {
             grandma grandpa teacher coach girlfriend boyfriend wife husband friend classmate tenant
             nephew
         """,
-        "deed": """
-            broke stole lost sold burned borrowed hid painted washed dropped copied scratched
-        """,
         "thing": """
             lamp guitar laptop bike phone jacket camera wallet notebook couch blender teapot mirror
             skateboard tent kayak violin drone telescope backpack helmet necklace watch umbrella
@@ -37,11 +34,8 @@ LEXICON: dict[str, tuple[str, ...]] = {
             kitchen garage office basement attic park library gym beach school hospital airport market
             garden hallway balcony
         """,
-        "feeling": """
-            angry sad guilty confused hurt jealous nervous embarrassed relieved lonely bitter anxious
-        """,
         "plan": """
-            refund apology divorce receipt replacement lawyer meeting break explanation favour witness
+            refund pardon divorce receipt replacement lawyer meeting break warning favour witness
             contract loan letter truce promise
         """,
     }.items()
@@ -49,9 +43,16 @@ LEXICON: dict[str, tuple[str, ...]] = {
 SLOTS = tuple(LEXICON)
 SLOT_OF = {word: slot for slot, words in LEXICON.items() for word in words}
 
-_WEATHER = "rainy snowy windy foggy sunny cloudy freezing humid".split()  # noqa: SIM905
-_FOOD = "soup pizza noodles salad tacos rice pancakes curry".split()  # noqa: SIM905
-_COLOUR = "green purple orange grey blue yellow silver pink".split()  # noqa: SIM905
+_FILLERS: dict[str, tuple[str, ...]] = {
+    kind: tuple(words.split())
+    for kind, words in {
+        "deed": "broke stole lost sold burned borrowed hid painted",
+        "weather": "rainy snowy windy foggy sunny cloudy freezing humid",
+        "feeling": "angry sad guilty confused hurt jealous nervous lonely",
+        "food": "soup pizza noodles salad tacos rice pancakes curry",
+        "colour": "green purple orange grey blue yellow silver pink",
+    }.items()
+}
 _SUBREDDITS = "relationships advice pettyrevenge tifu askreddit family work neighbours".split()  # noqa: SIM905
 
 _EVENT = (
@@ -60,27 +61,24 @@ _EVENT = (
     "today my {who} {deed} my {thing} .",
 )
 _PLACE = ("it happened at the {place} .", "we were at the {place} .", "this was at the {place} .")
-_FEELING = ("i feel {feeling} .", "i am so {feeling} .", "now i am {feeling} .")
 _PLAN = ("i want a {plan} .", "should i ask for a {plan} ?", "i hope for a {plan} .")
 _ASIDES = (
     "it was {weather} .",
+    "i am so {feeling} .",
     "i had {food} for lunch .",
     "the walls are {colour} .",
     "sorry for any typos .",
 )
 _TITLES = (
     "my {who} and my {thing}",
-    "advice about my {who} ?",
     "{feeling} about my {who}",
     "my {thing} is gone",
+    "what happened at the {place}",
+    "i need a {plan}",
 )
-_RAMBLINGS = (
-    ("and it was {}", _WEATHER),
-    ("and i had {} for lunch", _FOOD),
-    ("and the walls are {}", _COLOUR),
-)
+_RAMBLINGS = ("and it was {weather}", "and i had {food} for lunch", "and the walls are {colour}")
 
-LENGTH_BUDGET = 18
+LENGTH_BUDGET = 14
 """Words a summary may have before brevity costs anything."""
 TOO_LONG_PENALTY = 0.1
 """Score lost for each word above the budget."""
@@ -95,7 +93,7 @@ class Writer:
     ramble: float
 
 
-WRITERS = (Writer(0.30, 0.05, 0.05), Writer(0.05, 0.32, 0.05), Writer(0.12, 0.08, 0.50))
+WRITERS = (Writer(0.20, 0.05, 0.05), Writer(0.05, 0.20, 0.05), Writer(0.10, 0.05, 0.50))
 
 
 @dataclass(frozen=True)
@@ -183,14 +181,17 @@ def _post(rng: random.Random, split: Split, seen: set[str]) -> dict[str, str]:
 
 def _tell(rng: random.Random, facts: dict[str, str]) -> str:
     def fill(template: str) -> str:
-        aside = {"weather": rng.choice(_WEATHER), "food": rng.choice(_FOOD), "colour": rng.choice(_COLOUR)}
-        return template.format(**facts, **aside)
+        return template.format(**facts, **_filled(rng))
 
-    told = [fill(rng.choice(kind)) for kind in (_EVENT, _PLACE, _FEELING, _PLAN)]
+    told = [fill(rng.choice(kind)) for kind in (_EVENT, _PLACE, _PLAN)]
     rng.shuffle(told)
     told.insert(rng.randrange(len(told) + 1), fill(rng.choice(_ASIDES)))
     post = " ".join(told)
     return f"SUBREDDIT: r/{rng.choice(_SUBREDDITS)}\nTITLE: {fill(rng.choice(_TITLES))}\nPOST: {post}\nTL;DR:"
+
+
+def _filled(rng: random.Random) -> dict[str, str]:
+    return {kind: rng.choice(words) for kind, words in _FILLERS.items()}
 
 
 def _summary(rng: random.Random, facts: dict[str, str]) -> str:
@@ -214,18 +215,13 @@ def _other(rng: random.Random, slot: str, word: str) -> str:
 
 def _written(rng: random.Random, told: dict[str, str], rambles: bool) -> str:
     """The text of a draft, with a leading space, as completions have."""
-    event = "my {who} {deed} my {thing}".format(
-        **{"who": "someone", "deed": "ruined", "thing": "stuff"} | told
-    )
+    event = "my {who} ruined my {thing}".format(**{"who": "someone", "thing": "stuff"} | told)
     parts = [f"{event} at the {told['place']}" if "place" in told else event]
     if rambles:
-        template, words = rng.choice(_RAMBLINGS)
-        parts[0] += f" {template.format(rng.choice(words))}"
-    rest = [f"i feel {told['feeling']}"] if "feeling" in told else []
-    rest += [rng.choice(("i want a {}", "hoping for a {}")).format(told["plan"])] if "plan" in told else []
-    if len(rest) == 2 and rng.random() < 0.4:
-        rest.reverse()
-    return " " + " , ".join([*parts, *rest])
+        parts[0] += f" {rng.choice(_RAMBLINGS).format(**_filled(rng))}"
+    if "plan" in told:
+        parts.append(rng.choice(("i want a {plan}", "hoping for a {plan}")).format(**told))
+    return " " + " , ".join(parts)
 
 
 def _pair(rng: random.Random, post: dict[str, str]) -> dict[str, str]:

@@ -22,27 +22,27 @@ from tests import small
 
 PROMPT = (
     "SUBREDDIT: r/work\nTITLE: my aunt and my vase\n"
-    "POST: my boss stole my lamp . it was at the park . i feel sad . i want a refund .\nTL;DR:"
+    "POST: my boss stole my lamp . it was at the park . i am so sad . i want a refund .\nTL;DR:"
 )
 SMALL = {"num_sft": 60, "num_preferences": 60, "num_validation": 40, "num_test": 40}
 
 
 def test_coverage_is_the_share_of_the_posts_facts_that_are_told() -> None:
     found = gold(PROMPT, " my boss stole my lamp")
-    assert (found.coverage, found.faithfulness, found.brevity) == (3 / 6, 1, 1)
+    assert (found.coverage, found.faithfulness, found.brevity) == (2 / 4, 1, 1)
     assert found.score == 0.5
-    assert gold(PROMPT, " boss stole lamp park sad refund").score == 1
+    assert gold(PROMPT, " boss lamp park refund").score == 1
 
 
 def test_what_the_post_does_not_tell_is_unfaithful_its_title_too() -> None:
     found = gold(PROMPT, " my aunt stole my guitar at the park")
-    assert found.coverage == 2 / 6
-    assert found.faithfulness == pytest.approx(1 - 2 / 6)
-    assert found.score == pytest.approx(2 / 6 - 2 / 6)
+    assert found.coverage == 1 / 4
+    assert found.faithfulness == pytest.approx(1 - 2 / 4)
+    assert found.score == pytest.approx(1 / 4 - 2 / 4)
 
 
 def test_a_fact_told_twice_counts_once() -> None:
-    assert gold(PROMPT, " boss boss boss guitar guitar").score == pytest.approx(1 / 6 - 1 / 6)
+    assert gold(PROMPT, " boss boss boss guitar guitar").score == pytest.approx(1 / 4 - 1 / 4)
 
 
 def test_only_words_above_the_budget_cost_anything() -> None:
