@@ -7,12 +7,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks import console, models
+from rlhf_tasks import models
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Split, StageView
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.runtime import Runtime
-from rlhf_tasks.supervised import LanguageModelling, evaluate, fit
+from rlhf_tasks.supervised import Fit, LanguageModelling, evaluate, resumed
 from rlhf_tasks.tracking import Tracker
 
 TOKENIZER = Path("data/tokenizer")
@@ -32,10 +32,9 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )
         models.place(model, rt.device)
-        with console.progress("base", config.base.num_epochs, unit="epoch") as bar:
-            for step in fit(rt, model, train, config.base, config.seed):
-                tracker.metrics(step.metrics, step=step.number)
-                bar.advance(config.base.num_epochs / step.num_steps, loss=step.metrics["train/loss"])
+        fit = Fit(rt, model, train, config.base, config.seed)
+        for step in resumed(config, "base", fit, tracker):
+            tracker.metrics(step.metrics, step=step.number)
     else:
         model = models.place(models.load_causal(config.model.base, config.model.revision), rt.device)
     models.check_fits(model, tokenizer, "model.base")

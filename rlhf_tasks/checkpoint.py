@@ -27,16 +27,21 @@ def whole(path: Path) -> Iterator[Path]:
     partial.chmod(0o755)
     try:
         yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                _fsync(file)
-        if path.exists():
-            shutil.rmtree(path)
-        partial.rename(path)
-        _fsync(path.parent)
+        finish(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def finish(partial: Path, path: Path) -> None:
+    """Put a folder that is written, down to the disk, in the place of `path`."""
+    for file in partial.rglob("*"):
+        fsync(file)
+    fsync(partial)
+    if path.exists():
+        shutil.rmtree(path)
+    partial.rename(path)
+    fsync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -44,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
-    _fsync(partial)
+    fsync(partial)
     partial.replace(path)
 
 
@@ -52,7 +57,8 @@ def write_json(path: Path, tree: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(tree, indent=2) + "\n")
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """What is written of a file, or the names in a folder, down to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

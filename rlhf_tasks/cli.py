@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import cast
 
-from rlhf_tasks import checkpoint, config, console, launch, lineage, tracking
+from rlhf_tasks import checkpoint, config, console, launch, lineage, resume, tracking
 from rlhf_tasks.config import STAGES, Stage, StageView, UserError
 from rlhf_tasks.tracking import curves
 
@@ -98,20 +98,28 @@ def run_stage(stage: Stage) -> int:
     if launch.is_needed(stage, settings.launch):
         return launch.run(stage, settings.launch)
     start = time.monotonic()
-    view, key = StageView(settings, stage), lineage.new_key(stage)
-    with tracking.open_run(stage, view, key=key) as tracker:
-        try:
-            module = importlib.import_module(MODULES[stage])
-            metrics = module.run(view, tracker)
-        except BaseException as error:
-            launch.report(error)
-            raise
-        if not tracking.context.is_main_rank():
-            return 0
-        write_results(stage, key, metrics, tracker.history())
-        tracker.final(metrics)
+    view, is_main = StageView(settings, stage), tracking.context.is_main_rank()
+    with resume.claim(view, main=is_main) as claim:
+        with tracking.open_run(stage, view, key=claim.key) as tracker:
+            metrics = _run_module(stage, view, tracker)
+            if not is_main:
+                return 0
+            write_results(stage, claim.key, metrics, tracker.history())
+            tracker.final(metrics)
+        claim.clear()
     _say_summary(stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
     return 0
+
+
+def _run_module(stage: Stage, view: StageView, tracker: tracking.Tracker) -> dict[str, float]:
+    try:
+        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, tracker)
+    except KeyboardInterrupt:
+        raise  # no failure: the others end by it too
+    except BaseException as error:
+        launch.report(error)
+        raise
+    return metrics
 
 
 def check_inputs(stage: Stage) -> None:
@@ -133,7 +141,7 @@ def check_inputs(stage: Stage) -> None:
 def write_results(
     stage: Stage, key: str, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
 ) -> None:
-    """metrics/STAGE.json (if any), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
+    """metrics/STAGE.json (if declared), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
 
     Raises:
         ValueError: a metric that is no finite number.
@@ -141,7 +149,7 @@ def write_results(
     wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
     if wrong:
         raise ValueError(f"stage {stage} ended with metrics that are no finite numbers: {', '.join(wrong)}")
-    if metrics:
+    if f"metrics/{stage}.json" in lineage.graph()[stage].outs:
         checkpoint.write_json(Path("metrics") / f"{stage}.json", dict(sorted(metrics.items())))
     if stage in curves.CURVES:
         text = curves.csv_text(history, curves.axis(stage))

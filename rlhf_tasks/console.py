@@ -27,6 +27,9 @@ class Meter:
     def advance(self, n: float = 1, **metrics: float) -> None:
         pass
 
+    def skip(self, n: float) -> None:
+        """Done before, by another process: no part of the rate."""
+
 
 class Console:
     """Writes to `file`, or to whatever stdout is at the time of each call."""
@@ -84,11 +87,15 @@ def _columns() -> tuple[Any, ...]:
 class _Bar(Meter):
     def __init__(self, bar: Progress, task: TaskID, total: float, unit: str) -> None:
         self._bar, self._task, self._total, self._unit = bar, task, total, unit
-        self._done, self._start = 0.0, time.monotonic()
+        self._done, self._skipped, self._start = 0.0, 0.0, time.monotonic()
+
+    def skip(self, n: float) -> None:
+        self._done, self._skipped = self._done + n, self._skipped + n
+        self._bar.update(self._task, completed=self._done)
 
     def advance(self, n: float = 1, **metrics: float) -> None:
         self._done += n
-        rate = _rate(self._done, time.monotonic() - self._start, self._unit)
+        rate = _rate(self._done - self._skipped, time.monotonic() - self._start, self._unit)
         done = f"{_count(self._done)}/{_count(self._total)} {self._unit}"
         self._bar.update(self._task, advance=n, done=done, rate=rate)
         if metrics:
@@ -98,9 +105,12 @@ class _Bar(Meter):
 class _Lines(Meter):
     def __init__(self, console: Console, description: str, total: float, unit: str) -> None:
         self._console, self._description, self._total, self._unit = console, description, total, unit
-        self._done = self._shown_done = 0.0
+        self._done = self._shown_done = self._skipped = 0.0
         self._start = self._shown_at = time.monotonic()
         self._metrics: Mapping[str, float] = {}
+
+    def skip(self, n: float) -> None:
+        self._done = self._shown_done = self._skipped = self._done + n
 
     def advance(self, n: float = 1, **metrics: float) -> None:
         self._done += n
@@ -116,10 +126,11 @@ class _Lines(Meter):
     def _show(self) -> None:
         self._shown_done, self._shown_at = self._done, time.monotonic()
         seconds = self._shown_at - self._start
-        left = max(self._total - self._done, 0) * seconds / self._done
+        new = self._done - self._skipped
+        left = max(self._total - self._done, 0) * seconds / new
         parts = [
             f"{self._description}: {_count(self._done)}/{_count(self._total)} {self._unit}",
-            _rate(self._done, seconds, self._unit),
+            _rate(new, seconds, self._unit),
             f"{duration(left)} left" if self._done < self._total * ALMOST else f"in {duration(seconds)}",
             _latest(self._metrics),
         ]

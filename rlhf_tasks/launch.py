@@ -15,11 +15,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from rlhf_tasks.config import Launch, Stage, UserError
+from rlhf_tasks.tracking import context
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
 DEEPSPEED = Path("infra/deepspeed")
 FAILURE = "RLHF_FAILURE_FILE"  # where the first worker that fails says why
+LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
 
 def is_needed(stage: Stage, launch: Launch) -> bool:
@@ -30,6 +34,11 @@ def is_needed(stage: Stage, launch: Launch) -> bool:
 
 def is_worker() -> bool:
     return "LOCAL_RANK" in os.environ
+
+
+def is_orphan() -> bool:
+    """True in a worker whose launcher was killed: nobody would end it, or hear what becomes of it."""
+    return LAUNCHER in os.environ and not context.is_alive(os.environ[LAUNCHER])
 
 
 def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
@@ -104,7 +113,8 @@ def run(stage: Stage, launch: Launch) -> int:
     words = command(stage, launch, os.environ)
     with tempfile.TemporaryDirectory() as folder:
         failure = Path(folder) / "failure.json"
-        environment = os.environ | variables(launch, cuda=_has_cuda()) | {FAILURE: str(failure)}
+        names = {FAILURE: str(failure), LAUNCHER: context.process_name(psutil.Process())}
+        environment = os.environ | variables(launch, cuda=_has_cuda()) | names
         workers = subprocess.Popen(words, env=environment)
         try:
             status = workers.wait()

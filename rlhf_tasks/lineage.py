@@ -25,6 +25,7 @@ from rlhf_tasks import checkpoint
 from rlhf_tasks.config import UserError, flatten
 
 CODE = (".py", ".html", ".css", ".js")
+INSTALLED = Path(__file__).parents[1]  # where the code runs from, wherever the data is
 UNTOLD = (":!metrics", ":!plots", ":!dvc.lock")  # what a run itself changes makes no tree dirty
 
 
@@ -32,6 +33,7 @@ UNTOLD = (":!metrics", ":!plots", ":!dvc.lock")  # what a run itself changes mak
 class Node:
     """One stage of dvc.yaml: paths relative to the project's folder, in the order declared."""
 
+    cmd: str
     deps: tuple[str, ...]
     outs: tuple[str, ...]
 
@@ -54,6 +56,7 @@ def graph(root: Path = Path()) -> dict[str, Node]:
     values = flatten(_yaml(root / "params.yaml")) if (root / "params.yaml").exists() else {}
     return {
         name: Node(
+            cmd=str(stage.get("cmd", "")),
             deps=tuple(_filled(path, values) for path in _paths(stage.get("deps", []))),
             outs=tuple(
                 _filled(path, values)
@@ -103,6 +106,21 @@ def _input_hashes(stage: str, root: Path) -> tuple[tuple[str, str], ...]:
         return ()
     inputs = graph(root)[stage].inputs if stage in graph(root) else ()
     return tuple((path, digest(root / path)) for path in inputs if (root / path).exists())
+
+
+def identity(stage: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+    """All that decides what a stage writes, by name; None outside a project.
+
+    The command, the declared parameters, and the md5 of every dep, code too: the project's own if it
+    holds the code, else the installed package's.
+    """
+    if not Path("dvc.yaml").exists() or stage not in graph():
+        return None
+    node = graph()[stage]
+    code = [path for path in node.deps if path not in node.inputs]
+    found = {path: path if Path(path).exists() else INSTALLED / path for path in code}
+    hashes = {path: digest(Path(where)) for path, where in found.items() if Path(where).exists()}
+    return {"cmd": node.cmd, **parameters, **input_hashes(stage), **hashes}
 
 
 def out_hashes(stage: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,17 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
+from rlhf_tasks.resume import Files
+
+ENGINE = "engine"  # DeepSpeed's name for a checkpoint within its folder
+
+
+class NonFiniteError(ArithmeticError):
+    """NaN or infinity where training needs numbers; no step was taken. `batch` is what gave it."""
+
+    def __init__(self, message: str, batch: Any = None) -> None:
+        super().__init__(message)
+        self.batch = batch
 
 
 class Runtime:
@@ -76,6 +88,14 @@ class Runtime:
         """This process's part of rows that all of them hold."""
         return list(rows[self.rank :: self.world_size])
 
+    def from_main(self, value: Any) -> Any:
+        """The first process's value, on all."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
     def barrier(self) -> None:
         if self.world_size > 1:
             torch.distributed.barrier()
@@ -83,12 +103,14 @@ class Runtime:
     # ------------------------------------------------------------------------------------- models
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap for data parallelism or ZeRO; the module that comes back is the one to call."""
         if self.is_deepspeed:
             # DeepSpeed clips inside its own step, by its own setting
-            self.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = max_grad_norm
+            self.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = (
+                max_grad_norm or 0.0
+            )
         prepared, wrapped = self.accelerator.prepare(model, optimizer)
         return prepared, wrapped
 
@@ -127,31 +149,85 @@ class Runtime:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         losses: Iterable[Callable[[], Tensor]],
-        max_grad_norm: float,
+        max_grad_norm: float | None,
     ) -> float:
         """One optimiser step on the **sum** of the micro-batches' losses over all processes.
 
         Each element of `losses` runs one forward pass and returns its part of the global loss (already
         divided by the global count of what it averages over), so that the step is the same however the
         batch is cut. All processes give equally many. Returns the gradient norm before clipping.
+
+        Raises:
+            NonFiniteError: on all processes; the weights are as they were.
         """
         parts = list(losses)
+        total = torch.zeros((), device=self.device)
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             if self.is_deepspeed:
+                loss = part() * self.world_size
+                total += loss.detach()
                 model.set_gradient_accumulation_boundary(is_boundary=last)  # type: ignore[operator]
-                model.backward(part() * self.world_size)  # type: ignore[operator]
+                model.backward(loss)  # type: ignore[operator]
             else:
                 # DDP and ZeRO average gradients over processes; the loss is a part of a sum, hence × world
                 with nullcontext() if last else self.accelerator.no_sync(model):
                     self.accelerator.backward(part() * self.world_size)
         if self.is_deepspeed:
+            if not bool(self.sum(total).isfinite()):
+                model.zero_grad()
+                raise NonFiniteError("the loss is NaN or infinite")
             model.step()  # type: ignore[operator]
             return float(model.get_global_grad_norm() or 0.0)  # type: ignore[operator]
-        norm = self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-        optimizer.step()
+        norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+        if math.isfinite(norm):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient is NaN or infinite")
+        return norm
+
+    # --------------------------------------------------------------------------------- snapshots
+
+    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
+        """Weights and optimiser of what `prepare` gave, for a snapshot; the same on all processes.
+
+        DeepSpeed writes files of its own, in which every process's part has its place.
+        """
+        if self.is_deepspeed:
+            save: Callable[..., Any] = model.save_checkpoint  # type: ignore[assignment]
+            return Files(lambda folder: save(str(folder), tag=ENGINE, save_latest=False))
+        inner = self.accelerator.unwrap_model(model)
+        return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load_training_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
+    ) -> None:
+        """Go back to a `training_state` as a snapshot holds it: DeepSpeed's by its folder."""
+        if isinstance(state, Path):
+            load: Callable[..., Any] = model.load_checkpoint  # type: ignore[assignment]
+            load(str(state), tag=ENGINE)
+            return
+        self.accelerator.unwrap_model(model).load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    def rng_state(self) -> dict[str, Any]:
+        """This process's generators of torch (CPU and its GPU), numpy and Python, in plain types."""
+        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+            "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+            "python": random.getstate(),
+        }
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+        np.random.set_state(tuple(state["numpy"]))
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
 
 
 def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
@@ -181,5 +257,6 @@ def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> fl
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """A group with a `scale` learns at that multiple of the rate."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("scale", 1.0)

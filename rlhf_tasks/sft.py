@@ -7,12 +7,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks import console, models
+from rlhf_tasks import models
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Sft, Split, StageView
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
 from rlhf_tasks.runtime import Runtime
-from rlhf_tasks.supervised import Best, LanguageModelling, evaluate, fit
+from rlhf_tasks.supervised import Best, Fit, LanguageModelling, evaluate, resumed
 from rlhf_tasks.tracking import Tracker
 
 TOKENIZER, BASE = Path("data/tokenizer"), Path("models/base")
@@ -81,20 +81,15 @@ def _train(
     """Train in place and go back to the validation minimum."""
     settings = config.sft
     train, validation = demonstrations(tokenizer, "train"), demonstrations(tokenizer, "validation")
-    best, last = Best(settings.patience), 0
-    with console.progress("sft", settings.num_epochs, unit="epoch") as bar:
-        for step in fit(rt, model, train, settings, config.seed):
-            tracker.metrics(step.metrics, step=step.number)
-            bar.advance(settings.num_epochs / step.num_steps, loss=step.metrics["train/loss"], best=best.loss)
-            last = step.number
-            every = max(1, round(step.num_steps / (settings.num_epochs * settings.evals_per_epoch)))
-            if step.number % every == 0 or step.number == step.num_steps:
-                found = evaluate(rt, model, validation, settings.micro_batch_tokens)
-                tracker.metrics({f"eval/{key}": value for key, value in found.items()}, step=step.number)
-                with rt.gathered(model):
-                    best.offer(model, found["loss"], step.number)
-                if best.exhausted:
-                    break
+    fit, best = Fit(rt, model, train, settings, config.seed), Best(settings.patience)
+    every = max(1, round(fit.num_steps / (settings.num_epochs * settings.evals_per_epoch)))
+    for step in resumed(config, "sft", fit, tracker, best):
+        tracker.metrics(step.metrics, step=step.number)
+        if step.number % every == 0 or step.number == step.num_steps:
+            found = evaluate(rt, model, validation, settings.micro_batch_tokens)
+            tracker.metrics({f"eval/{key}": value for key, value in found.items()}, step=step.number)
+            with rt.gathered(model):
+                best.offer(model, found["loss"], step.number)
     with rt.gathered(model, write=True):
         best.restore(model)
-    return {"steps_trained": last, "step_kept": best.step}
+    return {"steps_trained": fit.number, "step_kept": best.step}

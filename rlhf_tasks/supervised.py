@@ -1,22 +1,30 @@
-"""What base, SFT and reward training share: epochs of optimiser steps, evaluations, the best kept."""
+"""What base, SFT and reward training share: epochs of optimiser steps, evaluations, the best kept.
+
+All of it can be stopped between two steps and gone on with to the same bytes: see `resume`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.config import Optimisation
+from rlhf_tasks import console, resume
+from rlhf_tasks.config import Optimisation, StageView
 from rlhf_tasks.data.batches import Batch, Ids, Size, collate, epoch_batches, micro_batches, sizes
 from rlhf_tasks.models import response_logits
+from rlhf_tasks.resume import State
 from rlhf_tasks.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.tensors import gather_logprobs, masked_sum
+from rlhf_tasks.tracking import Tracker
 
 Sums = dict[str, Tensor]
+SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them
 
 
 class Task(Protocol):
@@ -45,10 +53,11 @@ class LanguageModelling:
     def weight(self, rows: Sequence[int]) -> float:
         return sum(len(self.responses[i]) for i in rows)
 
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad)
+
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        batch = collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad).to(
-            device
-        )
+        batch = self.batch(rows).to(device)
         return lm_sums(response_logits(model, batch), batch)
 
 
@@ -68,57 +77,91 @@ class Step:
     metrics: dict[str, float]
 
 
-def fit(rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed: int) -> Iterator[Step]:
-    """Train `model` in place for `num_epochs`, yielding after every optimiser step.
+class Fit:
+    """Training of `model` in place for `num_epochs`: iterate it for one optimiser step after another.
 
     The loss of a step is its sum over the whole batch of all processes, over `weight`: it is the same
-    however the batch is cut into micro-batches or shared among processes.
+    however the batch is cut into micro-batches or shared among processes. Between two steps all there is
+    to know is in `state_dict`.
     """
-    wrapped, optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
-    order = torch.Generator().manual_seed(seed)
-    per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
-    num_steps = math.ceil(per_epoch * settings.num_epochs)
-    number = 0
-    while number < num_steps:
-        for rows in epoch_batches(task.sizes, settings.batch_size, order):
-            if number == num_steps:
-                break
-            rate = learning_rate(settings, number, num_steps)
-            set_learning_rate(optimizer, rate)
-            sums, norm = _step(rt, wrapped, optimizer, task, rows, settings)
-            number += 1
-            weight = task.weight(rows)
-            means = {f"train/{key}": value / weight for key, value in sums.items()}
-            yield Step(number, num_steps, means | {"train/grad_norm": norm, "lr": rate})
 
+    def __init__(self, rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed: int) -> None:
+        self.rt, self.task, self.settings = rt, task, settings
+        self.model, self.optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
+        self.steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
+        self.num_steps = math.ceil(self.steps_per_epoch * settings.num_epochs)
+        self.number = 0  # of steps taken
+        self._order = torch.Generator().manual_seed(seed)
+        self._drawn_from = self._order.get_state()  # what this epoch's batches were drawn from
+        self._batches: list[list[int]] = []  # this epoch's
 
-def _step(
-    rt: Runtime,
-    wrapped: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    task: Task,
-    rows: list[int],
-    settings: Optimisation,
-) -> tuple[dict[str, float], float]:
-    weight = task.weight(rows)
-    parts: list[Sums] = []
+    def __iter__(self) -> Iterator[Step]:
+        while self.number < self.num_steps:
+            yield self.step()
 
-    def loss_of(group: list[int]) -> Callable[[], Tensor]:
-        def compute() -> Tensor:
-            sums = _sums(rt, wrapped, task, group, rows)
-            parts.append({key: value.detach() for key, value in sums.items()})
-            return sums["loss"] / weight
+    @property
+    def epochs(self) -> float:
+        """Epochs done."""
+        return self.settings.num_epochs * self.number / self.num_steps
 
-        return compute
+    def step(self) -> Step:
+        rows = self._next_rows()
+        rate = learning_rate(self.settings, self.number, self.num_steps)
+        set_learning_rate(self.optimizer, rate)
+        sums, norm = self._optimise(rows)
+        self.number += 1
+        weight = self.task.weight(rows)
+        means = {f"train/{key}": value / weight for key, value in sums.items()}
+        return Step(self.number, self.num_steps, means | {"train/grad_norm": norm, "lr": rate})
 
-    wrapped.train()
-    norm = rt.step(
-        wrapped,
-        optimizer,
-        [loss_of(g) for g in groups(rt, task, rows, settings.micro_batch_tokens)],
-        settings.max_grad_norm,
-    )
-    return total(rt, parts), norm
+    def _next_rows(self) -> list[int]:
+        done = self.number % self.steps_per_epoch
+        if done == 0:
+            self._drawn_from = self._order.get_state()
+            self._batches = self._draw()
+        return self._batches[done]
+
+    def _draw(self) -> list[list[int]]:
+        return list(epoch_batches(self.task.sizes, self.settings.batch_size, self._order))
+
+    def _optimise(self, rows: list[int]) -> tuple[dict[str, float], float]:
+        """The sums of a batch, and the norm of its gradient."""
+        weight = self.task.weight(rows)
+        parts: list[Sums] = []
+
+        def loss_of(group: list[int]) -> Callable[[], Tensor]:
+            def compute() -> Tensor:
+                sums = _sums(self.rt, self.model, self.task, group, rows)
+                parts.append({key: value.detach() for key, value in sums.items()})
+                return sums["loss"] / weight
+
+            return compute
+
+        self.model.train()
+        norm = self.rt.step(
+            self.model,
+            self.optimizer,
+            [loss_of(g) for g in groups(self.rt, self.task, rows, self.settings.micro_batch_tokens)],
+            self.settings.max_grad_norm,
+        )
+        return total(self.rt, parts), norm
+
+    def state_dict(self) -> State:
+        """Weights, optimiser and place in the data; the same on all processes."""
+        between_epochs = self.number % self.steps_per_epoch == 0
+        return {
+            "training": self.rt.training_state(self.model, self.optimizer),
+            "number": self.number,
+            "order": self._order.get_state() if between_epochs else self._drawn_from,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.rt.load_training_state(self.model, self.optimizer, state["training"])
+        self.number = state["number"]
+        self._order.set_state(state["order"])
+        if self.number % self.steps_per_epoch:
+            self._drawn_from = state["order"]
+            self._batches = self._draw()
 
 
 def groups(rt: Runtime, task: Task, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -180,3 +223,49 @@ class Best:
     def restore(self, model: nn.Module) -> None:
         if self._weights:
             model.load_state_dict(self._weights)
+
+    def state_dict(self) -> State:
+        return {"loss": self.loss, "step": self.step, "worse": self._worse, "weights": self._weights}
+
+    def load_state_dict(self, state: State) -> None:
+        self.loss, self.step = state["loss"], state["step"]
+        self._worse, self._weights = state["worse"], state["weights"]
+
+
+# ------------------------------------------------------------------------------- stopped and gone on
+
+
+def resumed(
+    view: StageView, name: str, fit: Fit, tracker: Tracker, best: Best | None = None
+) -> Iterator[Step]:
+    """The steps of `fit` from where its last snapshot left it, on a progress bar, until `best` is exhausted.
+
+    The caller logs and evaluates each step before it asks for the next: snapshots are taken in between.
+    """
+    rt = fit.rt
+    with resume.open(rt, view, name) as snapshots, _bar(name, fit) as bar:
+        state = snapshots.load()
+        if state is not None:
+            fit.load_state_dict(state["shared"]["fit"])
+            if best is not None:
+                best.load_state_dict(state["shared"]["best"])
+            tracker.load_state_dict(state["tracker"])
+            rt.set_rng_state(state["rng"])
+            bar.skip(fit.epochs)
+        while fit.number < fit.num_steps and not (best is not None and best.exhausted):
+            step = fit.step()
+            yield step
+            bar.advance(fit.settings.num_epochs / step.num_steps, **_shown(step, best))
+            if snapshots.due():
+                shared = {"fit": fit.state_dict()} | ({"best": best.state_dict()} if best is not None else {})
+                state = {"shared": shared, "tracker": tracker.state_dict(), "rng": rt.rng_state()}
+                snapshots.save(step.number, state)
+
+
+def _bar(name: str, fit: Fit) -> AbstractContextManager[console.Meter]:
+    return console.progress(name, fit.settings.num_epochs, unit="epoch")
+
+
+def _shown(step: Step, best: Best | None) -> dict[str, float]:
+    found = {key: step.metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in step.metrics}
+    return found if best is None else found | {"best": best.loss}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_tasks.data.batches import Size
 from rlhf_tasks.runtime import adamw, learning_rate
-from rlhf_tasks.supervised import Best, LanguageModelling, Sums, evaluate, fit
+from rlhf_tasks.supervised import Best, Fit, LanguageModelling, Sums, evaluate
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -55,7 +55,7 @@ def test_micro_batches_change_no_evaluation(max_tokens: int) -> None:
 def test_one_batch_equals_the_same_batch_accumulated() -> None:
     def trained(max_tokens: int) -> tuple[dict[str, float], Tensor]:
         model = small.causal()
-        (step,) = fit(
+        (step,) = Fit(
             small.runtime(),
             model,
             task(),
@@ -72,8 +72,27 @@ def test_one_batch_equals_the_same_batch_accumulated() -> None:
 
 def test_training_lowers_the_loss() -> None:
     model = small.causal()
-    steps = list(fit(small.runtime(), model, task(), small.optimisation(num_epochs=15.0, batch_size=4), 1))
+    steps = list(Fit(small.runtime(), model, task(), small.optimisation(num_epochs=15.0, batch_size=4), 1))
     assert steps[-1].metrics["train/loss"] < 0.5 * steps[0].metrics["train/loss"]
+
+
+@pytest.mark.parametrize("taken", [1, 3, 4, 7])
+def test_training_gone_on_with_equals_uninterrupted(taken: int) -> None:
+    """Three steps an epoch, two and a half epochs."""
+    settings = small.optimisation(batch_size=4, num_epochs=2.5, schedule="cosine")
+
+    def begun(seed: int) -> Fit:
+        return Fit(small.runtime(), small.causal(seed=seed), task(), settings, seed=seed)
+
+    whole = begun(0)
+    steps = list(whole)
+    first, second = begun(0), begun(5)
+    for _ in range(taken):
+        first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert list(second) == steps[taken:]
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[key], value), key
 
 
 # ------------------------------------------------------------------------------- steps and rates
@@ -98,7 +117,7 @@ class Counted:
 def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
     counted = Counted([(2, 1)] * 10)
     settings = small.optimisation(batch_size=4, num_epochs=epochs)
-    found = list(fit(small.runtime(), nn.Linear(1, 1), counted, settings, seed=1))
+    found = list(Fit(small.runtime(), nn.Linear(1, 1), counted, settings, seed=1))
     assert [step.number for step in found] == list(range(1, steps + 1))
     assert {step.num_steps for step in found} == {steps}
     if epochs >= 1:
@@ -120,7 +139,7 @@ def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
 
 def test_the_rate_in_use_is_the_rate_reported() -> None:
     settings = small.optimisation(batch_size=5, num_epochs=2.0, schedule="linear", learning_rate=1.0)
-    found = fit(small.runtime(), nn.Linear(1, 1), Counted([(0, 1)] * 10), settings, seed=1)
+    found = Fit(small.runtime(), nn.Linear(1, 1), Counted([(0, 1)] * 10), settings, seed=1)
     assert [step.metrics["lr"] for step in found] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 

@@ -209,7 +209,7 @@ def test_sync_sends_only_the_steps_that_mlflow_lacks(home: Path, monkeypatch: py
             tracker.metrics({"train/loss": float(step)}, step=step)
     spool = Spool(home / "spool", "k")
     records, _ = spool.read()
-    run = Store.open(records[0]).stage_run(records[0], replay=False)
+    run = Store.open(records[0]).stage_run(records[0], last=True)
     run.send(records[1:3], spool.files)  # cut off after steps 1 and 2
     sent: list[int] = []
     log_batch = MlflowClient.log_batch
@@ -224,6 +224,82 @@ def test_sync_sends_only_the_steps_that_mlflow_lacks(home: Path, monkeypatch: py
     history = MlflowClient(embedded_uri(home)).get_metric_history(runs(home)["sft"].info.run_id, "train/loss")
     assert [point.step for point in history] == [1, 2, 3]
     assert pending(home / "spool") == []
+
+
+def vanish(monkeypatch: pytest.MonkeyPatch, home: Path, key: str) -> None:
+    """The run's last spool loses its end, as if its process had been killed."""
+    spool = sorted(home.glob(f"spool/{key}*.jsonl"))[-1]
+    lines = spool.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if '"kind": "end"' not in line and "curves.png" not in line]
+    spool.write_text("".join(line for line in kept if '"plots' not in line), encoding="utf-8")
+
+
+def interrupted_and_gone_on(home: Path, monkeypatch: pytest.MonkeyPatch, *, first_is_delivered: bool) -> None:
+    """Killed after step 3, gone on with from the snapshot after step 2."""
+    with tracking.open_run("sft", view(), key="k") as tracker:
+        for step in (1, 2):
+            tracker.metrics({"train/loss": float(step)}, step=step)
+        tracker.table("samples", [{"query": "a"}])
+        state = tracker.state_dict()
+        tracker.metrics({"train/loss": 3.0}, step=3)
+        tracker.table("samples", [{"query": "b"}])
+    vanish(monkeypatch, home, "k")
+    if first_is_delivered:
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "is_alive", lambda name: False)
+            deliver(home)
+        assert runs(home)["sft"].info.status == "FAILED"
+    with tracking.open_run("sft", view(), key="k") as tracker:
+        tracker.load_state_dict(json.loads(json.dumps(state)))
+        for step in (3, 4):
+            tracker.metrics({"train/loss": float(step)}, step=step)
+        assert [row["step"] for row in tracker.history()] == [1, 2, 3, 4]
+        tracker.table("samples", [{"query": "c"}])
+
+
+@pytest.mark.parametrize("first", ["delivered", "delivered last", "never over"])
+def test_a_run_that_goes_on_is_one_run_without_doubled_points(
+    home: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    interrupted_and_gone_on(home, monkeypatch, first_is_delivered=first == "delivered")
+    if first == "delivered last":
+        assert courier.follow(Spool(home / "spool", "k.2"))
+    monkeypatch.setattr(context, "is_alive", lambda name: False)
+    assert courier.sync(home)[1] == {}
+    assert pending(home / "spool") == []
+    client = MlflowClient(embedded_uri(home))
+    [run] = [r for r in client.search_runs(["1"]) if r.info.run_name == "sft"]
+    points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((point.step, point.value) for point in points) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert run.info.status == "FINISHED"
+    assert "rlhf.reason" not in run.data.tags
+    assert runs(home)["pipeline"].info.status == "FINISHED"
+    if first != "delivered last":
+        table = client.download_artifacts(run.info.run_id, "tables/samples.json")
+        assert json.loads(Path(table).read_text())["data"] == [["a"], ["c"]]
+
+
+def test_a_run_that_goes_on_belongs_to_the_pipeline_that_ends_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for flow in ("flow-1", "flow-2"):
+        monkeypatch.setenv("RLHF_PARENT_RUN", flow)
+        with tracking.open_run("sft", view(), key="k"):
+            pass
+        deliver(home)
+    client, run = MlflowClient(embedded_uri(home)), runs(home)["sft"]
+    parent = client.get_run(run.data.tags["mlflow.parentRunId"])
+    assert parent.data.tags["rlhf.pipeline"] == "flow-2"
+
+
+def test_an_event_is_a_tag_and_a_row(home: Path) -> None:
+    with tracking.open_run("ppo", view("ppo")) as tracker:
+        tracker.event("guard.kl", "12 is above 10", step=512)
+    deliver(home)
+    run = runs(home)["ppo"]
+    assert run.data.tags["guard.kl"] == "at 512: 12 is above 10"
+    table = MlflowClient(embedded_uri(home)).download_artifacts(run.info.run_id, "tables/events.json")
+    assert json.loads(Path(table).read_text())["data"] == [[512, "guard.kl", "12 is above 10"]]
 
 
 def test_sync_leaves_a_running_stage_to_its_own_courier(home: Path) -> None:

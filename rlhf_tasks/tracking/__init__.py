@@ -7,10 +7,14 @@ for `rlhf sync`. A trainer that vanishes is noticed by its courier, and its run 
 
 A stage's final metrics are logged under their own names, unless that name already has a curve: then
 nothing is added if the curve ends at the same value, and else the final one is `final/NAME`.
+
+A stage that goes on after it was killed goes on with its run, by the same key: the curves are as they
+were at the snapshot, the spool is another part (`KEY.2.jsonl`), and MLflow gets the points it lacks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -45,6 +49,9 @@ class Tracker(Protocol):
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows to the sample table `name`."""
 
+    def event(self, name: str, text: str, *, step: int) -> None:
+        """Something to be seen at once: a tag of that name, and a row of the table `events`."""
+
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Keep a copy of a file with the run; not for checkpoints, which DVC keeps."""
 
@@ -54,6 +61,12 @@ class Tracker(Protocol):
     def history(self) -> list[dict[str, float]]:
         """The curves so far: a dict per step, its x axis (`step` or `episode`) first."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The curves and tables so far, in plain types."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Back to these: what was logged after them is forgotten."""
+
 
 class History:
     """Points by step; values logged apart for one step share a row."""
@@ -61,6 +74,9 @@ class History:
     def __init__(self, axis: str) -> None:
         self.axis = axis
         self._rows: dict[int, dict[str, float]] = {}
+
+    def replace(self, rows: Sequence[Mapping[str, float]]) -> None:
+        self._rows = {int(row[self.axis]): dict(row) for row in rows}
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         row = self._rows.setdefault(step, {self.axis: step})
@@ -88,6 +104,9 @@ class NullTracker:
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         pass
 
+    def event(self, name: str, text: str, *, step: int) -> None:
+        pass
+
     def artifact(self, path: Path, folder: str | None = None) -> None:
         pass
 
@@ -96,6 +115,12 @@ class NullTracker:
 
     def history(self) -> list[dict[str, float]]:
         return self._history.rows()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history(), "tables": "{}"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._history.replace(state["history"])
 
 
 class SpoolTracker:
@@ -115,9 +140,16 @@ class SpoolTracker:
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self._tables.setdefault(name, []).extend(dict(row) for row in rows)
+        self._keep_table(name)
+
+    def _keep_table(self, name: str) -> None:
         kept = self._spool.files / "tables" / f"{name}.json"
         checkpoint.write_text(kept, table_json(self._tables[name]))
         self._spool.append("artifact", file=f"tables/{name}.json", folder="tables", table=True)
+
+    def event(self, name: str, text: str, *, step: int) -> None:
+        self._spool.append("event", name=name, text=text, step=step)
+        self.table("events", [{self._history.axis: step, "event": name, "text": text}])
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         name = f"{folder}/{path.name}" if folder else path.name
@@ -145,6 +177,15 @@ class SpoolTracker:
 
     def history(self) -> list[dict[str, float]]:
         return self._history.rows()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history(), "tables": json.dumps(self._tables, default=str)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._history.replace(state["history"])
+        self._tables = json.loads(state["tables"])
+        for name in self._tables:
+            self._keep_table(name)
 
     def keep_curves(self) -> None:
         """The curves as CSV and as one figure: MLflow's charts cannot be laid out from here."""
@@ -178,13 +219,14 @@ class SpoolTracker:
 def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterator[Tracker]:
     """A stage's run: FINISHED when the block ends, FAILED with the reason on an error, KILLED on Ctrl-C.
 
-    `key` names the run (tag `rlhf.run`); by default a new one.
+    `key` names the run (tag `rlhf.run`), by default a new one; a run of that key is gone on with.
     """
     if not view.tracking.enabled or not context.is_main_rank():
         yield NullTracker(stage)
         return
-    spool = Spool(lineage.home() / "spool", key or lineage.new_key(stage))
-    spool.append("run", **context.header(stage, view, spool.key))
+    key = key or lineage.new_key(stage)
+    spool = Spool.next_part(lineage.home() / "spool", key)
+    spool.append("run", **context.header(stage, view, key))
     courier = _start_courier(spool)
     tracker = SpoolTracker(stage, spool)
     status, reason, outs = "FINISHED", "", dict[str, str]()

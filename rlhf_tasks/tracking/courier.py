@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking.spool import Spool, pending
 
@@ -22,13 +24,19 @@ def follow(spool: Spool) -> bool:
     After a failure it tries again every so often, and a last time at the run's end; each later try
     sends only what MLflow lacks.
     """
-    reason = _attempt(spool, replay=False)
+    spool.lock.parent.mkdir(exist_ok=True)
+    with FileLock(spool.lock):  # the courier of the part before may have some to deliver yet
+        return _followed(spool)
+
+
+def _followed(spool: Spool) -> bool:
+    reason = _attempt(spool)
     while reason is not None:
         spool.trouble.write_text(reason + "\n", encoding="utf-8")
         if _is_over(spool):
             return False
         _sleep_until_retry(spool)
-        reason = _attempt(spool, replay=True)
+        reason = _attempt(spool)
     spool.close()
     return True
 
@@ -39,16 +47,22 @@ def sync(home: Path) -> tuple[int, dict[str, str]]:
     for spool in pending(home / "spool"):
         if not _is_over(spool):
             continue
-        reason = _attempt(spool, replay=True)
+        spool.lock.parent.mkdir(exist_ok=True)
+        try:
+            with FileLock(spool.lock, timeout=0):
+                reason = _attempt(spool)
+                if reason is None:
+                    spool.close()
+        except Timeout:
+            continue  # the run goes on, and its courier is at it
         if reason is None:
-            spool.close()
             delivered += 1
         else:
-            failed[spool.key] = reason
+            failed[spool.name] = reason
     return delivered, failed
 
 
-def _attempt(spool: Spool, *, replay: bool) -> str | None:
+def _attempt(spool: Spool) -> str | None:
     """Deliver from the beginning to the run's end; None, or why that failed."""
     for name, value in context.HTTP_BOUNDS.items():
         os.environ.setdefault(name, value)
@@ -60,8 +74,8 @@ def _attempt(spool: Spool, *, replay: bool) -> str | None:
     try:
         records, offset = spool.read()
         process = records[0]["process"]
-        run = Store.open(records[0]).stage_run(records[0], replay=replay)
-        while not run.send(records, spool.files):
+        run = Store.open(records[0]).stage_run(records[0], last=spool.is_last)
+        while not run.send(records, spool.files, last=spool.is_last):
             if not records and not context.is_alive(process):
                 spool.append("end", status="FAILED", reason=VANISHED, device="unknown", outs={})
             elif not records:

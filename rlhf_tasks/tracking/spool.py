@@ -1,7 +1,10 @@
 """The local record of a run: a JSON line for each thing logged, files beside it. No torch, no MLflow.
 
-Kinds of line: `run` (the first: who, where, parameters, inputs), `metrics`, `artifact`, `headlines`,
-`end`. Each has `time` in milliseconds since 1970, so that a second delivery sends the very same points.
+A run that goes on after its process was killed gets another part: KEY.jsonl, KEY.2.jsonl, …
+
+Kinds of line: `run` (the first: who, where, parameters, inputs), `metrics`, `event`, `artifact`,
+`headlines`, `end`. Each has `time` in milliseconds since 1970, so that a second delivery sends the very
+same points.
 """
 
 from __future__ import annotations
@@ -19,30 +22,55 @@ from typing import Any
 @dataclass(frozen=True)
 class Spool:
     folder: Path
-    key: str
+    name: str
+
+    @classmethod
+    def next_part(cls, folder: Path, key: str) -> Spool:
+        """The spool of a new run, or of one that goes on."""
+        spool = cls(folder, key)
+        while spool._exists():
+            spool = spool._next()
+        return spool
+
+    @property
+    def is_last(self) -> bool:
+        """False once the run has gone on in another part: its status is no longer this one's to tell."""
+        return not self._next()._exists()
+
+    def _next(self) -> Spool:
+        key, _, part = self.name.partition(".")
+        return Spool(self.folder, f"{key}.{int(part or 1) + 1}")
+
+    def _exists(self) -> bool:
+        return self.file.exists() or self.delivered.exists()
 
     @property
     def file(self) -> Path:
-        return self.folder / f"{self.key}.jsonl"
+        return self.folder / f"{self.name}.jsonl"
 
     @property
     def files(self) -> Path:
         """Copies of the artifacts, until they are delivered."""
-        return self.folder / self.key
+        return self.folder / self.name
 
     @property
     def log(self) -> Path:
         """What the courier's process prints."""
-        return self.folder / f"{self.key}.log"
+        return self.folder / f"{self.name}.log"
 
     @property
     def trouble(self) -> Path:
         """Exists while MLflow does not take what is sent; holds the reason."""
-        return self.folder / f"{self.key}.trouble"
+        return self.folder / f"{self.name}.trouble"
 
     @property
     def delivered(self) -> Path:
-        return self.folder / "delivered" / f"{self.key}.jsonl"
+        return self.folder / "delivered" / f"{self.name}.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held by whoever delivers any part of the run: two at once would each send what MLflow lacks."""
+        return self.folder / "locks" / f"{self.name.partition('.')[0]}.lock"
 
     def append(self, kind: str, **fields: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from rlhf_tasks.tracking import context
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
 MAX_PARAM, MAX_TAG = 6000, 5000  # characters
 MAX_DIGEST = 36  # `….dir` just fits
+REASON = "rlhf.reason"  # why a run was killed or failed
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
 
@@ -54,13 +55,31 @@ class Store:
         found = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
         return found[0].info.run_id if found else None
 
-    def stage_run(self, header: Mapping[str, Any], *, replay: bool) -> StageRun:
-        """The stage's run, made or found again, with parameters, tags and inputs."""
+    def stage_run(self, header: Mapping[str, Any], *, last: bool) -> StageRun:
+        """The stage's run, made, with parameters, tags and inputs; or found again.
+
+        `last`: False for what is delivered late of a run that has gone on since; its status stays.
+        """
         with self.lock:
-            parent = self._parent(header)
-            run = self.find("rlhf.run", header["key"]) or self._create(header, parent)
+            known = self.find("rlhf.run", header["key"])
+            parent = self._parent(header) if last or known is None else self._parent_of(known)
+            if known is not None and last:
+                self._reopen(known)
+                self.client.set_tag(known, MLFLOW_PARENT_RUN_ID, parent)
+            run = known or self._create(header, parent)
         given = header["parent"].get("owner") == "given"
-        return StageRun(self.client, run, parent, header, owns_parent=not given, replay=replay)
+        return StageRun(self.client, run, parent, header, owns_parent=not given, replay=known is not None)
+
+    def _parent_of(self, run: str) -> str:
+        return str(self.client.get_run(run).data.tags[MLFLOW_PARENT_RUN_ID])
+
+    def _reopen(self, run: str) -> None:
+        """RUNNING (again), and no longer why it was not."""
+        known = self.client.get_run(run)
+        if known.info.status != "RUNNING":
+            self.client.update_run(run, status="RUNNING")
+        if REASON in known.data.tags:
+            self.client.delete_tag(run, REASON)
 
     def _create(self, header: Mapping[str, Any], parent: str) -> str:
         tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: parent, MLFLOW_RUN_NAME: header["stage"]}
@@ -86,12 +105,9 @@ class Store:
             )
             run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
             identity = str(run.info.run_id)
-        known = self.client.get_run(identity)
-        if known.info.status != "RUNNING":
-            self.client.update_run(identity, status="RUNNING")
-        self._log_params(
-            identity, {k: v for k, v in header["parameters"].items() if k not in known.data.params}
-        )
+        self._reopen(identity)
+        known = self.client.get_run(identity).data.params
+        self._log_params(identity, {k: v for k, v in header["parameters"].items() if k not in known})
         return identity
 
     def _log_params(self, run: str, values: Mapping[str, Any]) -> None:
@@ -125,12 +141,15 @@ class StageRun:
     parent: str
     header: Mapping[str, Any]
     owns_parent: bool
-    replay: bool  # True: ask for the steps MLflow has, and send the others
+    replay: bool  # True: some was delivered before; ask for the steps MLflow has, and send the others
     _held: dict[str, set[int]] = field(default_factory=dict)
     _tables: list[str] = field(default_factory=list)
 
-    def send(self, records: Sequence[Mapping[str, Any]], files: Path) -> bool:
-        """Deliver in order, `files` holding the artifacts; True once the run's end is among the records."""
+    def send(self, records: Sequence[Mapping[str, Any]], files: Path, *, last: bool = True) -> bool:
+        """Deliver in order, `files` holding the artifacts; True once the run's end is among the records.
+
+        `last`: False once the run has gone on elsewhere: this was not its end.
+        """
         self._send_metrics([r for r in records if r["kind"] == "metrics"])
         for name, record in {r["file"]: r for r in records if r["kind"] == "artifact"}.items():
             self.client.log_artifact(self.run, str(files / name), record["folder"])
@@ -140,8 +159,13 @@ class StageRun:
             if record["kind"] == "headlines":
                 metrics = [Metric(k, v, record["time"], 0) for k, v in record["values"].items()]
                 self.client.log_batch(self.parent, metrics=metrics)
+            elif record["kind"] == "event":
+                self.client.set_tag(
+                    self.run, record["name"], f"at {record['step']}: {record['text']}"[:MAX_TAG]
+                )
             elif record["kind"] == "end":
-                self._end(record)
+                if last:
+                    self._end(record)
                 return True
         return False
 
@@ -163,7 +187,7 @@ class StageRun:
     def _end(self, record: Mapping[str, Any]) -> None:
         tags = {"device": record["device"], **{f"dvc.out.{p}": md5 for p, md5 in record["outs"].items()}}
         if record["reason"]:
-            tags["rlhf.reason"] = record["reason"]
+            tags[REASON] = record["reason"]
         if self._tables:
             tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
         self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
@@ -172,7 +196,7 @@ class StageRun:
             return
         if record["status"] != "FINISHED":
             reason = f"{self.header['stage']}: {record['reason']}"[:MAX_TAG]
-            self.client.set_tag(self.parent, "rlhf.reason", reason)
+            self.client.set_tag(self.parent, REASON, reason)
             self.client.set_terminated(self.parent, record["status"], end_time=record["time"])
         elif self.header["last"] or self.header["parent"]["owner"] == "stage":
             self.client.set_terminated(self.parent, "FINISHED", end_time=record["time"])

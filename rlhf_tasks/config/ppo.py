@@ -1,0 +1,278 @@
+"""PPO. The names are the papers'; README gives each one's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config.types import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
+
+Weight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+# ------------------------------------------------------------------------------------ what is rewarded
+
+
+class RewardModelScorer(Section):
+    """models/reward, trained or given (`reward.from`)."""
+
+    kind: Literal["reward_model"]
+    weight: Weight
+
+
+class FunctionScorer(Section):
+    kind: Literal["function"]
+    weight: Weight
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
+        description="`module:function`, called with lists of prompts and of responses; gives a float for each"
+    )
+
+
+class HttpScorer(Section):
+    kind: Literal["http"]
+    weight: Weight
+    url: Annotated[str, Field(pattern=r"^https?://")] = Field(
+        description='is sent {"prompts": […], "responses": […]}, answers {"scores": […]}'
+    )
+    timeout_seconds: PositiveFloat
+    batch_size: PositiveInt
+
+
+class DummyScorer(Section):
+    """Zero for every answer: the whole machinery without anything to learn."""
+
+    kind: Literal["dummy"]
+
+
+Scorer = Annotated[RewardModelScorer | FunctionScorer | HttpScorer | DummyScorer, Field(discriminator="kind")]
+
+
+# ------------------------------------------------------------------------------------ optional features
+
+
+class AdaptiveKl(Section):
+    """kl_coef ← kl_coef · (1 + clip(KL / target − 1, ±clip) · episodes / horizon).
+
+    Ziegler et al. 2019, 2.2.
+    """
+
+    target: PositiveFloat = Field(description="nats an answer")
+    horizon: PositiveInt = Field(description="episodes")
+    clip: PositiveFloat
+
+
+class KlPenalty(Section):
+    """PPO-penalty beside the clip: + beta · KL(π_old ‖ π).
+
+    beta doubles above 1.5 · target and halves below target / 1.5: Schulman et al. 2017, eq. 8.
+    """
+
+    beta: PositiveFloat = Field(description="at the start")
+    target: PositiveFloat = Field(description="nats a token")
+
+
+class ReferenceSync(Section):
+    """ref ← (1 − alpha) · ref + alpha · policy."""
+
+    every: PositiveInt = Field(description="updates")
+    alpha: Annotated[float, Field(gt=0, le=1)]
+
+
+class ScoreScaling(Section):
+    """Scores over their running standard deviation (and mean), then clipped: PPO-max, eq. 18."""
+
+    subtract_mean: bool
+    clip: PositiveFloat | None = Field(description="in standard deviations")
+
+
+class CriticWarmup(Section):
+    """The critic alone learns first, on rollouts of the frozen policy, until its loss settles."""
+
+    max_updates: PositiveInt
+    settled: PositiveFloat = Field(
+        description="ends when an update lowers the value loss by less than this share of it"
+    )
+
+
+class Ptx(Section):
+    """+ coef · LM loss on SFT demonstrations, as many rows as the minibatch: InstructGPT's PPO-ptx."""
+
+    coef: PositiveFloat
+
+
+class PolicyLora(Lora):
+    value: bool = Field(description="adapters for the value model too; else all of it is trained")
+
+
+class Guards(Section):
+    """A watchdog over each update's metrics."""
+
+    action: Literal["warn", "stop", "roll_back"]
+    kl_min: float = Field(description="objective/kl, two standard errors allowed")
+    kl_max: PositiveFloat
+    ratio_min: PositiveFloat = Field(description="val/ratio")
+    ratio_max: PositiveFloat
+    perplexity_min: PositiveFloat = Field(
+        description="of the policy on its own answers, while length or repetition rises"
+    )
+    eos_share_min: Fraction = Field(description="answers that end, of as many as ever did")
+    patience: PositiveInt = Field(description="updates in a row before it trips; NaN and inf trip at once")
+    checkpoint_every: PositiveInt = Field(description="updates between the checkpoints to roll back to")
+    kl_coef_factor: Annotated[float, Field(gt=1)] = Field(description="× kl_coef at each roll back")
+    max_roll_backs: PositiveInt = Field(description="then it stops")
+
+
+# ------------------------------------------------------------------------------------------- PPO
+
+
+class Ppo(Section):
+    total_episodes: PositiveInt
+    rollout_batch_size: PositiveInt = Field(description="episodes per update, over all processes")
+    num_mini_batches: PositiveInt = Field(description="optimiser steps per epoch")
+    num_ppo_epochs: PositiveInt
+    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
+
+    scorers: tuple[Scorer, ...] = Field(strict=False, min_length=1, description="summed by weight")
+
+    learning_rate: PositiveFloat
+    value_learning_rate: PositiveFloat | None = Field(description="null: as the policy's")
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_fraction: Fraction
+    max_grad_norm: PositiveFloat | None = Field(description="gradients are scaled down to it; null: never")
+
+    value_model: Literal["separate", "shared"] = Field(
+        description="shared: a value head on the policy's trunk"
+    )
+    critic_init: Literal["reward", "sft", "base"] = Field(description="what the value model starts as")
+    critic_warmup: CriticWarmup | None
+    lora: PolicyLora | None
+    gradient_checkpointing: bool
+
+    response_length: PositiveInt
+    temperature: PositiveFloat
+    stop_token: Literal["eos"] | Count = Field(description="`eos`, or the id of a token that ends answers")
+    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
+    missing_eos_score: float = Field(
+        description="of an answer without its stop token: eos_trick_replace puts it in place of the score, "
+        "eos_trick_subtract adds it (give it negative)"
+    )
+
+    kl_coef: NonNegativeFloat
+    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_in: Literal["reward", "loss"]
+    adaptive_kl: AdaptiveKl | None
+    kl_penalty: KlPenalty | None
+    target_kl: PositiveFloat | None = Field(
+        description="no further epoch once policy/approxkl_avg of one exceeds it"
+    )
+    reference_sync: ReferenceSync | None
+    ratio_from: Literal["rollout", "reference"] = Field(
+        description="denominator of the ratio; reference: PPO-max's importance sampling"
+    )
+
+    cliprange: PositiveFloat
+    cliprange_high: PositiveFloat | None = Field(description="above 1; null: as below it, `cliprange`")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        description="loss of a negative advantage is at most dual_clip · |A|, arXiv 1912.09729"
+    )
+    cliprange_value: PositiveFloat | None
+    advantage_clip: PositiveFloat | None
+
+    vf_coef: NonNegativeFloat
+    entropy_coef: NonNegativeFloat
+    ptx: Ptx | None
+    gamma: Fraction
+    lam: Fraction
+    whiten_rewards: bool
+    whiten_advantages: bool
+    score_scaling: ScoreScaling | None
+
+    guards: Guards | None
+
+    num_sample_generations: Count
+    num_selections: PositiveInt = Field(
+        description="times models/reward_heldout tries the policy on validation prompts; the best is kept"
+    )
+    num_selection_prompts: PositiveInt
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_purely(cls, values: Any) -> Any:
+        given = [key for key in BENDING if isinstance(values, Mapping) and key in values]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: answers would be drawn from another distribution than the log-probs "
+                "speak of, which drives the KL estimate negative; only `temperature` shapes sampling, and "
+                "every log-prob uses it"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _whole_batches(self) -> Ppo:
+        if self.rollout_batch_size % self.num_mini_batches:
+            raise ValueError(
+                f"rollout_batch_size={self.rollout_batch_size} is not divisible by "
+                f"num_mini_batches={self.num_mini_batches}"
+            )
+        if self.total_episodes < self.rollout_batch_size:
+            raise ValueError(
+                f"total_episodes={self.total_episodes} is less than one rollout of "
+                f"{self.rollout_batch_size}: nothing would be trained"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> Ppo:
+        """What would have no effect, or a false one, beside the other values."""
+        problems = [message for wrong, message in self._conflicts() if wrong]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _conflicts(self) -> list[tuple[bool, str]]:
+        shared, kinds = self.value_model == "shared", [scorer.kind for scorer in self.scorers]
+        return [
+            (
+                self.kl_in == "loss" and self.kl_estimator == "k1",
+                "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so that nothing "
+                "would hold the policy; use k2 or k3",
+            ),
+            (
+                shared and self.critic_init != "sft",
+                f"value_model=shared starts on the policy's trunk: critic_init={self.critic_init!r} would be "
+                "ignored; set it to sft",
+            ),
+            (
+                shared and self.value_learning_rate is not None,
+                "value_model=shared trains one trunk: it can have no value_learning_rate of its own; set it "
+                "to null",
+            ),
+            (
+                shared and self.critic_warmup is not None,
+                "value_model=shared: a warm-up of the critic would move the policy's trunk; set "
+                "critic_warmup to null, or value_model to separate",
+            ),
+            (
+                shared and self.lora is not None and self.lora.value,
+                "value_model=shared has no trunk of its own for lora.value; set it to false",
+            ),
+            (
+                self.lora is not None and self.reference_sync is not None,
+                "lora: the reference is the policy without its adapter and cannot follow it; set "
+                "reference_sync to null",
+            ),
+            (
+                self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back",
+                "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
+                "give it a small value",
+            ),
+            (
+                len(set(kinds)) < len(kinds) and kinds.count("reward_model") + kinds.count("dummy") > 1,
+                "scorers: reward_model and dummy can stand there once",
+            ),
+        ]

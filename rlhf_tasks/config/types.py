@@ -1,0 +1,62 @@
+"""What all sections are made of: strict, frozen, without defaults; number types; pinned model sources."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "report"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+Split = Literal["train", "validation", "test"]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: shown as one message, exit code 2."""
+
+
+class ConfigError(UserError):
+    """Every problem of a parameter file, in one message."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _pinned_revision(value: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{40}", value):
+        raise ValueError(
+            "a hub revision must be a full commit hash (40 hex digits), so that a rerun reads the same bytes"
+        )
+    return value
+
+
+Revision = Annotated[str, AfterValidator(_pinned_revision)]
+
+
+def is_hub_id(source: str) -> bool:
+    """A model source is a local folder where one exists, `NAME/REPO` on the hub otherwise."""
+    return not Path(source).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
+
+
+def check_source(source: str | None, revision: str | None, key: str) -> None:
+    if source is None:
+        if revision is not None:
+            raise ValueError(f"{key} names no model: `revision` would be ignored; set it to null too")
+        return
+    if is_hub_id(source) and revision is None:
+        raise ValueError(
+            f"{key}={source!r} is no local folder, so it is read as a hub id, and needs `revision`: "
+            "a commit hash; "
+            f"`git ls-remote https://huggingface.co/{source} HEAD` tells it"
+        )
+    if revision is not None and Path(source).exists():
+        raise ValueError(f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null")
