@@ -10,9 +10,11 @@ B batch · Q query · R response · T = Q + R · V vocabulary · H hidden.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks.config import Scratch, UserError, is_hub_id
+from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch, encode, load_tokenizer
 
 IDENTITY = "rlhf.json"
@@ -219,6 +223,88 @@ def response_logits(model: nn.Module, batch: Batch) -> Tensor:
     return logits[:, :-1]
 
 
+# ---------------------------------------------------------------------------------- adapters
+
+
+def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
+    """Low-rank adapters put into every linear layer but the head, in place; the same model comes back.
+
+    W x becomes W x + alpha / r · B A x, with A drawn by `seed` and B zero, so that nothing changes at first
+    (arXiv 2106.09685, 4.1). Only the adapters are trained, and the head of a model that scores.
+    """
+    from peft import LoraConfig, TaskType, inject_adapter_in_model
+
+    scores = model.get_output_embeddings() is None
+    settings = LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, target_modules="all-linear",  # type: ignore[arg-type]
+        task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):  # what else is drawn does not depend on adapters
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model)
+    if scores:
+        head_of(model).requires_grad_(True)
+    return model
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return bool(_adapted(model))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before its adapters, while it lasts: PPO's reference without a copy.
+
+    A trained head stays trained. What is to be trained is the same afterwards.
+    """
+    layers = _adapted(model).values()
+    trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, flag in trained:
+            parameter.requires_grad_(flag)
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """The plain model with its adapters folded into the weights, for saving: a copy on the CPU.
+
+    The model itself is left as it is (folding in and out again would round its weights), and comes back
+    where it has no adapters.
+    """
+    layers = _adapted(model)
+    if not layers:
+        return model
+    weights: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items():
+        layer, inside, rest = key.partition(".base_layer.")
+        if inside:
+            delta = layers[layer].get_delta_weight("default") if rest == "weight" else 0
+            weights[f"{layer}.{rest}"] = (value + delta).to(value).cpu()
+        elif ".lora_" not in key:
+            weights[key] = value.cpu()
+    with torch.random.fork_rng(devices=[]):
+        plain: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    plain.load_state_dict(weights)
+    if model.can_generate():
+        plain.generation_config = copy.deepcopy(model.generation_config)
+    plain.train(model.training)
+    return without_dropout(plain)
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers that carry an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
 # ------------------------------------------------------------------------------ saving, identity
 
 
@@ -229,13 +315,17 @@ def save(
     *,
     identity: Mapping[str, Any],
     card: str,
+    stop: int | None = None,
 ) -> None:
     """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
 
+    `stop`, by default EOS, is the token that ends its answers; the generation config says so.
     The same weights, tokenizer, identity and card give the same bytes.
     """
     # transformers' version and the folder it was read from would change bytes without a change of meaning
     model.config._name_or_path = ""
+    if model.can_generate():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -276,6 +366,11 @@ def file_hash(path: Path) -> str:
         digest.update(file.relative_to(path).as_posix().encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def is_made(folder: Path) -> bool:
+    """False for a folder that stands for a model nobody asked for (`reward.train: false`)."""
+    return (folder / "config.json").exists()
 
 
 def identity_of(folder: Path) -> dict[str, Any]:

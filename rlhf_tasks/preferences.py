@@ -4,6 +4,8 @@ A reward model that never saw the policy's own kind of answer misjudges it. On t
 gold judge compares two samples to one prompt; elsewhere nothing here can label, so that a sample
 stands as rejected against the prompt's reference. Training labels of the gold judge are flipped with
 `label_noise`, as people err; held-out pairs are labelled right, to measure by.
+
+With `reward.train: false` nothing will read the pairs: the tables are empty, and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console, models
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Split, StageView, UserError
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.generation import answer, text_of
+from rlhf_tasks.generation import answer
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.tracking import Tracker
 
@@ -34,15 +36,19 @@ Row = dict[str, str]
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     """Write data/comparisons. Metrics: pairs by split and origin, and how many labels were flipped."""
     rt = Runtime(config.launch, config.seed)
-    model, tokenizer = models.place(models.load_causal(SFT), rt.device).eval(), load_tokenizer(SFT)
+    wanted = config.reward.train
+    policy = models.place(models.load_causal(SFT), rt.device).eval() if wanted else None
+    tokenizer = load_tokenizer(SFT)
     metrics: dict[str, float] = {}
     with whole(OUT) as folder, console.progress("preferences", len(SPLITS), unit="splits") as bar:
         for number, split in enumerate(SPLITS):
-            rows = [row | {"origin": "given"} for row in read_table("preferences", split)]
-            rows += _sampled(config, model, tokenizer, split, seed=config.seed * len(SPLITS) + number)
+            rows: list[Row] = []
+            if policy is not None:
+                rows += [row | {"origin": "given"} for row in read_table("preferences", split)]
+                rows += _sampled(config, policy, tokenizer, split, seed=config.seed * len(SPLITS) + number)
             if split == "train" and config.data.source == "synthetic":
                 metrics["flipped"] = _flip(rows, config.preferences.label_noise, config.seed)
-            if not rows and split == "train":
+            if wanted and not rows and split == "train":
                 raise UserError(
                     "there is no pair to train a reward model on: data/preferences is empty and "
                     "preferences.num_prompts is 0; give pairs or let the SFT policy be sampled"

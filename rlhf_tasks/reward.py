@@ -22,18 +22,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks import console, models, statistics
+from rlhf_tasks import models, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Reward, StageView, UserError
 from rlhf_tasks.data.batches import Batch, Ids, collate, encode, encode_answers, load_tokenizer, read_table
 from rlhf_tasks.models import TokenScores, last_token
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.scorers import RewardScorer
-from rlhf_tasks.supervised import Sums, evaluate, fit, lm_sums
+from rlhf_tasks.supervised import Fit, Sums, evaluate, lm_sums, resumed
 from rlhf_tasks.tracking import Tracker
 
 SFT = Path("models/sft")
 OUTS = {"reward": Path("models/reward"), "reward_heldout": Path("models/reward_heldout")}
+NONE_MADE = """\
+# No reward model
+
+None was asked for: `reward.train` is false, since no scorer, critic or judge of params.yaml uses one.
+"""
 Row = dict[str, Any]
 
 
@@ -41,9 +46,12 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     """Write models/reward and models/reward_heldout.
 
     Metrics on the test pairs, for the optimised model (and for the other under `heldout/`): accuracy
-    with its interval and by origin, margin, calibration error, length_correlation.
+    with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
+    the folders only say that there is none, and there are no metrics.
     """
     rt = Runtime(config.launch, config.seed)
+    if not config.reward.train:
+        return _none_made(rt)
     tokenizer = load_tokenizer(SFT)
     metrics: dict[str, float] = {}
     for number, (name, out) in enumerate(OUTS.items()):
@@ -65,7 +73,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 
 @dataclass
 class Pairs:
-    """Chosen and rejected answers of each query, token ids; what `supervised.fit` learns."""
+    """Chosen and rejected answers of each query, token ids; what `supervised.Fit` learns."""
 
     queries: list[Ids]
     chosen: list[Ids]
@@ -132,6 +140,8 @@ def _trained(
     settings = config.reward
     generator = torch.Generator().manual_seed(seed)
     scores = TokenScores.from_policy(SFT, generator)
+    if settings.lora is not None:
+        models.with_lora(scores.model, settings.lora, seed=seed)
     head = models.load_causal(SFT).get_output_embeddings() if settings.lm_coef else None
     learner = Learner(scores, head).to(rt.device)
     rows = [row for row in read_table("comparisons", "train") if model_of(row["prompt"]) == name]
@@ -145,18 +155,12 @@ def _trained(
     )
     validation = _pairs(tokenizer, read_table("comparisons", "validation"))
     prefix = "" if name == "reward" else "heldout/"
-    with console.progress(name, settings.num_epochs, unit="epoch") as bar:
-        for step in fit(rt, learner, train, settings, seed):
-            tracker.metrics({prefix + key: value for key, value in step.metrics.items()}, step=step.number)
-            bar.advance(
-                settings.num_epochs / step.num_steps,
-                loss=step.metrics["train/loss"], accuracy=step.metrics["train/accuracy"],
-            )  # fmt: skip
-            if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
-                found = evaluate(rt, learner, validation, settings.micro_batch_tokens)
-                tracker.metrics(
-                    {f"{prefix}eval/{key}": value for key, value in found.items()}, step=step.number
-                )
+    fit = Fit(rt, learner, train, settings, seed)
+    for step in resumed(config, name, fit, tracker):
+        tracker.metrics({prefix + key: value for key, value in step.metrics.items()}, step=step.number)
+        if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
+            found = evaluate(rt, learner, validation, settings.micro_batch_tokens)
+            tracker.metrics({f"{prefix}eval/{key}": value for key, value in found.items()}, step=step.number)
     _normalise(rt, scores, tokenizer, settings.micro_batch_tokens)
     return scores
 
@@ -186,6 +190,16 @@ def _normalise(rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerB
 
 
 # ------------------------------------------------------------------------- fetching, measuring, saving
+
+
+def _none_made(rt: Runtime) -> dict[str, float]:
+    """Both outs, with a README in place of a model; `models.is_made` says False of them."""
+    for out in OUTS.values():
+        if rt.is_main:
+            with whole(out) as folder:
+                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
+    rt.barrier()
+    return {}
 
 
 def _fetched(settings: Reward, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenScores, dict[str, str]]:
@@ -240,7 +254,7 @@ def _save(
 ) -> None:
     with whole(out) as folder:
         models.save(
-            scores.model, tokenizer, folder,
+            models.merged(scores.model), tokenizer, folder,
             identity=models.identity("reward", parents),
             card=models.model_card(
                 f"Reward model ({out.name})", task="reward-model", parameters=config.declared(),

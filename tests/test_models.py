@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from rlhf_tasks import models
+from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate, load_tokenizer
 from rlhf_tasks.models import ContractError, TokenScores, last_token, response_logits
 from tests import small
@@ -244,3 +250,136 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> Non
     large.add_tokens(["w20", "w21"])
     with pytest.raises(ContractError, match=f"here: .* {small.VOCAB + 2} tokens, the model {small.VOCAB}"):
         models.check_fits(model, large, "here")
+
+
+# ----------------------------------------------------------------------------------- adapters
+
+LORA = Lora(r=3, alpha=6.0)
+LINEAR: dict[Family, int] = {"gpt_neox": 4, "llama": 7, "qwen2": 7, "gpt2": 4}  # of each of the two layers
+
+
+def adapted(model: PreTrainedModel, seed: int = 3) -> PreTrainedModel:
+    """With adapters that do something: B is zero until it is trained."""
+    found = models.with_lora(model, LORA, seed=seed)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return found
+
+
+def trained_names(model: PreTrainedModel) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    batch = collate(QUERIES, RESPONSES, PAD)
+    with torch.no_grad():
+        logits = response_logits(model, batch)
+    return logits[batch.response_mask]
+
+
+def scores_of(model: PreTrainedModel) -> torch.Tensor:
+    batch = collate(QUERIES, RESPONSES, PAD)
+    with torch.no_grad():
+        found: torch.Tensor = TokenScores(model).eval()(batch)
+    return found[batch.attention_mask.bool()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_layer_but_the_head_gets_an_adapter(family: Family) -> None:
+    policy = models.with_lora(small.causal(family), LORA, seed=1)
+    names = trained_names(policy)
+    assert len(names) == 2 * 2 * LINEAR[family]  # A and B in each layer's linear ones
+    assert all("lora_" in name for name in names)
+    assert not [name for name, _ in policy.named_parameters() if "lm_head.lora" in name]
+    scores = models.with_lora(small.scores(family).model, LORA, seed=1)
+    assert len(trained_names(scores)) == 2 * 2 * LINEAR[family] + 1
+    assert trained_names(scores)[-1] == "score.weight"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_adapters_change_nothing_and_draw_nothing_of_the_global_rng(family: Family) -> None:
+    plain, model = small.causal(family), small.causal(family)
+    before = torch.get_rng_state()
+    models.with_lora(model, LORA, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(logits_of(model), logits_of(plain))
+    same, other = (models.with_lora(small.causal(family), LORA, seed=seed) for seed in (1, 2))
+    drawn = [
+        torch.cat([p.flatten() for n, p in m.named_parameters() if "lora_A" in n])
+        for m in (model, same, other)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapted_layer_computes_w_plus_alpha_over_r_b_a(family: Family) -> None:
+    """In a plain model with the products added to its weights by hand."""
+    by_hand, model = small.causal(family), adapted(small.causal(family))
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in by_hand.named_parameters():
+            a = theirs.get(name.replace(".weight", ".lora_A.default.weight"))
+            b = theirs.get(name.replace(".weight", ".lora_B.default.weight"))
+            if name.endswith(".weight") and a is not None and b is not None:
+                delta = 2.0 * b @ a  # alpha / r = 6 / 3
+                weight.add_(delta.T if family == "gpt2" else delta)
+    assert not torch.allclose(logits_of(small.causal(family)), logits_of(by_hand), atol=1e-2)
+    torch.testing.assert_close(logits_of(model), logits_of(by_hand), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_without_its_adapters_is_bit_for_bit_the_one_before(family: Family) -> None:
+    model = adapted(small.causal(family))
+    names, ours = trained_names(model), logits_of(model)
+    with models.without_adapters(model):
+        assert torch.equal(logits_of(model), logits_of(small.causal(family)))
+    assert torch.equal(logits_of(model), ours)
+    assert trained_names(model) == names
+    model.requires_grad_(False)
+    with pytest.raises(KeyError), models.without_adapters(model):
+        raise KeyError
+    assert torch.equal(logits_of(model), ours)
+    assert trained_names(model) == [], "what was frozen stays frozen"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_model_is_plain_and_answers_alike(family: Family, tmp_path: Path) -> None:
+    model = adapted(small.causal(family))
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = 5
+    before, ours = torch.get_rng_state(), logits_of(model)
+    plain = models.merged(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(plain) is type(model)
+    assert plain.generation_config is not None
+    assert plain.generation_config.eos_token_id == 5
+    assert plain.state_dict().keys() == small.causal(family).state_dict().keys()
+    torch.testing.assert_close(logits_of(plain), ours, atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits_of(model), ours), "the adapted one goes on as it was"
+    loaded = models.load_causal(save(plain, tmp_path / "merged"))
+    assert torch.equal(logits_of(loaded), logits_of(plain))
+    assert [f.name for f in (tmp_path / "merged").iterdir() if "adapter" in f.name] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_reward_model_keeps_its_head_and_its_zero(family: Family, tmp_path: Path) -> None:
+    scores = small.scores(family)
+    adapted(scores.model)
+    scores.set_mean(0.5)
+    ours = scores_of(scores.model)
+    loaded = models.load_reward(save(models.merged(scores.model), tmp_path / "merged"))
+    assert loaded.mean == 0.5
+    torch.testing.assert_close(scores_of(loaded.model), ours, atol=1e-5, rtol=1e-5)
+
+
+def test_what_has_no_adapters_is_merged_already() -> None:
+    model = small.causal()
+    assert models.merged(model) is model
+    assert not models.has_adapters(model)
+    with models.without_adapters(model):
+        assert torch.equal(logits_of(model), logits_of(small.causal()))
+    assert models.has_adapters(models.with_lora(model, LORA, seed=1))

@@ -102,3 +102,14 @@ def test_no_pair_at_all_is_refused(project: Path) -> None:
     with pytest.raises(UserError, match="no pair to train a reward model on"):
         run(**{"preferences.num_prompts": 0})
     assert len(run()[1]["train"]) > 0
+
+
+def test_nothing_is_sampled_where_no_reward_model_is_asked_for(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_tasks.models.load_causal", None)
+    metrics, tables = run(**small.WITHOUT_REWARD)
+    assert tables == {"train": [], "validation": [], "test": []}
+    assert set(metrics.values()) == {0}
+    columns = [pq.read_schema(preferences.OUT / f"{split}.parquet").names for split in SPLITS]
+    assert columns == [list(preferences.COLUMNS)] * 3

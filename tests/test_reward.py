@@ -11,6 +11,7 @@ import torch
 
 from rlhf_tasks import models, reward
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.models import TokenScores
 from rlhf_tasks.reward import Learner, Pairs, pair_sums
 from rlhf_tasks.scorers import RewardScorer
 from rlhf_tasks.tracking import NullTracker
@@ -141,3 +142,40 @@ def test_the_same_seed_trains_the_same_bytes(project: Path) -> None:
 def test_a_ready_reward_model_without_its_head_is_refused(project: Path) -> None:
     with pytest.raises(models.ContractError, match="models/base lacks its trained head"):
         reward.run(small.view("reward", {"reward.from": "models/base"}), NullTracker())
+
+
+def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(project: Path) -> None:
+    lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
+    reward.run(small.view("reward", SMALL | lora), NullTracker())
+    start = models.load_causal(reward.SFT).base_model.state_dict()
+    for name, folder in reward.OUTS.items():
+        found = models.load_reward(folder)  # a plain model, or keys would be missing
+        changed = {
+            key for key, weight in found.model.base_model.state_dict().items()
+            if not torch.equal(weight, start[key])
+        }  # fmt: skip
+        linear = {f"layers.{i}.{part}.weight" for i in (0, 1) for part in small.NEOX_LINEAR}
+        assert changed == linear, name
+        for key in changed:
+            assert (
+                torch.linalg.matrix_rank(found.model.base_model.state_dict()[key] - start[key], atol=1e-5)
+                <= 2
+            )
+        seed = 1 + 1000 * (name == "reward_heldout")
+        fresh = TokenScores.from_policy(reward.SFT, torch.Generator().manual_seed(seed))
+        assert not torch.equal(models.head_of(found.model).weight, models.head_of(fresh.model).weight)
+        assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
+    assert reward.OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1
+
+
+def test_no_reward_model_is_made_where_none_is_asked_for(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load_causal", None)  # nothing is loaded
+    for out in reward.OUTS.values():
+        assert models.is_made(out)
+    assert reward.run(small.view("reward", small.WITHOUT_REWARD), NullTracker()) == {}
+    for out in reward.OUTS.values():
+        assert [file.name for file in out.iterdir()] == ["README.md"]
+        assert "reward.train" in (out / "README.md").read_text(encoding="utf-8")
+        assert not models.is_made(out)

@@ -158,3 +158,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids
 def encode_answers(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
     """Token ids of completions, EOS appended."""
     return [[*ids, tokenizer.eos_token_id] for ids in encode(tokenizer, texts)]
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, response: Ids) -> str:
+    """The response as text, its EOS left out."""
+    if response and response[-1] == tokenizer.eos_token_id:
+        response = response[:-1]
+    return str(tokenizer.decode(response, skip_special_tokens=False))

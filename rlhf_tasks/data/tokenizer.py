@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 NUM_BYTES = 256
+INSIDE = "##"  # what a token that does not begin a word begins with
 
 
 def scratch_rendering() -> Rendering:
@@ -26,25 +27,28 @@ def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTo
     """A tokenizer of at most `shape.vocab_size` tokens; the same bytes for the same texts.
 
     words: a token per word between white space, decoded with one space between words; what was not
-    seen often enough is <unk>. bpe: byte-level, so that every text round-trips exactly.
+    seen often enough is <unk>. bpe: byte-level, so that every text round-trips exactly. bpe_uncased: BPE
+    within lower-cased words, white space and punctuation apart as BERT has them, so that a name in code
+    and the same word in a sentence are the same tokens; case and layout are lost.
 
     Raises:
         UserError: if `vocab_size` has no room for the tokens every tokenizer of the kind has.
     """
     from transformers import PreTrainedTokenizerFast
 
-    specials = [PAD, EOS, UNK] if shape.tokenizer == "words" else [PAD, EOS]
-    least = len(specials) + (1 if shape.tokenizer == "words" else NUM_BYTES)
+    loses = shape.tokenizer != "bpe"
+    specials = [PAD, EOS, UNK] if loses else [PAD, EOS]
+    least = len(specials) + (1 if loses else NUM_BYTES)
     if shape.vocab_size < least:
         raise UserError(
             f"model.scratch.vocab_size={shape.vocab_size}: {shape.tokenizer} needs {least} or more"
         )
-    build = _words if shape.tokenizer == "words" else _bpe
+    build = {"words": _words, "bpe": _bpe, "bpe_uncased": _uncased}[shape.tokenizer]
     return PreTrainedTokenizerFast(
         tokenizer_object=build(texts, shape.vocab_size, specials),
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNK if shape.tokenizer == "words" else None,
+        unk_token=UNK if loses else None,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
@@ -70,6 +74,24 @@ def _bpe(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenize
         vocab_size=vocab_size,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _uncased(texts: Iterable[str], vocab_size: int, specials: list[str]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token=UNK, continuing_subword_prefix=INSIDE))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=INSIDE)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        limit_alphabet=NUM_BYTES,
+        continuing_subword_prefix=INSIDE,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)

@@ -14,9 +14,9 @@ from rouge_score.rouge_scorer import RougeScorer
 from rlhf_tasks import console, models, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
-from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.generation import answer, text_of
+from rlhf_tasks.generation import answer
 from rlhf_tasks.judge import judges
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.tracking import Tracker
@@ -133,9 +133,12 @@ def _agreement_on_samples(rt: Runtime, config: StageView, answers: Answers) -> d
     """How often each reward model orders two samples of one policy as the gold judge does.
 
     This, not accuracy on given pairs, says whether a reward model is fit to be optimised; gold ties
-    are left out.
+    are left out. Empty where no reward model was made.
     """
     metrics: dict[str, float] = {}
+    rewards = {name: folder for name, folder in REWARDS.items() if models.is_made(folder)}
+    if not rewards:
+        return metrics
     for who, folder in CONTENDERS.items():
         tokenizer = load_tokenizer(folder)
         second = [
@@ -143,7 +146,7 @@ def _agreement_on_samples(rt: Runtime, config: StageView, answers: Answers) -> d
         ]
         both = (answers.texts[who], second)
         gold = statistics.outcomes(*(gold_scores(answers.prompts, texts) for texts in both))
-        for name, reward in REWARDS.items():
+        for name, reward in rewards.items():
             judge = judges.RewardJudge(reward, rt.device)
             agreed = statistics.agreement(
                 statistics.outcomes(*(judge.scores(answers.prompts, t) for t in both)), gold

@@ -95,4 +95,5 @@ def _round_trip() -> YAML:
     yaml.Representer = Representer
     yaml.preserve_quotes = True
     yaml.width = 4096
+    yaml.indent(mapping=2, sequence=4, offset=2)  # as params.yaml is written
     return yaml

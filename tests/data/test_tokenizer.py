@@ -17,7 +17,7 @@ TEXTS = [
 ]
 
 
-def shape(kind: Literal["words", "bpe"], vocab_size: int) -> Scratch:
+def shape(kind: Literal["words", "bpe", "bpe_uncased"], vocab_size: int) -> Scratch:
     return Scratch(
         family="llama", hidden_size=8, num_layers=1, num_heads=2, vocab_size=vocab_size, tokenizer=kind
     )
@@ -31,6 +31,16 @@ def test_bytes_round_trip_exactly_whatever_the_text() -> None:
     words = tokenizer.train(shape("bpe", 300), TEXTS, 64)
     for text in [*TEXTS, " ünseen – 日本\t\r\n  end ", "a , b .", ""]:
         assert words.decode(ids(words, text)) == text
+
+
+def test_a_name_in_code_is_the_same_tokens_as_the_word_in_a_sentence() -> None:
+    texts = ["def get_node(self): return node", "Return the Node of a tree."] * 20
+    words = tokenizer.train(shape("bpe_uncased", 200), texts, 64)
+    node = ids(words, "node")
+    assert len(node) == 1
+    assert node[0] in ids(words, "x = get_node()")
+    assert node[0] in ids(words, "Node.")
+    assert words.decode(ids(words, "Return the Node of a tree.")) == "return the node of a tree."
 
 
 def test_words_decode_to_text_that_encodes_to_the_same_ids() -> None:

@@ -93,3 +93,17 @@ def test_the_same_seed_judges_the_same(project: Path, metrics: dict[str, float])
 def test_the_gold_judge_is_refused_for_data_it_does_not_know() -> None:
     with pytest.raises(UserError, match="gold knows the synthetic task only"):
         judges.build("gold", "files", torch.device("cpu"))
+
+
+def test_without_reward_models_the_gold_judge_judges_alone(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for folder in stage.REWARDS.values():
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "README.md").write_text("none", encoding="utf-8")
+    found = stage.run(small.view("judge", SETTINGS | {"judge.judges": ["gold"]}), NullTracker())
+    assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
+    assert [key for key in found if "agreement" in key or "reward" in key] == []
