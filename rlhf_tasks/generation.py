@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer
+from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, text_of
 from rlhf_tasks.models import load_causal, place
 
 
@@ -86,10 +86,12 @@ def answer(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    stop: int | None = None,
     batch_size: int = 256,
 ) -> list[Ids]:
-    """One sampled response (EOS included where it came) to each prompt, in order; seeded.
+    """One sampled response (its stop token included where it came) to each prompt, in order; seeded.
 
+    `stop` is by default what the checkpoint's generation config names, else EOS.
     Prompts of like length go together, so that little is padded.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
@@ -100,18 +102,19 @@ def answer(
         rows = order[start : start + batch_size]
         rollout = sample(
             model, [queries[i] for i in rows], max_new_tokens=max_new_tokens, temperature=temperature,
-            stop=tokenizer.eos_token_id, pad=tokenizer.pad_token_id, generator=generator,
+            stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
+            generator=generator,
         )  # fmt: skip
         for i, response in zip(rows, rollout.responses, strict=True):
             answers[i] = response
     return answers
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, response: Ids) -> str:
-    """The response as text, its EOS left out."""
-    if response and response[-1] == tokenizer.eos_token_id:
-        response = response[:-1]
-    return str(tokenizer.decode(response, skip_special_tokens=False))
+def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends this model's answers."""
+    config = model.generation_config
+    named = None if config is None else config.eos_token_id
+    return named if isinstance(named, int) else int(tokenizer.eos_token_id)
 
 
 def respond(

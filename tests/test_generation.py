@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_tasks.data.batches import collate
-from rlhf_tasks.generation import Rollout, answer, sample, text_of
+from rlhf_tasks.data.batches import collate, text_of
+from rlhf_tasks.generation import Rollout, answer, sample
 from rlhf_tasks.ppo.rollout import logprobs_of
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family

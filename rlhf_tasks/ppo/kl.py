@@ -1,16 +1,67 @@
-"""Estimators of KL(policy ‖ reference) per token, from the log-probs of sampled tokens.
+"""KL(policy ‖ reference) per token from the log-probs of sampled tokens, and what its coefficient follows.
 
-B batch · R response.
+B batch · R response. The estimators are those of Schulman, "Approximating KL divergence" (2020).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from torch import Tensor
+
+from rlhf_tasks.config.ppo import AdaptiveKl, KlPenalty
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log π − log π_ref, (B, R): unbiased under samples of the policy; may be negative for a token.
-
-    Schulman, "Approximating KL divergence" (2020).
-    """
+    """log π − log π_ref, (B, R): unbiased under samples of the policy; may be negative for a token."""
     return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """½ (log π − log π_ref)², (B, R): biased, never negative; its gradient is unbiased."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """π_ref/π − 1 − log(π_ref/π), (B, R): unbiased, never negative."""
+    ahead = ref_logprobs - logprobs
+    return ahead.expm1() - ahead
+
+
+ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass
+class KlController:
+    """kl_coef: fixed, or adaptive (Ziegler et al. 2019, 2.2)."""
+
+    coef: float
+    adaptive: AdaptiveKl | None = None
+
+    def update(self, kl: float, num_episodes: int) -> None:
+        """After a rollout of `num_episodes` whose mean KL an answer was `kl`."""
+        if self.adaptive is not None:
+            clip = self.adaptive.clip
+            error = min(max(kl / self.adaptive.target - 1, -clip), clip)
+            self.coef *= 1 + error * num_episodes / self.adaptive.horizon
+
+
+@dataclass
+class PenaltyController:
+    """beta of PPO-penalty, beside the clip (Schulman et al. 2017, eq. 8)."""
+
+    beta: float
+    target: float
+
+    @classmethod
+    def of(cls, settings: KlPenalty | None) -> PenaltyController:
+        """Off is beta = 0, which no doubling changes."""
+        return cls(0.0, 0.0) if settings is None else cls(settings.beta, settings.target)
+
+    def update(self, divergence: float) -> None:
+        """After the epochs on a rollout; `divergence` is the mean KL(π_old ‖ π) a token."""
+        if divergence < self.target / 1.5:
+            self.beta /= 2
+        elif divergence > self.target * 1.5:
+            self.beta *= 2

@@ -1,5 +1,6 @@
 """From one score an answer to one reward a token.
 
+In this order: the scorers' sum → scaling → the rule for answers that did not end → the last token.
 Departure from TRL: the score lands on the last real response token (EOS, or the last one of a
 truncated answer); TRL adds it one slot after EOS when there is room.
 
@@ -8,16 +9,41 @@ B batch · R response. `mask` (B, R) is True on real response tokens, EOS includ
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from rlhf_tasks.config.ppo import ScoreScaling
+from rlhf_tasks.tensors import Reduce, alone
 
-def replace_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float) -> Tensor:
-    """The EOS trick: an answer that did not end scores `missing_eos_score`, whatever the model said.
+Truncation = Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
 
-    scores (B,), ended (B,) bool. Ziegler et al. 2019; arXiv 2403.17031, detail 4.2.
+
+def truncated_scores(
+    scores: Tensor,
+    ended: Tensor,
+    rule: Truncation,
+    *,
+    missing_eos_score: float,
+    gamma: float,
+    last_values: Tensor,
+) -> Tensor:
+    """The scores (B,), those of answers that did not end (`ended` (B,) bool) under a rule:
+
+    eos_trick_replace: `missing_eos_score`, whatever the scorer said (Ziegler et al. 2019; arXiv
+    2403.17031, detail 4.2); eos_trick_subtract: the score plus it; bootstrap: γ · the value of the state
+    after the last token, `last_values` (B,), since the episode goes on there (Pardo et al. 2018);
+    bootstrap_add: the score plus that, which counts one outcome twice; none: the score as it is.
     """
-    return torch.where(ended, scores, missing_eos_score)
+    rest = {
+        "eos_trick_replace": lambda: torch.full_like(scores, missing_eos_score),
+        "eos_trick_subtract": lambda: scores + missing_eos_score,
+        "bootstrap": lambda: gamma * last_values,
+        "bootstrap_add": lambda: scores + gamma * last_values,
+        "none": lambda: scores,
+    }
+    return torch.where(ended, scores, rest[rule]())
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -28,3 +54,42 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     last = mask.sum(dim=1, keepdim=True) - 1
     columns = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, -kl_coef * kl, 0) + (columns == last) * scores[:, None]
+
+
+class ScoreScaler:
+    """clip((score − μ) / σ, ±clip), μ and σ over all scores so far: PPO-max, arXiv 2307.04964, eq. 18.
+
+    μ stays where `subtract_mean` is off. The moments are of all processes, in float64, and are this
+    object's whole state.
+    """
+
+    def __init__(self, settings: ScoreScaling | None) -> None:
+        self._settings = settings
+        self.count, self.mean, self.squares = 0.0, 0.0, 0.0
+        """Σ 1, the mean, and Σ (x − mean)²."""
+
+    def __call__(self, scores: Tensor, reduce: Reduce = alone) -> Tensor:
+        """Take the scores (B,) in, and give them scaled; as they are without settings."""
+        if self._settings is None:
+            return scores
+        self._take(scores.double(), reduce)
+        std = (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
+        found = (scores - self.mean if self._settings.subtract_mean else scores) / std
+        clip = self._settings.clip
+        return found if clip is None else found.clamp(-clip, clip)
+
+    def _take(self, x: Tensor, reduce: Reduce) -> None:
+        """Chan et al. 1979: moments of two sets together, from those of each."""
+        number, total = reduce(torch.stack([torch.tensor(float(len(x))).double(), x.sum()])).tolist()
+        mean = total / number
+        squares = float(reduce(((x - mean) ** 2).sum()))
+        apart, both = mean - self.mean, self.count + number
+        self.squares += squares + apart**2 * self.count * number / both
+        self.mean += apart * number / both
+        self.count = both
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]

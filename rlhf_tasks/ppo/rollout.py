@@ -1,82 +1,91 @@
 """One rollout: answers sampled from the policy, with all that PPO learns from, on the CPU.
 
-B batch · R response. `mask` (B, R) is True on real response tokens, EOS included.
+B batch · R response · V vocabulary · H hidden. `mask` (B, R) is True on real response tokens, EOS included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import Batch, Ids, Size, collate, micro_batches, sizes
+from rlhf_tasks.data.batches import Batch, Ids, Size, sizes
 from rlhf_tasks.models import TokenScores, response_logits
 from rlhf_tasks.tensors import gather_logprobs
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """This process's part of a rollout. `scores` are the reward model's, before the EOS rule."""
+    """This process's part of a rollout. `scores` are the scorers' sum, before scaling and the EOS rule."""
 
     queries: list[Ids]
     responses: list[Ids]
-    ended: Tensor  # (B,) bool: the answer has its EOS
+    ended: Tensor  # (B,) bool: the answer has its stop token
     mask: Tensor  # (B, R)
     logprobs: Tensor  # (B, R)
     ref_logprobs: Tensor  # (B, R)
-    values: Tensor  # (B, R)
+    values: Tensor  # (B, R), of the state before each token
+    last_values: Tensor  # (B,), of the state after the last token
     scores: Tensor  # (B,)
+    parts: dict[str, Tensor]  # each scorer's own, (B,)
 
     @property
     def sizes(self) -> list[Size]:
         return sizes(self.queries, self.responses)
 
 
-class ActorCritic(nn.Module):
-    """Policy and value model as one module, so that one optimiser and one engine hold both."""
+class ValueHead(nn.Linear):
+    """A critic without a trunk of its own: one number from the policy's hidden state, zero at first.
 
-    def __init__(self, policy: PreTrainedModel, value: TokenScores) -> None:
+    Zero as in lm-human-preferences: a random head would make noise of the first advantages.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as one module, so that one optimiser and one engine hold both.
+
+    The critic is a model of its own, or a head on the policy's trunk.
+    """
+
+    def __init__(self, policy: PreTrainedModel, value: TokenScores | ValueHead) -> None:
         super().__init__()
         self.policy, self.value = policy, value
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """((B, R, V) logits, (B, R) values): `values[t]` is read before response token t is seen."""
-        return response_logits(self.policy, batch), response_values(self.value, batch)
+        """((B, R, V) logits, (B, R + 1) values: before each response token, and after the last)."""
+        if isinstance(self.value, ValueHead):
+            return self._shared(self.value, batch)
+        return response_logits(self.policy, batch), self.state_values(batch)
+
+    def state_values(self, batch: Batch) -> Tensor:
+        """(B, R + 1): `[:, t]` is the value of the state before response token t is seen."""
+        if isinstance(self.value, ValueHead):
+            return self._shared(self.value, batch)[1]
+        per_token: Tensor = self.value(batch)
+        return per_token[:, -batch.num_response_columns - 1 :]
+
+    def _shared(self, head: ValueHead, batch: Batch) -> tuple[Tensor, Tensor]:
+        columns = batch.num_response_columns + 1
+        out = self.policy(
+            input_ids=batch.query_response, attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids, use_cache=False, logits_to_keep=columns,
+            output_hidden_states=True,
+        )  # fmt: skip
+        states = out.hidden_states[-1][:, -columns:]
+        return out.logits[:, :-1], head(states).squeeze(-1).float()
 
 
-def response_values(value: TokenScores, batch: Batch) -> Tensor:
-    """(B, R): the value of the state before each response token."""
-    width = batch.num_response_columns
-    per_token: Tensor = value(batch)
-    return per_token[:, -width - 1 : -1]
-
-
-def logprobs_of(model: PreTrainedModel, batch: Batch, temperature: float) -> Tensor:
+def logprobs_of(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
     """(B, R) log-probs of the response tokens at the sampling temperature."""
     return gather_logprobs(response_logits(model, batch).float() / temperature, batch.responses)
-
-
-@torch.no_grad()
-def per_token(
-    compute: Callable[[Batch], Tensor],
-    queries: Sequence[Ids],
-    responses: Sequence[Ids],
-    *,
-    width: int,
-    pad: int,
-    max_tokens: int,
-    device: torch.device,
-) -> Tensor:
-    """`compute`'s (b, r) of every micro-batch put together as (B, width), zero on padding."""
-    result = torch.zeros((len(queries), width))
-    for rows in micro_batches(sizes(queries, responses), max_tokens):
-        batch = collate([queries[i] for i in rows], [responses[i] for i in rows], pad)
-        found = compute(batch.to(device)).float().cpu()
-        result[rows, : found.shape[1]] = torch.where(batch.response_mask, found, 0)
-    return result
 
 
 def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:

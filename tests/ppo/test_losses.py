@@ -46,6 +46,34 @@ def test_a_clipped_token_has_no_gradient(ratio: float, advantage: float) -> None
 
 
 @pytest.mark.parametrize(
+    ("ratio", "loss", "clipped"), [(1.25, -2.5, False), (1.4, -2.6, True), (0.7, -1.4, False)]
+)
+def test_the_clip_may_be_higher_above_than_below(ratio: float, loss: float, clipped: bool) -> None:
+    found = policy_loss(torch.tensor([math.log(ratio)]), torch.tensor([2.0]), 0.2, cliprange_high=0.3)
+    assert found.loss.item() == pytest.approx(loss, abs=1e-6)
+    assert found.clipped.item() is clipped
+    below = policy_loss(torch.tensor([math.log(0.7)]), torch.tensor([-2.0]), 0.2, cliprange_high=0.3)
+    assert below.loss.item() == pytest.approx(1.6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (5.0, -2.0, 6.0, True),  # 10 without it
+        (2.0, -2.0, 4.0, False),
+        (0.5, -2.0, 1.6, True),  # the usual clip still holds
+        (5.0, 2.0, -2.4, True),  # a good token is not its matter
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_bad_tokens(
+    ratio: float, advantage: float, loss: float, clipped: bool
+) -> None:
+    found = policy_loss(torch.tensor([math.log(ratio)]), torch.tensor([advantage]), 0.2, dual_clip=3.0)
+    assert found.loss.item() == pytest.approx(loss, abs=1e-5)
+    assert found.clipped.item() is clipped
+
+
+@pytest.mark.parametrize(
     ("new", "old", "goal", "loss", "clipped"),
     [
         (1.1, 1.0, 2.0, 0.405, False),  # ½·0.9²
@@ -67,3 +95,9 @@ def test_a_step_down_the_value_loss_goes_towards_the_return() -> None:
     value_loss(new, torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0, -3.0]]), 0.2).loss.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == [[-2.0, 4.0]]
+
+
+def test_without_a_range_the_value_loss_is_half_the_square() -> None:
+    found = value_loss(torch.tensor([5.0]), torch.tensor([1.0]), torch.tensor([2.0]), None)
+    assert found.loss.item() == 4.5
+    assert not found.clipped.item()

@@ -1,12 +1,15 @@
-"""Where the score lands, what KL costs, and what an unfinished answer scores."""
+"""Where the score lands, what KL costs, what an unfinished answer scores, and how scores are scaled."""
 
 from __future__ import annotations
+
+import statistics
 
 import pytest
 import torch
 
-from rlhf_tasks.ppo.kl import k1
-from rlhf_tasks.ppo.rewards import replace_missing_eos, token_rewards
+from rlhf_tasks.config.ppo import ScoreScaling
+from rlhf_tasks.ppo.advantages import gae
+from rlhf_tasks.ppo.rewards import ScoreScaler, Truncation, token_rewards, truncated_scores
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 KL = torch.tensor([[1.0, -2.0, 0.5], [3.0, torch.nan, 9.0]])
@@ -28,11 +31,80 @@ def test_rewards_sum_to_score_and_non_score_reward() -> None:
     assert rewards.sum().item() == pytest.approx(6.0 - 0.25)  # −0.1 · (1 − 2 + 0.5 + 3)
 
 
-def test_kl_is_how_much_likelier_the_policy_finds_its_own_token() -> None:
-    assert k1(torch.tensor([-1.0, -3.0]), torch.tensor([-3.0, -1.0])).tolist() == [2, -2]
+@pytest.mark.parametrize(
+    ("rule", "unfinished"),
+    [
+        ("none", 5.0),
+        ("eos_trick_replace", -1.0),
+        ("eos_trick_subtract", 4.0),
+        ("bootstrap", 0.9 * 3.0),
+        ("bootstrap_add", 5.0 + 0.9 * 3.0),
+    ],
+)
+def test_only_an_answer_that_did_not_end_is_under_the_rule(rule: Truncation, unfinished: float) -> None:
+    found = truncated_scores(
+        torch.tensor([2.0, 5.0, -3.0]), torch.tensor([True, False, True]), rule,
+        missing_eos_score=-1.0, gamma=0.9, last_values=torch.tensor([7.0, 3.0, 7.0]),
+    )  # fmt: skip
+    assert found.tolist() == pytest.approx([2.0, unfinished, -3.0])
 
 
-@pytest.mark.parametrize("said", [5.0, -9.0, torch.nan])
-def test_the_eos_trick_replaces_the_score_of_an_answer_that_did_not_end(said: float) -> None:
-    found = replace_missing_eos(torch.tensor([2.0, said, -3.0]), torch.tensor([True, False, True]), -1.0)
-    assert found.tolist() == [2.0, -1.0, -3.0]
+def test_the_eos_trick_asks_no_scorer() -> None:
+    found = truncated_scores(
+        torch.tensor([torch.nan]), torch.tensor([False]), "eos_trick_replace",
+        missing_eos_score=-1.0, gamma=1.0, last_values=torch.zeros(1),
+    )  # fmt: skip
+    assert found.item() == -1
+
+
+def test_bootstrapping_is_what_gae_would_see_had_the_answer_gone_on() -> None:
+    """δ of the last token is then r + γ·V(next) − V, with a next state that the batch does not hold."""
+    values, last, gamma = torch.tensor([[0.5, 2.0]]), torch.tensor([3.0]), 0.9
+    mask = torch.tensor([[True, True]])
+    score = truncated_scores(
+        torch.tensor([8.0]), torch.tensor([False]), "bootstrap",
+        missing_eos_score=0.0, gamma=gamma, last_values=last,
+    )  # fmt: skip
+    rewards = token_rewards(score, torch.zeros(1, 2), mask, 0.0)
+    advantages, _ = gae(rewards, values, mask, gamma, 0.8)
+    deltas = [0.0 + gamma * 2.0 - 0.5, 0.0 + gamma * 3.0 - 2.0]
+    assert advantages[0].tolist() == pytest.approx([deltas[0] + gamma * 0.8 * deltas[1], deltas[1]])
+
+
+# --------------------------------------------------------------------------------------- scaling
+
+BATCHES = [[1.0, 2.0, 6.0], [-3.0, 0.5], [4.0, 4.0, 4.0, 10.0]]
+
+
+@pytest.mark.parametrize("subtract_mean", [True, False])
+def test_scaling_is_by_the_moments_of_all_scores_so_far(subtract_mean: bool) -> None:
+    scaler = ScoreScaler(ScoreScaling(subtract_mean=subtract_mean, clip=None))
+    past: list[float] = []
+    for batch in BATCHES:
+        past += batch
+        found = scaler(torch.tensor(batch))
+        shift = statistics.fmean(past) if subtract_mean else 0.0
+        expected = [(x - shift) / statistics.pstdev(past) for x in batch]
+        assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_scaled_scores_are_clipped() -> None:
+    scaler = ScoreScaler(ScoreScaling(subtract_mean=True, clip=0.5))
+    assert scaler(torch.tensor([0.0, 1.0, 0.4])).abs().max().item() == pytest.approx(0.5)
+
+
+def test_scores_stay_as_they_are_without_settings() -> None:
+    assert ScoreScaler(None)(torch.tensor([5.0, -7.0])).tolist() == [5, -7]
+
+
+def test_equal_scores_are_not_divided_by_nothing() -> None:
+    scaler = ScoreScaler(ScoreScaling(subtract_mean=True, clip=None))
+    assert scaler(torch.tensor([2.0, 2.0])).tolist() == [0, 0]
+
+
+def test_moments_go_on_from_their_state() -> None:
+    settings = ScoreScaling(subtract_mean=True, clip=1.0)
+    one, other = ScoreScaler(settings), ScoreScaler(settings)
+    one(torch.tensor(BATCHES[0]))
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(torch.tensor(BATCHES[1])), other(torch.tensor(BATCHES[1])))

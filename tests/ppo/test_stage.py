@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks import models
-from rlhf_tasks.ppo import stage
+from rlhf_tasks import lineage, models, resume
+from rlhf_tasks.ppo import stage, watch
+from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 
@@ -65,14 +67,14 @@ def test_weights_are_kept_from_before_training_where_all_of_it_made_them_worse(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falling = iter([4.0, 3.0, 2.0, 1.0])
-    original = stage.Watch._answered
+    original = watch.Watch._answered
 
-    def worse(self: stage.Watch, prompts: list[str]) -> Any:
-        answers, scores, _ = original(self, prompts)
-        found = next(falling) if len(prompts) > stage.NUM_SAMPLE_PROMPTS else 0.0
-        return answers, scores, torch.full((len(prompts),), found)
+    def worse(self: watch.Watch, prompts: list[str]) -> Any:
+        answers, scores, _, parts = original(self, prompts)
+        found = next(falling) if len(prompts) > watch.NUM_SAMPLE_PROMPTS else 0.0
+        return answers, scores, torch.full((len(prompts),), found), parts
 
-    monkeypatch.setattr(stage.Watch, "_answered", worse)
+    monkeypatch.setattr(watch.Watch, "_answered", worse)
     metrics, _ = run()
     assert metrics["selected_episode"] == 0
     assert models.fingerprint(project / "models/policy") == models.fingerprint(project / "models/sft")
@@ -105,3 +107,159 @@ def test_the_same_seed_writes_the_same_bytes(project: Path) -> None:
         return {file.name: file.read_bytes() for file in sorted(files)}
 
     assert written() == written()
+
+
+# ------------------------------------------------------------------------ guards, and going on
+
+
+def plain(series: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k != "eps" and not k.startswith("time/")} for row in series]
+
+
+EVERYTHING = {
+    "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2}, "ppo.ptx": {"coef": 0.1},
+    "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
+    "ppo.reference_sync": {"every": 1, "alpha": 0.5}, "resume.every_seconds": 1e-6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        EVERYTHING,
+        {"ppo.lora": {"r": 4, "alpha": 8.0, "value": True}},
+        {"ppo.value_model": "shared", "ppo.critic_init": "sft"},
+    ],
+    ids=["default", "everything", "lora", "shared"],
+)
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_a_killed_run_goes_on_to_the_same_bytes_and_curves(
+    project: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rollouts: int
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(small.ROOT / name, project)
+    lineage._input_hashes.cache_clear()
+    changes = {"resume.every_seconds": 1e-6, **changes}
+    monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
+    metrics, series = run(**changes)
+    weights, samples = models.fingerprint(stage.OUT), pq.read_table(stage.SAMPLES / "samples.parquet")
+    monkeypatch.setenv("RLHF_STATE_DIR", "killed")
+    save = resume.Snapshots.save
+
+    def saved(self: resume.Snapshots, step: int, state: resume.State) -> None:
+        save(self, step, state)
+        if step == rollouts:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume.Snapshots, "save", saved)
+        with pytest.raises(Killed):
+            run(**changes)
+    again, series_again = run(**changes)
+    assert plain([again]) == plain([metrics])
+    assert plain(series_again) == plain(series)
+    assert models.fingerprint(stage.OUT) == weights
+    assert pq.read_table(stage.SAMPLES / "samples.parquet") == samples
+
+
+FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
+
+
+def guards(**changes: Any) -> dict[str, Any]:
+    shipped: dict[str, Any] = small.params()["ppo"]["guards"]
+    return shipped | {"patience": 1, "kl_max": 1.0, "checkpoint_every": 1} | changes
+
+
+class Events(NullTracker):
+    def __init__(self) -> None:
+        super().__init__("ppo")
+        self.events: list[tuple[str, str]] = []
+
+    def event(self, name: str, text: str, *, step: int) -> None:
+        self.events.append((name, text))
+
+
+def run_guarded(**changes: Any) -> tuple[Events, dict[str, float]]:
+    tracker = Events()
+    view = small.view("ppo", SETTINGS | FAR | {"ppo.guards": guards(**changes)})
+    return tracker, stage.run(view, tracker)
+
+
+def test_a_tripped_guard_stops_the_stage_and_says_why(project: Path) -> None:
+    before = models.fingerprint(stage.OUT)
+    with pytest.raises(GuardTripped, match=r"objective/kl = .* exceeds 1; likely cause: .*kl_coef"):
+        run_guarded(action="stop")
+    assert models.fingerprint(stage.OUT) == before, "nothing half-done is kept"
+
+
+def test_a_warning_goes_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker, metrics = run_guarded(action="warn")
+    assert metrics["episode"] == 96
+    assert {name for name, _ in tracker.events} == {"guard.kl_high"}
+    assert "guard kl_high: objective/kl" in capsys.readouterr().out
+
+
+def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Update 4's rollout is bad: the weights it sampled from, those after update 3, are not gone back to."""
+    looks: list[float] = []
+    look = Watchdog.look
+
+    def once(self: Watchdog, metrics: Mapping[str, float]) -> Trip | None:
+        looks.append(metrics["episode"] / 16)
+        bad = {"objective/kl": 99.0} if len(looks) == 4 else {"objective/kl": 0.1}
+        return look(self, {**metrics, **bad})
+
+    monkeypatch.setattr(Watchdog, "look", once)
+    tracker, metrics = run_guarded(action="roll_back", kl_coef_factor=10.0)
+    assert looks == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert [name for name, _ in tracker.events] == ["guard.kl_high"]
+    assert metrics["objective/kl_coef"] == pytest.approx(1e-3)
+    assert "Back from update 4 to 2, kl_coef is now 0.001" in capsys.readouterr().out
+
+
+def test_roll_backs_come_to_an_end(project: Path) -> None:
+    with pytest.raises(GuardTripped, match="after 2 roll backs"):
+        run_guarded(action="roll_back", kl_coef_factor=1.001, max_roll_backs=2)
+
+
+def test_a_batch_that_is_no_number_is_written_out(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, scores: torch.Tensor, reduce: Any) -> torch.Tensor:
+        return scores * torch.nan
+
+    monkeypatch.setattr("rlhf_tasks.ppo.rewards.ScoreScaler.__call__", broken)
+    with pytest.raises(GuardTripped, match=r"non_finite: .*no step was taken; see (.*\.pt)") as caught:
+        run(**{"ppo.truncation": "none"})
+    file = str(caught.value).split("see ")[1].split(")")[0]
+    assert len(torch.load(file, weights_only=False)["responses"]) == 16
+
+
+def test_without_a_reward_model_the_last_policy_is_kept(project: Path) -> None:
+    metrics, history = run(**small.WITHOUT_REWARD)
+    assert metrics["selected_episode"] == 48
+    assert "eval/heldout_scores" not in history[0]
+    assert set(models.identity_of(stage.OUT)["parents"]) == {"sft"}
+
+
+def test_a_policy_says_which_token_ends_its_answers(project: Path) -> None:
+    run(**{"ppo.stop_token": 7})
+    assert models.load_causal(stage.OUT).generation_config.eos_token_id == 7
+
+
+def test_bootstrapping_from_a_cold_critic_is_warned_of(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(**{"ppo.truncation": "bootstrap"})
+    assert "set ppo.critic_warmup" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["sft", "base"])
+def test_the_critic_may_start_as_another_model(project: Path, source: str) -> None:
+    metrics, _ = run(**{"ppo.critic_init": source})
+    assert metrics["episode"] == 48

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.ppo.lesson import Lesson
+from rlhf_tasks.ppo.optimise import Queue
+from rlhf_tasks.ppo.reference import OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, logprobs_of, pad_rows
-from rlhf_tasks.ppo.trainer import Lesson, Trainer
+from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.supervised import LanguageModelling
 from tests import small
 from tests.small import EOS, PAD
 
@@ -29,22 +33,40 @@ def share_of_token_5(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor
     return torch.tensor([r.count(5) / len(r) for r in responses])
 
 
+@dataclass(frozen=True)
+class Planted:
+    """One scorer, made of a function of token ids."""
+
+    score: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5
+
+    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
+        return {"planted": self.score(queries, responses)}
+
+    def total(self, parts: dict[str, Tensor]) -> Tensor:
+        return parts["planted"]
+
+
 def trainer(
     reward: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5,
     reference_seed: int = 0,
+    actor_critic: ActorCritic | None = None,
+    reference: Reference | None = None,
+    demonstrations: LanguageModelling | None = None,
     **changes: Any,
 ) -> Trainer:
     """A trainer of the same weights, prompts and random numbers each time."""
     return Trainer(
-        small.runtime(), small.ppo(**changes), ActorCritic(small.causal(), small.scores(seed=3)),
-        small.causal(seed=reference_seed), reward, small.tokenizer(), QUERIES, seed=1,
+        small.runtime(), small.ppo(**changes),
+        actor_critic or ActorCritic(small.causal(), small.scores(seed=3)),
+        reference or OwnModel(small.causal(seed=reference_seed)), Planted(reward), small.tokenizer(), QUERIES,
+        seed=1, demonstrations=demonstrations,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def lesson() -> Lesson:
     one = trainer(reference_seed=7)
-    return one.learn_from(one.collect(QUERIES)[0])[0]
+    return one.teach(one.collect(QUERIES)[0])[0]
 
 
 def parameters(one: Trainer) -> Tensor:
@@ -83,7 +105,7 @@ def test_micro_batches_of_a_rollout_change_nothing_of_it() -> None:
 
 def test_every_prompt_comes_once_before_any_comes_again() -> None:
     one = trainer(rollout_batch_size=8)
-    one.prompts = [[n] for n in range(20)]
+    one.prompts, one._queue = [[n] for n in range(20)], Queue(20, one._shuffling)
     seen = [query[0] for _ in range(5) for query in one._next_queries()]
     assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
     assert seen[:20] != seen[20:]
@@ -102,13 +124,15 @@ def episodes_by_hand() -> Episodes:
         logprobs=pad_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])], 4),
         ref_logprobs=pad_rows([torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])], 4),
         values=torch.zeros(2, 4),
+        last_values=torch.zeros(2),
         scores=torch.tensor([2.0, 6.0]),
+        parts={"planted": torch.tensor([2.0, 6.0])},
     )
 
 
 def test_objective_metrics_by_hand() -> None:
     one = trainer(truncation="none", kl_coef=0.1)
-    _, metrics = one.learn_from(episodes_by_hand())
+    _, metrics = one.teach(episodes_by_hand())
     # kl: (1 + 0.5) + (1 − 0.5 + 1) = 3 over two answers; −log p: 3 + 5
     assert metrics["objective/kl"] == pytest.approx(1.5)
     assert metrics["objective/entropy"] == pytest.approx(4.0)
@@ -120,14 +144,14 @@ def test_objective_metrics_by_hand() -> None:
 
 
 def test_rlhf_reward_counts_the_eos_rule() -> None:
-    _, metrics = trainer(missing_eos_score=-1.0, kl_coef=0.1).learn_from(episodes_by_hand())
+    _, metrics = trainer(missing_eos_score=-1.0, kl_coef=0.1).teach(episodes_by_hand())
     assert metrics["objective/scores"] == pytest.approx(0.5)  # (2 − 1) / 2
     assert metrics["objective/raw_scores"] == pytest.approx(4.0)
     assert metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.15)
 
 
 def test_returns_are_the_scores_less_kl_still_to_come() -> None:
-    lesson, _ = trainer(lam=1.0, kl_coef=0.1).learn_from(episodes_by_hand())
+    lesson, _ = trainer(lam=1.0, kl_coef=0.1).teach(episodes_by_hand())
     expected = torch.tensor([[2 - 0.15, 2 - 0.05, 0, 0], [-1 - 0.15, -1 - 0.05, -1 - 0.1, 0]])
     torch.testing.assert_close(lesson.returns, expected)
 
@@ -141,7 +165,7 @@ def test_advantages_are_white_over_the_rollout(lesson: Lesson) -> None:
 
 def test_whitened_rewards_keep_their_mean() -> None:
     one = trainer(whiten_rewards=True, lam=1.0, kl_coef=0.1)
-    lesson, _ = one.learn_from(episodes_by_hand())
+    lesson, _ = one.teach(episodes_by_hand())
     rewards = [-0.1, 2 - 0.05, -0.1, 0.05, -1 - 0.1]
     mean = sum(rewards) / 5
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 5)
@@ -162,7 +186,7 @@ def test_the_ratio_is_1_before_the_first_step() -> None:
     width = again.shape[1]
     ratio = (again - episodes.logprobs[:, :width])[batch.response_mask].exp()
     assert (ratio - 1).abs().max() <= 1e-5
-    lesson, objective = one.learn_from(episodes)
+    lesson, objective = one.teach(episodes)
     assert objective["objective/kl"] == pytest.approx(0, abs=1e-4)  # the reference is the policy still
     metrics = one.optimise(lesson)
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
@@ -240,9 +264,9 @@ def test_micro_batches_change_neither_weights_nor_token_means(lesson: Lesson) ->
 def test_pad_may_equal_eos(lesson: Lesson) -> None:
     rows = list(range(16))
     one = trainer()
-    apart = one._micro_batch(rows, lesson)
-    one.pad = EOS
-    same = one._micro_batch(rows, lesson)
+    apart = one.optimise._micro_batch(rows, lesson)
+    one.optimise._pad = EOS
+    same = one.optimise._micro_batch(rows, lesson)
     assert {key: x.item() for key, x in apart.items()} == {key: x.item() for key, x in same.items()}
     assert same["num_tokens"].item() == sum(map(len, lesson.episodes.responses))
 
@@ -251,7 +275,7 @@ def test_pad_may_equal_eos(lesson: Lesson) -> None:
 def test_minibatches_are_optimiser_steps(epochs: int, minibatches: int, lesson: Lesson) -> None:
     one = trainer(num_ppo_epochs=epochs, num_mini_batches=minibatches, micro_batch_tokens=25)
     one.optimise(lesson)
-    steps = {int(state["step"]) for state in one.optimizer.state.values()}
+    steps = {int(state["step"]) for state in one.optimise.optimizer.state.values()}
     assert steps == {epochs * minibatches}
 
 
@@ -265,7 +289,7 @@ def test_what_stands_on_padding_changes_no_weight(lesson: Lesson) -> None:
     )
     clean, other = trainer(), trainer()
     clean.optimise(lesson)
-    other.optimise(Lesson(soiled, dirty(lesson.advantages), dirty(lesson.returns)))
+    other.optimise(Lesson(soiled, dirty(lesson.advantages), dirty(lesson.returns), lesson.kl_coef))
     assert torch.equal(parameters(clean), parameters(other))
 
 

@@ -1,0 +1,141 @@
+"""What the epochs learn from a rollout: scores and KL → rewards → advantages; and the objective's metrics.
+
+Every sum here runs over the real response tokens, or the answers, of all processes.
+B batch · R response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.ppo.advantages import gae
+from rlhf_tasks.ppo.kl import ESTIMATORS, KlController
+from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores
+from rlhf_tasks.ppo.rollout import Episodes
+from rlhf_tasks.tensors import Reduce, masked_moments, masked_sum, whiten
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Per token, (B, R)."""
+
+    episodes: Episodes
+    advantages: Tensor
+    returns: Tensor
+    kl_coef: float
+    """As it was for this rollout."""
+
+
+class Teacher:
+    """Makes lessons of rollouts; what goes on from one to the next are kl_coef and the scores' moments."""
+
+    def __init__(self, settings: Ppo, reduce: Reduce) -> None:
+        self._settings, self._reduce = settings, reduce
+        self.kl = KlController(settings.kl_coef, settings.adaptive_kl)
+        self.scaler = ScoreScaler(settings.score_scaling)
+
+    def __call__(self, episodes: Episodes) -> tuple[Lesson, Metrics]:
+        settings, mask = self._settings, episodes.mask
+        scores = truncated_scores(
+            self.scaler(episodes.scores, self._reduce), episodes.ended, settings.truncation,
+            missing_eos_score=settings.missing_eos_score, gamma=settings.gamma,
+            last_values=episodes.last_values,
+        )  # fmt: skip
+        divergence = ESTIMATORS[settings.kl_estimator](episodes.logprobs, episodes.ref_logprobs)
+        in_reward = self.kl.coef if settings.kl_in == "reward" else 0.0
+        rewards = token_rewards(scores, divergence, mask, in_reward)
+        if settings.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False, reduce=self._reduce)
+        advantages, returns = gae(rewards, episodes.values, mask, settings.gamma, settings.lam)
+        if settings.whiten_advantages:
+            advantages = whiten(advantages, mask, reduce=self._reduce)
+        if settings.advantage_clip is not None:
+            advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
+        lesson = Lesson(episodes, advantages, returns, self.kl.coef)
+        metrics = self._objective(episodes, scores, divergence, in_reward)
+        metrics |= self._answers(episodes) | {"val/explained_variance": self._explained(lesson)}
+        return lesson, metrics
+
+    def _objective(self, episodes: Episodes, scores: Tensor, divergence: Tensor, in_reward: float) -> Metrics:
+        mask = episodes.mask
+        per_answer = torch.where(mask, divergence, 0).sum(1)
+        sums = {
+            "count": torch.tensor(float(len(scores))),
+            "tokens": mask.sum(),
+            "kl": per_answer.sum(),
+            "kl_squared": (per_answer**2).sum(),
+            "surprise": -masked_sum(episodes.logprobs, mask),
+            "ref_surprise": -masked_sum(episodes.ref_logprobs, mask),
+            "scores": scores.sum(),
+            "raw": episodes.scores.sum(),
+            **{f"part/{name}": part.sum() for name, part in episodes.parts.items()},
+        }
+        found = self._summed(sums)
+        count, tokens, kl = found["count"], found["tokens"], found["kl"] / found["count"]
+        metrics = {
+            "objective/kl": kl,
+            "objective/kl_standard_error": (max(0.0, found["kl_squared"] / count - kl**2) / count) ** 0.5,
+            "objective/kl_coef": self.kl.coef,
+            "objective/entropy": found["surprise"] / count,
+            "objective/perplexity": math.exp(found["surprise"] / tokens),
+            "objective/ref_perplexity": math.exp(found["ref_surprise"] / tokens),
+            "objective/non_score_reward": -in_reward * kl,
+            "objective/scores": found["scores"] / count,
+            "objective/raw_scores": found["raw"] / count,
+        }
+        metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
+        if len(episodes.parts) > 1:
+            metrics |= {f"objective/scores/{name}": found[f"part/{name}"] / count for name in episodes.parts}
+        return metrics
+
+    def _answers(self, episodes: Episodes) -> Metrics:
+        """Whether answers end, how long they are, how often they repeat themselves."""
+        found = self._summed({
+            "count": torch.tensor(float(len(episodes.responses))),
+            "tokens": episodes.mask.sum(),
+            "ended": episodes.ended.sum(),
+            **{f"distinct_{n}": _distinct(episodes.responses, n).sum() for n in (1, 2, 3)},
+        })  # fmt: skip
+        count = found["count"]
+        return {
+            "val/num_eos_tokens": found["ended"],
+            "val/truncated_share": 1 - found["ended"] / count,
+            "val/response_length": found["tokens"] / count,
+            "val/distinct_1": found["distinct_1"] / count,
+            "val/distinct_2": found["distinct_2"] / count,
+            "val/repetition": 1 - found["distinct_3"] / count,
+        }
+
+    def _explained(self, lesson: Lesson) -> float:
+        """1 − Var(returns − values) / Var(returns) over tokens; 0 where all returns are equal."""
+        mask = lesson.episodes.mask
+        left = masked_moments(lesson.returns - lesson.episodes.values, mask, self._reduce)[1]
+        whole = masked_moments(lesson.returns, mask, self._reduce)[1]
+        return 1 - float(left / whole) if whole > 0 else 0.0
+
+    def _summed(self, sums: dict[str, Tensor]) -> Metrics:
+        values = self._reduce(torch.stack([value.float() for value in sums.values()])).tolist()
+        return dict(zip(sums, values, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_coef": self.kl.coef, "scores": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl.coef = state["kl_coef"]
+        self.scaler.load_state_dict(state["scores"])
+
+
+def _distinct(responses: Sequence[Ids], n: int) -> Tensor:
+    """(B,): different n-grams of an answer over all of its n-grams (Li et al. 2016); 1 where it has none."""
+    grams = [[tuple(r[i : i + n]) for i in range(len(r) - n + 1)] for r in responses]
+    return torch.tensor([len(set(g)) / len(g) if g else 1.0 for g in grams])

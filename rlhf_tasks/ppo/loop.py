@@ -1,0 +1,201 @@
+"""The updates of a run, one after another: looked at, logged, guarded, and gone on with after a kill."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+
+from rlhf_tasks import console, lineage, resume
+from rlhf_tasks.config import Ppo, StageView
+from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
+from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.ppo.watch import Watch
+from rlhf_tasks.resume import State
+from rlhf_tasks.runtime import NonFiniteError, Runtime
+from rlhf_tasks.tracking import Tracker
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class Loop:
+    rt: Runtime
+    config: StageView
+    trainer: Trainer
+    watch: Watch
+    tracker: Tracker
+    metrics: Metrics = field(default_factory=dict)
+    """The last update's."""
+    roll_backs: int = 0
+
+    def __post_init__(self) -> None:
+        self._good: State = {}
+        """What `guards.action: roll_back` goes back to."""
+        self._newest: State = {}
+        """Good too, if the next rollout shows nothing wrong with its policy."""
+        settings = self.settings
+        self.watchdog = None if settings.guards is None else Watchdog(settings.guards)
+        self._selections = _spread(settings.num_selections, self.trainer.num_updates)
+        self._shown = _spread(settings.num_sample_generations, self.trainer.num_updates)
+
+    @property
+    def settings(self) -> Ppo:
+        settings: Ppo = self.config.ppo
+        return settings
+
+    def run(self) -> Metrics:
+        """The last update's metrics.
+
+        Raises:
+            GuardTripped: a guard stopped it.
+        """
+        bar = console.progress("ppo", self.settings.total_episodes, unit="episodes")
+        with resume.open(self.rt, self.config, "ppo") as snapshots, bar as meter:
+            state = snapshots.load()
+            if state is None:
+                self.metrics = self._look(0, select=True, show=self.settings.num_sample_generations > 0)
+                self.tracker.metrics(self.metrics, step=0)
+                self._keep_good()
+                self._good = self._newest
+            else:
+                self.load_state_dict(state)
+                meter.skip(self.trainer.update * self.settings.rollout_batch_size)
+            while self.trainer.update < self.trainer.num_updates:
+                try:
+                    self._updates(meter, snapshots)
+                except NonFiniteError as error:
+                    self._handle(self._kept(error))
+        return self.metrics
+
+    def _updates(self, meter: console.Meter, snapshots: resume.Loop) -> None:
+        for found in self.trainer.updates():
+            episode = int(found["episode"])
+            if "lr" in found:
+                self._after_update(episode, found, meter)
+            else:  # the critic's warm-up
+                self.tracker.metrics(found, step=episode)
+            if snapshots.due():
+                snapshots.save(self._num_rollouts, self.state_dict())
+
+    @property
+    def _num_rollouts(self) -> int:
+        return self.trainer.update + len(self.trainer.warmup_losses)
+
+    def _after_update(self, episode: int, found: Metrics, meter: console.Meter) -> None:
+        update = self.trainer.update
+        found |= self._look(episode, select=update in self._selections, show=update in self._shown)
+        self.metrics = found
+        self.tracker.metrics(found, step=episode)
+        meter.advance(
+            self.settings.rollout_batch_size,
+            score=found["objective/scores"], kl=found["objective/kl"], clipfrac=found["policy/clipfrac_avg"],
+        )  # fmt: skip
+        if self.watchdog is None:
+            return
+        trip = self.watchdog.look(found)
+        if trip is not None:
+            self._handle(trip)
+        else:
+            self._keep_good()
+
+    def _look(self, episode: int, *, select: bool, show: bool) -> Metrics:
+        metrics = self.watch.select(episode) if select else {}
+        if show and self.rt.is_main:
+            rows = self.watch.samples(episode)
+            self.tracker.table("samples", rows)
+            console.table(
+                f"samples at episode {episode}", ["query", "response", "score"],
+                [(row["prompt"], row["response"], f"{row['score']:.2f}") for row in rows],
+            )  # fmt: skip
+        return metrics
+
+    # -------------------------------------------------------------------------------------- guards
+
+    def _keep_good(self) -> None:
+        guards = self.settings.guards
+        if self.watchdog is None or guards is None or guards.action != "roll_back":
+            return
+        if self.watchdog.is_calm:
+            self._good = self._newest or self._good
+        self._newest = {}
+        if self.watchdog.is_calm and self.trainer.update % guards.checkpoint_every == 0:
+            self._newest = copy.deepcopy(self._place())
+
+    def _kept(self, error: NonFiniteError) -> Trip:
+        """The batch of a step that was not taken, written out for inspection."""
+        folder = lineage.home() / "faults"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"ppo-update-{self.trainer.update + 1}-rank-{self.rt.rank}.pt"
+        torch.save(error.batch, file)
+        return Trip(
+            "non_finite", f"{error} (update {self.trainer.update + 1}; no step was taken; see {file})",
+            "steps are too big, or a scorer gives extreme numbers",
+        )  # fmt: skip
+
+    def _handle(self, trip: Trip) -> None:
+        guards, update = self.settings.guards, self.trainer.update
+        self.tracker.event(f"guard.{trip.name}", str(trip), step=update * self.settings.rollout_batch_size)
+        action = "stop" if guards is None else guards.action
+        if action == "warn" and trip.name != "non_finite":
+            console.say(f"guard {trip}")
+            return
+        if guards is None or action != "roll_back":
+            raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
+        if self.roll_backs == guards.max_roll_backs:
+            raise GuardTripped(
+                f"PPO was stopped at update {update} after {self.roll_backs} roll backs by the guard {trip}"
+            )
+        self._roll_back(trip, guards.kl_coef_factor)
+
+    def _roll_back(self, trip: Trip, factor: float) -> None:
+        times, was = self.roll_backs + 1, self.trainer.update
+        coef = self.trainer.teach.kl.coef * factor
+        self._go_to(copy.deepcopy(self._good))
+        self._newest = {}
+        self.roll_backs, self.trainer.teach.kl.coef = times, coef
+        console.say(f"guard {trip}. Back from update {was} to {self.trainer.update}, kl_coef is now {coef:g}")
+
+    # --------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> State:
+        return self._place() | {
+            "good": self._good,
+            "newest": self._newest,
+            "tracker": self.tracker.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._go_to(state)
+        self._good, self._newest = state["good"], state["newest"]
+        self.tracker.load_state_dict(state["tracker"])
+
+    def _place(self) -> State:
+        """Where training stands: all but what was told of it, and what it could go back to."""
+        return {
+            "shared": {
+                "trainer": self.trainer.state_dict(),
+                "watch": self.watch.state_dict(),
+                "watchdog": self.watchdog.state_dict() if self.watchdog else {},
+                "metrics": dict(self.metrics),
+                "roll_backs": self.roll_backs,
+            },
+            "sampling": self.trainer.collect.generator.get_state(),
+            "rng": self.rt.rng_state(),
+        }
+
+    def _go_to(self, state: State) -> None:
+        shared = state["shared"]
+        self.trainer.load_state_dict(shared["trainer"])
+        self.watch.load_state_dict(shared["watch"])
+        if self.watchdog:
+            self.watchdog.load_state_dict(shared["watchdog"])
+        self.metrics, self.roll_backs = dict(shared["metrics"]), shared["roll_backs"]
+        self.trainer.collect.generator.set_state(state["sampling"])
+        self.rt.set_rng_state(state["rng"])
+
+
+def _spread(count: int, num_updates: int) -> set[int]:
+    """`count` update numbers, evenly spaced, the last update among them."""
+    return {max(1, round((i + 1) * num_updates / count)) for i in range(count)}

@@ -1,0 +1,128 @@
+"""Looking at the policy's answers to fixed validation prompts: which weights to keep, and what to show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.data.batches import Ids, encode, read_table, text_of
+from rlhf_tasks.generation import answer
+from rlhf_tasks.ppo.collect import Scorers
+from rlhf_tasks.ppo.rewards import truncated_scores
+from rlhf_tasks.ppo.trainer import stop_token
+from rlhf_tasks.scorers import RewardScorer
+
+NUM_SAMPLE_PROMPTS = 4
+Metrics = dict[str, float]
+
+
+class Watch:
+    """Keeps the weights whose answers models/reward_heldout likes best; without one, the last.
+
+    The checkpoint is never chosen by the reward that is optimised, by the gold judge or on test data.
+    """
+
+    def __init__(
+        self,
+        settings: Ppo,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        scorers: Scorers,
+        heldout: RewardScorer | None,
+        seed: int,
+    ) -> None:
+        self._settings, self._policy, self._tokenizer, self._seed = settings, policy, tokenizer, seed
+        self._scorers, self._heldout = scorers, heldout
+        rows = read_table("prompts", "validation")
+        self._prompts = [row["prompt"] for row in rows[: settings.num_selection_prompts]]
+        self.best, self.episode = -float("inf"), 0
+        self._weights: dict[str, Tensor] = {}
+        self.rows: list[dict[str, Any]] = []
+
+    def select(self, episode: int) -> Metrics:
+        """Score answers by what is optimised and by the held-out model, under the EOS rule."""
+        answers, scores, heldout, _ = self._answered(self._prompts)
+        metrics = {
+            "eval/scores": float(scores.mean()),
+            "eval/response_length": sum(map(len, answers)) / len(answers),
+        }
+        if heldout is None:
+            self._keep(episode)
+            return metrics
+        liked = float(heldout.mean())
+        if liked > self.best:
+            self.best = liked
+            self._keep(episode)
+        return metrics | {"eval/heldout_scores": liked, "eval/reward_gap": metrics["eval/scores"] - liked}
+
+    def _keep(self, episode: int) -> None:
+        self.episode = episode
+        self._weights = {key: value.detach().cpu().clone() for key, value in trained(self._policy).items()}
+
+    def restore(self) -> None:
+        """Put the kept weights back into the policy."""
+        self._policy.load_state_dict(self._weights, strict=False)
+
+    @property
+    def result(self) -> Metrics:
+        chosen = {"selected_episode": float(self.episode)}
+        return chosen if self._heldout is None else chosen | {"selected_heldout_score": self.best}
+
+    def samples(self, episode: int) -> list[dict[str, Any]]:
+        """A few answers with their scores, kept for evaluation/ppo too."""
+        prompts = self._prompts[:NUM_SAMPLE_PROMPTS]
+        answers, scores, heldout, parts = self._answered(prompts)
+        columns = {"score": scores, **(parts if len(parts) > 1 else {})}
+        if heldout is not None:
+            columns["reward_heldout"] = heldout
+        rows = [
+            {"episode": episode, "prompt": prompt, "response": text_of(self._tokenizer, response)}
+            | {name: float(column[i]) for name, column in columns.items()}
+            for i, (prompt, response) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        self.rows += rows
+        return rows
+
+    @torch.no_grad()
+    def _answered(self, prompts: list[str]) -> tuple[list[Ids], Tensor, Tensor | None, dict[str, Tensor]]:
+        """The answers, their score and the held-out one under the EOS rule, and each scorer's own."""
+        training = self._policy.training
+        self._policy.eval()
+        stop = stop_token(self._settings, self._tokenizer)
+        answers = answer(
+            self._policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
+            temperature=self._settings.temperature, seed=self._seed, stop=stop,
+        )  # fmt: skip
+        self._policy.train(training)
+        queries = encode(self._tokenizer, prompts)
+        ended = torch.tensor([a[-1] == stop for a in answers])
+
+        def ruled(scores: Tensor) -> Tensor:
+            rule = self._settings.truncation
+            if rule.startswith("bootstrap"):  # what an unfinished answer goes on to is worth nothing here
+                rule = "none"
+            return truncated_scores(
+                scores, ended, rule, missing_eos_score=self._settings.missing_eos_score,
+                gamma=self._settings.gamma, last_values=torch.zeros_like(scores),
+            )  # fmt: skip
+
+        parts = self._scorers.parts(queries, answers)
+        heldout = None if self._heldout is None else ruled(self._heldout(queries, answers))
+        return answers, ruled(self._scorers.total(parts)), heldout, parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "episode": self.episode, "weights": self._weights, "rows": list(self.rows)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.episode = state["best"], state["episode"]
+        self._weights, self.rows = state["weights"], list(state["rows"])
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that training changes: all of them, or a LoRA adapter's."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}

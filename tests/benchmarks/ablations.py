@@ -1,0 +1,175 @@
+"""What each part of PPO is worth on the default task: `python -m tests.benchmarks.ablations 1 2 3`.
+
+For every seed, the finished run of `tests.benchmarks.seeds` gives data, SFT and reward models; only PPO runs
+again, once a variant, and is judged by the gold judge on the validation posts (test posts are for verdicts,
+not for choices). A variant whose result is there already is not run again, so that the command can be broken
+off. Results: tests/benchmarks/ablations.md, a line a variant, each cell the mean over seeds and the range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from tests.benchmarks.seeds import run_seed
+
+OUT = Path(__file__).with_suffix(".md")
+WARM = {"max_updates": 8, "settled": 0.02}
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "truncation: none": {"truncation": "none"},
+    "truncation: eos_trick_subtract": {"truncation": "eos_trick_subtract"},
+    "truncation: bootstrap, critic warmed up": {"truncation": "bootstrap", "critic_warmup": WARM},
+    "truncation: bootstrap_add, critic warmed up": {"truncation": "bootstrap_add", "critic_warmup": WARM},
+    "kl_estimator: k2": {"kl_estimator": "k2"},
+    "kl_estimator: k3": {"kl_estimator": "k3"},
+    "kl_in: loss, k2": {"kl_in": "loss", "kl_estimator": "k2"},
+    "kl_in: loss, k3": {"kl_in": "loss", "kl_estimator": "k3"},
+    "kl_coef: 0": {"kl_coef": 0.0},
+    "adaptive_kl, target 6": {"adaptive_kl": {"target": 6.0, "horizon": 10000, "clip": 0.2}},
+    "kl_penalty (PPO-penalty beside the clip)": {"kl_penalty": {"beta": 1.0, "target": 0.01}},
+    "reference_sync every 8, alpha 0.6": {"reference_sync": {"every": 8, "alpha": 0.6}},
+    "ratio_from: reference": {"ratio_from": "reference"},
+    "critic_init: sft": {"critic_init": "sft"},
+    "critic_init: base": {"critic_init": "base"},
+    "critic_warmup": {"critic_warmup": WARM},
+    "critic_init: sft, critic_warmup": {"critic_init": "sft", "critic_warmup": WARM},
+    "value_model: shared": {"value_model": "shared", "critic_init": "sft"},
+    "lora r 16": {"lora": {"r": 16, "alpha": 32.0, "value": False}},
+    "score_scaling": {"score_scaling": {"subtract_mean": False, "clip": None}},
+    "score_scaling, mean off, clip 0.8": {"score_scaling": {"subtract_mean": True, "clip": 0.8}},
+    "whiten_rewards": {"whiten_rewards": True},
+    "whiten_advantages: false": {"whiten_advantages": False},
+    "advantage_clip: 0.5": {"advantage_clip": 0.5},
+    "cliprange_value: null": {"cliprange_value": None},
+    "dual_clip: 3": {"dual_clip": 3.0},
+    "entropy_coef: 0.01": {"entropy_coef": 0.01},
+    "ptx, coef 0.1": {"ptx": {"coef": 0.1}},
+    "lam: 1": {"lam": 1.0},
+}
+CELLS = {
+    "PPO vs reference": ("win_rate", "{:.1%}"),
+    "coverage": ("coverage", "{:.3f}"),
+    "faithfulness": ("faithfulness", "{:.3f}"),
+    "KL": ("kl", "{:.2f}"),
+    "length": ("length", "{:.1f}"),
+    "guards that warned": ("trips", "{:.0f}"),
+}
+
+
+def run_variant(seed: int, name: str, finished: Path, work: Path) -> dict[str, float]:
+    """The result of one variant and seed; PPO runs where there is none."""
+    folder = work / str(seed) / "".join(c if c.isalnum() else "-" for c in name)
+    result = folder / "result.json"
+    if not result.exists():
+        _prepare(folder, finished, VARIANTS[name])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+        with (folder / "log").open("w", encoding="utf-8") as log:
+            for command in (
+                ["rlhf", "ppo"],
+                [sys.executable, "-m", "tests.benchmarks.ablations", "--judge", "result.json"],
+            ):
+                subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
+        shutil.rmtree(folder / "models" / "policy")
+    found: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
+    return found
+
+
+def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
+    """A workspace with a finished run's data and models, and parameters of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "models").mkdir(parents=True)
+    (folder / "data").symlink_to((finished / "data").absolute())
+    (folder / "rlhf_tasks").symlink_to(Path("rlhf_tasks").absolute())
+    shutil.copy("dvc.yaml", folder)
+    for role in ("base", "sft", "reward", "reward_heldout"):
+        (folder / "models" / role).symlink_to((finished / "models" / role).absolute())
+    yaml = YAML()
+    params = yaml.load((finished / "params.yaml").read_text(encoding="utf-8"))
+    params["ppo"].update(changes)
+    params["ppo"]["guards"]["action"] = "warn"
+    params["ppo"]["num_sample_generations"] = 0
+    params["tracking"]["enabled"] = False
+    yaml.dump(params, folder / "params.yaml")
+
+
+def judge(out: Path) -> None:
+    """Judge models/policy of this folder on the validation posts."""
+    from rlhf_tasks import config, models, statistics
+    from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
+    from rlhf_tasks.data.synthetic import gold, gold_scores
+    from rlhf_tasks.generation import answer
+
+    settings, policy = config.load(), Path("models/policy")
+    rows = read_table("prompts", "validation")
+    prompts, tokenizer = [row["prompt"] for row in rows], load_tokenizer(policy)
+    responses = answer(
+        models.load_causal(policy).eval(), tokenizer, prompts, seed=settings.seed,
+        max_new_tokens=settings.data.max_completion_tokens, temperature=settings.judge.temperature,
+    )  # fmt: skip
+    texts = [text_of(tokenizer, response) for response in responses]
+    references = gold_scores(prompts, [row["reference"] for row in rows])
+    facets = [gold(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    metrics = json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))
+    result = {
+        "win_rate": statistics.rate(statistics.outcomes(gold_scores(prompts, texts), references)).value,
+        "coverage": sum(f.coverage for f in facets) / len(facets),
+        "faithfulness": sum(f.faithfulness for f in facets) / len(facets),
+        "kl": metrics["objective/kl"],
+        "length": sum(map(len, responses)) / len(responses),
+        "trips": Path("log").read_text(encoding="utf-8").count("guard "),
+    }
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    lines = ["| variant | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
+    for name, found in results.items():
+        cells = []
+        for key, form in CELLS.values():
+            values = [result[key] for result in found]
+            low, high = form.format(min(values)), form.format(max(values))
+            cells.append(form.format(sum(values) / len(values)) + (f" ({low}–{high})" if low != high else ""))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("seeds", type=int, nargs="*")
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="variants by name")
+    parser.add_argument("--runs", type=Path, default=Path(".rlhf/seeds"), help="the seeds' finished runs")
+    parser.add_argument("--work", type=Path, default=Path(".rlhf/ablations"), help="where results are kept")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
+    parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.judge:
+        judge(args.judge)
+        return
+    finished = {seed: run_seed(seed, args.runs) for seed in args.seeds}
+    results: dict[str, list[dict[str, float]]] = {}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {
+            name: [pool.submit(run_variant, seed, name, finished[seed], args.work) for seed in args.seeds]
+            for name in args.only
+        }
+        for name, runs in waiting.items():
+            results[name] = [run.result() for run in runs]
+            print(table({name: results[name]}).splitlines()[-1], flush=True)
+    OUT.write_text(table(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
