@@ -53,6 +53,7 @@ def stage(name: str) -> None:
         errors="replace",
         env=stage_environment(os.environ, str(flow_run.get_id())),
         start_new_session=True,
+        preexec_fn=_hears_interrupts,
     ) as process:
         assert process.stdout is not None
         try:
@@ -68,6 +69,11 @@ def stage(name: str) -> None:
         raise RuntimeError(
             f"stage {name} failed (dvc ended with {status}); its own words are in the log above"
         )
+
+
+def _hears_interrupts() -> None:
+    """In the child: a worker started in a shell's background ignores SIGINT, and would bequeath that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def stage_environment(environment: Mapping[str, str], run: str) -> dict[str, str]:

@@ -67,7 +67,27 @@ def test_a_failed_stage_fails_the_flow_and_starts_no_other(folder: Path) -> None
     assert not (folder / "third.txt").exists()
 
 
-def test_an_interrupted_flow_stops_the_stage_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a foreground shell, wherever the tests run."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_stage_hears_interrupts_though_its_parent_does_not(folder: Path) -> None:
+    asks = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    (folder / "asks.py").write_text(asks, encoding="utf-8")
+    write_stages(folder, f"{sys.executable} asks.py > second.txt")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        flows_pipeline.pipeline()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (folder / "second.txt").read_text(encoding="utf-8") == "True\n"
+
+
+def test_an_interrupted_flow_stops_the_stage_itself(folder: Path, interruptible: None) -> None:
     trap = f"{sys.executable} slow.py"
     (folder / "slow.py").write_text(
         "import pathlib, time\n"
