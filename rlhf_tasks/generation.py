@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, text_of
 from rlhf_tasks.models import load_causal, place
+from rlhf_tasks.runtime import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ def sample(
     """Sample one response to each query from softmax(logits / temperature).
 
     A row leaves the batch when it draws `stop` (kept as its last token) or reaches `max_new_tokens`.
+
+    Raises:
+        NonFiniteError: if the model gives no distribution to sample from.
     """
     batch = collate(queries, [[] for _ in queries], pad).to(model.device)
     ids, mask, positions = batch.query_response, batch.attention_mask, batch.position_ids
@@ -57,6 +61,8 @@ def sample(
             logits_to_keep=1,
         )  # fmt: skip
         log_p = (out.logits[:, -1].float() / temperature).log_softmax(-1)
+        if bool(log_p.isnan().any()):
+            raise NonFiniteError("the model's logits are NaN or infinite")
         drawn = torch.multinomial(log_p.exp(), 1, generator=generator)
         tokens[rows, t] = drawn.squeeze(1)
         logprobs[rows, t] = log_p.gather(1, drawn).squeeze(1)

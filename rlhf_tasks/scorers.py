@@ -25,6 +25,7 @@ from rlhf_tasks.config import UserError
 from rlhf_tasks.config import ppo as config
 from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes, text_of
 from rlhf_tasks.models import TokenScores, last_token
+from rlhf_tasks.runtime import NonFiniteError
 
 NUM_TRIES = 5
 BACK_OFF_SECONDS = 1.0  # doubles from try to try
@@ -41,6 +42,10 @@ class Scorer(Protocol):
 
 class ScorerError(RuntimeError):
     """A scorer that gave no finite number for each answer, or stayed unreachable; names it and what came."""
+
+
+class NonFiniteScore(ScorerError, NonFiniteError):
+    """NaN or infinity for an answer: PPO's guards know what to do with it."""
 
 
 # ------------------------------------------------------------------------------------- the kinds
@@ -301,7 +306,7 @@ def _numbers(name: str, found: Any, count: int) -> Tensor:
 def _finite(name: str, scores: Tensor) -> Tensor:
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
-        raise ScorerError(
+        raise NonFiniteScore(
             f"{name} gave {float(scores[wrong[0]])} for answer {wrong[0]} of {len(scores)} "
             f"({len(wrong)} are no finite numbers)"
         )

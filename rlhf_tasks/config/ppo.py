@@ -95,7 +95,7 @@ class CriticWarmup(Section):
 
     max_updates: PositiveInt
     settled: PositiveFloat = Field(
-        description="ends when an update lowers the value loss by less than this share of it"
+        description="ends when two updates in a row do not lower the value loss by this share of it"
     )
 
 
@@ -113,7 +113,7 @@ class Guards(Section):
     """A watchdog over each update's metrics."""
 
     action: Literal["warn", "stop", "roll_back"]
-    kl_min: float = Field(description="objective/kl, two standard errors allowed")
+    kl_min: Weight = Field(description="objective/kl by k1, two standard errors allowed")
     kl_max: PositiveFloat
     ratio_min: PositiveFloat = Field(description="val/ratio")
     ratio_max: PositiveFloat
@@ -125,6 +125,12 @@ class Guards(Section):
     checkpoint_every: PositiveInt = Field(description="updates between the checkpoints to roll back to")
     kl_coef_factor: Annotated[float, Field(gt=1)] = Field(description="× kl_coef at each roll back")
     max_roll_backs: PositiveInt = Field(description="then it stops")
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Guards:
+        if self.kl_min >= self.kl_max or self.ratio_min >= self.ratio_max:
+            raise ValueError("kl_min and ratio_min must be below kl_max and ratio_max")
+        return self
 
 
 # ------------------------------------------------------------------------------------------- PPO
@@ -157,7 +163,7 @@ class Ppo(Section):
     temperature: PositiveFloat
     stop_token: Literal["eos"] | Count = Field(description="`eos`, or the id of a token that ends answers")
     truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
-    missing_eos_score: float = Field(
+    missing_eos_score: Weight = Field(
         description="of an answer without its stop token: eos_trick_replace puts it in place of the score, "
         "eos_trick_subtract adds it (give it negative)"
     )
@@ -175,7 +181,7 @@ class Ppo(Section):
         description="denominator of the ratio; reference: PPO-max's importance sampling"
     )
 
-    cliprange: PositiveFloat
+    cliprange: Annotated[float, Field(gt=0, lt=1)]
     cliprange_high: PositiveFloat | None = Field(description="above 1; null: as below it, `cliprange`")
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         description="loss of a negative advantage is at most dual_clip · |A|, arXiv 1912.09729"
@@ -234,6 +240,37 @@ class Ppo(Section):
             raise ValueError("; ".join(problems))
         return self
 
+    def _idle(self) -> list[tuple[bool, str]]:
+        """What could never do anything, or would do the opposite."""
+        adaptive, sync = self.adaptive_kl, self.reference_sync
+        return [
+            (
+                adaptive is not None and self.kl_coef == 0,
+                "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; start from a small value",
+            ),
+            (
+                adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon,
+                "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative",
+            ),
+            (
+                sync is not None and sync.every > self.total_episodes // self.rollout_batch_size,
+                "reference_sync.every exceeds the number of updates: it would never happen",
+            ),
+            (
+                self.target_kl is not None and self.num_ppo_epochs == 1,
+                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one",
+            ),
+            (
+                self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1,
+                "kl_penalty: with one optimiser step the policy has not moved when its KL is measured; use "
+                "more minibatches or epochs",
+            ),
+            (
+                self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0,
+                "eos_trick_subtract adds missing_eos_score: a positive one would reward unfinished answers",
+            ),
+        ]
+
     def _conflicts(self) -> list[tuple[bool, str]]:
         shared, kinds = self.value_model == "shared", [scorer.kind for scorer in self.scorers]
         return [
@@ -242,6 +279,7 @@ class Ppo(Section):
                 "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so that nothing "
                 "would hold the policy; use k2 or k3",
             ),
+            *self._idle(),
             (
                 shared and self.critic_init != "sft",
                 f"value_model=shared starts on the policy's trunk: critic_init={self.critic_init!r} would be "

@@ -6,8 +6,8 @@ B batch · R response.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, pad_rows
 from rlhf_tasks.runtime import NonFiniteError, Runtime
 
 Metrics = dict[str, float]
+T = TypeVar("T")
 
 
 class Scorers(Protocol):
@@ -58,12 +59,11 @@ class Collector:
         """
         self._actor_critic.eval()
         started = time.perf_counter()
-        with self._rt.autocast():
-            rollout = self._sampled(queries)
+        rollout = self._agreed(lambda: self._sampled(queries), queries)
         generated = time.perf_counter()
         responses = rollout.responses
         ref_logprobs, values, last_values = self._seen(queries, responses)
-        parts = self._scorers.parts(queries, responses)
+        parts = self._agreed(lambda: self._scorers.parts(queries, responses), queries, responses)
         episodes = Episodes(
             queries=queries,
             responses=responses,
@@ -82,11 +82,26 @@ class Collector:
             "time/score_seconds": time.perf_counter() - generated,
         }
 
+    def _agreed(self, compute: Callable[[], T], *batch: list[Ids]) -> T:
+        """What `compute` gives; where it fails for NaN on one process, all of them stop together."""
+        fault, found = None, None
+        try:
+            found = compute()
+        except NonFiniteError as error:
+            fault = error
+        if self._rt.max(int(fault is not None)):
+            message = "NaN on another process" if fault is None else str(fault)
+            raise NonFiniteError(message, {"queries and responses": batch}) from fault
+        assert found is not None
+        return found
+
     def _sampled(self, queries: list[Ids]) -> Rollout:
-        return sample(
-            self._actor_critic.policy, queries, max_new_tokens=self._settings.response_length,
-            temperature=self._settings.temperature, stop=self._stop, pad=self._pad, generator=self.generator,
-        )  # fmt: skip
+        with self._rt.autocast():
+            return sample(
+                self._actor_critic.policy, queries, max_new_tokens=self._settings.response_length,
+                temperature=self._settings.temperature, stop=self._stop, pad=self._pad,
+                generator=self.generator,
+            )  # fmt: skip
 
     def _seen(self, queries: list[Ids], responses: list[Ids]) -> tuple[Tensor, Tensor, Tensor]:
         """(B, R) ref_logprobs, (B, R) values, (B,) last_values; zero on padding."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from rlhf_tasks.config.ppo import Guards
 from rlhf_tasks.config.types import UserError
 
-WINDOW = 8
-"""Updates over which length and repetition are said to rise."""
+LONGER, MORE_REPETITION = 1.2, 0.1
+"""Times the first rollout's length, and above its repetition: then they are said to rise."""
 
 RARE = 0.2
 """A share of ended answers below which its falling is noise."""
@@ -37,17 +36,17 @@ class Watchdog:
     def __init__(self, settings: Guards) -> None:
         self._settings = settings
         self._seen: dict[str, int] = {}
-        self._past: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._first: list[float] = []
+        """Length and repetition of the first rollout."""
         self._most_ended = 0.0
 
-    def look(self, metrics: Mapping[str, float]) -> Trip | None:
-        """The first guard that trips by these metrics, None if all is well."""
+    def look(self, metrics: Mapping[str, float]) -> list[Trip]:
+        """The guards that trip by these metrics; one that goes on being wrong is told once."""
         found = {trip.name: trip for trip in self._wrong(metrics)}
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
-        self._past.append((metrics["val/response_length"], metrics["val/repetition"]))
+        self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
         self._seen = {name: self._seen.get(name, 0) + 1 for name in found}
-        tripped = [name for name, times in self._seen.items() if times >= self._settings.patience]
-        return found[tripped[0]] if tripped else None
+        return [found[name] for name, times in self._seen.items() if times == self._settings.patience]
 
     @property
     def is_calm(self) -> bool:
@@ -55,18 +54,18 @@ class Watchdog:
         return not self._seen
 
     def _wrong(self, metrics: Mapping[str, float]) -> list[Trip]:
-        settings, kl, ratio = self._settings, metrics["objective/kl"], metrics["val/ratio"]
-        noise = 2 * metrics["objective/kl_standard_error"]
+        settings, kl, ratio = self._settings, metrics["objective/kl_k1"], metrics["val/ratio"]
+        noise = 2 * metrics["objective/kl_k1_standard_error"]
         ended = 1 - metrics["val/truncated_share"]
         trips = []
         if kl < settings.kl_min - noise:
             trips.append(Trip(
-                "kl_low", f"objective/kl = {kl:.3f} is below {settings.kl_min:g} by more than its noise",
+                "kl_low", f"objective/kl_k1 = {kl:.3f} is below {settings.kl_min:g} by more than its noise",
                 "the answers are not samples of the distribution that the log-probs speak of",
             ))  # fmt: skip
         if kl > settings.kl_max:
             trips.append(Trip(
-                "kl_high", f"objective/kl = {kl:.2f} exceeds {settings.kl_max:g}",
+                "kl_high", f"objective/kl_k1 = {kl:.2f} exceeds {settings.kl_max:g}",
                 "the reward is over-optimised: kl_coef is too low or learning_rate too high",
             ))  # fmt: skip
         if not settings.ratio_min <= ratio <= settings.ratio_max:
@@ -89,19 +88,20 @@ class Watchdog:
         return trips
 
     def _drifts(self, metrics: Mapping[str, float]) -> bool:
-        """Length or repetition is above all it was in the last updates."""
-        now = (metrics["val/response_length"], metrics["val/repetition"])
-        return len(self._past) == WINDOW and any(
-            value > max(past[i] for past in self._past) for i, value in enumerate(now)
-        )
+        """Answers are longer, or repeat themselves more, than at the start."""
+        if not self._first:
+            return False
+        length, repetition = self._first
+        longer = metrics["val/response_length"] > LONGER * length
+        return longer or metrics["val/repetition"] > repetition + MORE_REPETITION
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "seen": dict(self._seen),
-            "past": [list(pair) for pair in self._past],
+            "first": list(self._first),
             "ended": self._most_ended,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._seen, self._most_ended = dict(state["seen"]), state["ended"]
-        self._past = deque(((a, b) for a, b in state["past"]), maxlen=WINDOW)
+        self._first = list(state["first"])

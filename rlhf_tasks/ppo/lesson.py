@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.ppo.advantages import gae
-from rlhf_tasks.ppo.kl import ESTIMATORS, KlController
+from rlhf_tasks.ppo.kl import ESTIMATORS, KlController, k1
 from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import Episodes
 from rlhf_tasks.tensors import Reduce, masked_moments, masked_sum, whiten
@@ -68,12 +68,13 @@ class Teacher:
 
     def _objective(self, episodes: Episodes, scores: Tensor, divergence: Tensor, in_reward: float) -> Metrics:
         mask = episodes.mask
-        per_answer = torch.where(mask, divergence, 0).sum(1)
+        signed = torch.where(mask, k1(episodes.logprobs, episodes.ref_logprobs), 0).sum(1)
         sums = {
             "count": torch.tensor(float(len(scores))),
             "tokens": mask.sum(),
-            "kl": per_answer.sum(),
-            "kl_squared": (per_answer**2).sum(),
+            "kl": masked_sum(divergence, mask),
+            "k1": signed.sum(),
+            "k1_squared": (signed**2).sum(),
             "surprise": -masked_sum(episodes.logprobs, mask),
             "ref_surprise": -masked_sum(episodes.ref_logprobs, mask),
             "scores": scores.sum(),
@@ -82,9 +83,12 @@ class Teacher:
         }
         found = self._summed(sums)
         count, tokens, kl = found["count"], found["tokens"], found["kl"] / found["count"]
+        kl_k1 = found["k1"] / count
         metrics = {
             "objective/kl": kl,
-            "objective/kl_standard_error": (max(0.0, found["kl_squared"] / count - kl**2) / count) ** 0.5,
+            "objective/kl_k1": kl_k1,
+            "objective/kl_k1_standard_error": (max(0.0, found["k1_squared"] / count - kl_k1**2) / count)
+            ** 0.5,
             "objective/kl_coef": self.kl.coef,
             "objective/entropy": found["surprise"] / count,
             "objective/perplexity": math.exp(found["surprise"] / tokens),

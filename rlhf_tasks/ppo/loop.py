@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -29,6 +29,8 @@ class Loop:
     metrics: Metrics = field(default_factory=dict)
     """The last update's."""
     roll_backs: int = 0
+    num_rollouts: int = 0
+    """Those rolled back too: it never falls."""
 
     def __post_init__(self) -> None:
         self._good: State = {}
@@ -58,7 +60,6 @@ class Loop:
                 self.metrics = self._look(0, select=True, show=self.settings.num_sample_generations > 0)
                 self.tracker.metrics(self.metrics, step=0)
                 self._keep_good()
-                self._good = self._newest
             else:
                 self.load_state_dict(state)
                 meter.skip(self.trainer.update * self.settings.rollout_batch_size)
@@ -72,16 +73,14 @@ class Loop:
     def _updates(self, meter: console.Meter, snapshots: resume.Loop) -> None:
         for found in self.trainer.updates():
             episode = int(found["episode"])
+            self.num_rollouts += 1
             if "lr" in found:
                 self._after_update(episode, found, meter)
             else:  # the critic's warm-up
                 self.tracker.metrics(found, step=episode)
+                self._keep_good()
             if snapshots.due():
-                snapshots.save(self._num_rollouts, self.state_dict())
-
-    @property
-    def _num_rollouts(self) -> int:
-        return self.trainer.update + len(self.trainer.warmup_losses)
+                snapshots.save(self.num_rollouts, self.state_dict())
 
     def _after_update(self, episode: int, found: Metrics, meter: console.Meter) -> None:
         update = self.trainer.update
@@ -94,11 +93,10 @@ class Loop:
         )  # fmt: skip
         if self.watchdog is None:
             return
-        trip = self.watchdog.look(found)
-        if trip is not None:
-            self._handle(trip)
-        else:
-            self._keep_good()
+        for trip in self.watchdog.look(found):
+            if self._handle(trip):
+                return
+        self._keep_good()
 
     def _look(self, episode: int, *, select: bool, show: bool) -> Metrics:
         metrics = self.watch.select(episode) if select else {}
@@ -117,11 +115,14 @@ class Loop:
         guards = self.settings.guards
         if self.watchdog is None or guards is None or guards.action != "roll_back":
             return
+        if self.trainer.update == 0:
+            self._good = on_cpu(self._place())
+            return
         if self.watchdog.is_calm:
             self._good = self._newest or self._good
         self._newest = {}
         if self.watchdog.is_calm and self.trainer.update % guards.checkpoint_every == 0:
-            self._newest = copy.deepcopy(self._place())
+            self._newest = on_cpu(self._place())
 
     def _kept(self, error: NonFiniteError) -> Trip:
         """The batch of a step that was not taken, written out for inspection."""
@@ -130,17 +131,22 @@ class Loop:
         file = folder / f"ppo-update-{self.trainer.update + 1}-rank-{self.rt.rank}.pt"
         torch.save(error.batch, file)
         return Trip(
-            "non_finite", f"{error} (update {self.trainer.update + 1}; no step was taken; see {file})",
+            "non_finite", f"{error} (update {self.trainer.update + 1}; the step was not taken; see {file})",
             "steps are too big, or a scorer gives extreme numbers",
         )  # fmt: skip
 
-    def _handle(self, trip: Trip) -> None:
+    def _handle(self, trip: Trip) -> bool:
+        """True after a roll back.
+
+        Raises:
+            GuardTripped: where training is to stop.
+        """
         guards, update = self.settings.guards, self.trainer.update
         self.tracker.event(f"guard.{trip.name}", str(trip), step=update * self.settings.rollout_batch_size)
         action = "stop" if guards is None else guards.action
         if action == "warn" and trip.name != "non_finite":
             console.say(f"guard {trip}")
-            return
+            return False
         if guards is None or action != "roll_back":
             raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
         if self.roll_backs == guards.max_roll_backs:
@@ -148,11 +154,12 @@ class Loop:
                 f"PPO was stopped at update {update} after {self.roll_backs} roll backs by the guard {trip}"
             )
         self._roll_back(trip, guards.kl_coef_factor)
+        return True
 
     def _roll_back(self, trip: Trip, factor: float) -> None:
         times, was = self.roll_backs + 1, self.trainer.update
         coef = self.trainer.teach.kl.coef * factor
-        self._go_to(copy.deepcopy(self._good))
+        self._go_to(on_cpu(self._good))
         self._newest = {}
         self.roll_backs, self.trainer.teach.kl.coef = times, coef
         console.say(f"guard {trip}. Back from update {was} to {self.trainer.update}, kl_coef is now {coef:g}")
@@ -163,12 +170,14 @@ class Loop:
         return self._place() | {
             "good": self._good,
             "newest": self._newest,
+            "num_rollouts": self.num_rollouts,
             "tracker": self.tracker.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
         self._go_to(state)
         self._good, self._newest = state["good"], state["newest"]
+        self.num_rollouts = state["num_rollouts"]
         self.tracker.load_state_dict(state["tracker"])
 
     def _place(self) -> State:
@@ -194,6 +203,15 @@ class Loop:
         self.metrics, self.roll_backs = dict(shared["metrics"]), shared["roll_backs"]
         self.trainer.collect.generator.set_state(state["sampling"])
         self.rt.set_rng_state(state["rng"])
+
+
+def on_cpu(part: Any) -> Any:
+    """A copy of a state, its tensors on the CPU."""
+    if isinstance(part, torch.Tensor):
+        return part.detach().cpu().clone()
+    if isinstance(part, dict):
+        return {key: on_cpu(value) for key, value in part.items()}
+    return [on_cpu(value) for value in part] if isinstance(part, list) else part
 
 
 def _spread(count: int, num_updates: int) -> set[int]:

@@ -66,7 +66,7 @@ class Optimiser:
         sums: list[Sums] = []
         ptx: list[Sums] = []
         norms: list[float] = []
-        num_epochs = 0
+        num_epochs = before = 0
         self.model.train()
         for _ in range(settings.num_ppo_epochs):
             num_epochs += 1
@@ -82,9 +82,9 @@ class Optimiser:
         metrics["train/num_epochs"] = num_epochs
         if ptx:
             metrics["loss/ptx_avg"] = token_means(self._rt, ptx)["loss"]
-        if settings.kl_penalty is not None:
+        if settings.kl_penalty is not None and not critic_only:
             metrics["policy/penalty_beta"] = self.penalty.beta
-            self.penalty.update(metrics["policy/penalty_kl_avg"])
+            self.penalty.update(token_means(self._rt, sums[before:])["policy/penalty_kl_avg"])
         return metrics
 
     def _step(
@@ -153,15 +153,17 @@ class Optimiser:
         value = value_loss(
             states[:, :-1], of_rows(episodes.values), of_rows(lesson.returns), settings.cliprange_value
         )
-        entropy = entropy_from_logits(logits)
-        ratio = logratio.detach().exp()
+        with torch.set_grad_enabled(settings.entropy_coef > 0):
+            entropy = entropy_from_logits(logits)
+        moved = new_logprobs.detach() - logprobs
+        ratio = moved.exp()
         per_token = {
             "loss/policy_avg": policy.loss,
             "loss/value_avg": value.loss,
             "policy/clipfrac_avg": policy.clipped,
             "val/clipfrac_avg": value.clipped,
-            "policy/approxkl_avg": 0.5 * (new_logprobs.detach() - logprobs) ** 2,
-            "policy/entropy_avg": entropy if settings.entropy_coef else entropy.detach(),
+            "policy/approxkl_avg": 0.5 * moved**2,
+            "policy/entropy_avg": entropy,
             "val/ratio": ratio,
             "ratio_squared": ratio**2,
             "num_tokens": mask,

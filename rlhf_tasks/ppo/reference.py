@@ -27,28 +27,25 @@ class Reference(Protocol):
 
 
 class OwnModel:
-    """A copy of the SFT model; stands still unless it is told to follow."""
+    """A copy of the SFT model; stands still unless it `moves`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model.eval()
-        self._moved = False
+    def __init__(self, model: PreTrainedModel, *, moves: bool = False) -> None:
+        self._model, self._moves = model.eval(), moves
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         return logprobs_of(self._model, batch, temperature)
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel, alpha: float) -> None:
-        self._moved = True
         for mine, its in zip(self._model.parameters(), policy.parameters(), strict=True):
             mine.lerp_(its.to(mine.dtype), alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._model.state_dict() if self._moved else {}
+        return self._model.state_dict() if self._moves else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
+        if self._moves:
             self._model.load_state_dict(state)
-            self._moved = True
 
 
 class AdapterOff:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console, models, scorers
 from rlhf_tasks.checkpoint import whole
-from rlhf_tasks.config import Ppo, StageView
+from rlhf_tasks.config import Ppo, StageView, UserError
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
 from rlhf_tasks.models import TokenScores
 from rlhf_tasks.ppo.loop import Loop
@@ -65,6 +65,9 @@ def _check(config: StageView) -> None:
         models.check_same_tokenizer(SFT, reward)
         models.check_parent(reward, "sft", SFT)
     settings: Ppo = config.ppo
+    stop, size = stop_token(settings, load_tokenizer(SFT)), len(load_tokenizer(SFT))
+    if stop >= size:
+        raise UserError(f"ppo.stop_token={stop} is no token: the tokenizer has {size}, numbered from 0")
     if settings.truncation.startswith("bootstrap") and settings.critic_warmup is None:
         console.say(
             f"ppo.truncation={settings.truncation} rewards unfinished answers by the critic's word, and "
@@ -81,7 +84,7 @@ def _policy(rt: Runtime, settings: Ppo, seed: int) -> tuple[PreTrainedModel, Ref
         return policy, AdapterOff(policy)
     reference = models.place(models.load_causal(SFT), rt.device)
     rt.freeze(reference)
-    return policy, OwnModel(reference)
+    return policy, OwnModel(reference, moves=settings.reference_sync is not None)
 
 
 def _critic(

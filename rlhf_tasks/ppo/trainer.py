@@ -69,10 +69,8 @@ class Trainer:
 
         Between two of them `state_dict` holds all there is to go on from.
         """
-        while not self.is_warm:
-            yield self._warm_up()
         while self.update < self.num_updates:
-            yield self._one_update()
+            yield self._one_update() if self.is_warm else self._warm_up()
 
     def _one_update(self) -> Metrics:
         settings = self.settings
@@ -83,7 +81,7 @@ class Trainer:
         lesson, metrics = self.teach(episodes)
         training = time.perf_counter()
         metrics |= self.optimise(lesson)
-        self.teach.kl.update(metrics["objective/kl"], settings.rollout_batch_size)
+        self.teach.kl.update(metrics["objective/kl_k1"], settings.rollout_batch_size)
         self.update += 1
         sync = settings.reference_sync
         if sync is not None and self.update % sync.every == 0:
@@ -106,7 +104,7 @@ class Trainer:
         warmup, losses = self.settings.critic_warmup, self.warmup_losses
         if warmup is None or len(losses) >= warmup.max_updates:
             return True
-        return len(losses) >= 2 and losses[-2] - losses[-1] < warmup.settled * losses[-2]
+        return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])
 
     def _warm_up(self) -> Metrics:
         set_learning_rate(self._optimizer, self.settings.learning_rate)

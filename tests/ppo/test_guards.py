@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config.ppo import Guards
-from rlhf_tasks.ppo.guards import WINDOW, Watchdog
+from rlhf_tasks.ppo.guards import Watchdog
 from tests import small
 
 WELL = {
-    "objective/kl": 2.0, "objective/kl_standard_error": 0.1, "val/ratio": 1.0, "objective/perplexity": 1.5,
+    "objective/kl_k1": 2.0, "objective/kl_k1_standard_error": 0.1, "val/ratio": 1.0,
+    "objective/perplexity": 1.5,
     "val/response_length": 20.0, "val/repetition": 0.1, "val/truncated_share": 0.05,
 }  # fmt: skip
 
@@ -21,19 +22,19 @@ def settings(**changes: Any) -> Guards:
 
 
 def trips(*updates: dict[str, float], **changes: Any) -> list[str | None]:
+    """Which guards trip after each update, `+` between them."""
     dog = Watchdog(settings(**changes))
-    found = [dog.look(WELL | update) for update in updates]
-    return [None if trip is None else trip.name for trip in found]
+    return ["+".join(trip.name for trip in dog.look(WELL | update)) or None for update in updates]
 
 
 @pytest.mark.parametrize(
     ("metrics", "name"),
     [
         ({}, None),
-        ({"objective/kl": 10.5}, "kl_high"),
-        ({"objective/kl": 9.5}, None),
-        ({"objective/kl": -0.3}, "kl_low"),
-        ({"objective/kl": -0.15}, None),  # within two standard errors of zero
+        ({"objective/kl_k1": 10.5}, "kl_high"),
+        ({"objective/kl_k1": 9.5}, None),
+        ({"objective/kl_k1": -0.3}, "kl_low"),
+        ({"objective/kl_k1": -0.15}, None),  # within two standard errors of zero
         ({"val/ratio": 2.5}, "ratio"),
         ({"val/ratio": 0.05}, "ratio"),
     ],
@@ -43,7 +44,7 @@ def test_a_guard_trips_where_its_metric_leaves_the_range(metrics: dict[str, floa
 
 
 def test_a_guard_waits_for_as_many_updates_in_a_row_as_its_patience() -> None:
-    high = {"objective/kl": 12.0}
+    high = {"objective/kl_k1": 12.0}
     assert trips(high, high, {}, high, high, high, patience=3) == [None] * 5 + ["kl_high"]
 
 
@@ -54,23 +55,28 @@ def test_answers_that_no_longer_end_are_seen_and_those_that_never_did_are_not() 
 
 def test_collapse_is_low_perplexity_while_length_or_repetition_rises() -> None:
     sure = {"objective/perplexity": 1.001}
-    assert trips(*[sure] * (WINDOW + 1)) == [None] * (WINDOW + 1)
-    assert trips(*[{}] * WINDOW, sure | {"val/response_length": 25.0})[-1] == "pattern_collapse"
-    assert trips(*[{}] * WINDOW, sure | {"val/repetition": 0.4})[-1] == "pattern_collapse"
-    assert trips(*[{}] * WINDOW, {"val/repetition": 0.4})[-1] is None
+    assert trips({}, *[sure] * 9) == [None] * 10
+    longer, repeats = {"val/response_length": 25.0}, {"val/repetition": 0.4}
+    assert trips({}, sure | longer) == [None, "pattern_collapse"]
+    assert trips({}, *[sure | repeats] * 3, patience=3) == [None, None, None, "pattern_collapse"]
+    assert trips({}, longer | repeats) == [None, None]
+
+
+def test_what_goes_on_being_wrong_is_told_once_and_hides_nothing_else() -> None:
+    high, silent = {"objective/kl_k1": 12.0}, {"val/truncated_share": 0.9}
+    assert trips({}, high, high, high | silent, {}, high) == [None, "kl_high", None, "eos", None, "kl_high"]
 
 
 def test_a_trip_says_what_was_seen_and_why_it_may_be() -> None:
-    trip = Watchdog(settings()).look(WELL | {"objective/kl": 14.0})
-    assert trip is not None
-    assert "objective/kl = 14.00 exceeds 10" in str(trip)
+    (trip,) = Watchdog(settings()).look(WELL | {"objective/kl_k1": 14.0})
+    assert "objective/kl_k1 = 14.00 exceeds 10" in str(trip)
     assert "kl_coef is too low" in str(trip)
 
 
 def test_a_watchdog_goes_on_from_its_state() -> None:
-    high = WELL | {"objective/kl": 12.0}
+    high = WELL | {"objective/kl_k1": 12.0}
     one, other = Watchdog(settings(patience=2)), Watchdog(settings(patience=2))
-    assert one.look(high) is None
+    assert not one.look(high)
     assert not one.is_calm
     other.load_state_dict(one.state_dict())
-    assert other.look(high) is not None
+    assert other.look(high)

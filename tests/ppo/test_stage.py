@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlhf_tasks import lineage, models, resume
+from rlhf_tasks.config import UserError
 from rlhf_tasks.ppo import stage, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.tracking import NullTracker
@@ -192,7 +193,7 @@ def run_guarded(**changes: Any) -> tuple[Events, dict[str, float]]:
 
 def test_a_tripped_guard_stops_the_stage_and_says_why(project: Path) -> None:
     before = models.fingerprint(stage.OUT)
-    with pytest.raises(GuardTripped, match=r"objective/kl = .* exceeds 1; likely cause: .*kl_coef"):
+    with pytest.raises(GuardTripped, match=r"objective/kl_k1 = .* exceeds 1; likely cause: .*kl_coef"):
         run_guarded(action="stop")
     assert models.fingerprint(stage.OUT) == before, "nothing half-done is kept"
 
@@ -201,7 +202,7 @@ def test_a_warning_goes_on(project: Path, capsys: pytest.CaptureFixture[str]) ->
     tracker, metrics = run_guarded(action="warn")
     assert metrics["episode"] == 96
     assert {name for name, _ in tracker.events} == {"guard.kl_high"}
-    assert "guard kl_high: objective/kl" in capsys.readouterr().out
+    assert "guard kl_high: objective/kl_k1" in capsys.readouterr().out
 
 
 def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
@@ -211,9 +212,9 @@ def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
     looks: list[float] = []
     look = Watchdog.look
 
-    def once(self: Watchdog, metrics: Mapping[str, float]) -> Trip | None:
+    def once(self: Watchdog, metrics: Mapping[str, float]) -> list[Trip]:
         looks.append(metrics["episode"] / 16)
-        bad = {"objective/kl": 99.0} if len(looks) == 4 else {"objective/kl": 0.1}
+        bad = {"objective/kl_k1": 99.0} if len(looks) == 4 else {"objective/kl_k1": 0.1}
         return look(self, {**metrics, **bad})
 
     monkeypatch.setattr(Watchdog, "look", once)
@@ -234,10 +235,35 @@ def test_a_batch_that_is_no_number_is_written_out(project: Path, monkeypatch: py
         return scores * torch.nan
 
     monkeypatch.setattr("rlhf_tasks.ppo.rewards.ScoreScaler.__call__", broken)
-    with pytest.raises(GuardTripped, match=r"non_finite: .*no step was taken; see (.*\.pt)") as caught:
+    with pytest.raises(GuardTripped, match=r"non_finite: .*the step was not taken; see (.*\.pt)") as caught:
         run(**{"ppo.truncation": "none"})
     file = str(caught.value).split("see ")[1].split(")")[0]
     assert len(torch.load(file, weights_only=False)["responses"]) == 16
+
+
+def test_a_policy_that_fell_apart_trips_the_guard(project: Path) -> None:
+    wild = {"ppo.learning_rate": 1e30, "ppo.num_mini_batches": 1, "ppo.num_ppo_epochs": 1}
+    with pytest.raises(GuardTripped, match=r"non_finite: the model's logits are NaN"):
+        run(**wild)
+
+
+def test_a_score_that_is_no_number_trips_the_guard(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "seen = []",
+        "def score(prompts, responses):",
+        "    seen.append(0)",
+        "    return [float('nan') if len(seen) > 2 else 0.0] * len(prompts)",
+    ]
+    (project / "broken.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(project))
+    function = {"kind": "function", "weight": 1.0, "function": "broken:score"}
+    with pytest.raises(GuardTripped, match="non_finite: function gave nan"):
+        run(**{"ppo.scorers": [function], "ppo.num_sample_generations": 0})
+
+
+def test_a_token_that_is_none_cannot_stop_answers(project: Path) -> None:
+    with pytest.raises(UserError, match=r"ppo\.stop_token=99999 is no token"):
+        run(**{"ppo.stop_token": 99999})
 
 
 def test_without_a_reward_model_the_last_policy_is_kept(project: Path) -> None:

@@ -58,7 +58,8 @@ def trainer(
     return Trainer(
         small.runtime(), small.ppo(**changes),
         actor_critic or ActorCritic(small.causal(), small.scores(seed=3)),
-        reference or OwnModel(small.causal(seed=reference_seed)), Planted(reward), small.tokenizer(), QUERIES,
+        reference or OwnModel(small.causal(seed=reference_seed), moves="reference_sync" in changes),
+        Planted(reward), small.tokenizer(), QUERIES,
         seed=1, demonstrations=demonstrations,
     )  # fmt: skip
 
