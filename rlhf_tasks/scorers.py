@@ -44,7 +44,7 @@ class ScorerError(RuntimeError):
     """A scorer that gave no finite number for each answer, or stayed unreachable; names it and what came."""
 
 
-class NonFiniteScore(ScorerError, NonFiniteError):
+class NonFiniteScore(NonFiniteError, ScorerError):
     """NaN or infinity for an answer: PPO's guards know what to do with it."""
 
 
