@@ -257,7 +257,7 @@ def test_a_score_that_is_no_number_trips_the_guard(project: Path, monkeypatch: p
     (project / "broken.py").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.syspath_prepend(str(project))
     function = {"kind": "function", "weight": 1.0, "function": "broken:score"}
-    with pytest.raises(GuardTripped, match="non_finite: function gave nan"):
+    with pytest.raises(GuardTripped, match="non_finite: function broken:score gave nan"):
         run(**{"ppo.scorers": [function], "ppo.num_sample_generations": 0})
 
 
