@@ -147,3 +147,67 @@ def test_declared_parameters_are_those_the_stage_may_read(stage: config.Stage) -
 
 def test_flat_keys_join_nested_ones_with_dots() -> None:
     assert config.flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
+
+
+DUMMY = {"kind": "dummy"}
+HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0, "batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ppo.kl_in": "loss"}, "the gradient of k1 is zero in expectation"),
+        ({"ppo.value_model": "shared"}, "critic_init='reward' would be ignored"),
+        (
+            {"ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.value_learning_rate": 1e-3},
+            "no value_learning_rate",
+        ),
+        (
+            {
+                "ppo.lora": {"r": 4, "alpha": 8.0, "value": False},
+                "ppo.reference_sync": {"every": 2, "alpha": 0.5},
+            },
+            "the reference is the policy without its adapter",
+        ),
+        ({"ppo.reference_sync": {"every": 999, "alpha": 0.5}}, "it would never happen"),
+        ({"ppo.kl_coef": 0.0, "ppo.adaptive_kl": {"target": 6.0, "horizon": 9999, "clip": 0.2}}, "stay 0"),
+        ({"ppo.adaptive_kl": {"target": 6.0, "horizon": 50, "clip": 0.2}}, "kl_coef would turn negative"),
+        ({"ppo.target_kl": 0.1, "ppo.num_ppo_epochs": 1}, "has no further one"),
+        (
+            {
+                "ppo.kl_penalty": {"beta": 1.0, "target": 0.1},
+                "ppo.num_ppo_epochs": 1,
+                "ppo.num_mini_batches": 1,
+            },
+            "the policy has not moved",
+        ),
+        (
+            {"ppo.truncation": "eos_trick_subtract", "ppo.missing_eos_score": 1.0},
+            "a positive one would reward unfinished answers",
+        ),
+        ({"ppo.top_p": 0.9}, "another distribution than the log-probs"),
+        ({"ppo.scorers": []}, "scorers is empty"),
+        ({"ppo.scorers": [DUMMY, DUMMY]}, "can stand there once"),
+        ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.http.url: "),
+        ({"ppo.scorers": [{**HTTP, "urll": "x"}]}, "did you mean 'url'?"),
+        ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
+        ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
+        ({"reward.train": False}, "ppo.scorers, ppo.critic_init, judge.judges ask(s) for a reward model"),
+        (
+            {"ppo.scorers": [DUMMY], "ppo.critic_init": "sft", "judge.judges": ["gold"]},
+            "reward.train is true, but no scorer, critic or judge uses one",
+        ),
+    ],
+)
+def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
+    changes: dict[str, object], message: str
+) -> None:
+    assert message in problems(changes)
+
+
+def test_a_guard_that_rolls_back_needs_a_coefficient_to_raise_and_weights_to_keep() -> None:
+    guards = small.params()["ppo"]["guards"] | {"action": "roll_back"}
+    assert "0 would stay 0" in problems({"ppo.guards": guards, "ppo.kl_coef": 0.0})
+    deepspeed = {"launch.deepspeed": "zero2", "launch.num_processes": 2}
+    assert "DeepSpeed" in problems({"ppo.guards": guards, **deepspeed})
+    assert "must be below" in problems({"ppo.guards": guards | {"kl_min": 12.0}})

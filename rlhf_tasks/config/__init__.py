@@ -223,28 +223,27 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
 def _did_you_mean(loc: tuple[str | int, ...]) -> str:
     import difflib
 
-    owner: Any = Config
+    owners: list[Any] = [Config]
     for part in loc[:-1]:
-        field = next((f for n, f in owner.model_fields.items() if part in (n, f.alias)), None)
-        owner = (
-            next(
-                (
-                    a
-                    for a in (field.annotation, *get_args(field.annotation))
-                    if isinstance(a, type) and issubclass(a, Section)
-                ),
-                Section,
-            )
-            if field
-            else Section
-        )
-    names = [f.alias or n for n, f in owner.model_fields.items()]
+        fields = [f for owner in owners for n, f in owner.model_fields.items() if part in (n, f.alias)]
+        if fields:
+            owners = [section for field in fields for section in _sections(field.annotation)]
+        elif isinstance(part, str):  # one of several kinds of section
+            owners = [o for o in owners if get_args(o.model_fields["kind"].annotation) == (part,)]
+    names = [f.alias or n for owner in owners for n, f in owner.model_fields.items()]
     close = difflib.get_close_matches(str(loc[-1]), names, n=1)
     return (
         f"unknown key; did you mean {close[0]!r}?"
         if close
         else f"unknown key; known here: {', '.join(names)}"
     )
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """The sections named anywhere in a type."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in _sections(inner)]
 
 
 def load(path: Path = Path("params.yaml")) -> Config:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.config.types import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
 
+
+def _eos_or_id(value: Any) -> Any:
+    if value == "eos" or (type(value) is int and value >= 0):
+        return value
+    raise ValueError("must be `eos`, or the id of a token, a whole number from 0")
+
+
+StopToken = Annotated[Literal["eos"] | int, BeforeValidator(_eos_or_id)]
 Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -143,7 +151,7 @@ class Ppo(Section):
     num_ppo_epochs: PositiveInt
     micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
 
-    scorers: tuple[Scorer, ...] = Field(strict=False, min_length=1, description="summed by weight")
+    scorers: tuple[Scorer, ...] = Field(strict=False, description="summed by weight")
 
     learning_rate: PositiveFloat
     value_learning_rate: PositiveFloat | None = Field(description="null: as the policy's")
@@ -161,7 +169,7 @@ class Ppo(Section):
 
     response_length: PositiveInt
     temperature: PositiveFloat
-    stop_token: Literal["eos"] | Count = Field(description="`eos`, or the id of a token that ends answers")
+    stop_token: StopToken = Field(description="`eos`, or the id of a token that ends answers")
     truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
     missing_eos_score: Weight = Field(
         description="of an answer without its stop token: eos_trick_replace puts it in place of the score, "
@@ -280,6 +288,7 @@ class Ppo(Section):
                 "would hold the policy; use k2 or k3",
             ),
             *self._idle(),
+            (not kinds, "scorers is empty: name at least one, if only {kind: dummy}"),
             (
                 shared and self.critic_init != "sft",
                 f"value_model=shared starts on the policy's trunk: critic_init={self.critic_init!r} would be "
