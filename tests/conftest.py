@@ -56,3 +56,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests import small
 
     return small.workspace(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def models_here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the test, with a copy of that data and those models."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

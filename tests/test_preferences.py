@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ SETTINGS = {"preferences.num_prompts": 12, "preferences.pairs_per_prompt": 2, "p
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
-@pytest.fixture
-def project(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
     metrics = preferences.run(small.view("preferences", SETTINGS | changes), NullTracker())
     return metrics, {split: read_table("comparisons", split) for split in SPLITS}
@@ -43,7 +35,7 @@ def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out(
     ]
 
 
-def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(project: Path) -> None:
+def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(models_here: Path) -> None:
     metrics, found = run()
     for split in SPLITS:
         given = [row for row in found[split] if row["origin"] == "given"]
@@ -59,7 +51,7 @@ def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(project: Pa
     assert metrics["flipped"] == 0
 
 
-def test_only_training_labels_err_and_about_as_often_as_asked(project: Path) -> None:
+def test_only_training_labels_err_and_about_as_often_as_asked(models_here: Path) -> None:
     metrics, found = run(**{"preferences.label_noise": 0.25})
 
     def wrong(split: str) -> int:
@@ -73,14 +65,14 @@ def test_only_training_labels_err_and_about_as_often_as_asked(project: Path) -> 
     assert 0.1 < wrong("train") / len(found["train"]) < 0.45
 
 
-def test_samples_of_a_split_answer_prompts_of_that_split(project: Path) -> None:
+def test_samples_of_a_split_answer_prompts_of_that_split(models_here: Path) -> None:
     _, found = run()
     for split in SPLITS:
         prompts = {row["prompt"] for row in read_table("prompts", split)}
         assert {row["prompt"] for row in found[split] if row["origin"] == "sft_samples"} <= prompts
 
 
-def test_without_a_labeller_a_sample_stands_rejected_against_the_reference(project: Path) -> None:
+def test_without_a_labeller_a_sample_stands_rejected_against_the_reference(models_here: Path) -> None:
     changes = {"data.source": "files", "judge.judges": ["reward_model"]}
     metrics, found = run(**changes)
     references = {row["prompt"]: row["reference"] for row in read_table("prompts", "train")}
@@ -90,14 +82,14 @@ def test_without_a_labeller_a_sample_stands_rejected_against_the_reference(proje
     assert "flipped" not in metrics
 
 
-def test_the_same_seed_writes_the_same_pairs(project: Path) -> None:
+def test_the_same_seed_writes_the_same_pairs(models_here: Path) -> None:
     assert run() == run()
     assert run()[1] != run(seed=2)[1]
 
 
-def test_no_pair_at_all_is_refused(project: Path) -> None:
+def test_no_pair_at_all_is_refused(models_here: Path) -> None:
     for split in SPLITS:
-        file = project / f"data/preferences/{split}.parquet"
+        file = models_here / f"data/preferences/{split}.parquet"
         pq.write_table(pq.read_table(file).slice(0, 0), file)
     with pytest.raises(UserError, match="no pair to train a reward model on"):
         run(**{"preferences.num_prompts": 0})
@@ -105,7 +97,7 @@ def test_no_pair_at_all_is_refused(project: Path) -> None:
 
 
 def test_nothing_is_sampled_where_no_reward_model_is_asked_for(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlhf_tasks.models.load_causal", None)
     metrics, tables = run(**small.WITHOUT_REWARD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -98,13 +97,6 @@ def test_no_prompt_trains_both_models() -> None:
 # ----------------------------------------------------------------------------------- the stage
 
 
-@pytest.fixture
-def project(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def mean_score_of_demonstrations(folder: Path) -> float:
     """With every row alone."""
     words, rows = load_tokenizer(folder), read_table("sft", "train")
@@ -113,14 +105,14 @@ def mean_score_of_demonstrations(folder: Path) -> float:
     return small.last_scores_alone(models.load_reward(folder).eval(), queries, answers).mean().item()
 
 
-def test_demonstrations_score_zero_on_average_and_still_do_after_loading(project: Path) -> None:
+def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_here: Path) -> None:
     reward.run(small.view("reward", SMALL), NullTracker())
     for name, folder in reward.OUTS.items():
         assert models.load_reward(folder).mean != 0, name
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
 
 
-def test_the_stage_measures_both_models_and_names_its_parent(project: Path) -> None:
+def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) -> None:
     metrics = reward.run(small.view("reward", SMALL | {"reward.lm_coef": 0.1}), NullTracker())
     keys = ("accuracy", "accuracy/low", "accuracy/high", "margin", "calibration", "length_correlation")
     assert {f"{prefix}{key}" for prefix in ("", "heldout/") for key in keys} <= set(metrics)
@@ -131,7 +123,7 @@ def test_the_stage_measures_both_models_and_names_its_parent(project: Path) -> N
     assert first != second
 
 
-def test_the_same_seed_trains_the_same_bytes(project: Path) -> None:
+def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
     def trained() -> dict[str, bytes]:
         reward.run(small.view("reward", SMALL), NullTracker())
         return {str(f): f.read_bytes() for out in reward.OUTS.values() for f in sorted(out.iterdir())}
@@ -139,12 +131,12 @@ def test_the_same_seed_trains_the_same_bytes(project: Path) -> None:
     assert trained() == trained()
 
 
-def test_a_ready_reward_model_without_its_head_is_refused(project: Path) -> None:
+def test_a_ready_reward_model_without_its_head_is_refused(models_here: Path) -> None:
     with pytest.raises(models.ContractError, match="models/base lacks its trained head"):
         reward.run(small.view("reward", {"reward.from": "models/base"}), NullTracker())
 
 
-def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(project: Path) -> None:
+def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
     lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
     reward.run(small.view("reward", SMALL | lora), NullTracker())
     start = models.load_causal(reward.SFT).base_model.state_dict()
@@ -169,7 +161,7 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(project: Pat
 
 
 def test_no_reward_model_is_made_where_none_is_asked_for(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "load_causal", None)  # nothing is loaded
     for out in reward.OUTS.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,6 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def project(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def validation_loss(folder: Path) -> float:
     """Mean −log p of completion tokens, every row alone."""
     model, words = models.load_causal(folder), load_tokenizer(folder)
@@ -40,7 +32,7 @@ def validation_loss(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("family", small.FAMILIES)
-def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, project: Path) -> None:
+def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, models_here: Path) -> None:
     before = models.fingerprint(base.OUT)
     metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), NullTracker())
     model = models.load_causal(base.OUT)
@@ -50,14 +42,14 @@ def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, project
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
 
 
-def test_the_metrics_are_those_of_the_weights_written(project: Path) -> None:
+def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None:
     metrics = sft.run(small.view("sft", SMALL), NullTracker())
     assert metrics["loss"] == pytest.approx(validation_loss(sft.OUT), rel=1e-4)
     assert metrics["loss"] < validation_loss(base.OUT)
     assert models.identity_of(sft.OUT)["parents"] == {"base": models.fingerprint(base.OUT)}
 
 
-def test_sft_goes_back_to_its_validation_minimum(project: Path) -> None:
+def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:
     tracker = NullTracker("sft")
     settings = SMALL | {"sft.learning_rate": 0.05, "sft.num_epochs": 20.0}  # so fast that it overshoots
     metrics = sft.run(small.view("sft", settings), tracker)
@@ -68,7 +60,7 @@ def test_sft_goes_back_to_its_validation_minimum(project: Path) -> None:
     assert len([step for step in tried if step > metrics["step_kept"]]) == 2  # its patience
 
 
-def test_the_same_seed_writes_the_same_bytes(project: Path) -> None:
+def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
     def written() -> dict[str, bytes]:
         base.run(small.view("base", SMALL), NullTracker())
         sft.run(small.view("sft", SMALL), NullTracker())

@@ -25,38 +25,31 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def project(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def run(**changes: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
     tracker = NullTracker("ppo")
     return stage.run(small.view("ppo", SETTINGS | changes), tracker), tracker.history()
 
 
 @pytest.mark.parametrize("role", ["reward", "reward_heldout"])
-def test_a_reward_model_of_another_sft_model_is_refused_before_training(role: str, project: Path) -> None:
-    folder = project / "models" / role
+def test_a_reward_model_of_another_sft_model_is_refused_before_training(role: str, models_here: Path) -> None:
+    folder = models_here / "models" / role
     identity = (folder / models.IDENTITY).read_text(encoding="utf-8")
-    parent = models.fingerprint(project / "models/sft")
+    parent = models.fingerprint(models_here / "models/sft")
     (folder / models.IDENTITY).write_text(identity.replace(parent, "0" * 16), encoding="utf-8")
-    before = models.fingerprint(project / "models/policy")
+    before = models.fingerprint(models_here / "models/policy")
     with pytest.raises(models.ContractError, match=f"models/{role} was made from another sft model"):
         run()
-    assert models.fingerprint(project / "models/policy") == before
+    assert models.fingerprint(models_here / "models/policy") == before
 
 
-def test_a_reward_model_without_its_head_is_refused_before_training(project: Path) -> None:
-    shutil.rmtree(project / "models/reward")
-    shutil.copytree(project / "models/sft", project / "models/reward")
+def test_a_reward_model_without_its_head_is_refused_before_training(models_here: Path) -> None:
+    shutil.rmtree(models_here / "models/reward")
+    shutil.copytree(models_here / "models/sft", models_here / "models/reward")
     with pytest.raises(models.ContractError, match="models/reward lacks its trained head"):
         run()
 
 
-def test_the_kept_weights_are_those_the_heldout_reward_model_liked_best(project: Path) -> None:
+def test_the_kept_weights_are_those_the_heldout_reward_model_liked_best(models_here: Path) -> None:
     metrics, history = run(**{"ppo.learning_rate": 1e-2})
     tried = {row["episode"]: row["eval/heldout_scores"] for row in history if "eval/heldout_scores" in row}
     assert set(tried) == {0, 16, 32, 48}
@@ -65,7 +58,7 @@ def test_the_kept_weights_are_those_the_heldout_reward_model_liked_best(project:
 
 
 def test_weights_are_kept_from_before_training_where_all_of_it_made_them_worse(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falling = iter([4.0, 3.0, 2.0, 1.0])
     original = watch.Watch._answered
@@ -78,10 +71,10 @@ def test_weights_are_kept_from_before_training_where_all_of_it_made_them_worse(
     monkeypatch.setattr(watch.Watch, "_answered", worse)
     metrics, _ = run()
     assert metrics["selected_episode"] == 0
-    assert models.fingerprint(project / "models/policy") == models.fingerprint(project / "models/sft")
+    assert models.fingerprint(models_here / "models/policy") == models.fingerprint(models_here / "models/sft")
 
 
-def test_metrics_have_the_names_of_the_field_and_samples_their_columns(project: Path) -> None:
+def test_metrics_have_the_names_of_the_field_and_samples_their_columns(models_here: Path) -> None:
     metrics, history = run()
     names = {
         "eps", "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
@@ -101,7 +94,7 @@ def test_metrics_have_the_names_of_the_field_and_samples_their_columns(project: 
     assert models.identity_of(stage.OUT)["parents"]["sft"] == models.fingerprint(Path("models/sft"))
 
 
-def test_the_same_seed_writes_the_same_bytes(project: Path) -> None:
+def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
     def written() -> dict[str, bytes]:
         run()
         files = [*stage.OUT.iterdir(), *stage.SAMPLES.iterdir()]
@@ -137,13 +130,13 @@ EVERYTHING = {
 )
 @pytest.mark.parametrize("rollouts", [1, 2])
 def test_a_killed_run_goes_on_to_the_same_bytes_and_curves(
-    project: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rollouts: int
+    models_here: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rollouts: int
 ) -> None:
     class Killed(BaseException):
         pass
 
     for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(small.ROOT / name, project)
+        shutil.copy(small.ROOT / name, models_here)
     lineage._input_hashes.cache_clear()
     changes = {"resume.every_seconds": 1e-6, **changes}
     monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
@@ -191,14 +184,14 @@ def run_guarded(**changes: Any) -> tuple[Events, dict[str, float]]:
     return tracker, stage.run(view, tracker)
 
 
-def test_a_tripped_guard_stops_the_stage_and_says_why(project: Path) -> None:
+def test_a_tripped_guard_stops_the_stage_and_says_why(models_here: Path) -> None:
     before = models.fingerprint(stage.OUT)
     with pytest.raises(GuardTripped, match=r"objective/kl_k1 = .* exceeds 1; likely cause: .*kl_coef"):
         run_guarded(action="stop")
     assert models.fingerprint(stage.OUT) == before, "nothing half-done is kept"
 
 
-def test_a_warning_goes_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_goes_on(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker, metrics = run_guarded(action="warn")
     assert metrics["episode"] == 96
     assert {name for name, _ in tracker.events} == {"guard.kl_high"}
@@ -206,7 +199,7 @@ def test_a_warning_goes_on(project: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Update 4's rollout is bad: the weights it sampled from, those after update 3, are not gone back to."""
     looks: list[float] = []
@@ -225,12 +218,12 @@ def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
     assert "Back from update 4 to 2, kl_coef is now 0.001" in capsys.readouterr().out
 
 
-def test_roll_backs_come_to_an_end(project: Path) -> None:
+def test_roll_backs_come_to_an_end(models_here: Path) -> None:
     with pytest.raises(GuardTripped, match="after 2 roll backs"):
         run_guarded(action="roll_back", kl_coef_factor=1.001, max_roll_backs=2)
 
 
-def test_a_batch_that_is_no_number_is_written_out(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_no_number_is_written_out(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, scores: torch.Tensor, reduce: Any) -> torch.Tensor:
         return scores * torch.nan
 
@@ -241,51 +234,53 @@ def test_a_batch_that_is_no_number_is_written_out(project: Path, monkeypatch: py
     assert len(torch.load(file, weights_only=False)["responses"]) == 16
 
 
-def test_a_policy_that_fell_apart_trips_the_guard(project: Path) -> None:
+def test_a_policy_that_fell_apart_trips_the_guard(models_here: Path) -> None:
     wild = {"ppo.learning_rate": 1e30, "ppo.num_mini_batches": 1, "ppo.num_ppo_epochs": 1}
     with pytest.raises(GuardTripped, match=r"non_finite: the model's logits are NaN"):
         run(**wild)
 
 
-def test_a_score_that_is_no_number_trips_the_guard(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_that_is_no_number_trips_the_guard(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [
         "seen = []",
         "def score(prompts, responses):",
         "    seen.append(0)",
         "    return [float('nan') if len(seen) > 2 else 0.0] * len(prompts)",
     ]
-    (project / "broken.py").write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.syspath_prepend(str(project))
+    (models_here / "broken.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(models_here))
     function = {"kind": "function", "weight": 1.0, "function": "broken:score"}
     with pytest.raises(GuardTripped, match="non_finite: function broken:score gave nan"):
         run(**{"ppo.scorers": [function], "ppo.num_sample_generations": 0})
 
 
-def test_a_token_that_is_none_cannot_stop_answers(project: Path) -> None:
+def test_a_token_that_is_none_cannot_stop_answers(models_here: Path) -> None:
     with pytest.raises(UserError, match=r"ppo\.stop_token=99999 is no token"):
         run(**{"ppo.stop_token": 99999})
 
 
-def test_without_a_reward_model_the_last_policy_is_kept(project: Path) -> None:
+def test_without_a_reward_model_the_last_policy_is_kept(models_here: Path) -> None:
     metrics, history = run(**small.WITHOUT_REWARD)
     assert metrics["selected_episode"] == 48
     assert "eval/heldout_scores" not in history[0]
     assert set(models.identity_of(stage.OUT)["parents"]) == {"sft"}
 
 
-def test_a_policy_says_which_token_ends_its_answers(project: Path) -> None:
+def test_a_policy_says_which_token_ends_its_answers(models_here: Path) -> None:
     run(**{"ppo.stop_token": 7})
     assert models.load_causal(stage.OUT).generation_config.eos_token_id == 7
 
 
 def test_bootstrapping_from_a_cold_critic_is_warned_of(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(**{"ppo.truncation": "bootstrap"})
     assert "set ppo.critic_warmup" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("source", ["sft", "base"])
-def test_the_critic_may_start_as_another_model(project: Path, source: str) -> None:
+def test_the_critic_may_start_as_another_model(models_here: Path, source: str) -> None:
     metrics, _ = run(**{"ppo.critic_init": source})
     assert metrics["episode"] == 48
