@@ -181,6 +181,7 @@ def _generate(options: argparse.Namespace) -> int:
         prompts = [sys.stdin.read().rstrip("\n")]
     if prompts is not None and not prompts[0].strip():
         raise UserError("the prompt is empty; give --prompt TEXT, or text on stdin")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a local folder loads in no time
     from rlhf_tasks.generation import respond
 
     def answer(prompt: str) -> None:
