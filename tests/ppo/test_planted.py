@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
-from tests import small
 from tests.ppo.test_features import shared, with_lora
 from tests.ppo.test_trainer import share_of_token_5, trainer
 
@@ -57,7 +56,3 @@ def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
 def test_a_length_is_learned(truncation: str) -> None:
     first, last = learned(near_length_4, truncation=truncation)
     assert last > first + 0.25, f"from {first:.2f} to {last:.2f} only"
-
-
-def test_small_has_room_for_the_answer() -> None:
-    assert small.ppo().response_length > 4
