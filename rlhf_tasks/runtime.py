@@ -158,7 +158,8 @@ class Runtime:
         batch is cut. All processes give equally many. Returns the gradient norm before clipping.
 
         Raises:
-            NonFiniteError: on all processes; the weights are as they were.
+            NonFiniteError: on all processes; the weights are as they were, but where DeepSpeed found only
+                the gradient to be so: there they are spoilt.
         """
         parts = list(losses)
         total = torch.zeros((), device=self.device)
@@ -178,7 +179,10 @@ class Runtime:
                 model.zero_grad()
                 raise NonFiniteError("the loss is NaN or infinite")
             model.step()  # type: ignore[operator]
-            return float(model.get_global_grad_norm() or 0.0)  # type: ignore[operator]
+            norm = float(model.get_global_grad_norm() or 0.0)  # type: ignore[operator]
+            if not math.isfinite(norm):  # known only now: DeepSpeed puts it together within its step
+                raise NonFiniteError("the gradient is NaN or infinite, and DeepSpeed has stepped on it")
+            return norm
         norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
         if math.isfinite(norm):
             optimizer.step()
@@ -231,19 +235,21 @@ class Runtime:
 
 
 def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
-    """AdamW with betas .9/.98 (arXiv 1706.03762) and eps 1e-5 (arXiv 2403.17031).
+    """AdamW with eps 1e-5 (arXiv 2403.17031); in supervised training betas .9/.98 (arXiv 1706.03762).
 
-    Biases and norms do not decay.
+    Biases and norms do not decay; nothing does in PPO.
     """
-    decay = settings.weight_decay if isinstance(settings, Optimisation) else 0.0
+    if isinstance(settings, Optimisation):
+        decay, betas = settings.weight_decay, (0.9, 0.98)
+    else:
+        decay, betas = 0.0, settings.adam_betas
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=settings.learning_rate, betas=(0.9, 0.98), eps=1e-5
-    )
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5)
 
 
 def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> float:

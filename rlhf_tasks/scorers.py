@@ -221,11 +221,6 @@ class WeightedSum:
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = tuple(parts)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Unique: the kind of each part, `kind_2` … where there are several of it."""
-        return tuple(part.name for part in self._parts)
-
     def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
         """Each part's scores, unweighted: (B,) float32 on the CPU.
 
@@ -238,9 +233,6 @@ class WeightedSum:
         """Σ weight · part of what `parts` gave; (B,)."""
         return torch.stack([part.weight * found[part.name] for part in self._parts]).sum(dim=0)
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
-        return self.total(self.parts(queries, responses))
-
 
 def build(
     settings: Sequence[config.Scorer],
@@ -250,6 +242,8 @@ def build(
     max_tokens: int,
 ) -> WeightedSum:
     """What `ppo.scorers` asks for; `reward_model` is needed where that kind is among them.
+
+    A part is named by its kind, `kind_2` … where there are several of it.
 
     Raises:
         UserError: for a function that cannot be imported, or a URL that is none.

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import models
 from rlhf_tasks.checkpoint import whole
-from rlhf_tasks.config import Sft, Split, StageView
-from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.config import Sft, StageView
+from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.runtime import Runtime
-from rlhf_tasks.supervised import Best, Fit, LanguageModelling, evaluate, resumed
+from rlhf_tasks.supervised import Best, Fit, demonstrations, evaluate, resumed
 from rlhf_tasks.tracking import Tracker
 
 TOKENIZER, BASE = Path("data/tokenizer"), Path("models/base")
@@ -60,15 +60,6 @@ def _fetched(settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, d
     models.check_same_shape(model, name, BASE)
     models.check_fits(model, tokenizer, name)
     return model, tokenizer, models.parents_of(where)
-
-
-def demonstrations(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
-    rows = read_table("sft", split)
-    return LanguageModelling(
-        encode(tokenizer, [row["prompt"] for row in rows]),
-        encode_answers(tokenizer, [row["completion"] for row in rows]),
-        tokenizer.pad_token_id,
-    )
 
 
 def _train(

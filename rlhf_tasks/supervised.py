@@ -13,10 +13,22 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console, resume
-from rlhf_tasks.config import Optimisation, StageView
-from rlhf_tasks.data.batches import Batch, Ids, Size, collate, epoch_batches, micro_batches, sizes
+from rlhf_tasks.config import Optimisation, Split, StageView
+from rlhf_tasks.data.batches import (
+    Batch,
+    Ids,
+    Size,
+    collate,
+    encode,
+    encode_answers,
+    epoch_batches,
+    micro_batches,
+    read_table,
+    sizes,
+)
 from rlhf_tasks.models import response_logits
 from rlhf_tasks.resume import State
 from rlhf_tasks.runtime import Runtime, adamw, learning_rate, set_learning_rate
@@ -59,6 +71,16 @@ class LanguageModelling:
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         batch = self.batch(rows).to(device)
         return lm_sums(response_logits(model, batch), batch)
+
+
+def demonstrations(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+    """The demonstrations of data/sft."""
+    rows = read_table("sft", split)
+    return LanguageModelling(
+        encode(tokenizer, [row["prompt"] for row in rows]),
+        encode_answers(tokenizer, [row["completion"] for row in rows]),
+        tokenizer.pad_token_id,
+    )
 
 
 def lm_sums(logits: Tensor, batch: Batch) -> Sums:
@@ -138,12 +160,9 @@ class Fit:
             return compute
 
         self.model.train()
-        norm = self.rt.step(
-            self.model,
-            self.optimizer,
-            [loss_of(g) for g in groups(self.rt, self.task, rows, self.settings.micro_batch_tokens)],
-            self.settings.max_grad_norm,
-        )
+        own, settings = self.rt.share(rows), self.settings
+        losses = [loss_of(g) for g in groups(self.rt, self.task.sizes, own, settings.micro_batch_tokens)]
+        norm = self.rt.step(self.model, self.optimizer, losses, settings.max_grad_norm)
         return total(self.rt, parts), norm
 
     def state_dict(self) -> State:
@@ -164,10 +183,9 @@ class Fit:
             self._batches = self._draw()
 
 
-def groups(rt: Runtime, task: Task, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """This process's rows as micro-batches; every process gets as many, if need be empty ones."""
-    own = rt.share(rows)
-    mine = [task.sizes[i] for i in own]
+def groups(rt: Runtime, sizes_of_all: Sequence[Size], own: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """This process's own rows as micro-batches; every process gets as many, if need be empty ones."""
+    mine = [sizes_of_all[i] for i in own]
     cut = micro_batches(mine, max_tokens)
     if rt.world_size > 1:
         cut = micro_batches(mine, max_tokens, count=rt.max(len(cut)))
@@ -195,10 +213,10 @@ def total(rt: Runtime, parts: Sequence[Sums]) -> dict[str, float]:
 def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict[str, float]:
     """Means of a task's metrics over all of its rows, over all processes."""
     model.eval()
-    parts = []
-    for group in groups(rt, task, range(len(task.sizes)), max_tokens):
-        parts.append(_sums(rt, model, task, group, range(len(task.sizes))))
-    weight = task.weight(range(len(task.sizes)))
+    rows = range(len(task.sizes))
+    cut = groups(rt, task.sizes, rt.share(rows), max_tokens)
+    parts = [_sums(rt, model, task, group, rows) for group in cut]
+    weight = task.weight(rows)
     return {key: value / weight for key, value in total(rt, parts).items()}
 
 

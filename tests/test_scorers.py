@@ -355,23 +355,21 @@ def test_the_sum_is_weighted_and_its_parts_are_not(module: Callable[[str], str],
         ),
         small.tokenizer(), reward_model=model, max_tokens=1000,
     )  # fmt: skip
-    assert found.names == ("reward_model", "function", "http", "function_2", "dummy")
     parts = found.parts(QUERIES, RESPONSES)
-    assert tuple(parts) == found.names
+    assert tuple(parts) == ("reward_model", "function", "http", "function_2", "dummy")
     learnt = small.last_scores_alone(model, QUERIES, RESPONSES)
     torch.testing.assert_close(parts["reward_model"], learnt, atol=1e-5, rtol=0)
     assert parts["function"].tolist() == parts["function_2"].tolist() == [2.0, 1.0, 0.0]
     assert parts["http"].tolist() == [5.0, 2.0, 0.0]
     assert parts["dummy"].tolist() == [0.0, 0.0, 0.0]
     total = learnt * 2 + torch.tensor([-1 + 0.5 + 6, -0.5 + 0.2 + 3, 0])
-    torch.testing.assert_close(found(QUERIES, RESPONSES), total, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.total(parts), total, atol=1e-5, rtol=0)
 
 
 def test_a_dummy_alone_gives_zeros() -> None:
     found = build(settings({"kind": "dummy"}), small.tokenizer(), reward_model=None, max_tokens=10)
-    assert found(QUERIES, RESPONSES).tolist() == [0.0, 0.0, 0.0]
-    assert DummyScorer()([], []).shape == found([], []).shape == (0,)
+    assert found.total(found.parts(QUERIES, RESPONSES)).tolist() == [0.0, 0.0, 0.0]
+    assert DummyScorer()([], []).shape == found.total(found.parts([], [])).shape == (0,)
 
 
 def test_a_reward_model_that_gives_nan_is_named() -> None:
@@ -382,7 +380,7 @@ def test_a_reward_model_that_gives_nan_is_named() -> None:
         reward_model=broken, max_tokens=1000,
     )  # fmt: skip
     with pytest.raises(ScorerError, match="reward_model gave nan for answer 0 of 3"):
-        found(QUERIES, RESPONSES)
+        found.parts(QUERIES, RESPONSES)
 
 
 def test_an_unimportable_function_is_found_before_training(module: Callable[[str], str]) -> None:

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config.training import Lora
-from rlhf_tasks.config.types import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from rlhf_tasks.config.types import (
+    Count,
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
 
@@ -157,6 +165,7 @@ class Ppo(Section):
     value_learning_rate: PositiveFloat | None = Field(description="null: as the policy's")
     schedule: Literal["constant", "linear", "cosine"]
     warmup_fraction: Fraction
+    adam_betas: tuple[Decay, Decay] = Field(strict=False, description="of AdamW; its eps is 1e-5")
     max_grad_norm: PositiveFloat | None = Field(description="gradients are scaled down to it; null: never")
 
     value_model: Literal["separate", "shared"] = Field(

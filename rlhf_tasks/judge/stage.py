@@ -14,9 +14,9 @@ from rouge_score.rouge_scorer import RougeScorer
 from rlhf_tasks import console, models, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
-from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
+from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table, text_of
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.generation import answer
+from rlhf_tasks.generation import answer, stop_of
 from rlhf_tasks.judge import judges
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.tracking import Tracker
@@ -78,24 +78,25 @@ def _answers(rt: Runtime, config: StageView) -> Answers:
     ended: dict[str, float] = {}
     with console.progress("judge", len(CONTENDERS), unit="models") as bar:
         for name, folder in CONTENDERS.items():
-            responses = _sample(rt, config, folder, prompts, config.seed)
+            responses, stop = _sample(rt, config, folder, prompts, config.seed)
             tokenizer = load_tokenizer(folder)
             texts[name] = [text_of(tokenizer, r) for r in responses]
             lengths[name] = [len(r) for r in responses]
-            ended[name] = sum(r[-1] == tokenizer.eos_token_id for r in responses) / len(responses)
+            ended[name] = sum(r[-1] == stop for r in responses) / len(responses)
             bar.advance()
     return Answers(prompts, texts, lengths, ended)
 
 
 def _sample(
     rt: Runtime, config: StageView, folder: Path, prompts: Sequence[str], seed: int
-) -> list[list[int]]:
-    """Answers at the judge's temperature; every contender is sampled with the same seed."""
-    model = models.place(models.load_causal(folder), rt.device).eval()
-    return answer(
-        model, load_tokenizer(folder), prompts, max_new_tokens=config.data.max_completion_tokens,
+) -> tuple[list[Ids], int]:
+    """Answers at the judge's temperature, and what ends them; contenders are sampled with the same seed."""
+    model, tokenizer = models.place(models.load_causal(folder), rt.device).eval(), load_tokenizer(folder)
+    answers = answer(
+        model, tokenizer, prompts, max_new_tokens=config.data.max_completion_tokens,
         temperature=config.judge.temperature, seed=seed,
     )  # fmt: skip
+    return answers, stop_of(model, tokenizer)
 
 
 def _plain_metrics(answers: Answers) -> dict[str, float]:
@@ -141,9 +142,8 @@ def _agreement_on_samples(rt: Runtime, config: StageView, answers: Answers) -> d
         return metrics
     for who, folder in CONTENDERS.items():
         tokenizer = load_tokenizer(folder)
-        second = [
-            text_of(tokenizer, r) for r in _sample(rt, config, folder, answers.prompts, config.seed + 1)
-        ]
+        responses, _ = _sample(rt, config, folder, answers.prompts, config.seed + 1)
+        second = [text_of(tokenizer, response) for response in responses]
         both = (answers.texts[who], second)
         gold = statistics.outcomes(*(gold_scores(answers.prompts, texts) for texts in both))
         for name, reward in rewards.items():

@@ -31,6 +31,8 @@ class Loop:
     roll_backs: int = 0
     num_rollouts: int = 0
     """Those rolled back too: it never falls."""
+    undone: int = 0
+    """Episodes rolled back: curves go on behind them, where no point is yet."""
 
     def __post_init__(self) -> None:
         self._good: State = {}
@@ -72,10 +74,10 @@ class Loop:
 
     def _updates(self, meter: console.Meter, snapshots: resume.Loop) -> None:
         for found in self.trainer.updates():
-            episode = int(found["episode"])
             self.num_rollouts += 1
+            episode = int(found["episode"])
             if "lr" in found:
-                self._after_update(episode, found, meter)
+                self._after_update(episode + self.undone, found, meter)
             else:  # the critic's warm-up
                 self.tracker.metrics(found, step=episode)
                 self._keep_good()
@@ -85,8 +87,8 @@ class Loop:
     def _after_update(self, episode: int, found: Metrics, meter: console.Meter) -> None:
         update = self.trainer.update
         found |= self._look(episode, select=update in self._selections, show=update in self._shown)
-        self.metrics = found
-        self.tracker.metrics(found, step=episode)
+        self.metrics = found | {"episode": float(episode)}
+        self.tracker.metrics(self.metrics, step=episode)
         meter.advance(
             self.settings.rollout_batch_size,
             score=found["objective/scores"], kl=found["objective/kl"], clipfrac=found["policy/clipfrac_avg"],
@@ -142,7 +144,8 @@ class Loop:
             GuardTripped: where training is to stop.
         """
         guards, update = self.settings.guards, self.trainer.update
-        self.tracker.event(f"guard.{trip.name}", str(trip), step=update * self.settings.rollout_batch_size)
+        step = update * self.settings.rollout_batch_size + self.undone
+        self.tracker.event(f"guard.{trip.name}", str(trip), step=step)
         action = "stop" if guards is None else guards.action
         if action == "warn" and trip.name != "non_finite":
             console.say(f"guard {trip}")
@@ -162,6 +165,7 @@ class Loop:
         self._go_to(on_cpu(self._good))
         self._newest = {}
         self.roll_backs, self.trainer.teach.kl.coef = times, coef
+        self.undone += (was - self.trainer.update) * self.settings.rollout_batch_size
         console.say(f"guard {trip}. Back from update {was} to {self.trainer.update}, kl_coef is now {coef:g}")
 
     # --------------------------------------------------------------------------------------- state
@@ -171,13 +175,14 @@ class Loop:
             "good": self._good,
             "newest": self._newest,
             "num_rollouts": self.num_rollouts,
+            "undone": self.undone,
             "tracker": self.tracker.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
         self._go_to(state)
         self._good, self._newest = state["good"], state["newest"]
-        self.num_rollouts = state["num_rollouts"]
+        self.num_rollouts, self.undone = state["num_rollouts"], state["undone"]
         self.tracker.load_state_dict(state["tracker"])
 
     def _place(self) -> State:

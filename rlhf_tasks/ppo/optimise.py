@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Size, collate, micro_batches
+from rlhf_tasks.data.batches import Size, collate
 from rlhf_tasks.ppo.kl import ESTIMATORS, PenaltyController, k3
 from rlhf_tasks.ppo.lesson import Lesson
 from rlhf_tasks.ppo.losses import policy_loss, value_loss
 from rlhf_tasks.runtime import NonFiniteError, Runtime
-from rlhf_tasks.supervised import LanguageModelling, lm_sums
+from rlhf_tasks.supervised import LanguageModelling, groups, lm_sums
 from rlhf_tasks.tensors import entropy_from_logits, gather_logprobs, masked_sum
 
 Metrics = dict[str, float]
@@ -101,8 +101,7 @@ class Optimiser:
 
             return compute
 
-        sizes = [lesson.episodes.sizes[i] for i in rows]
-        losses = [loss_of([rows[i] for i in group]) for group in self._cut(sizes)]
+        losses = [loss_of(group) for group in self._groups(lesson.episodes.sizes, rows)]
         if self._demonstrations is not None and not critic_only:
             losses += self._ptx_losses(self._demonstrations, len(rows) * self._rt.world_size, ptx)
         try:
@@ -111,12 +110,8 @@ class Optimiser:
             error.batch = vars(lesson.episodes) | {"rows": rows, "advantages": lesson.advantages}
             raise
 
-    def _cut(self, sizes: Sequence[Size]) -> list[list[int]]:
-        """Micro-batches; all processes get as many."""
-        cut = micro_batches(sizes, self._settings.micro_batch_tokens)
-        if self._rt.world_size > 1:
-            cut = micro_batches(sizes, self._settings.micro_batch_tokens, count=self._rt.max(len(cut)))
-        return cut
+    def _groups(self, sizes: Sequence[Size], own: Sequence[int]) -> list[list[int]]:
+        return groups(self._rt, sizes, own, self._settings.micro_batch_tokens)
 
     def _loss(self, sums: Sums, lesson: Lesson, critic_only: bool) -> Tensor:
         """Summed over a micro-batch's tokens. What has no part in it is taken × 0: under data parallelism
@@ -165,7 +160,7 @@ class Optimiser:
             "policy/approxkl_avg": 0.5 * moved**2,
             "policy/entropy_avg": entropy,
             "val/ratio": ratio,
-            "ratio_squared": ratio**2,
+            "ratio_off_squared": (ratio - 1) ** 2,  # ratio² would leave its variance to rounding
             "num_tokens": mask,
         }
         if settings.kl_in == "loss":
@@ -181,11 +176,11 @@ class Optimiser:
         assert self._ptx is not None
         assert self._settings.ptx is not None
         drawn, coef = self._ptx.take(num_rows), self._settings.ptx.coef
-        rows, num_tokens = self._rt.share(drawn), demonstrations.weight(drawn)
+        num_tokens = demonstrations.weight(drawn)
 
         def loss_of(group: list[int]) -> Callable[[], Tensor]:
             def compute() -> Tensor:
-                batch = demonstrations.batch([rows[i] for i in group]).to(self._rt.device)
+                batch = demonstrations.batch(group).to(self._rt.device)
                 with self._rt.autocast():
                     logits, states = self.model(batch)
                 found = lm_sums(logits, batch)
@@ -195,7 +190,7 @@ class Optimiser:
 
             return compute
 
-        return [loss_of(group) for group in self._cut([demonstrations.sizes[i] for i in rows])]
+        return [loss_of(group) for group in self._groups(demonstrations.sizes, self._rt.share(drawn))]
 
     def state_dict(self) -> dict[str, Any]:
         return {"beta": self.penalty.beta, "ptx": self._ptx.waiting if self._ptx else []}
@@ -213,6 +208,6 @@ def token_means(rt: Runtime, sums: Sequence[Sums]) -> Metrics:
     total = dict(zip(keys, rt.sum(stacked).tolist(), strict=True))
     tokens = total.pop("num_tokens")
     means = {key: value / tokens for key, value in total.items()}
-    if "ratio_squared" in means:
-        means["val/ratio_var"] = means.pop("ratio_squared") - means["val/ratio"] ** 2
+    if "ratio_off_squared" in means:
+        means["val/ratio_var"] = means.pop("ratio_off_squared") - (means["val/ratio"] - 1) ** 2
     return means

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console, models, scorers
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Ppo, StageView, UserError
-from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.models import TokenScores
 from rlhf_tasks.ppo.loop import Loop
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
@@ -23,7 +23,7 @@ from rlhf_tasks.ppo.trainer import Trainer, stop_token
 from rlhf_tasks.ppo.watch import Watch
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.scorers import RewardScorer
-from rlhf_tasks.supervised import LanguageModelling
+from rlhf_tasks.supervised import demonstrations
 from rlhf_tasks.tracking import Tracker
 
 BASE, SFT = Path("models/base"), Path("models/sft")
@@ -48,7 +48,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     trainer = Trainer(
         rt, settings, ActorCritic(policy, _critic(config, policy, reward).to(rt.device)), reference, scorer,
         tokenizer, encode(tokenizer, [row["prompt"] for row in read_table("prompts", "train")]),
-        seed=config.seed, demonstrations=_demonstrations(settings, tokenizer),
+        seed=config.seed, demonstrations=demonstrations(tokenizer, "train") if settings.ptx else None,
     )  # fmt: skip
     watch = Watch(settings, policy, tokenizer, scorer, _heldout(rt, config, tokenizer), config.seed)
     metrics = Loop(rt, config, trainer, watch, tracker).run()
@@ -65,9 +65,12 @@ def _check(config: StageView) -> None:
         models.check_same_tokenizer(SFT, reward)
         models.check_parent(reward, "sft", SFT)
     settings: Ppo = config.ppo
-    stop, size = stop_token(settings, load_tokenizer(SFT)), len(load_tokenizer(SFT))
-    if stop >= size:
-        raise UserError(f"ppo.stop_token={stop} is no token: the tokenizer has {size}, numbered from 0")
+    tokenizer = load_tokenizer(SFT)
+    stop = stop_token(settings, tokenizer)
+    if stop >= len(tokenizer):
+        raise UserError(
+            f"ppo.stop_token={stop} is no token: the tokenizer has {len(tokenizer)}, numbered from 0"
+        )
     if settings.truncation.startswith("bootstrap") and settings.critic_warmup is None:
         console.say(
             f"ppo.truncation={settings.truncation} rewards unfinished answers by the critic's word, and "
@@ -117,17 +120,6 @@ def _heldout(rt: Runtime, config: StageView, tokenizer: PreTrainedTokenizerBase)
 
 def _frozen(rt: Runtime, reward: TokenScores | None) -> TokenScores | None:
     return None if reward is None else reward.to(rt.device).requires_grad_(False)
-
-
-def _demonstrations(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> LanguageModelling | None:
-    if settings.ptx is None:
-        return None
-    rows = read_table("sft", "train")
-    return LanguageModelling(
-        encode(tokenizer, [row["prompt"] for row in rows]),
-        encode_answers(tokenizer, [row["completion"] for row in rows]),
-        tokenizer.pad_token_id,
-    )
 
 
 def _save(

@@ -214,6 +214,10 @@ def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
     tracker, metrics = run_guarded(action="roll_back", kl_coef_factor=10.0)
     assert looks == [1, 2, 3, 4, 3, 4, 5, 6]
     assert [name for name, _ in tracker.events] == ["guard.kl_high"]
+    rows = tracker.history()
+    assert [row["episode"] for row in rows] == list(range(0, 129, 16)), "no point is overwritten"
+    assert rows[4]["objective/kl_coef"] == pytest.approx(1e-4)
+    assert metrics["episode"] == 128
     assert metrics["objective/kl_coef"] == pytest.approx(1e-3)
     assert "Back from update 4 to 2, kl_coef is now 0.001" in capsys.readouterr().out
 
