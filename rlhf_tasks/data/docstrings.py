@@ -33,6 +33,7 @@ CHARS_PER_TOKEN = 2.8  # of code, under a BPE of 4,096 tokens: 3.2 measured; les
 CHARS_PER_PROMPT_MIN = 60
 WORDS_MIN, WORDS_MAX = 3, 20
 MAX_PAIRS_PER_PACKAGE = 1000
+DEMONSTRATED = 0.6
 MAX_FILE_BYTES = 300_000
 SUFFIX = "\n# Summary:"
 
@@ -70,7 +71,11 @@ class Pair:
 
 
 def load(seed: int, *, max_prompt_tokens: int, max_pairs: int, sizes: Mapping[Split, int]) -> Corpus:
-    """Demonstrations, and comparisons against another function's summary of the same file.
+    """Demonstrations; comparisons against another function's summary of the same file; prompts.
+
+    To train on, DEMONSTRATED of the functions are demonstrations, and the others are compared and asked
+    for: a reward model that starts as an SFT policy would know by heart whatever that was shown, and take
+    what it knows for what is good. The held-out functions serve every role.
 
     Raises:
         UserError: if fewer packages are installed than the splits need.
@@ -86,9 +91,13 @@ def load(seed: int, *, max_prompt_tokens: int, max_pairs: int, sizes: Mapping[Sp
     pairs = mine(installed_packages(seed), budget, enough)
     by_split = split_by_package(pairs, seed, sizes)
     by_split["train"] = sorted(by_split["train"], key=lambda pair: hash_rank(seed, pair.prompt))[:max_pairs]
+    cut = int(DEMONSTRATED * len(by_split["train"]))
+    demonstrated = by_split | {"train": by_split["train"][:cut]}
+    compared = by_split | {"train": by_split["train"][cut:]}
     return {
-        "sft": {s: [_demonstration(p) for p in held] for s, held in by_split.items()},
-        "preferences": {s: list(_comparisons(held)) for s, held in by_split.items()},
+        "sft": {s: [_row(p, "completion") for p in held] for s, held in demonstrated.items()},
+        "preferences": {s: list(_comparisons(held)) for s, held in compared.items()},
+        "prompts": {s: [_row(p, "reference") for p in held] for s, held in compared.items()},
     }
 
 
@@ -286,8 +295,8 @@ def _is_small(count: int, size: int) -> bool:
     return count <= max(size // 4, 1)
 
 
-def _demonstration(pair: Pair) -> Row:
-    return {"prompt": pair.prompt, "completion": f" {pair.summary}", "source": pair.source}
+def _row(pair: Pair, column: str) -> Row:
+    return {"prompt": pair.prompt, column: f" {pair.summary}", "source": pair.source}
 
 
 def _comparisons(pairs: Sequence[Pair]) -> Iterator[Row]:

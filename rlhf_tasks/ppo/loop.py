@@ -103,7 +103,7 @@ class Loop:
     def _look(self, episode: int, *, select: bool, show: bool) -> Metrics:
         metrics = self.watch.select(episode) if select else {}
         if show and self.rt.is_main:
-            rows = self.watch.samples(episode)
+            rows = self.watch.show(episode)
             self.tracker.table("samples", rows)
             console.table(
                 f"samples at episode {episode}", ["query", "response", "score"],

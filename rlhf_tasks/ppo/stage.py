@@ -28,11 +28,11 @@ from rlhf_tasks.tracking import Tracker
 
 BASE, SFT = Path("models/base"), Path("models/sft")
 REWARD, HELDOUT = Path("models/reward"), Path("models/reward_heldout")
-OUT, SAMPLES = Path("models/policy"), Path("evaluation/ppo")
+OUT, LOOKED_AT = Path("models/policy"), Path("evaluation/ppo")
 
 
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
-    """Write models/policy and evaluation/ppo/samples.parquet.
+    """Write models/policy and evaluation/ppo/{samples,answers}.parquet.
 
     Metrics: the last update's, and which was kept.
     """
@@ -130,8 +130,9 @@ def _save(
     if config.reward.train:
         parents["reward"] = models.fingerprint(REWARD)
         chosen = f"kept at episode {watch.episode}, the best by models/reward_heldout on validation prompts"
-    with whole(SAMPLES) as folder:
-        pq.write_table(pa.Table.from_pylist(watch.rows), folder / "samples.parquet")
+    with whole(LOOKED_AT) as folder:
+        pq.write_table(pa.Table.from_pylist(watch.samples), folder / "samples.parquet")
+        pq.write_table(pa.Table.from_pylist(watch.answers), folder / "answers.parquet")
     with whole(OUT) as folder:
         models.save(
             policy, tokenizer, folder, stop=stop_token(config.ppo, tokenizer),

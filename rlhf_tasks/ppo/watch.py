@@ -37,15 +37,24 @@ class Watch:
     ) -> None:
         self._settings, self._policy, self._tokenizer, self._seed = settings, policy, tokenizer, seed
         self._scorers, self._heldout = scorers, heldout
-        rows = read_table("prompts", "validation")
-        self._prompts = [row["prompt"] for row in rows[: settings.num_selection_prompts]]
+        rows = read_table("prompts", "validation")[: settings.num_selection_prompts]
+        self._prompts = [row["prompt"] for row in rows]
+        self._references = [row["reference"] for row in rows]
         self.best, self.episode = -float("inf"), 0
         self._weights: dict[str, Tensor] = {}
-        self.rows: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
+        """What was shown, kept for evaluation/ppo."""
+        self.answers: list[dict[str, Any]] = []
+        """To the selection prompts, each time: the judge tells from them how the win rate went."""
 
     def select(self, episode: int) -> Metrics:
         """Score answers by what is optimised and by the held-out model, under the EOS rule."""
         answers, scores, heldout, _ = self._answered(self._prompts)
+        self.answers += [
+            {"episode": episode, "prompt": prompt, "reference": reference,
+             "response": text_of(self._tokenizer, answer)}
+            for prompt, reference, answer in zip(self._prompts, self._references, answers, strict=True)
+        ]  # fmt: skip
         metrics = {
             "eval/scores": float(scores.mean()),
             "eval/response_length": sum(map(len, answers)) / len(answers),
@@ -72,8 +81,8 @@ class Watch:
         chosen = {"selected_episode": float(self.episode)}
         return chosen if self._heldout is None else chosen | {"selected_heldout_score": self.best}
 
-    def samples(self, episode: int) -> list[dict[str, Any]]:
-        """A few answers with their scores, kept for evaluation/ppo too."""
+    def show(self, episode: int) -> list[dict[str, Any]]:
+        """A few answers with their scores."""
         prompts = self._prompts[:NUM_SAMPLE_PROMPTS]
         answers, scores, heldout, parts = self._answered(prompts)
         columns = {"score": scores, **(parts if len(parts) > 1 else {})}
@@ -84,7 +93,7 @@ class Watch:
             | {name: float(column[i]) for name, column in columns.items()}
             for i, (prompt, response) in enumerate(zip(prompts, answers, strict=True))
         ]
-        self.rows += rows
+        self.samples += rows
         return rows
 
     @torch.no_grad()
@@ -115,11 +124,18 @@ class Watch:
         return answers, ruled(self._scorers.total(parts)), heldout, parts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "episode": self.episode, "weights": self._weights, "rows": list(self.rows)}
+        return {
+            "best": self.best,
+            "episode": self.episode,
+            "weights": self._weights,
+            "samples": list(self.samples),
+            "answers": list(self.answers),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.episode = state["best"], state["episode"]
-        self._weights, self.rows = state["weights"], list(state["rows"])
+        self._weights = state["weights"]
+        self.samples, self.answers = list(state["samples"]), list(state["answers"])
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

@@ -164,7 +164,27 @@ def test_rejected_summaries_are_of_another_function_of_the_same_file(monkeypatch
             assert row["chosen"] != row["rejected"]
             assert file_of[row["chosen"]] == file_of[row["rejected"]]
     counts = {split: len(rows) for split, rows in corpus["preferences"].items()}
-    assert counts == {"train": 12 * 4, "validation": 4 * 4, "test": 4 * 4}
+    assert (counts["validation"], counts["test"]) == (4 * 4, 4 * 4)
+    assert counts["train"] > 0
+
+
+def test_what_is_compared_and_asked_for_in_training_was_not_demonstrated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs = pairs_of(**{f"p{i}": 5 for i in range(40)})
+    monkeypatch.setattr(docstrings, "installed_packages", lambda seed: [])
+    monkeypatch.setattr(docstrings, "mine", lambda packages, budget, enough: pairs)
+    corpus = docstrings.load(1, max_prompt_tokens=50, max_pairs=100, sizes={"validation": 20, "test": 20})
+    prompts = {role: {row["prompt"] for row in tables["train"]} for role, tables in corpus.items()}
+    assert len(prompts["sft"]) == 60
+    assert len(prompts["prompts"]) == 40
+    assert not prompts["sft"] & prompts["prompts"]
+    assert prompts["preferences"] <= prompts["prompts"]
+    told = {row["completion"] for row in corpus["sft"]["train"]}
+    assert not told & {row[name] for row in corpus["preferences"]["train"] for name in ("chosen", "rejected")}
+    for split in ("validation", "test"):
+        held = [row["prompt"] for row in corpus["sft"][split]]
+        assert held == [row["prompt"] for row in corpus["prompts"][split]]
 
 
 def test_the_standard_library_is_found_with_its_modules_as_packages() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from rlhf_tasks import lineage, models, resume
 from rlhf_tasks.config import UserError
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.ppo import stage, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.tracking import NullTracker
@@ -87,9 +88,15 @@ def test_metrics_have_the_names_of_the_field_and_samples_their_columns(models_he
     assert metrics["objective/rlhf_reward"] == pytest.approx(
         metrics["objective/scores"] + metrics["objective/non_score_reward"]
     )
-    rows = pq.read_table(stage.SAMPLES / "samples.parquet").to_pylist()
+    rows = pq.read_table(stage.LOOKED_AT / "samples.parquet").to_pylist()
     assert {row["episode"] for row in rows} == {0, 24 + 8, 48}  # at the start, and at 2 of 3 updates
     assert list(rows[0]) == ["episode", "prompt", "response", "score", "reward_heldout"]
+    answers = pq.read_table(stage.LOOKED_AT / "answers.parquet").to_pylist()
+    given = {row["prompt"]: row["reference"] for row in read_table("prompts", "validation")}
+    asked = SETTINGS["ppo.num_selection_prompts"]
+    assert [row["episode"] for row in answers] == [at for at in (0, 16, 32, 48) for _ in range(asked)]
+    assert all(given[row["prompt"]] == row["reference"] for row in answers)
+    assert list(answers[0]) == ["episode", "prompt", "reference", "response"]
     assert models.load_causal(stage.OUT) is not None
     assert models.identity_of(stage.OUT)["parents"]["sft"] == models.fingerprint(Path("models/sft"))
 
@@ -97,7 +104,7 @@ def test_metrics_have_the_names_of_the_field_and_samples_their_columns(models_he
 def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
     def written() -> dict[str, bytes]:
         run()
-        files = [*stage.OUT.iterdir(), *stage.SAMPLES.iterdir()]
+        files = [*stage.OUT.iterdir(), *stage.LOOKED_AT.iterdir()]
         return {file.name: file.read_bytes() for file in sorted(files)}
 
     assert written() == written()
@@ -141,7 +148,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_curves(
     changes = {"resume.every_seconds": 1e-6, **changes}
     monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
     metrics, series = run(**changes)
-    weights, samples = models.fingerprint(stage.OUT), pq.read_table(stage.SAMPLES / "samples.parquet")
+    weights, samples = models.fingerprint(stage.OUT), pq.read_table(stage.LOOKED_AT / "samples.parquet")
     monkeypatch.setenv("RLHF_STATE_DIR", "killed")
     save = resume.Snapshots.save
 
@@ -158,7 +165,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_curves(
     assert plain([again]) == plain([metrics])
     assert plain(series_again) == plain(series)
     assert models.fingerprint(stage.OUT) == weights
-    assert pq.read_table(stage.SAMPLES / "samples.parquet") == samples
+    assert pq.read_table(stage.LOOKED_AT / "samples.parquet") == samples
 
 
 FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
