@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import io
 import json
@@ -26,6 +27,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks import base, config, launch, lineage, resume, reward, sft
 from rlhf_tasks.config import Stage, StageView, UserError
+from rlhf_tasks.ppo import stage as ppo
 from rlhf_tasks.resume import Files, State
 from rlhf_tasks.tracking import NullTracker
 from tests import small, toy
@@ -35,11 +37,17 @@ SMALL: Mapping[str, Any] = {
     "base.num_epochs": 2.5, "base.batch_size": 8,
     "sft.num_epochs": 6.0, "sft.batch_size": 8, "sft.patience": 3, "sft.learning_rate": 0.02,
     "reward.num_epochs": 2.0, "reward.batch_size": 4,
+    "ppo.total_episodes": 160, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
+    "ppo.response_length": 8, "ppo.num_selections": 3, "ppo.num_selection_prompts": 8,
+    "ppo.num_sample_generations": 3, "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
+    "ppo.ptx": {"coef": 0.1}, "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "ppo.reference_sync": {"every": 2, "alpha": 0.5},
     "tracking.enabled": False, "resume.every_seconds": 1e-6,
 }  # fmt: skip
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
     "base": (base.OUT,), "sft": (sft.OUT,), "reward": tuple(reward.OUTS.values()),
+    "ppo": (ppo.OUT, ppo.LOOKED_AT),
 }  # fmt: skip
 
 
@@ -461,12 +469,21 @@ def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def finish(stage: str, folder: Path) -> dict[str, bytes]:
-    """Run to the end: checkpoints, metrics and curves."""
+def finish(stage: str, folder: Path) -> dict[str, Any]:
+    """Run to the end: checkpoints, metrics and curves, but for what was timed."""
     assert start(stage, folder).wait(300) == 0
     assert not list((folder / "state").glob("*/*/*/step-*")), "cleared when the outs are whole"
-    files = [Path(f"metrics/{stage}.json"), Path(f"plots/{stage}.csv")]
-    return written(stage, folder) | {str(file): (folder / file).read_bytes() for file in files}
+    metrics = json.loads((folder / f"metrics/{stage}.json").read_text(encoding="utf-8"))
+    with (folder / f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
+        curves = list(csv.DictReader(file))
+    return written(stage, folder) | {
+        "metrics": _untimed(metrics),
+        "curves": [_untimed(row) for row in curves],
+    }
+
+
+def _untimed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "eps" and not key.startswith("time/")}
 
 
 def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
@@ -480,11 +497,11 @@ def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
 @pytest.fixture(scope="module")
 def uninterrupted(
     trained: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Stage], dict[str, bytes]]:
+) -> Callable[[Stage], dict[str, Any]]:
     """What a stage makes in one go; asked once for each."""
 
     @functools.cache
-    def made(stage: Stage) -> dict[str, bytes]:
+    def made(stage: Stage) -> dict[str, Any]:
         return finish(stage, workspace(trained, tmp_path_factory.mktemp(f"uninterrupted-{stage}")))
 
     return made
@@ -492,7 +509,7 @@ def uninterrupted(
 
 @pytest.mark.e2e
 def test_sft_killed_or_terminated_ends_with_the_same_bytes(
-    trained: Path, tmp_path: Path, uninterrupted: Callable[[Stage], dict[str, bytes]]
+    trained: Path, tmp_path: Path, uninterrupted: Callable[[Stage], dict[str, Any]]
 ) -> None:
     folder = workspace(trained, tmp_path)
     process = start("sft", folder)
@@ -517,11 +534,11 @@ def newest(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("stage", "seed"), [(("base", "sft", "reward")[seed % 3], seed) for seed in range(10)]
+    ("stage", "seed"), [(("base", "sft", "reward", "ppo", "ppo")[seed % 5], seed) for seed in range(15)]
 )
 def test_killed_at_a_random_moment(
     stage: Stage, seed: int, trained: Path, tmp_path: Path,
-    uninterrupted: Callable[[Stage], dict[str, bytes]],
+    uninterrupted: Callable[[Stage], dict[str, Any]],
 ) -> None:  # fmt: skip
     """Three times in a row, anywhere from the first import to the last write."""
     expected, folder, rng = uninterrupted(stage), workspace(trained, tmp_path), random.Random(seed)
