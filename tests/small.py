@@ -145,7 +145,7 @@ def write_rows(root: Path, role: str, split: str, rows: Sequence[Mapping[str, st
 
 def workspace(root: Path) -> Path:
     """Synthetic data in small, and random models of all roles that fit each other."""
-    tables = generate(1, num_sft=40, num_preferences=40, num_validation=12, num_test=12)
+    tables = generate(1, num_prompts=40, num_sft=40, num_preferences=40, num_validation=12, num_test=12)
     for role, splits in tables.items():
         for split, found in splits.items():
             write_rows(root, role, split, found)

@@ -39,9 +39,19 @@ class Lora(Section):
 
 
 class Prepare(Section):
-    synthetic_sft_rows: PositiveInt
+    synthetic_prompt_rows: PositiveInt
+    synthetic_sft_rows: PositiveInt = Field(description="how many of the prompts have a demonstration")
     synthetic_preference_rows: PositiveInt
     docstrings_max_pairs: PositiveInt = Field(description="upper bound on mined pairs")
+
+    @model_validator(mode="after")
+    def _demonstrated(self) -> Prepare:
+        if self.synthetic_sft_rows > self.synthetic_prompt_rows:
+            raise ValueError(
+                f"synthetic_sft_rows={self.synthetic_sft_rows} must not exceed "
+                f"synthetic_prompt_rows={self.synthetic_prompt_rows}: a demonstration is of a prompt"
+            )
+        return self
 
 
 class Base(Optimisation):

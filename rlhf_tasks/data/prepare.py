@@ -74,6 +74,7 @@ def _read(config: StageView, rendering: Rendering, problems: Problems) -> Corpus
 
         tables = synthetic.generate(
             config.seed,
+            num_prompts=config.prepare.synthetic_prompt_rows,
             num_sft=config.prepare.synthetic_sft_rows,
             num_preferences=config.prepare.synthetic_preference_rows,
             num_validation=data.num_validation,

@@ -132,30 +132,32 @@ def gold_scores(prompts: Sequence[str], summaries: Sequence[str]) -> list[float]
 
 
 def generate(
-    seed: int, *, num_sft: int, num_preferences: int, num_validation: int, num_test: int
+    seed: int, *, num_prompts: int, num_sft: int, num_preferences: int, num_validation: int, num_test: int
 ) -> dict[str, dict[Split, list[dict[str, str]]]]:
     """Rows by role and split; no post occurs twice, in whatever role.
 
-    `sft` and `preferences` get train posts of their own; the held-out splits of all roles share their
-    posts. The `prompts` to train on are those of `sft`, whose references PPO does not read.
+    `prompts` and `preferences` get train posts of their own; of the prompts, whose references PPO does not
+    read, the first `num_sft` are demonstrated too. The held-out splits of all roles share their posts.
     """
     rng = random.Random(f"synthetic-{seed}")
     seen: set[str] = set()
     posts: dict[str, list[dict[str, str]]] = {
-        "sft": [_post(rng, "train", seen) for _ in range(num_sft)],
+        "prompts": [_post(rng, "train", seen) for _ in range(num_prompts)],
         "preferences": [_post(rng, "train", seen) for _ in range(num_preferences)],
         "validation": [_post(rng, "validation", seen) for _ in range(num_validation)],
         "test": [_post(rng, "test", seen) for _ in range(num_test)],
     }  # fmt: skip
     tables: dict[str, dict[Split, list[dict[str, str]]]] = {"sft": {}, "preferences": {}, "prompts": {}}
     for split in ("train", "validation", "test"):
-        own = split if split != "train" else "sft"
-        demonstrated = [(p, _summary(rng, p)) for p in posts[own]]
-        tables["sft"][split] = [
-            {"prompt": p["prompt"], "completion": s, "source": "synthetic"} for p, s in demonstrated
+        summarised = [
+            (p["prompt"], _summary(rng, p)) for p in posts[split if split != "train" else "prompts"]
         ]
         tables["prompts"][split] = [
-            {"prompt": p["prompt"], "reference": s, "source": "synthetic"} for p, s in demonstrated
+            {"prompt": prompt, "reference": summary, "source": "synthetic"} for prompt, summary in summarised
+        ]
+        tables["sft"][split] = [
+            {"prompt": prompt, "completion": summary, "source": "synthetic"}
+            for prompt, summary in (summarised[:num_sft] if split == "train" else summarised)
         ]
         compared = posts[split if split != "train" else "preferences"]
         tables["preferences"][split] = [_pair(rng, p) for p in compared]

@@ -1,15 +1,18 @@
 """The default run over several seeds, as a table: `python -m tests.benchmarks.seeds 1 2 3`.
 
 Each seed runs in a clone of the committed state under `.rlhf/seeds/SEED` and is kept, so that a broken-off
-benchmark goes on where it was. Writes tests/benchmarks/seeds.md.
+benchmark goes on where it was. Two run at a time, a thread each: the bits depend on the number of threads.
+Writes tests/benchmarks/seeds.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROWS = {
@@ -35,7 +38,9 @@ def run_seed(seed: int, work: Path) -> Path:
         subprocess.run(["git", "clone", "--quiet", ".", str(folder)], check=True)
         params = folder / "params.yaml"
         params.write_text(re.sub(r"^seed: \d+", f"seed: {seed}", params.read_text(), count=1, flags=re.M))
-    subprocess.run(["dvc", "repro"], cwd=folder, check=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder.resolve())}
+    with (folder / "run.log").open("a", encoding="utf-8") as log:
+        subprocess.run(["dvc", "repro"], cwd=folder, env=environment, stdout=log, stderr=log, check=True)
     return folder
 
 
@@ -55,8 +60,10 @@ def main() -> None:
     )
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--work", type=Path, default=Path(".rlhf/seeds"), help="where the runs are kept")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
     args = parser.parse_args()
-    folders = [run_seed(seed, args.work) for seed in args.seeds]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        folders = list(pool.map(lambda seed: run_seed(seed, args.work), args.seeds))
     lines = [
         "| | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " |",
         "|---" * (len(folders) + 1) + "|",

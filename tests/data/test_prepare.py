@@ -35,7 +35,8 @@ def table(role: str, split: str) -> list[dict[str, Any]]:
 def small_synthetic(view: View, **changes: Any) -> StageView:
     return view(
         {
-            "prepare.synthetic_sft_rows": 60, "prepare.synthetic_preference_rows": 30,
+            "prepare.synthetic_prompt_rows": 60, "prepare.synthetic_sft_rows": 60,
+            "prepare.synthetic_preference_rows": 30,
             "data.num_validation": 10, "data.num_test": 20, **changes,
         }
     )  # fmt: skip

@@ -24,7 +24,7 @@ PROMPT = (
     "SUBREDDIT: r/work\nTITLE: my aunt and my vase\n"
     "POST: my boss stole my lamp . it was at the park . i am so sad . i want a refund .\nTL;DR:"
 )
-SMALL = {"num_sft": 60, "num_preferences": 60, "num_validation": 40, "num_test": 40}
+SMALL = {"num_prompts": 60, "num_sft": 40, "num_preferences": 60, "num_validation": 40, "num_test": 40}
 
 
 def test_coverage_is_the_share_of_the_posts_facts_that_are_told() -> None:
@@ -64,6 +64,7 @@ def shipped_test_rows(seed: int) -> list[dict[str, str]]:
     """The held-out posts that the shipped parameters judge by."""
     params = small.params()
     sizes = {
+        "num_prompts": params["prepare"]["synthetic_prompt_rows"],
         "num_sft": params["prepare"]["synthetic_sft_rows"],
         "num_preferences": params["prepare"]["synthetic_preference_rows"],
         "num_validation": params["data"]["num_validation"],
@@ -74,7 +75,9 @@ def shipped_test_rows(seed: int) -> list[dict[str, str]]:
 
 @functools.cache
 def many_test_rows() -> list[dict[str, str]]:
-    return generate(11, num_sft=1, num_preferences=1, num_validation=1, num_test=10_000)["prompts"]["test"]
+    return generate(11, num_prompts=1, num_sft=1, num_preferences=1, num_validation=1, num_test=10_000)[
+        "prompts"
+    ]["test"]
 
 
 def win_rate(shortcut: str, rows: list[dict[str, str]]) -> float:
@@ -122,9 +125,18 @@ def test_held_out_pairs_of_who_and_thing_are_never_trained_on() -> None:
 
 def test_no_post_occurs_twice() -> None:
     tables = generate(4, **SMALL)
-    posts = [row["prompt"] for role in ("sft", "preferences") for row in tables[role]["train"]]
-    posts += [row["prompt"] for split in ("validation", "test") for row in tables["sft"][split]]
-    assert len(posts) == len(set(posts)) == sum(SMALL.values())
+    posts = [row["prompt"] for role in ("prompts", "preferences") for row in tables[role]["train"]]
+    posts += [row["prompt"] for split in ("validation", "test") for row in tables["prompts"][split]]
+    assert len(posts) == len(set(posts)) == sum(SMALL.values()) - SMALL["num_sft"]
+
+
+def test_the_first_prompts_are_demonstrated_by_their_references() -> None:
+    tables = generate(4, **SMALL)
+    for split, rows in tables["sft"].items():
+        told = [(row["prompt"], row["completion"]) for row in rows]
+        asked = [(row["prompt"], row["reference"]) for row in tables["prompts"][split]]
+        assert told == asked[:40]
+    assert len(tables["prompts"]["train"]) == 60
 
 
 def test_the_same_seed_makes_the_same_rows_and_another_one_others() -> None:
@@ -141,7 +153,9 @@ def test_the_gold_judge_prefers_every_chosen_summary() -> None:
 
 
 def test_references_and_demonstrations_come_from_imperfect_writers() -> None:
-    rows = generate(1, num_sft=1000, num_preferences=1, num_validation=1, num_test=1)["sft"]["train"]
+    rows = generate(1, num_prompts=1000, num_sft=1000, num_preferences=1, num_validation=1, num_test=1)[
+        "sft"
+    ]["train"]
     found = [gold(row["prompt"], row["completion"]) for row in rows]
     coverage = sum(f.coverage for f in found) / len(found)
     faithfulness = sum(f.faithfulness for f in found) / len(found)

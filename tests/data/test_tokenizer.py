@@ -44,7 +44,9 @@ def test_a_name_in_code_is_the_same_tokens_as_the_word_in_a_sentence() -> None:
 
 
 def test_words_decode_to_text_that_encodes_to_the_same_ids() -> None:
-    tables = synthetic.generate(1, num_sft=50, num_preferences=50, num_validation=1, num_test=1)
+    tables = synthetic.generate(
+        1, num_prompts=50, num_sft=50, num_preferences=50, num_validation=1, num_test=1
+    )
     rows = tables["sft"]["train"]
     words = tokenizer.train(
         shape("words", 1000), [r[name] for r in rows for name in ("prompt", "completion")], 64
