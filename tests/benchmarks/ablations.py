@@ -3,7 +3,8 @@
 For every seed, the finished run of `tests.benchmarks.seeds` gives data, SFT and reward models; only PPO runs
 again, once a variant and with half the episodes, and is judged by the gold judge on the validation posts
 (test posts are for verdicts, not for choices). Guards warn only. A variant whose result is there already is
-not run again, so that the command can be broken off. Results: tests/benchmarks/ablations.md, a line a variant, each cell the mean over seeds and the range.
+not run again, so that the command can be broken off. Results: tests/benchmarks/ablations.md, a line a
+variant, each cell the mean over seeds and the range.
 """
 
 from __future__ import annotations
