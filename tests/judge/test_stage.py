@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,11 +12,16 @@ import torch
 
 from rlhf_tasks.config import UserError
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.judge import judges, stage
+from rlhf_tasks.judge import judges, stage, summary
+from rlhf_tasks.judge.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 
-SETTINGS = {"judge.num_examples": 10, "judge.judges": ["gold", "reward_model"], "judge.num_samples_shown": 3}
+SETTINGS = {
+    "judge.num_examples": 10,
+    "judge.judges": [small.GOLD, small.HELDOUT],
+    "judge.num_samples_shown": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,27 +77,50 @@ def test_verdicts_and_answers_are_written_as_they_were_judged(
     assert metrics["gold/policy_vs_reference/win_rate"] == pytest.approx(sum(points) / 10)
 
 
+class Given:
+    """Scores by the letter that an answer begins with."""
+
+    def __init__(self, scores: dict[str, list[float]]) -> None:
+        self._scores = scores
+
+    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
+        return self._scores[answers[0][0]]
+
+    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+        return {}
+
+
 def test_swapping_the_contenders_mirrors_the_verdict() -> None:
     scores = {"policy": [1.0, 0.5, 0.2, 0.9, 0.3], "sft": [0.4, 0.5, 0.6, 0.1, 0.0]}
-    rows: list[dict[str, Any]] = []
-    there = stage._verdict("gold", "policy", "sft", scores, rows)
-    back = stage._verdict("gold", "sft", "policy", scores, rows)
+    texts = ["one", "two", "three", "four", "five"]
+    judge = Scoring("gold", Given({"p": scores["policy"], "s": scores["sft"]}))
+    policy, sft = (["p" * (i + 1) for i in range(5)], ["s" * (5 - i) for i in range(5)])
+    ours, theirs = judge.compare(texts, policy, sft), judge.compare(texts, sft, policy)
+    there = summary.metrics(("gold", "policy", "sft"), ours, policy, sft)
+    back = summary.metrics(("gold", "sft", "policy"), theirs, sft, policy)
     assert there["gold/policy_vs_sft/win_rate"] == pytest.approx(0.7)  # three wins, a tie, a loss
     assert back["gold/sft_vs_policy/win_rate"] == pytest.approx(0.3)
     assert there["gold/policy_vs_sft/low"] == pytest.approx(1 - back["gold/sft_vs_policy/high"])
     assert there["gold/policy_vs_sft/high"] == pytest.approx(1 - back["gold/sft_vs_policy/low"])
-    assert [row["verdict"] for row in rows[:5]] == [1 - row["verdict"] for row in rows[5:]]
+    for key, mirrored in (("length_controlled", 1), ("decisive", 1)):
+        a, b = f"gold/policy_vs_sft/{key}", f"gold/sft_vs_policy/{key}"
+        assert there[a] == pytest.approx(mirrored - back[b])
+        assert there[f"{a}/low"] == pytest.approx(mirrored - back[f"{b}/high"])
+    assert there["gold/policy_vs_sft/p_value"] == back["gold/sft_vs_policy/p_value"]
+    assert ours.outcomes.tolist() == (1 - theirs.outcomes).tolist()
 
 
 def test_the_same_seed_judges_the_same(project: Path, metrics: dict[str, float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
-        assert stage.run(small.view("judge", SETTINGS), NullTracker()) == metrics
+        assert stage.run(small.view("judge", SETTINGS), NullTracker()) == metrics, "from kept answers"
+        shutil.rmtree(project / ".rlhf/answers")
+        assert stage.run(small.view("judge", SETTINGS), NullTracker()) == metrics, "sampled again"
 
 
 def test_the_gold_judge_is_refused_for_data_it_does_not_know() -> None:
     with pytest.raises(UserError, match="gold knows the synthetic task only"):
-        judges.build("gold", "files", torch.device("cpu"))
+        judges.build(small.view("judge").judge, "files", torch.device("cpu"))
 
 
 def test_without_reward_models_the_gold_judge_judges_alone(
@@ -104,6 +132,6 @@ def test_without_reward_models_the_gold_judge_judges_alone(
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / "README.md").write_text("none", encoding="utf-8")
-    found = stage.run(small.view("judge", SETTINGS | {"judge.judges": ["gold"]}), NullTracker())
+    found = stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD]}), NullTracker())
     assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
     assert [key for key in found if "agreement" in key or "reward" in key] == []
