@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -80,21 +80,18 @@ def _one(one: config.Judge, source: str, device: torch.device, max_failure_share
     return Comparing(one.name, Ranker(one, device), max_failure_share)
 
 
-def optimised(settings: Judging, policy: Path, reward: Path) -> dict[str, str]:
-    """Judges that are the very reward which PPO was given: name → folder. No judge of `policy`, that is.
+def optimised(settings: Judging, policy: Path) -> dict[str, str]:
+    """Judges that are the very reward which PPO was given for `policy`: name → folder.
 
-    By weights, whatever the folder is called; a policy that does not say what it was made from is
-    taken to be made with `reward`.
+    They are known by their weights, whatever the folder is called. Empty for a policy that does not say what
+    it was made from.
     """
-    against: Mapping[str, str] = models.parents_of(policy) if models.is_made(policy) else {}
-    given = against.get("reward") or (
-        None if against or not models.is_made(reward) else models.fingerprint(reward)
-    )
-    judges = [one for one in settings.judges if isinstance(one, config.RewardModelJudge)]
+    given = models.parents_of(policy).get("reward")
     return {
         one.name: one.path
-        for one in judges
+        for one in settings.judges
         if given is not None
+        and isinstance(one, config.RewardModelJudge)
         and models.is_made(Path(one.path))
         and models.fingerprint(Path(one.path)) == given
     }

@@ -74,7 +74,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 
 def _warn(config: StageView, tracker: Tracker) -> dict[str, float]:
     """Judges that PPO was trained to please are told loudly, and marked in the metrics."""
-    told = judges.optimised(config.judge, CONTENDERS["policy"], REWARDS["reward"])
+    told = judges.optimised(config.judge, CONTENDERS["policy"])
     for name, path in told.items():
         text = (
             f"judge {name} ({path}) is the reward model that PPO optimised: a win by its word says nothing "

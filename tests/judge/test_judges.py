@@ -211,14 +211,14 @@ def test_a_judge_that_ppo_optimised_is_known_by_its_weights(models_here: Path) -
     one = small.HELDOUT | {"name": "optimised", "path": "models/elsewhere"}
     (models_here / "models/reward").rename(models_here / "models/elsewhere")
     given = settings(small.HELDOUT, one)
-    policy, reward = Path("models/policy"), Path("models/reward")
-    assert judges.optimised(given, policy, reward) == {}, "nobody says what the policy was made from"
+    policy = Path("models/policy")
+    assert judges.optimised(given, policy) == {}, "nobody says what the policy was made from"
     parents = {"reward": models.fingerprint(models_here / "models/elsewhere")}
     models.save(
         models.load_causal(policy), load_tokenizer(policy), policy,
         identity=models.identity("policy", parents), card="a card",
     )  # fmt: skip
-    assert judges.optimised(given, policy, reward) == {"optimised": "models/elsewhere"}
+    assert judges.optimised(given, policy) == {"optimised": "models/elsewhere"}
 
 
 # ----------------------------------------------------------------------------------------- prompts
