@@ -10,12 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from rlhf_tasks import console, models
 from rlhf_tasks.config import UserError
+from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.judge import judges, stage, summary
 from rlhf_tasks.judge.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 from tests import small
+from tests.judge import endpoint
 
 SETTINGS = {
     "judge.num_examples": 10,
@@ -121,6 +124,62 @@ def test_the_same_seed_judges_the_same(project: Path, metrics: dict[str, float])
 def test_the_gold_judge_is_refused_for_data_it_does_not_know() -> None:
     with pytest.raises(UserError, match="gold knows the synthetic task only"):
         judges.build(small.view("judge").judge, "files", torch.device("cpu"))
+
+
+def test_a_judge_that_compares_adds_what_only_it_can_say(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", endpoint.KEY)
+    Path("prompt.txt").write_text(endpoint.PROMPT.replace("{prompt}", "{prompt}\n."), encoding="utf-8")
+    with endpoint.serving() as server:
+        server.reply = lambda body: endpoint.completion("A")
+        llm = {
+            "kind": "llm", "name": "gpt", "base_url": server.url, "model": endpoint.MODEL,
+            "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 1,
+            "concurrency": 4, "timeout_seconds": 10.0, "max_retries": 0, "budget": None,
+        }  # fmt: skip
+        both = {"kind": "all_of", "name": "both", "judges": ["gpt", "gold"]}
+        given = SETTINGS | {"judge.judges": [small.GOLD, llm, both]}
+        found = stage.run(small.view("judge", given), NullTracker())
+        asked = len(server.bodies)
+        assert stage.run(small.view("judge", given), NullTracker()) == found
+        assert len(server.bodies) == asked
+    assert found["gpt/policy_vs_sft/win_rate"] == 0.5
+    assert found["gpt/policy_vs_sft/position_bias"] == 1.0
+    assert found["gpt/policy_vs_sft/cost/replies"] == 20
+    assert found["gpt/policy_vs_sft/cost/tokens"] == 200
+    assert found["both/policy_vs_sft/win_rate"] == 0.5
+    assert "kappa/gold_and_gpt" in found
+    assert "gold/policy_vs_sft/position_bias" not in found
+    rows = [r for r in pq.read_table(stage.OUT / "verdicts.parquet").to_pylist() if r["judge"] == "gpt"]
+    assert {(r["score_a"], r["a_shown_first"], r["a_shown_second"]) for r in rows} == {(None, 1.0, 0.0)}
+
+
+class Listener(NullTracker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def event(self, name: str, text: str, *, step: int) -> None:
+        self.events.append(name)
+
+
+def test_a_judge_that_ppo_optimised_is_told_in_every_place(
+    models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = Path("models/policy")
+    models.save(
+        models.load_causal(policy), load_tokenizer(policy), policy, card="a card",
+        identity=models.identity("policy", {"reward": models.fingerprint(Path("models/reward"))}),
+    )  # fmt: skip
+    console.set_quiet(False)
+    optimised = small.HELDOUT | {"name": "optimised", "path": "models/reward"}
+    tracker = Listener()
+    found = stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD, optimised]}), tracker)
+    assert found["optimised/is_optimised_reward"] == 1.0
+    assert "gold/is_optimised_reward" not in found
+    assert "WARNING: judge optimised (models/reward) is the reward model" in capsys.readouterr().out
+    assert tracker.events == ["judge_is_the_optimised_reward"]
 
 
 def test_without_reward_models_the_gold_judge_judges_alone(
