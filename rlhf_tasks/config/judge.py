@@ -21,7 +21,7 @@ from rlhf_tasks.config.types import (
 
 TAKEN = (
     "agreement", "choice", "distinct_1", "distinct_2", "ended", "kappa", "length", "perplexity",
-    "repetition",
+    "repetition", "reward_gap",
 )  # fmt: skip
 """First parts of the stage's other metric keys."""
 SHIPPED_MODELS = ("models/reward", "models/reward_heldout")
@@ -132,12 +132,27 @@ Judge = Annotated[
 ]
 
 
+class Retention(Section):
+    """What the language model still knows: base, SFT and policy on the same texts and questions."""
+
+    num_examples: PositiveInt = Field(description="of each kind, at most")
+    micro_batch_tokens: PositiveInt
+    general: str | None = Field(
+        description="english, or a text file, a text a paragraph; null: SFT text only"
+    )
+    questions: str | None = Field(
+        description="english, or a file (README: Judges); null: made of SFT text, whose completion belongs "
+        "to a prompt"
+    )
+
+
 class Judging(Section):
     judges: tuple[Judge, ...] = Field(strict=False, min_length=1)
     max_failure_share: Fraction = Field(description="of a comparison's prompts; above it the stage fails")
     num_examples: PositiveInt
     temperature: PositiveFloat
     num_samples_shown: Count
+    retention: Retention | None
 
     @model_validator(mode="after")
     def _names(self) -> Judging:

@@ -177,7 +177,7 @@ def _key(settings: LlmJudge) -> str:
     if settings.key_variable is None:
         return "none"  # the client wants one
     key = os.environ.get(settings.key_variable, "").strip()
-    if not key:
+    if not key or not key.isascii():
         raise UserError(
             f"judge {settings.name}: the environment variable {settings.key_variable} holds no key; export "
             "it, or set key_variable to null for a server that asks for none"

@@ -18,13 +18,16 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.judge import judges, summary
 from rlhf_tasks.judge.answers import Answers, sample
+from rlhf_tasks.judge.retention import Probes
 from rlhf_tasks.judge.scoring import RewardModel
 from rlhf_tasks.judge.verdicts import Judge, Verdicts, check_failures
 from rlhf_tasks.runtime import Runtime
+from rlhf_tasks.tensors import distinct
 from rlhf_tasks.tracking import Tracker
 
 OUT = Path("evaluation/judge")
 CONTENDERS = {"sft": Path("models/sft"), "policy": Path("models/policy")}
+LANGUAGE_MODELS = {"base": Path("models/base"), **CONTENDERS}
 REWARDS = {"reward": Path("models/reward"), "reward_heldout": Path("models/reward_heldout")}
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 
@@ -47,9 +50,13 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     """
     rt = Runtime(config.launch, config.seed)
     panel = judges.build(config.judge, config.data.source, rt.device)
+    probes = None if config.judge.retention is None else Probes(config.judge.retention)
     metrics = _warn(config, tracker)
     contest = _contest(rt, config)
     metrics |= _plain_metrics(contest)
+    if probes is not None:
+        for name, folder in LANGUAGE_MODELS.items():
+            metrics |= probes(name, folder, rt.device)
     found: dict[summary.Comparison, Verdicts] = {}
     columns: dict[str, list[float]] = {}
     for judge in panel:
@@ -63,7 +70,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                     f"{judge.name}/{who}": list(s) for who, s in zip((a, b), verdicts.scores, strict=True)
                 }
         metrics |= _of_contenders(judge, contest, columns)
-    metrics |= summary.kappas(found)
+    metrics |= summary.kappas(found) | _reward_gaps(rt, contest, found)
     if config.data.source == "synthetic":
         metrics |= _agreement_on_samples(rt, config, contest)
     if rt.is_main:
@@ -107,7 +114,10 @@ def _sample(rt: Runtime, config: StageView, who: str, prompts: list[str], seed: 
 
 
 def _plain_metrics(contest: Contest) -> dict[str, float]:
-    """ROUGE-L against the references (Lin 2004, F measure), mean lengths in tokens, share that ended."""
+    """ROUGE-L against the references (Lin 2004, F measure), mean lengths in tokens, share that ended.
+
+    Of each contender's answers too: how often they repeat themselves. And how much longer PPO made them.
+    """
     scorer = RougeScorer(["rougeL"])
     metrics: dict[str, float] = {}
     for who, answers in contest.sampled.items():
@@ -116,7 +126,10 @@ def _plain_metrics(contest: Contest) -> dict[str, float]:
         metrics[f"rouge_l/{who}"] = sum(found) / len(found)
         metrics[f"length/{who}"] = sum(map(len, answers.ids)) / len(answers.ids)
         metrics[f"ended/{who}"] = sum(answers.ended) / len(answers.ended)
-    return metrics
+        for n in (1, 2):
+            metrics[f"distinct_{n}/{who}"] = float(distinct(answers.ids, n).mean())
+        metrics[f"repetition/{who}"] = 1 - float(distinct(answers.ids, 3).mean())
+    return metrics | {"length/policy_over_sft": metrics["length/policy"] / metrics["length/sft"]}
 
 
 def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[float]]) -> dict[str, float]:
@@ -133,6 +146,25 @@ def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[fl
     gain = statistics.matched_length_gain(scores[0], scores[1], lengths[0], lengths[1])
     key = f"{judge.name}/policy_vs_sft/matched_length_gain"
     return metrics | {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
+
+
+def _reward_gaps(rt: Runtime, contest: Contest, found: summary.Found) -> dict[str, float]:
+    """PPO's win rate over SFT by the reward that it optimised, less the one by each judge.
+
+    A gap that grows is over-optimisation. Empty where the policy was not made with models/reward.
+    """
+    reward = REWARDS["reward"]
+    made_with = models.parents_of(CONTENDERS["policy"]).get("reward")
+    if not models.is_made(reward) or made_with != models.fingerprint(reward):
+        return {}
+    own = RewardModel(reward, rt.device)
+    scores = [own.scores(contest.prompts, contest.texts[who]) for who in ("policy", "sft")]
+    by_reward = statistics.rate(statistics.outcomes(*scores)).value
+    return {"reward_gap/win_rate_by_reward": by_reward} | {
+        f"reward_gap/{judge}": by_reward - statistics.rate(verdicts.outcomes).value
+        for (judge, a, b), verdicts in found.items()
+        if (a, b) == ("policy", "sft")
+    }
 
 
 def _agreement_on_samples(rt: Runtime, config: StageView, contest: Contest) -> dict[str, float]:

@@ -50,7 +50,12 @@ def test_what_else_the_stage_promises_is_there(metrics: dict[str, float]) -> Non
     wanted = {
         f"gold/{who}/{f}" for who in ("reference", "sft", "policy") for f in ("coverage", "faithfulness")
     }
-    wanted |= {f"{key}/{who}" for key in ("rouge_l", "length", "ended") for who in ("sft", "policy")}
+    plain = ("rouge_l", "length", "ended", "distinct_1", "distinct_2", "repetition")
+    wanted |= {f"{key}/{who}" for key in plain for who in ("sft", "policy")}
+    wanted |= {
+        f"{key}/{who}" for key in ("perplexity/sft_text", "choice") for who in ("base", "sft", "policy")
+    }
+    wanted |= {"length/policy_over_sft"}
     wanted |= {
         f"agreement/{r}/{who}_samples" for r in ("reward", "reward_heldout") for who in ("sft", "policy")
     }
@@ -178,6 +183,10 @@ def test_a_judge_that_ppo_optimised_is_told_in_every_place(
     found = stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD, optimised]}), tracker)
     assert found["optimised/is_optimised_reward"] == 1.0
     assert "gold/is_optimised_reward" not in found
+    by_reward = found["optimised/policy_vs_sft/win_rate"]
+    assert found["reward_gap/win_rate_by_reward"] == by_reward
+    assert found["reward_gap/optimised"] == 0
+    assert found["reward_gap/gold"] == pytest.approx(by_reward - found["gold/policy_vs_sft/win_rate"])
     assert "WARNING: judge optimised (models/reward) is the reward model" in capsys.readouterr().out
     assert tracker.events == ["judge_is_the_optimised_reward"]
 
@@ -191,6 +200,9 @@ def test_without_reward_models_the_gold_judge_judges_alone(
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / "README.md").write_text("none", encoding="utf-8")
-    found = stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD]}), NullTracker())
+    found = stage.run(
+        small.view("judge", SETTINGS | {"judge.judges": [small.GOLD], "judge.retention": None}), NullTracker()
+    )
     assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
-    assert [key for key in found if "agreement" in key or "reward" in key] == []
+    unwanted = ("agreement", "reward", "perplexity", "choice")
+    assert [key for key in found if any(word in key for word in unwanted)] == []
