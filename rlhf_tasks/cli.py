@@ -209,6 +209,29 @@ def _generate(options: argparse.Namespace) -> int:
             answer(line.replace("\\n", "\n"))
 
 
+def _judge(options: argparse.Namespace) -> int:
+    """The stage, or one contender against another."""
+    if options.model is None:
+        if options.against or options.num_examples or options.judge:
+            raise UserError(
+                "--against, --num-examples and --judge go with a MODEL, such as `rlhf judge models/policy`; "
+                "the stage takes all from params.yaml"
+            )
+        return run_stage("judge")
+    view = StageView(config.load(), "judge")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rlhf_tasks.judge import command
+
+    command.run(
+        view,
+        options.model,
+        options.against or command.REFERENCE,
+        num_examples=options.num_examples,
+        names=options.judge,
+    )
+    return 0
+
+
 def _preset(options: argparse.Namespace) -> int:
     from rlhf_tasks import presets
 
@@ -249,6 +272,8 @@ def _parser() -> argparse.ArgumentParser:
     for stage in STAGES:
         added = commands.add_parser(stage, help=SUMMARIES[stage], description=SUMMARIES[stage])
         added.set_defaults(command=lambda options, stage=stage: run_stage(cast(Stage, stage)))
+        if stage == "judge":
+            _add_contenders(added)
     _add_generate(commands)
     preset = commands.add_parser("preset", help="apply presets to params.yaml, comments kept")
     preset.add_argument("names", nargs="*", metavar="NAME", help="later ones win")
@@ -263,6 +288,27 @@ def _parser() -> argparse.ArgumentParser:
     mlflow.add_argument("--port", type=int, default=5000, help="the next free one is taken (default: 5000)")
     mlflow.set_defaults(command=_mlflow)
     return parser
+
+
+def _add_contenders(judge: argparse.ArgumentParser) -> None:
+    judge.description = (
+        "Without MODEL the stage: reference, SFT and policy against each other. With it, the win rate of any "
+        "checkpoint or file of answers on the test prompts, by the judges of params.yaml."
+    )
+    kinds = "a checkpoint folder, HUB/ID@COMMIT, or a .jsonl file of `prompt` and `completion`"
+    judge.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
+    judge.add_argument("--against", metavar="MODEL", help="the same, or `reference` (default)")
+    judge.add_argument(
+        "--num-examples", type=_positive_int, metavar="N", help="test prompts (default: judge.num_examples)"
+    )
+    judge.add_argument(
+        "--judge",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of judge.judges; may be repeated (default: all)",
+    )
+    judge.set_defaults(command=_judge)
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

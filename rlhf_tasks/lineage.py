@@ -24,7 +24,7 @@ from ruamel.yaml import YAML
 from rlhf_tasks import checkpoint
 from rlhf_tasks.config import UserError, flatten
 
-CODE = (".py", ".html", ".css", ".js")
+CODE = (".py", ".html", ".css", ".js", ".txt")
 INSTALLED = Path(__file__).parents[1]  # where the code runs from, wherever the data is
 UNTOLD = (":!metrics", ":!plots", ":!dvc.lock")  # what a run itself changes makes no tree dirty
 

@@ -109,13 +109,22 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     Raises:
         ContractError: if it has no trained one-score head, or cannot be read.
     """
-    model = _load(AutoModelForSequenceClassification, source, revision)
+    model = load_classifier(source, revision)
     if model.config.num_labels != 1:
         raise ContractError(
             f"{source} is no reward model: it has {model.config.num_labels} labels where a reward model "
             "has one score"
         )
     return TokenScores(model)
+
+
+def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A sequence classifier with its trained head, in float32, dropout off.
+
+    Raises:
+        ContractError: if it cannot be read, or weights are missing from it.
+    """
+    return _load(AutoModelForSequenceClassification, source, revision)
 
 
 def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:

@@ -83,16 +83,21 @@ class FunctionScorer:
 
     def __init__(self, function: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._name, self._tokenizer = f"function {function}", tokenizer
-        self._function = _imported(function)
+        self._function = imported(function, "ppo.scorers")
 
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         if not queries:
             return torch.zeros(0)
         found = self._function(*_texts(self._tokenizer, queries, responses))
-        return _numbers(self._name, found, len(queries))
+        return _finite(self._name, numbers(self._name, found, len(queries)))
 
 
-def _imported(function: str) -> TextFunction:
+def imported(function: str, key: str) -> TextFunction:
+    """`module:function`, as the parameter `key` names it.
+
+    Raises:
+        UserError: if it cannot be imported or called.
+    """
     module_name, _, name = function.partition(":")
     here = str(Path.cwd())
     if not {"", here} & set(sys.path):
@@ -101,13 +106,13 @@ def _imported(function: str) -> TextFunction:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module does wrong, it is said in one message
         raise UserError(
-            f"ppo.scorers: {function} cannot be imported: {type(error).__name__}: {error} "
+            f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
             f"(looked for in {here} and among installed packages)"
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
         what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
-        raise UserError(f"ppo.scorers: {function}: {getattr(module, '__file__', module_name)} {what}")
+        raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
     return found  # type: ignore[no-any-return]
 
 
@@ -157,7 +162,7 @@ class HttpScorer:
             raise ScorerError(f"{self._name} answered no JSON but {_shown(body)}") from error
         if not (isinstance(answer, dict) and isinstance(answer.get("scores"), list)):
             raise ScorerError(f'{self._name} answered {_shown(body)} where {{"scores": […]}} was asked for')
-        return _numbers(self._name, answer["scores"], count)
+        return _finite(self._name, numbers(self._name, answer["scores"], count))
 
     def _answer(self, client: httpx.Client, asked: Mapping[str, list[str]]) -> bytes:
         """The body of a good answer, after as many tries as it may take."""
@@ -283,8 +288,12 @@ def _texts(
     return prompts, [text_of(tokenizer, response) for response in responses]
 
 
-def _numbers(name: str, found: Any, count: int) -> Tensor:
-    """What a function or service gave as (count,) finite float32, or the error that says what is wrong."""
+def numbers(name: str, found: Any, count: int) -> Tensor:
+    """What a function or service gave as (count,) float32.
+
+    Raises:
+        ScorerError: saying what came instead.
+    """
     try:
         given = list(found)
         if any(isinstance(x, str | bytes) for x in given):
@@ -294,7 +303,7 @@ def _numbers(name: str, found: Any, count: int) -> Tensor:
         raise ScorerError(f"{name} gave {_shown(found)}: {error}; one number per answer is needed") from error
     if len(scores) != count:
         raise ScorerError(f"{name} gave {len(scores)} scores for {count} answers")
-    return _finite(name, scores)
+    return scores
 
 
 def _finite(name: str, scores: Tensor) -> Tensor:

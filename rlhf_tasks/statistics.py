@@ -3,12 +3,14 @@
 Notation: N prompts; the outcome of a prompt is 1 where A wins, ½ for a tie, 0 where B wins, and NaN
 where the judge failed. A failure is counted, never taken for a loss.
 
-Everything here is a closed form or an exact distribution, so that nothing needs a seed, and swapping
-A and B mirrors every number. Sources:
+Everything here but `kappa`'s interval is a closed form or an exact distribution, so that nothing else
+needs a seed, and swapping A and B mirrors every number. Sources:
     interval of a rate      percentile bootstrap (Efron & Tibshirani 1993, §13.3), see `rate`
     interval of a share     Wilson 1927
     sign test               exact two-sided binomial at ½ on the decisive prompts
     interval of a gain      heteroskedasticity-robust OLS, HC1 (White 1980; MacKinnon & White 1985)
+    rate at equal length    logistic regression (Dubois et al. 2024, arXiv 2404.04475, eq. 2, shortened)
+    kappa                   Cohen 1960; its interval by a seeded bootstrap over prompts
     calibration error       Guo et al. 2017, arXiv 1706.04599, eq. 3, over equal-count bins
 """
 
@@ -25,6 +27,9 @@ Floats = NDArray[np.float64]
 
 _TAIL = 0.025  # probability left out on either side of a 95% interval
 _Z = NormalDist().inv_cdf(1 - _TAIL)
+_RIDGE = 1.0  # on the length's coefficient, see `length_controlled`
+_NUM_NEWTON_STEPS = 50
+_NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,20 @@ class Verdict:
     p_value: float
 
 
+@dataclass(frozen=True)
+class PositionBias:
+    """What the place of an answer does to a judge that was asked in both orders.
+
+    `flips` is the share of pairs whose verdict turned with the order; `first` the share of all verdicts
+    for the answer shown first (½ without bias; a verdict of exactly ½ counts half). `count` pairs were
+    judged in both orders.
+    """
+
+    flips: float
+    first: float
+    count: int
+
+
 def outcomes(scores_a: ArrayLike, scores_b: ArrayLike) -> Floats:
     """1 where A scores higher, ½ where the scores are equal, 0 where B does, NaN where either is NaN.
 
@@ -62,6 +81,29 @@ def outcomes(scores_a: ArrayLike, scores_b: ArrayLike) -> Floats:
     a, b = _paired(scores_a, scores_b)
     result = (1.0 * (a > b) + (a >= b)) / 2
     return np.asarray(np.where(np.isnan(a) | np.isnan(b), np.nan, result))
+
+
+def both_orders(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> Floats:
+    """Outcomes of pairs that were judged in both orders: 1 or 0 where both agree, ½ where they do not.
+
+    Both arguments are (N,) probabilities that A is the better one, NaN where the judge failed; so is a
+    pair's outcome then. A probability of exactly ½ in either order makes a tie.
+    """
+    p, q = _paired(a_shown_first, a_shown_second)
+    result = np.where((p > 0.5) & (q > 0.5), 1.0, np.where((p < 0.5) & (q < 0.5), 0.0, 0.5))
+    return np.asarray(np.where(np.isnan(p) | np.isnan(q), np.nan, result))
+
+
+def position_bias(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> PositionBias:
+    """How far the verdicts of `both_orders` depend on the order. No pair: no flips, `first` ½."""
+    p, q = _paired(a_shown_first, a_shown_second)
+    whole = ~(np.isnan(p) | np.isnan(q))
+    p, q = p[whole], q[whole]
+    if p.size == 0:
+        return PositionBias(0.0, 0.5, 0)
+    flips = (p - 0.5) * (q - 0.5) < 0
+    first = np.concatenate([outcomes(p, np.full_like(p, 0.5)), outcomes(np.full_like(q, 0.5), q)])
+    return PositionBias(float(flips.mean()), float(first.mean()), int(p.size))
 
 
 def verdict(outcomes: ArrayLike) -> Verdict:
@@ -176,6 +218,104 @@ def matched_length_gain(
     variance = d.size / (d.size - 1 - sloped) * float((weights * residuals) @ (weights * residuals))
     reach = _Z * math.sqrt(variance)
     return Estimate(gain, gain - reach, gain + reach, int(d.size))
+
+
+def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayLike) -> Estimate:
+    """Win rate that A would have if its answers were as long as B's.
+
+    With x = tanh(d / s), d = length_a − length_b and s the standard deviation of d, a logistic regression
+
+        P(A wins) = σ(θ + φ·x)
+
+    is fitted to the (N,) outcomes, ties as ½; the rate is σ(θ), the one at d = 0. This is AlpacaEval 2's
+    model of one contender against one baseline without its term for the difficulty of each instruction,
+    which is estimated there from many other contenders; its weak penalty on φ is ½φ² here, so that a
+    judge that only looks at length leaves φ finite. The interval is σ(θ ± 1.96·√Var θ) with the
+    heteroskedasticity-robust variance of θ (HC1), that a tie's ½ does not invalidate (Papke & Wooldridge
+    1996). Rows with a NaN are left out.
+
+    Where all d are equal, length explains nothing and σ(θ) is the plain win rate. Where A wins always or
+    never, so would it at equal length: the interval is Wilson's.
+
+    Raises:
+        ValueError: as `verdict`, or if the shapes differ.
+    """
+    d = np.subtract(*_paired(length_a, length_b))
+    y, d = _paired(outcomes, d)
+    _counts(y)
+    y, d = y[~(np.isnan(y) | np.isnan(d))], d[~(np.isnan(y) | np.isnan(d))]
+    if y.min() == y.max() != 0.5:
+        return wilson(int(y.sum()), y.size)
+    spread = float(d.std())
+    x = np.stack([np.ones_like(d), np.tanh(d / spread) if spread > 0 else np.zeros_like(d)], axis=1)
+    weights = _logistic_regression(x, y)
+    p = _sigmoid(x @ weights)
+    curvature = np.linalg.inv((x * (p * (1 - p))[:, None]).T @ x + np.diag([0.0, _RIDGE]))
+    scores = x * (y - p)[:, None]
+    correction = y.size / max(1, y.size - 1 - (spread > 0))
+    reach = _Z * math.sqrt(correction * float((curvature @ (scores.T @ scores) @ curvature)[0, 0]))
+    value, low, high = (float(_sigmoid(np.array(weights[0] + r))) for r in (0.0, -reach, reach))
+    return Estimate(value, low, high, int(y.size))
+
+
+def _logistic_regression(x: Floats, y: Floats) -> Floats:
+    """(2,) weights that maximise Σ y·log σ(xw) + (1−y)·log(1−σ(xw)) − ½·ridge·w[1]², by Newton's steps."""
+    ridge = np.diag([0.0, _RIDGE])
+
+    def loss(w: Floats) -> float:
+        z = x @ w
+        return float((np.logaddexp(0, z) - y * z).sum() + w @ ridge @ w / 2)
+
+    weights = np.zeros(2)
+    for _ in range(_NUM_NEWTON_STEPS):
+        p = _sigmoid(x @ weights)
+        gradient = x.T @ (p - y) + ridge @ weights
+        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + ridge, gradient)
+        while loss(weights - step) > loss(weights) and np.abs(step).max() > 1e-12:
+            step = step / 2
+        weights = weights - step
+        if np.abs(step).max() <= 1e-12:
+            break
+    return weights
+
+
+def _sigmoid(z: Floats) -> Floats:
+    return np.asarray(np.exp(-np.logaddexp(0, -z)))
+
+
+def kappa(first: ArrayLike, second: ArrayLike) -> Estimate:
+    """Cohen's κ of two judges: (p − e) / (1 − e), p the share on which they agree, e as if by chance.
+
+    Both are (N,) or (N, K) outcomes: of N prompts, K comparisons each; win, tie and loss are three equally
+    different answers. A comparison that either failed on is left out. Where both say one and the same
+    thing throughout there is nothing beyond chance to be seen: 0. The interval is a percentile bootstrap
+    over prompts with a fixed seed; `count` is of comparisons.
+
+    Raises:
+        ValueError: if the shapes differ, or no comparison was judged by both.
+    """
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if a.shape != b.shape or a.ndim not in (1, 2):
+        raise ValueError(f"expected two sets of outcomes of one shape, got {a.shape} and {b.shape}")
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    levels = (1.0, 0.5, 0.0)
+    tables = np.stack([((a == i) & (b == j)).sum(axis=1) for i in levels for j in levels], axis=1)
+    count = int(tables.sum())
+    if count == 0:
+        raise ValueError("no comparison was judged by both: there is no agreement to tell")
+    draws = np.random.default_rng(0).multinomial(len(a), np.full(len(a), 1 / len(a)), _NUM_RESAMPLES)
+    resampled = _kappas((draws @ tables).reshape(-1, 3, 3))
+    low, high = np.quantile(resampled, [_TAIL, 1 - _TAIL])
+    value = float(_kappas(tables.sum(axis=0).reshape(1, 3, 3))[0])
+    return Estimate(value, min(value, float(low)), max(value, float(high)), count)
+
+
+def _kappas(tables: NDArray[np.int64]) -> Floats:
+    """(M, 3, 3) counts → (M,) κ; 0 where it is undefined."""
+    shares = tables / np.maximum(1, tables.sum(axis=(1, 2), keepdims=True))
+    agreed = np.trace(shares, axis1=1, axis2=2)
+    chance = (shares.sum(axis=1) * shares.sum(axis=2)).sum(axis=1)
+    return np.where(chance < 1 - 1e-12, (agreed - chance) / np.maximum(1 - chance, 1e-12), 0.0)
 
 
 def agreement(labels: ArrayLike, gold: ArrayLike) -> Estimate:

@@ -5,7 +5,7 @@ B batch · R response · V vocabulary. Masks are bool, True = a real response to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,12 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce =
     mean, variance = masked_moments(x, mask, reduce)
     white = (x - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, white if shift_mean else white + mean, 0)
+
+
+def distinct(responses: Sequence[Sequence[int]], n: int) -> Tensor:
+    """(B,): different n-grams of an answer over all of its n-grams (Li et al. 2016); 1 where it has none."""
+    grams = [[tuple(r[i : i + n]) for i in range(len(r) - n + 1)] for r in responses]
+    return torch.tensor([len(set(g)) / len(g) if g else 1.0 for g in grams])
 
 
 def gather_logprobs(logits: Tensor, labels: Tensor) -> Tensor:

@@ -36,11 +36,13 @@ PAD, EOS = 0, 1
 HIDDEN = 16
 VOCAB = 3 + len(WORDS)
 NEOX_LINEAR = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+GOLD = {"kind": "gold", "name": "gold"}
+HELDOUT = {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}
 WITHOUT_REWARD: Mapping[str, Any] = {
     "reward.train": False,
     "ppo.scorers": [{"kind": "dummy"}],
     "ppo.critic_init": "sft",
-    "judge.judges": ["gold"],
+    "judge.judges": [GOLD],
 }
 """Changes to params.yaml that leave nobody who would ask for a reward model."""
 

@@ -81,7 +81,7 @@ def test_a_missing_key_is_named() -> None:
         ({"ppo.total_episodes": 4}, "nothing would be trained"),
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
-        ({"data.source": "docstrings", "judge.judges": ["gold"]}, "gold knows the synthetic task only"),
+        ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold knows the synthetic task only"),
         ({"data.source": "hub"}, "names the sets of `source: hub`"),
         ({"model.scratch": None}, "the shape of `base: scratch`"),
         ({"model.base": "some/name", "model.scratch": None}, "needs `revision`"),
@@ -194,7 +194,7 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
         ({"reward.train": False}, "ppo.scorers, ppo.critic_init, judge.judges ask(s) for a reward model"),
         (
-            {"ppo.scorers": [DUMMY], "ppo.critic_init": "sft", "judge.judges": ["gold"]},
+            {"ppo.scorers": [DUMMY], "ppo.critic_init": "sft", "judge.judges": [small.GOLD]},
             "reward.train is true, but no scorer, critic or judge uses one",
         ),
     ],

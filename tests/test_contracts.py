@@ -25,7 +25,7 @@ from rlhf_tasks.tracking import curves
 ROOT = Path(__file__).parents[1]
 # What decides only where and with what words a stage runs. Their change leaves every out as it is.
 AROUND = ("config", "cli", "tracking", "console", "launch", "lineage", "resume")
-BESIDE = (".html", ".css", ".js")  # what a package reads of its own folder
+BESIDE = (".html", ".css", ".js", ".txt")  # what a package reads of its own folder
 
 LAYERS: Mapping[str, int] = {"config": 0, **dict.fromkeys(STAGES, 2), "cli": 3}  # all others: 1
 TORCH_FREE = (

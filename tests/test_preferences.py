@@ -73,7 +73,7 @@ def test_samples_of_a_split_answer_prompts_of_that_split(models_here: Path) -> N
 
 
 def test_without_a_labeller_a_sample_stands_rejected_against_the_reference(models_here: Path) -> None:
-    changes = {"data.source": "files", "judge.judges": ["reward_model"]}
+    changes = {"data.source": "files", "judge.judges": [small.HELDOUT]}
     metrics, found = run(**changes)
     references = {row["prompt"]: row["reference"] for row in read_table("prompts", "train")}
     sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]

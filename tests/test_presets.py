@@ -300,4 +300,4 @@ def test_the_smoke_preset_trains_no_reward_model_and_needs_none() -> None:
     found = with_preset("smoke")
     assert not found.reward.train
     assert [scorer.kind for scorer in found.ppo.scorers] == ["dummy"]
-    assert (found.ppo.critic_init, found.judge.judges) == ("sft", ("gold",))
+    assert (found.ppo.critic_init, [judge.kind for judge in found.judge.judges]) == ("sft", ["gold"])

@@ -228,3 +228,183 @@ def test_what_cannot_be_judged_is_refused() -> None:
         verdicts.outcomes([1, 2], [1, 2, 3])
     with pytest.raises(ValueError, match="3 judged prompts"):
         verdicts.matched_length_gain([1, 2], [1, 2], [1, 2], [1, 2])
+
+
+# ------------------------------------------------------------------------- planted judges, both orders
+
+
+def test_a_judge_that_always_says_first_ties_everything_and_is_all_bias() -> None:
+    shown_first, shown_second = np.ones(200), np.zeros(200)  # P(A is better), A shown first and second
+    found = verdicts.verdict(verdicts.both_orders(shown_first, shown_second))
+    bias = verdicts.position_bias(shown_first, shown_second)
+    assert (found.win_rate.value, found.ties) == (0.5, 200)
+    assert (bias.flips, bias.first, bias.count) == (1.0, 1.0, 200)
+
+
+def test_a_judge_that_always_says_second_is_as_biased_the_other_way() -> None:
+    bias = verdicts.position_bias(np.zeros(10), np.ones(10))
+    assert (bias.flips, bias.first) == (1.0, 0.0)
+
+
+def test_a_perfect_judge_gives_the_known_ranking_without_bias() -> None:
+    random = np.random.default_rng(7)
+    a, b = random.normal(0.5, 1, 500), random.normal(0, 1, 500)
+    certain = (a > b).astype(float)
+    found = verdicts.both_orders(certain, certain)
+    np.testing.assert_array_equal(found, verdicts.outcomes(a, b))
+    bias = verdicts.position_bias(certain, certain)
+    assert bias.flips == 0
+    assert bias.first == 0.5  # each pair names A once in the first place, or once in the second
+
+
+def test_a_coin_is_half_flips_and_its_interval_holds_one_half() -> None:
+    random = np.random.default_rng(8)
+    p, q = (random.random((2, 2000)) < 0.5).astype(float)
+    found = verdicts.verdict(verdicts.both_orders(p, q)).win_rate
+    assert found.low <= 0.5 <= found.high
+    assert verdicts.position_bias(p, q).flips == pytest.approx(0.5, abs=0.05)
+
+
+def test_orders_by_hand() -> None:
+    p = [0.9, 0.2, 0.9, 0.5, math.nan, 0.6]
+    q = [0.7, 0.1, 0.3, 0.9, 0.9, math.nan]
+    np.testing.assert_array_equal(verdicts.both_orders(p, q), [WIN, LOSS, TIE, TIE, FAILED, FAILED])
+    bias = verdicts.position_bias(p, q)
+    # Of four whole pairs one flips. First place wins: 1, 0, 1, ½ when A is there; 0, 1, 1, 0 when B is.
+    assert (bias.flips, bias.first, bias.count) == (0.25, (2.5 + 2.0) / 8, 4)
+
+
+def test_without_a_pair_there_is_no_bias_to_tell() -> None:
+    assert verdicts.position_bias([], []) == verdicts.PositionBias(0.0, 0.5, 0)
+
+
+@pytest.mark.parametrize("shares", [(0.55, 0.15, 0.30), (0.25, 0.5, 0.25), (0.7, 0.0, 0.3)])
+def test_win_rates_of_simulated_judges_are_covered_95_times_of_100(shares: tuple[float, ...]) -> None:
+    random = np.random.default_rng(9)
+    truth = shares[0] + shares[1] / 2
+    held = [
+        found.low <= truth <= found.high
+        for counts in random.multinomial(1000, shares, size=4000)
+        for found in [verdicts.rate(made_of(*counts))]
+    ]
+    assert np.mean(held) == pytest.approx(0.95, abs=0.015)
+
+
+# -------------------------------------------------------------------------------------- equal length
+
+
+def test_a_judge_that_only_looks_at_length_says_one_half_at_equal_length() -> None:
+    random = np.random.default_rng(10)
+    difference = random.normal(5, 10, 4000)
+    longer_wins = (random.random(4000) < 1 / (1 + np.exp(-2 * np.tanh(difference / 10)))).astype(float)
+    assert verdicts.rate(longer_wins).low > 0.55
+    found = verdicts.length_controlled(longer_wins, difference, np.zeros(4000))
+    assert found.low <= 0.5 <= found.high
+    assert found.high - found.low < 0.08
+
+
+def test_the_rate_at_equal_length_solves_its_equations() -> None:
+    """Gradient zero: Σ(p − y) = 0 and Σ(p − y)·x + φ = 0, found by bisection in θ for a φ on a grid."""
+    y = np.array([1, 1, 1, 0, 0.5, 0, 1, 0])
+    d = np.array([4.0, 2.0, -1.0, -3.0, 0.0, 1.0, 3.0, -2.0])
+    x = np.tanh(d / d.std())
+
+    def theta_of(phi: float) -> float:
+        low, high = -20.0, 20.0
+        for _ in range(80):
+            middle = (low + high) / 2
+            low, high = (low, middle) if sum(1 / (1 + np.exp(-middle - phi * x)) - y) > 0 else (middle, high)
+        return low
+
+    low, high = -20.0, 20.0
+    for _ in range(80):
+        phi = (low + high) / 2
+        p = 1 / (1 + np.exp(-theta_of(phi) - phi * x))
+        low, high = (low, phi) if float((p - y) @ x) + phi > 0 else (phi, high)
+    found = verdicts.length_controlled(y, d, np.zeros(8))
+    assert found.value == pytest.approx(1 / (1 + math.exp(-theta_of(low))), abs=1e-9)
+
+
+def test_swapping_a_and_b_mirrors_the_rate_at_equal_length() -> None:
+    random = np.random.default_rng(11)
+    y, la, lb = random.choice([1, 0.5, 0], 80), random.normal(size=80), random.normal(size=80)
+    ours, theirs = verdicts.length_controlled(y, la, lb), verdicts.length_controlled(1 - y, lb, la)
+    assert (theirs.value, theirs.low, theirs.high) == pytest.approx(
+        (1 - ours.value, 1 - ours.high, 1 - ours.low)
+    )
+
+
+def test_without_length_differences_it_is_the_plain_rate() -> None:
+    y = made_of(6, 2, 2)
+    assert verdicts.length_controlled(y, [5] * 10, [5] * 10).value == pytest.approx(0.7)
+    assert verdicts.length_controlled(y, [9] * 10, [5] * 10).value == pytest.approx(0.7)
+
+
+def test_a_contender_that_always_wins_does_so_at_equal_length() -> None:
+    assert verdicts.length_controlled([1.0] * 5, range(5), [0] * 5) == verdicts.wilson(5, 5)
+    assert verdicts.length_controlled([0.0] * 5, range(5), [0] * 5) == verdicts.wilson(0, 5)
+    assert verdicts.length_controlled([0.5] * 5, range(5), [0] * 5).value == pytest.approx(0.5)
+
+
+def test_wins_that_length_separates_leave_the_rate_finite() -> None:
+    d = np.array([3.0, 2.0, 1.0, -1.0, -2.0, -3.0])
+    found = verdicts.length_controlled((d > 0).astype(float), d, np.zeros(6))
+    assert 0 < found.low < found.value < found.high < 1
+    assert found.value == pytest.approx(0.5)
+
+
+def test_a_failed_prompt_is_not_in_the_rate_at_equal_length() -> None:
+    y, d = [1.0, 0.0, 0.5, 1.0], [1.0, 2.0, -1.0, 0.5]
+    with_failure = verdicts.length_controlled([*y, FAILED], [*d, 90.0], [0.0] * 5)
+    assert with_failure == verdicts.length_controlled(y, d, [0.0] * 4)
+
+
+def test_rates_at_equal_length_are_covered_95_times_of_100() -> None:
+    random = np.random.default_rng(12)
+    held = []
+    for _ in range(1500):
+        d = random.normal(3, 10, 300)
+        p = 1 / (1 + np.exp(-(0.4 + 0.8 * np.tanh(d / 10))))
+        y = np.where(random.random(300) < 0.2, 0.5, 0.0)  # a fifth are ties, that leave the mean as it is
+        y = np.where(y == 0.5, 0.5, (random.random(300) < 0.5 + (p - 0.5) / 0.8).astype(float))
+        found = verdicts.length_controlled(y, d, np.zeros(300))
+        held.append(found.low <= 1 / (1 + math.exp(-0.4)) <= found.high)
+    assert np.mean(held) == pytest.approx(0.95, abs=0.02)
+
+
+# ---------------------------------------------------------------------------------------- agreement
+
+
+def test_kappa_by_hand() -> None:
+    # Both say win on 20, both loss on 15, they differ on 5 and 10: p = .7, e = .5·.6 + .5·.4 = .5, κ = .4.
+    a = [WIN] * 25 + [LOSS] * 25
+    b = [WIN] * 20 + [LOSS] * 5 + [WIN] * 10 + [LOSS] * 15
+    found = verdicts.kappa(a, b)
+    assert found.value == pytest.approx(0.4)
+    assert found.low < 0.4 < found.high
+    assert found.count == 50
+    assert verdicts.kappa(b, a).value == pytest.approx(0.4)
+
+
+def test_kappa_of_a_judge_with_itself_is_one_with_its_mirror_below_zero() -> None:
+    a = np.array(made_of(10, 5, 10))
+    assert verdicts.kappa(a, a).value == pytest.approx(1)
+    assert verdicts.kappa(a, 1 - a).value < 0
+
+
+def test_kappa_of_coins_holds_zero_and_leaves_failures_out() -> None:
+    random = np.random.default_rng(13)
+    a, b = random.choice([1, 0.5, 0], (2, 400, 3))
+    found = verdicts.kappa(a, b)
+    assert found.low <= 0 <= found.high
+    assert found.count == 1200
+    a[0, 0] = b[3, 2] = FAILED
+    assert verdicts.kappa(a, b).count == 1198
+
+
+def test_kappa_of_judges_that_never_differ_says_nothing() -> None:
+    assert verdicts.kappa([WIN] * 4, [WIN] * 4).value == 0
+    with pytest.raises(ValueError, match="judged by both"):
+        verdicts.kappa([WIN, FAILED], [FAILED, WIN])
+    with pytest.raises(ValueError, match="one shape"):
+        verdicts.kappa([WIN], [WIN, LOSS])

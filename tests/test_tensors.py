@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from rlhf_tasks.tensors import (
+    distinct,
     entropy_from_logits,
     gather_logprobs,
     masked_mean,
@@ -78,3 +79,10 @@ def test_logprobs_and_entropy_of_low_precision_logits_are_taken_in_float32() -> 
     exact = Categorical(logits=logits.float())
     torch.testing.assert_close(gather_logprobs(logits, labels), exact.log_prob(labels))
     torch.testing.assert_close(entropy_from_logits(logits), exact.entropy())
+
+
+def test_distinct_ngrams_by_hand() -> None:
+    # a b a b: 2 of 4 words differ, ab ba ab: 2 of 3 pairs; one word has no pair
+    found = [[5, 6, 5, 6], [7]]
+    torch.testing.assert_close(distinct(found, 1), torch.tensor([0.5, 1.0]))
+    torch.testing.assert_close(distinct(found, 2), torch.tensor([2 / 3, 1.0]))

@@ -49,7 +49,10 @@ SMALL: Mapping[str, Any] = {
         "response_length": 6, "num_sample_generations": 1, "num_selections": 1, "num_selection_prompts": 8,
         "micro_batch_tokens": 64,
     },
-    "judge": {"judges": ["reward_model"], "num_examples": 8},
+    "judge": {
+        "judges": [{"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}],
+        "num_examples": 8,
+    },
     "tracking": {"enabled": False},
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch
+from rlhf_tasks.config.judge import Judging
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.training import Base, Optimisation, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import (
@@ -32,20 +33,10 @@ from rlhf_tasks.config.types import (
 )
 
 __all__ = [
-    "READS", "STAGES", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judge",
-    "JudgeName", "Launch", "Model", "Optimisation", "Ppo", "Reward", "Scratch", "Section", "Sft", "Split",
-    "Stage", "StageView", "UserError", "flatten", "is_hub_id", "load", "validate",
+    "READS", "STAGES", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judging",
+    "Launch", "Model", "Optimisation", "Ppo", "Reward", "Scratch", "Section", "Sft", "Split", "Stage",
+    "StageView", "UserError", "flatten", "is_hub_id", "load", "validate",
 ]  # fmt: skip
-
-JudgeName = Literal["gold", "reward_model"]
-
-
-class Judge(Section):
-    judges: tuple[JudgeName, ...] = Field(strict=False, min_length=1)
-    num_examples: PositiveInt
-    temperature: PositiveFloat
-    num_samples_shown: Count
-
 
 # ------------------------------------------------------------------- where and how, not what
 
@@ -84,7 +75,7 @@ class Config(Section):
     preferences: Preferences
     reward: Reward
     ppo: Ppo
-    judge: Judge
+    judge: Judging
     launch: Launch
     resume: Resume
     tracking: Tracking
@@ -98,7 +89,7 @@ class Config(Section):
                 "ppo.guards.action: roll_back keeps a good state in memory, which DeepSpeed's cannot be; use "
                 "stop with launch.deepspeed, and go on by hand"
             )
-        if "gold" in self.judge.judges and self.data.source != "synthetic":
+        if any(judge.kind == "gold" for judge in self.judge.judges) and self.data.source != "synthetic":
             problems.append(
                 f"judge.judges: gold knows the synthetic task only, data.source is {self.data.source!r}"
             )
@@ -107,7 +98,7 @@ class Config(Section):
             for key, wanted in {
                 "ppo.scorers": any(scorer.kind == "reward_model" for scorer in self.ppo.scorers),
                 "ppo.critic_init": self.ppo.critic_init == "reward",
-                "judge.judges": "reward_model" in self.judge.judges,
+                "judge.judges": self.judge.asks_for_own_reward_model,
             }.items()
             if wanted
         ]
@@ -229,7 +220,7 @@ def _did_you_mean(loc: tuple[str | int, ...]) -> str:
         if fields:
             owners = [section for field in fields for section in _sections(field.annotation)]
         elif isinstance(part, str):  # one of several kinds of section
-            owners = [o for o in owners if get_args(o.model_fields["kind"].annotation) == (part,)]
+            owners = [o for o in owners if part in get_args(o.model_fields["kind"].annotation)]
     names = [f.alias or n for owner in owners for n, f in owner.model_fields.items()]
     close = difflib.get_close_matches(str(loc[-1]), names, n=1)
     return (

@@ -33,7 +33,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _pinned_revision(value: str) -> str:
+def pinned_revision(value: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{40}", value):
         raise ValueError(
             "a hub revision must be a full commit hash (40 hex digits), so that a rerun reads the same bytes"
@@ -41,7 +41,7 @@ def _pinned_revision(value: str) -> str:
     return value
 
 
-Revision = Annotated[str, AfterValidator(_pinned_revision)]
+Revision = Annotated[str, AfterValidator(pinned_revision)]
 
 
 def is_hub_id(source: str) -> bool:

@@ -1,77 +1,97 @@
-"""Judges: a score for every answer, by which two answers to one prompt are compared."""
+"""`judge.judges` → judges, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from rlhf_tasks import models
-from rlhf_tasks.config import JudgeName, UserError
-from rlhf_tasks.data import synthetic
-from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer
-from rlhf_tasks.scorers import RewardScorer
+from rlhf_tasks import lineage, models
+from rlhf_tasks.config import Judging, UserError
+from rlhf_tasks.config import judge as config
+from rlhf_tasks.judge.comparing import Comparing
+from rlhf_tasks.judge.llm import Llm
+from rlhf_tasks.judge.local import Local, Ranker
+from rlhf_tasks.judge.mixtures import RULES, Mixed
+from rlhf_tasks.judge.scoring import Function, Gold, RewardModel, Scoring
+from rlhf_tasks.judge.verdicts import Judge, Verdicts
 
-HELDOUT = Path("models/reward_heldout")
 
+class Once:
+    """A judge that remembers its verdicts, so that a mixture asks for nothing twice."""
 
-class Judge(Protocol):
-    name: JudgeName
+    def __init__(self, judge: Judge) -> None:
+        self.name = judge.name
+        self._judge = judge
+        self._known: dict[tuple[tuple[str, ...], ...], Verdicts] = {}
 
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        """One number an answer, higher is better; NaN where the judge failed."""
+    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Verdicts:
+        key = (tuple(prompts), tuple(a), tuple(b))
+        if key not in self._known:
+            self._known[key] = self._judge.compare(prompts, a, b)
+        return self._known[key]
 
     def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-        """What else this judge measures of a set of answers, as means."""
+        return self._judge.facets(prompts, answers)
 
 
-class Gold:
-    """The synthetic task's own judge, that knows the facts of every post."""
+def build(settings: Judging, source: str, device: torch.device, names: Sequence[str] = ()) -> list[Judge]:
+    """The judges of `judge.judges`, or those called `names` of them.
 
-    name: JudgeName = "gold"
+    Raises:
+        UserError: for one that cannot be made: an unknown name, a missing key, model, prompt or function.
+    """
+    known = [judge.name for judge in settings.judges]
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
+    wanted = set(names or known)
+    parts = {n for one in settings.judges if isinstance(one, config.Mixture) and one.name in wanted
+             for n in one.judges}  # fmt: skip
+    made: dict[str, Judge] = {
+        one.name: Once(_one(one, source, device, settings.max_failure_share))
+        for one in settings.judges
+        if not isinstance(one, config.Mixture) and one.name in wanted | parts
+    }
+    for one in settings.judges:
+        if isinstance(one, config.Mixture) and one.name in wanted:
+            made[one.name] = Mixed(one.name, RULES[one.kind], [made[name] for name in one.judges])
+    return [made[name] for name in known if name in wanted]
 
-    def __init__(self, source: str) -> None:
+
+def _one(one: config.Judge, source: str, device: torch.device, max_failure_share: float) -> Judge:
+    if isinstance(one, config.GoldJudge):
         if source != "synthetic":
             raise UserError(
                 f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; "
                 "use reward_model"
             )
+        return Scoring(one.name, Gold())
+    if isinstance(one, config.RewardModelJudge):
+        return Scoring(one.name, RewardModel(Path(one.path), device))
+    if isinstance(one, config.FunctionJudge):
+        return Scoring(one.name, Function(one.function))
+    if isinstance(one, config.LlmJudge):
+        return Comparing(one.name, Llm(one, max_failure_share, lineage.home()), max_failure_share)
+    if isinstance(one, config.LocalJudge):
+        return Comparing(one.name, Local(one, device), max_failure_share)
+    assert isinstance(one, config.PairRmJudge), "a mixture is made of judges that are there"
+    return Comparing(one.name, Ranker(one, device), max_failure_share)
 
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        return synthetic.gold_scores(prompts, answers)
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-        found = [synthetic.gold(p, a) for p, a in zip(prompts, answers, strict=True)]
-        names = ("coverage", "faithfulness", "brevity", "score")
-        return {name: sum(getattr(f, name) for f in found) / len(found) for name in names}
+def optimised(settings: Judging, policy: Path) -> dict[str, str]:
+    """Judges that are the very reward which PPO was given for `policy`: name → folder.
 
-
-class RewardJudge:
-    """A reward model; as a judge, models/reward_heldout: trained on other prompts, never optimised.
-
-    It judges the text a reader would get: an answer that was cut off is scored as if it ended there.
+    They are known by their weights, whatever the folder is called. Empty for a policy that does not say what
+    it was made from.
     """
-
-    name: JudgeName = "reward_model"
-
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self._tokenizer = load_tokenizer(folder)
-        self._scorer = RewardScorer(models.load_reward(folder).to(device), self._tokenizer)
-
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        queries, responses = encode(self._tokenizer, prompts), encode_answers(self._tokenizer, answers)
-        return [float(score) for score in self._scorer(queries, responses)]
-
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-        scores = self.scores(prompts, answers)
-        return {"score": sum(scores) / len(scores)}
-
-
-def build(name: JudgeName, source: str, device: torch.device) -> Judge:
-    made: dict[JudgeName, Callable[[], Judge]] = {
-        "gold": lambda: Gold(source),
-        "reward_model": lambda: RewardJudge(HELDOUT, device),
+    given = models.parents_of(policy).get("reward")
+    return {
+        one.name: one.path
+        for one in settings.judges
+        if given is not None
+        and isinstance(one, config.RewardModelJudge)
+        and models.is_made(Path(one.path))
+        and models.fingerprint(Path(one.path)) == given
     }
-    return made[name]()

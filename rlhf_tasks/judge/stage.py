@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,123 +14,160 @@ from rouge_score.rouge_scorer import RougeScorer
 from rlhf_tasks import console, models, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
-from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table, text_of
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.generation import answer, stop_of
-from rlhf_tasks.judge import judges
+from rlhf_tasks.judge import judges, summary
+from rlhf_tasks.judge.answers import Answers, sample
+from rlhf_tasks.judge.retention import Probes
+from rlhf_tasks.judge.scoring import RewardModel
+from rlhf_tasks.judge.verdicts import Judge, Verdicts, check_failures
 from rlhf_tasks.runtime import Runtime
+from rlhf_tasks.tensors import distinct
 from rlhf_tasks.tracking import Tracker
 
 OUT = Path("evaluation/judge")
 CONTENDERS = {"sft": Path("models/sft"), "policy": Path("models/policy")}
+LANGUAGE_MODELS = {"base": Path("models/base"), **CONTENDERS}
 REWARDS = {"reward": Path("models/reward"), "reward_heldout": Path("models/reward_heldout")}
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What everyone says to the same test prompts; token counts and endings of the sampled ones."""
+class Contest:
+    """What everyone says to the same test prompts, and where the prompts come from."""
 
     prompts: list[str]
+    sources: list[str]
     texts: dict[str, list[str]]
-    lengths: dict[str, list[int]]
-    ended: dict[str, float]
+    sampled: dict[str, Answers]
 
 
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
-    """Write evaluation/judge/{verdicts,answers}.parquet.
+    """Write evaluation/judge/{verdicts,answers,sources}.parquet.
 
-    Metrics: `JUDGE/A_vs_B/{win_rate,low,high}` for every judge and pair, what each judge measures of
-    each contender, ROUGE-L, lengths, and the score gained at matched length.
+    Metrics: `JUDGE/A_vs_B/…` for every judge and pair (README names them), what each judge measures of
+    each contender, agreement between judges, ROUGE-L, lengths, and the score gained at matched length.
     """
     rt = Runtime(config.launch, config.seed)
-    answers = _answers(rt, config)
-    metrics = _plain_metrics(answers)
-    verdicts: list[dict[str, Any]] = []
+    panel = judges.build(config.judge, config.data.source, rt.device)
+    probes = None if config.judge.retention is None else Probes(config.judge.retention)
+    metrics = _warn(config, tracker)
+    contest = _contest(rt, config)
+    metrics |= _plain_metrics(contest)
+    if probes is not None:
+        for name, folder in LANGUAGE_MODELS.items():
+            metrics |= probes(name, folder, rt.device)
+    found: dict[summary.Comparison, Verdicts] = {}
     columns: dict[str, list[float]] = {}
-    for name in config.judge.judges:
-        judge = judges.build(name, config.data.source, rt.device)
-        scores = {who: judge.scores(answers.prompts, texts) for who, texts in answers.texts.items()}
-        for who, texts in answers.texts.items():
-            columns[f"{name}/{who}"] = scores[who]
-            found = judge.facets(answers.prompts, texts)
-            metrics |= {f"{name}/{who}/{key}": value for key, value in found.items()}
+    for judge in panel:
         for a, b in PAIRS:
-            metrics |= _verdict(name, a, b, scores, verdicts)
-        gain = statistics.matched_length_gain(
-            scores["policy"], scores["sft"], answers.lengths["policy"], answers.lengths["sft"]
-        )  # fmt: skip
-        key = f"{name}/policy_vs_sft/matched_length_gain"
-        metrics |= {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
+            verdicts = judge.compare(contest.prompts, contest.texts[a], contest.texts[b])
+            check_failures(judge.name, verdicts, config.judge.max_failure_share)
+            found[judge.name, a, b] = verdicts
+            metrics |= summary.metrics((judge.name, a, b), verdicts, contest.texts[a], contest.texts[b])
+            if verdicts.scores is not None:
+                columns |= {
+                    f"{judge.name}/{who}": list(s) for who, s in zip((a, b), verdicts.scores, strict=True)
+                }
+        metrics |= _of_contenders(judge, contest, columns)
+    metrics |= summary.kappas(found) | _reward_gaps(rt, contest, found)
     if config.data.source == "synthetic":
-        metrics |= _agreement_on_samples(rt, config, answers)
+        metrics |= _agreement_on_samples(rt, config, contest)
     if rt.is_main:
-        _write(answers, verdicts, columns)
-        _show(config, metrics, answers, tracker)
+        _write(contest, found, columns)
+        _show(config, metrics, contest, found, tracker)
     return metrics
 
 
-def _answers(rt: Runtime, config: StageView) -> Answers:
+def _warn(config: StageView, tracker: Tracker) -> dict[str, float]:
+    """Judges that PPO was trained to please are told loudly, and marked in the metrics."""
+    told = judges.optimised(config.judge, CONTENDERS["policy"])
+    for name, path in told.items():
+        text = (
+            f"judge {name} ({path}) is the reward model that PPO optimised: a win by its word says nothing "
+            "about whether the policy got better; judge by models/reward_heldout, or by another"
+        )
+        console.say(f"WARNING: {text}")
+        tracker.event("judge_is_the_optimised_reward", text, step=0)
+    return {f"{name}/is_optimised_reward": 1.0 for name in told}
+
+
+def _contest(rt: Runtime, config: StageView) -> Contest:
     rows = read_table("prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
-    texts = {"reference": [row["reference"] for row in rows]}
-    lengths: dict[str, list[int]] = {}
-    ended: dict[str, float] = {}
+    sampled: dict[str, Answers] = {}
     with console.progress("judge", len(CONTENDERS), unit="models") as bar:
-        for name, folder in CONTENDERS.items():
-            responses, stop = _sample(rt, config, folder, prompts, config.seed)
-            tokenizer = load_tokenizer(folder)
-            texts[name] = [text_of(tokenizer, r) for r in responses]
-            lengths[name] = [len(r) for r in responses]
-            ended[name] = sum(r[-1] == stop for r in responses) / len(responses)
+        for name in CONTENDERS:
+            sampled[name] = _sample(rt, config, name, prompts, config.seed)
             bar.advance()
-    return Answers(prompts, texts, lengths, ended)
+    texts = {"reference": [row["reference"] for row in rows]}
+    texts |= {name: answers.texts for name, answers in sampled.items()}
+    return Contest(prompts, [row.get("source", "") for row in rows], texts, sampled)
 
 
-def _sample(
-    rt: Runtime, config: StageView, folder: Path, prompts: Sequence[str], seed: int
-) -> tuple[list[Ids], int]:
-    """Answers at the judge's temperature, and what ends them; contenders are sampled with the same seed."""
-    model, tokenizer = models.place(models.load_causal(folder), rt.device).eval(), load_tokenizer(folder)
-    answers = answer(
-        model, tokenizer, prompts, max_new_tokens=config.data.max_completion_tokens,
-        temperature=config.judge.temperature, seed=seed,
+def _sample(rt: Runtime, config: StageView, who: str, prompts: list[str], seed: int) -> Answers:
+    """Answers at the judge's temperature; contenders are sampled with the same seed."""
+    return sample(
+        CONTENDERS[who], prompts, max_new_tokens=config.data.max_completion_tokens,
+        temperature=config.judge.temperature, seed=seed, device=rt.device,
     )  # fmt: skip
-    return answers, stop_of(model, tokenizer)
 
 
-def _plain_metrics(answers: Answers) -> dict[str, float]:
-    """ROUGE-L against the references (Lin 2004, F measure), mean lengths in tokens, share that ended."""
+def _plain_metrics(contest: Contest) -> dict[str, float]:
+    """ROUGE-L against the references (Lin 2004, F measure), mean lengths in tokens, share that ended.
+
+    Of each contender's answers too: how often they repeat themselves. And how much longer PPO made them.
+    """
     scorer = RougeScorer(["rougeL"])
     metrics: dict[str, float] = {}
-    for who in CONTENDERS:
-        pairs = zip(answers.texts["reference"], answers.texts[who], strict=True)
+    for who, answers in contest.sampled.items():
+        pairs = zip(contest.texts["reference"], answers.texts, strict=True)
         found = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
         metrics[f"rouge_l/{who}"] = sum(found) / len(found)
-        metrics[f"length/{who}"] = sum(answers.lengths[who]) / len(answers.prompts)
-        metrics[f"ended/{who}"] = answers.ended[who]
-    return metrics
+        metrics[f"length/{who}"] = sum(map(len, answers.ids)) / len(answers.ids)
+        metrics[f"ended/{who}"] = sum(answers.ended) / len(answers.ended)
+        for n in (1, 2):
+            metrics[f"distinct_{n}/{who}"] = float(distinct(answers.ids, n).mean())
+        metrics[f"repetition/{who}"] = 1 - float(distinct(answers.ids, 3).mean())
+    return metrics | {"length/policy_over_sft": metrics["length/policy"] / metrics["length/sft"]}
 
 
-def _verdict(
-    judge: str, a: str, b: str, scores: Mapping[str, Sequence[float]], verdicts: list[dict[str, Any]]
-) -> dict[str, float]:
-    outcomes = statistics.outcomes(scores[a], scores[b])
-    found = statistics.verdict(outcomes)
-    verdicts += [
-        {"judge": judge, "a": a, "b": b, "index": i, "verdict": float(o), "score_a": x, "score_b": y}
-        for i, (o, x, y) in enumerate(zip(outcomes, scores[a], scores[b], strict=True))
-    ]
-    key, rate = f"{judge}/{a}_vs_{b}", found.win_rate
-    return {
-        f"{key}/win_rate": rate.value,
-        f"{key}/low": rate.low,
-        f"{key}/high": rate.high,
-        f"{key}/ties": found.ties,
+def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[float]]) -> dict[str, float]:
+    """What a judge measures of each set of answers; what PPO gained by its scores beyond length."""
+    metrics = {
+        f"{judge.name}/{who}/{key}": value
+        for who, texts in contest.texts.items()
+        for key, value in judge.facets(contest.prompts, texts).items()
+    }
+    scores = [columns.get(f"{judge.name}/{who}") for who in ("policy", "sft")]
+    if scores[0] is None or scores[1] is None:
+        return metrics
+    lengths = [[len(ids) for ids in contest.sampled[who].ids] for who in ("policy", "sft")]
+    gain = statistics.matched_length_gain(scores[0], scores[1], lengths[0], lengths[1])
+    key = f"{judge.name}/policy_vs_sft/matched_length_gain"
+    return metrics | {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
+
+
+def _reward_gaps(rt: Runtime, contest: Contest, found: summary.Found) -> dict[str, float]:
+    """PPO's win rate over SFT by the reward that it optimised, less the one by each judge.
+
+    A gap that grows is over-optimisation. Empty where the policy was not made with models/reward.
+    """
+    reward = REWARDS["reward"]
+    made_with = models.parents_of(CONTENDERS["policy"]).get("reward")
+    if not models.is_made(reward) or made_with != models.fingerprint(reward):
+        return {}
+    own = RewardModel(reward, rt.device)
+    scores = [own.scores(contest.prompts, contest.texts[who]) for who in ("policy", "sft")]
+    by_reward = statistics.rate(statistics.outcomes(*scores)).value
+    return {"reward_gap/win_rate_by_reward": by_reward} | {
+        f"reward_gap/{judge}": by_reward - statistics.rate(verdicts.outcomes).value
+        for (judge, a, b), verdicts in found.items()
+        if (a, b) == ("policy", "sft")
     }
 
 
-def _agreement_on_samples(rt: Runtime, config: StageView, answers: Answers) -> dict[str, float]:
+def _agreement_on_samples(rt: Runtime, config: StageView, contest: Contest) -> dict[str, float]:
     """How often each reward model orders two samples of one policy as the gold judge does.
 
     This, not accuracy on given pairs, says whether a reward model is fit to be optimised; gold ties
@@ -140,46 +177,40 @@ def _agreement_on_samples(rt: Runtime, config: StageView, answers: Answers) -> d
     rewards = {name: folder for name, folder in REWARDS.items() if models.is_made(folder)}
     if not rewards:
         return metrics
-    for who, folder in CONTENDERS.items():
-        tokenizer = load_tokenizer(folder)
-        responses, _ = _sample(rt, config, folder, answers.prompts, config.seed + 1)
-        second = [text_of(tokenizer, response) for response in responses]
-        both = (answers.texts[who], second)
-        gold = statistics.outcomes(*(gold_scores(answers.prompts, texts) for texts in both))
+    for who in CONTENDERS:
+        second = _sample(rt, config, who, contest.prompts, config.seed + 1)
+        both = (contest.texts[who], second.texts)
+        gold = statistics.outcomes(*(gold_scores(contest.prompts, texts) for texts in both))
         for name, reward in rewards.items():
-            judge = judges.RewardJudge(reward, rt.device)
+            judge = RewardModel(reward, rt.device)
             agreed = statistics.agreement(
-                statistics.outcomes(*(judge.scores(answers.prompts, t) for t in both)), gold
+                statistics.outcomes(*(judge.scores(contest.prompts, t) for t in both)), gold
             )
             key = f"agreement/{name}/{who}_samples"
             metrics |= {key: agreed.value, f"{key}/low": agreed.low, f"{key}/high": agreed.high}
     return metrics
 
 
-def _write(answers: Answers, verdicts: list[dict[str, Any]], columns: Mapping[str, list[float]]) -> None:
+def _write(contest: Contest, found: summary.Found, columns: Mapping[str, list[float]]) -> None:
     with whole(OUT) as folder:
-        pq.write_table(pa.Table.from_pylist(verdicts), folder / "verdicts.parquet")
-        table: dict[str, Any] = {"index": list(range(len(answers.prompts))), "prompt": answers.prompts}
-        pq.write_table(pa.table(table | answers.texts | dict(columns)), folder / "answers.parquet")
+        pq.write_table(summary.verdict_table(found), folder / "verdicts.parquet")
+        pq.write_table(summary.source_table(found, contest.sources), folder / "sources.parquet")
+        table: dict[str, Any] = {"index": list(range(len(contest.prompts))), "prompt": contest.prompts}
+        pq.write_table(pa.table(table | contest.texts | dict(columns)), folder / "answers.parquet")
 
 
-def _show(config: StageView, metrics: Mapping[str, float], answers: Answers, tracker: Tracker) -> None:
-    rows = [
-        (
-            judge,
-            f"{a} vs {b}",
-            *(f"{metrics[f'{judge}/{a}_vs_{b}/{key}']:.1%}" for key in ("win_rate", "low", "high")),
-        )
-        for judge in config.judge.judges
-        for a, b in PAIRS
-    ]
-    console.table(
-        f"win rates on {len(answers.prompts)} test prompts (ties count half)",
-        ["judge", "pair", "win rate", "low", "high"],
-        rows,
-    )
-    shown = range(min(config.judge.num_samples_shown, len(answers.prompts)))
+def _show(
+    config: StageView,
+    metrics: Mapping[str, float],
+    contest: Contest,
+    found: summary.Found,
+    tracker: Tracker,
+) -> None:
+    rows = summary.table_rows(found, metrics)
+    summary.show(f"win rates on {len(contest.prompts)} test prompts (ties count half)", rows)
+    tracker.table("verdicts", rows)
+    shown = range(min(config.judge.num_samples_shown, len(contest.prompts)))
     tracker.table(
         "answers",
-        [{"prompt": answers.prompts[i], **{who: t[i] for who, t in answers.texts.items()}} for i in shown],
+        [{"prompt": contest.prompts[i], **{who: t[i] for who, t in contest.texts.items()}} for i in shown],
     )

@@ -7,7 +7,6 @@ B batch · R response.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.ppo.advantages import gae
 from rlhf_tasks.ppo.kl import ESTIMATORS, KlController, k1
 from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import Episodes
-from rlhf_tasks.tensors import Reduce, masked_moments, masked_sum, whiten
+from rlhf_tasks.tensors import Reduce, distinct, masked_moments, masked_sum, whiten
 
 Metrics = dict[str, float]
 
@@ -108,7 +106,7 @@ class Teacher:
             "count": torch.tensor(float(len(episodes.responses))),
             "tokens": episodes.mask.sum(),
             "ended": episodes.ended.sum(),
-            **{f"distinct_{n}": _distinct(episodes.responses, n).sum() for n in (1, 2, 3)},
+            **{f"distinct_{n}": distinct(episodes.responses, n).sum() for n in (1, 2, 3)},
         })  # fmt: skip
         count = found["count"]
         return {
@@ -137,9 +135,3 @@ class Teacher:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl.coef = state["kl_coef"]
         self.scaler.load_state_dict(state["scores"])
-
-
-def _distinct(responses: Sequence[Ids], n: int) -> Tensor:
-    """(B,): different n-grams of an answer over all of its n-grams (Li et al. 2016); 1 where it has none."""
-    grams = [[tuple(r[i : i + n]) for i in range(len(r) - n + 1)] for r in responses]
-    return torch.tensor([len(set(g)) / len(g) if g else 1.0 for g in grams])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ NUM_SAMPLES = 5  # of each kind: won most, lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
 ANSWERERS = ("reference", "sft", "policy")
 NAMES = {"reference": "Reference", "sft": "SFT", "policy": "Policy"}
+OPTIMISED = "the reward that PPO optimised: its word is no evidence that the policy got better"
 JUDGES = {"gold": "Gold judge", "reward_model": "Reward model"}
 FACTS = ("accuracy", "margin", "calibration", "length_correlation", "correlation", "agreement")
 
@@ -114,13 +115,15 @@ def context(inputs: Inputs) -> dict[str, Any]:
     """The template's variables."""
     judge = inputs.metrics["judge"]
     rates = list(_rates(judge, inputs.verdicts))
-    lead = next((r.judge for r in rates if r.judge == "gold"), rates[0].judge if rates else "")
+    optimised = {key.split("/")[0] for key in judge if key.endswith("/is_optimised_reward")}
+    by_rank = sorted((r.judge for r in rates), key=lambda name: (name != "gold", name in optimised))
+    lead = next(iter(by_rank), "")
     won, lost = _samples(inputs, lead)
     return {
         "judge_name": _judge_name(lead),
         "headlines": [_headline(rates, lead, "policy", other) for other in ("reference", "sft")],
         "kl": _kl(inputs.metrics.get("ppo", {})),
-        "rates": _grouped(rates),
+        "rates": _grouped(rates, optimised),
         "rate_scale": charts.rate_scale(),
         "measures": _measures(judge),
         "answerers": ANSWERERS,
@@ -164,10 +167,11 @@ def _headline(rates: Sequence[Rate], judge: str, a: str, b: str) -> tuple[str, R
     return f"{NAMES[a]} against {NAMES[b]}", found
 
 
-def _grouped(rates: Sequence[Rate]) -> dict[str, list[Rate]]:
+def _grouped(rates: Sequence[Rate], optimised: Collection[str]) -> dict[str, list[Rate]]:
     groups: dict[str, list[Rate]] = {}
     for rate in rates:
-        groups.setdefault(_judge_name(rate.judge), []).append(rate)
+        warning = f" ({OPTIMISED})" if rate.judge in optimised else ""
+        groups.setdefault(f"{_judge_name(rate.judge)}{warning}", []).append(rate)
     return groups
 
 

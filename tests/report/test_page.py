@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -167,6 +168,19 @@ def test_a_pair_that_was_not_judged_is_said(tmp_path: Path) -> None:
     text = Document(written(tmp_path)).text
     assert text.count("Not judged in this run.") == 2
     assert "holds no win rate" in text
+
+
+def test_a_judge_that_ppo_optimised_does_not_lead_and_is_marked(tmp_path: Path) -> None:
+    rates = {
+        f"{judge}/policy_vs_sft/{key}": value
+        for judge, value in {"optimised": 0.9, "other": 0.4}.items()
+        for key in ("win_rate", "low", "high")
+    }
+    marked = rates | {"optimised/is_optimised_reward": 1.0}
+    workspace.put_text(tmp_path / "metrics/judge.json", json.dumps(marked))
+    found = page.context(inputs.read(tmp_path))
+    assert found["judge_name"] == "other"
+    assert list(found["rates"]) == [f"optimised ({page.OPTIMISED})", "other"]
 
 
 def test_without_the_judges_metrics_there_is_no_report(tmp_path: Path) -> None:

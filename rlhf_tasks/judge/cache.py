@@ -1,0 +1,54 @@
+"""Replies that were paid for, kept for good: a file of JSON lines that only ever grows.
+
+A record is written by one call the moment it is there, so that a killed process loses none that it had
+read, and several processes can share the file. What a crash of the machine tore is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Cache:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_bytes().splitlines():
+                self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(record, dict) and isinstance(record.get("key"), str):
+            self._known[record["key"]] = record
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        return self._known[key]
+
+    def add(self, key: str, record: Mapping[str, Any]) -> None:
+        kept = {"key": key, **record}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(handle).st_size
+            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+            os.write(handle, b"\n" * torn + json.dumps(kept).encode() + b"\n")
+        finally:
+            os.close(handle)
+        self._known[key] = kept
+
+
+def key_of(content: Mapping[str, Any]) -> str:
+    """sha256 of what decides a reply."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
