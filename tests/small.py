@@ -153,6 +153,13 @@ def workspace(root: Path) -> Path:
             write_rows(root, role, split, found)
             if role == "preferences":
                 write_rows(root, "comparisons", split, [row | {"origin": "given"} for row in found])
+    looks = [
+        row | {"episode": episode, "response": answer or row["reference"]}
+        for episode, answer in ((0, " my stuff"), (16, None))
+        for row in tables["prompts"]["validation"]
+    ]
+    (root / "evaluation/ppo").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(looks), root / "evaluation/ppo/answers.parquet")
     texts = [row["prompt"] + row["completion"] for row in tables["sft"]["train"]]
     words = tokenizers.train(shape(), texts, max_length=128)
     tokenizers.save(words, root / "data/tokenizer")

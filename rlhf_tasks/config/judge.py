@@ -180,6 +180,12 @@ class Judging(Section):
                     yield f"judges: {judge.name} names a judge twice"
 
     @property
+    def scoring(self) -> set[str]:
+        """Names of the judges that give each answer a number: these cost no request."""
+        kinds = (GoldJudge, RewardModelJudge, FunctionJudge)
+        return {judge.name for judge in self.judges if isinstance(judge, kinds)}
+
+    @property
     def asks_for_own_reward_model(self) -> bool:
         """Whether a judge is a reward model that this pipeline makes."""
         paths = [Path(judge.path).as_posix() for judge in self.judges if isinstance(judge, RewardModelJudge)]

@@ -16,7 +16,7 @@ from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.judge import judges, summary
+from rlhf_tasks.judge import judges, progress, summary
 from rlhf_tasks.judge.answers import Answers, sample
 from rlhf_tasks.judge.retention import Probes
 from rlhf_tasks.judge.scoring import RewardModel
@@ -47,6 +47,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 
     Metrics: `JUDGE/A_vs_B/…` for every judge and pair (README names them), what each judge measures of
     each contender, agreement between judges, ROUGE-L, lengths, and the score gained at matched length.
+    Curves: how the win rate over the references went while PPO trained, by the judges that score.
     """
     rt = Runtime(config.launch, config.seed)
     panel = judges.build(config.judge, config.data.source, rt.device)
@@ -70,6 +71,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                     f"{judge.name}/{who}": list(s) for who, s in zip((a, b), verdicts.scores, strict=True)
                 }
         metrics |= _of_contenders(judge, contest, columns)
+    progress.log([judge for judge in panel if judge.name in config.judge.scoring], tracker)
     metrics |= summary.kappas(found) | _reward_gaps(rt, contest, found)
     if config.data.source == "synthetic":
         metrics |= _agreement_on_samples(rt, config, contest)

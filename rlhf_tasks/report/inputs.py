@@ -69,7 +69,7 @@ def read(root: Path) -> Inputs:
         return None
 
     reported = [stage for stage in STAGES if stage != "report"]
-    curved = ("base", "sft", "reward", "ppo")
+    curved = ("base", "sft", "reward", "ppo", "judge")
     return Inputs(
         metrics={s: _json(p) for s in reported if (p := there(f"metrics/{s}.json"))},
         curves={s: _curves(p) for s in curved if (p := there(f"plots/{s}.csv"))},

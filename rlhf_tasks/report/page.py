@@ -127,7 +127,10 @@ def context(inputs: Inputs) -> dict[str, Any]:
         "rate_scale": charts.rate_scale(),
         "measures": _measures(judge),
         "answerers": ANSWERERS,
-        "ppo_figures": list(_ppo_figures(inputs.curves.get("ppo"))),
+        "ppo_figures": [
+            *_win_figures(inputs.curves.get("judge")),
+            *_ppo_figures(inputs.curves.get("ppo")),
+        ],
         "loss_figures": list(_loss_figures(inputs.curves)),
         "facts": _facts(inputs.metrics),
         "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
@@ -206,13 +209,22 @@ def _ppo_figures(curves: Curves | None) -> Iterator[Figure]:
         return
     for title, names, band, guide, note in _PPO_FIGURES:
         yield from _figure(curves, title, names, note, band=band, guide=guide)
-    heldout = tuple(name for name in curves.by_name if "heldout" in name)
     yield from _figure(
         curves,
         "Held-out reward",
-        heldout,
-        "A second reward model, never optimised; it chooses the checkpoint.",
+        ("eval/scores", "eval/heldout_scores"),
+        "On validation prompts: the reward that is optimised, and a second reward model that never is and "
+        "chooses the checkpoint. The first rising alone is over-optimisation.",
     )
+
+
+def _win_figures(curves: Curves | None) -> Iterator[Figure]:
+    """How the win rate went while PPO trained."""
+    if curves is None:
+        return
+    names = tuple(name for name in curves.by_name if name.endswith("/win_rate"))
+    note = "Over the references, on validation prompts, as training went; no judge had a say in it."
+    yield from _figure(curves, "Win rate", names, note, guide=0.5)
 
 
 def _loss_figures(curves: Mapping[str, Curves]) -> Iterator[Figure]:

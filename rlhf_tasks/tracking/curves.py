@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_tasks.config import Stage
 
-CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the stages with a plots/STAGE.csv
+CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")  # the stages with a plots/STAGE.csv
 PPO_PANELS = (
     "objective/kl",
     "objective/rlhf_reward",
@@ -30,7 +30,7 @@ MAX_PANELS = 12
 
 def axis(stage: Stage | None) -> str:
     """What the x axis counts."""
-    return "episode" if stage == "ppo" else "step"
+    return "episode" if stage in ("ppo", "judge") else "step"
 
 
 def csv_text(rows: Sequence[Mapping[str, float]], axis: str) -> str:

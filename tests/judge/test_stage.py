@@ -46,6 +46,18 @@ def test_every_judge_and_pair_has_a_win_rate_with_its_interval(metrics: dict[str
             assert 0 <= low <= rate <= high <= 1
 
 
+def test_the_win_rate_while_ppo_trained_is_a_curve(
+    project: Path, metrics: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    tracker = NullTracker("judge")
+    stage.run(small.view("judge", SETTINGS), tracker)
+    before, after = tracker.history()
+    assert (before["episode"], after["episode"]) == (0, 16)
+    assert before["gold/win_rate"] < 0.2, "it said next to nothing"
+    assert after["gold/win_rate"] == after["reward_model/win_rate"] == 0.5, "it said what the references say"
+
+
 def test_what_else_the_stage_promises_is_there(metrics: dict[str, float]) -> None:
     wanted = {
         f"gold/{who}/{f}" for who in ("reference", "sft", "policy") for f in ("coverage", "faithfulness")
