@@ -80,6 +80,20 @@ def _filled(path: str, values: Mapping[str, Any]) -> str:
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
 
 
+def locked(root: Path = Path()) -> dict[str, str]:
+    """`{path: md5}` of all outs and deps as dvc.lock has them; empty without one."""
+    try:
+        tree = _yaml(root / "dvc.lock")
+    except FileNotFoundError:
+        return {}
+    return {
+        entry["path"]: entry["md5"]
+        for stage in tree["stages"].values()
+        for entry in [*stage.get("deps", []), *stage.get("outs", [])]
+        if "md5" in entry
+    }
+
+
 def digest(path: Path) -> str:
     """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path."""
     if path.is_file():

@@ -1,0 +1,7 @@
+"""placeholder"""
+
+from prefect import flow
+
+
+@flow(name="rlhf-sweep")
+def sweep() -> None: ...
