@@ -64,7 +64,7 @@ def pipeline(
     except UserError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
-    name = name or f"{flow_run.get_name()}-{run[:4]}"
+    given, name = name is not None, name or f"{flow_run.get_name()}-{run[:4]}"
     tags = {"dvc.exp": name, "prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
         _place(root, run, where, text, values) as place,
@@ -72,7 +72,7 @@ def pipeline(
     ):
         folder = place.folder if isinstance(place, Workspace) else place
         how = run_stages(folder, values.service, stage_environment(place, run, name))
-        experiment = place.save(name) if isinstance(place, Workspace) and _has_changed(place) else None
+        experiment = _saved(place, name, given) if isinstance(place, Workspace) else None
         notes = _notes(root, experiment, where, told)
         unpushed = send(folder) if push else None
         if unpushed:
@@ -149,9 +149,9 @@ def stage_environment(place: Workspace | Path, run: str, name: str) -> dict[str,
     return {**settings.QUIET, **own, "PATH": path, "PYTHONUNBUFFERED": "1", **names, **code}
 
 
-def _has_changed(place: Workspace) -> bool:
-    """False where the commit's own results stand: there is nothing to save."""
-    return bool(workspace.unseen(place.folder, all_files=True))
+def _saved(place: Workspace, name: str, given: bool) -> str | None:
+    """The experiment's commit; None where nothing differs from the commit, and no name was asked for."""
+    return place.save(name) if given or workspace.unseen(place.folder, all_files=True) else None
 
 
 def _notes(root: Path, experiment: str | None, where: str, told: tracking.Pipeline) -> list[str]:

@@ -82,10 +82,13 @@ def _filled(path: str, values: Mapping[str, Any]) -> str:
 
 def locked(root: Path = Path()) -> dict[str, str]:
     """`{path: md5}` of all outs and deps as dvc.lock has them; empty without one."""
-    try:
-        tree = _yaml(root / "dvc.lock")
-    except FileNotFoundError:
-        return {}
+    file = root / "dvc.lock"
+    return locked_in(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def locked_in(text: str) -> dict[str, str]:
+    """The same of the text of a dvc.lock."""
+    tree = YAML(typ="safe", pure=True).load(text)
     return {
         entry["path"]: entry["md5"]
         for stage in tree["stages"].values()

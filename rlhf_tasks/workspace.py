@@ -107,7 +107,7 @@ def create(root: Path, name: str, params: str, settings: Config) -> Workspace:
     local = root / ".dvc/config.local"  # the remotes' secrets
     if local.exists():
         shutil.copy(local, workspace.folder / ".dvc/config.local")
-    dvc(workspace.folder, "config", "--local", "cache.dir", dvc(root, "cache", "dir"))
+    dvc(workspace.folder, "config", "--local", "cache.dir", str(cache(root)))
     dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
     _bring(settings.data.path, root, workspace.folder)
     return workspace
@@ -153,6 +153,36 @@ def experiment(root: Path, name: str) -> str | None:
         root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname)", f"refs/exps/*/*/{name}"
     )
     return refs.split("\n")[0] or None
+
+
+def experiments(root: Path) -> list[tuple[str, str]]:
+    """All experiments as commit and name, newest first."""
+    form = "--format=%(objectname) %(refname)"
+    refs = _git(root, "for-each-ref", "--sort=-committerdate", form, "refs/exps/*/*/*").splitlines()
+    return [(line.split(" ")[0], line.rpartition("/")[2]) for line in refs]
+
+
+def commit(root: Path, revision: str) -> str | None:
+    """The commit that git knows by this name."""
+    try:
+        return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    except UserError:
+        return None
+
+
+def cache(root: Path) -> Path:
+    """The DVC cache of the project."""
+    return Path(dvc(root, "cache", "dir"))
+
+
+def paths(root: Path, revision: str, under: str) -> list[str]:
+    """The files of a commit whose path, from the project's folder, is or begins with `under`."""
+    return _git(root, "ls-tree", "-r", "--name-only", revision, "--", f"./{under}").splitlines()
+
+
+def shown(root: Path, revision: str, path: str) -> str:
+    """The text of a file in a commit."""
+    return _git(root, "show", f"{revision}:./{path}", strip=False)
 
 
 def home(root: Path) -> Path:

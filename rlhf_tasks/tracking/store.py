@@ -11,6 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
@@ -26,6 +27,16 @@ TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
 def embedded_uri(home: Path) -> str:
     return f"sqlite:///{home / 'mlflow.db'}"
+
+
+def tags_of(uri: str | None, home: Path, run: str) -> dict[str, str]:
+    """The tags of a run by MLflow's id; empty if there is no such run."""
+    if uri is None and not (home / "mlflow.db").exists():
+        return {}
+    try:
+        return dict(MlflowClient(uri or embedded_uri(home)).get_run(run).data.tags)
+    except MlflowException:
+        return {}
 
 
 @dataclass(frozen=True)
