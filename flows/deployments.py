@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from flows import settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
+from rlhf_tasks.config import UserError
 
 GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
@@ -48,20 +49,46 @@ ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
-def apply(root: Path, gpu_slots: int | None) -> None:
-    """Bring the server up to date for the project at `root`; `gpu_slots` None: 1, or as it is."""
+def apply(root: Path, gpu_slots: int | None, pool: str = settings.POOL) -> None:
+    """Bring the server up to date for the project at `root`; `gpu_slots` None: 1, or as it is.
+
+    Another pool than the service's own must be there; its deployments have its name behind theirs.
+
+    Raises:
+        UserError: if it is not.
+    """
     with get_client(sync_client=True) as client:
-        _pool(client)
+        if pool == settings.POOL:
+            _pool(client)
+        place = _place(client, root, pool)
         _limit(client, gpu_slots)
         _automation(client)
         nightly = Cron("0 2 * * *", slug="nightly", active=False)
         hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
-        _deploy(client, root, pipeline, "pipeline", "Run the pipeline, with changes if wanted.", [])
-        _deploy(
-            client, root, pipeline, "nightly", "An example: every night, with the newest data.", [nightly]
-        )
-        _deploy(client, root, data_watch, "on-data-change", "Look every hour for changed data.", [hourly])
-        _deploy(client, root, sweep, "sweep", "Compare settings over seeds.", [])
+        _deploy(client, place, pipeline, "pipeline", "Run the pipeline, with changes if wanted.", [])
+        _deploy(client, place, pipeline, "nightly", "An example: nightly, with the newest data.", [nightly])
+        _deploy(client, place, data_watch, "on-data-change", "Look every hour for changed data.", [hourly])
+        _deploy(client, place, sweep, "sweep", "Compare settings over seeds.", [])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the runs of a set of deployments go."""
+
+    pool: str
+    suffix: str
+    variables: dict[str, Any]
+    """Of the job, besides the pool's own."""
+
+
+def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
+    try:
+        kind = client.read_work_pool(pool).type
+    except ObjectNotFound:
+        raise UserError(f"there is no work pool {pool!r}; `prefect work-pool create` makes one") from None
+    own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
+    suffix = "" if pool == settings.POOL else f"-{pool}"
+    return Place(pool, suffix, own if kind == "process" else {})
 
 
 def _pool(client: SyncPrefectClient) -> None:
@@ -107,24 +134,24 @@ def _automation(client: SyncPrefectClient) -> None:
 
 def _deploy(
     client: SyncPrefectClient,
-    root: Path,
+    place: Place,
     flow: Flow[..., Any],
     name: str,
     description: str,
     schedules: Sequence[Schedule],
 ) -> None:
     try:
-        known = client.read_deployment_by_name(f"{flow.name}/{name}")
+        known = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
         active = {schedule.slug: schedule.active for schedule in known.schedules}
     except ObjectNotFound:
         active = {}
     made: Any = flow.to_deployment(
-        name=name,
+        name=f"{name}{place.suffix}",
         description=description,
         tags=["rlhf"],
         schedules=[replace(s, active=active.get(s.slug, s.active)) for s in schedules],
-        work_pool_name=settings.POOL,
-        job_variables={"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"},
+        work_pool_name=place.pool,
+        job_variables=place.variables,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     made.apply()

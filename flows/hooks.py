@@ -26,4 +26,5 @@ def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     Prefect wants these names of the arguments. The run's courier closes it in MLflow by itself.
     """
     daemons.end_carriers(STAGE_RUN, str(flow_run.id), signal.SIGINT, GRACE_SECONDS)
-    workspace.remove(Path.cwd(), workspace_name(str(flow_run.id)))
+    if (Path.cwd() / "dvc.yaml").exists():  # not where a worker only makes jobs for other machines
+        workspace.remove(Path.cwd(), workspace_name(str(flow_run.id)))

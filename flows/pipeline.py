@@ -79,12 +79,8 @@ def pipeline(
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
         revision = lineage.git_revision() or "none"
         told.tags(_identity(folder, how, experiment, revision))
-        if values.tracking.enabled:
-            keys = results.run_keys(folder, list(how))
-            server = values.tracking.uri or os.environ.get(settings.MLFLOW_URL)
-            links = results.run_links(server, values.tracking.experiment, keys, tracking.key(run))
-        else:
-            links = {}
+        keys = results.run_keys(folder, list(how))
+        links = results.run_links(values.tracking, keys, tracking.key(run))
         results.show(results.Outcome(name, how, changes, revision, experiment, notes), folder, links)
         watch.note(root, values)
     return _end(name, how, experiment, unpushed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import httpx
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
 
+from flows import settings
 from rlhf_tasks import config, lineage
+from rlhf_tasks.config import Tracking
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 ANSWERS = Path("evaluation/judge/answers.parquet")
@@ -69,13 +72,22 @@ def answers(folder: Path) -> list[dict[str, str]]:
     return [{name: str(row[name])[:ANSWER_LENGTH] for name in names} for row in table.to_pylist()]
 
 
-def run_links(mlflow: str | None, experiment: str, keys: Mapping[str, str], parent: str) -> dict[str, str]:
+def mlflow_address(uri: str | None) -> str | None:
+    """The server that answers from here: what is configured, if it is one, else the service's own."""
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return uri if uri and uri.startswith("http") else os.environ.get(settings.MLFLOW_URL)
+
+
+def run_links(tracking: Tracking, keys: Mapping[str, str], parent: str) -> dict[str, str]:
     """`{stage: address}` of the runs in MLflow that made what lies here, and of the pipeline's own.
 
     Empty where no server is known or it does not answer: a result is not worth failing for its links.
+    The addresses are those that a browser sees (`RLHF_MLFLOW_URL`), if that differs.
     """
-    if mlflow is None:
+    mlflow, experiment = mlflow_address(tracking.uri), tracking.experiment
+    if mlflow is None or not tracking.enabled:
         return {}
+    shown = os.environ.get(settings.MLFLOW_URL, mlflow)
     try:
         number = _call(mlflow, "experiments/get-by-name", {"experiment_name": experiment})
         identity = number["experiment"]["experiment_id"]
@@ -87,7 +99,7 @@ def run_links(mlflow: str | None, experiment: str, keys: Mapping[str, str], pare
             runs = _call(mlflow, "runs/search", search).get("runs", [])
             if runs:
                 run = runs[0]["info"]["run_id"]
-                found[stage] = f"{mlflow}/#/experiments/{identity}/runs/{run}"
+                found[stage] = f"{shown}/#/experiments/{identity}/runs/{run}"
     except httpx.HTTPError:
         return {}
     return found
@@ -95,8 +107,13 @@ def run_links(mlflow: str | None, experiment: str, keys: Mapping[str, str], pare
 
 def _call(mlflow: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     address = f"{mlflow}/api/2.0/mlflow/{path}"
-    ask = httpx.get(address, params=dict(body), timeout=MLFLOW_SECONDS) if path.endswith("name") else None
-    answer = ask or httpx.post(address, json=dict(body), timeout=MLFLOW_SECONDS)
+    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
+    login = (user, password) if user and password else None
+    with httpx.Client(auth=login, timeout=MLFLOW_SECONDS) as client:
+        if path.endswith("by-name"):
+            answer = client.get(address, params=dict(body))
+        else:
+            answer = client.post(address, json=dict(body))
     answer.raise_for_status()
     found: dict[str, Any] = answer.json()
     return found

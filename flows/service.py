@@ -3,10 +3,12 @@
     python -m flows.service up [--prefect-port N] [--mlflow-port N] [--gpu-slots N]
     python -m flows.service down
     python -m flows.service status
+    python -m flows.service deploy [--pool NAME]      to the server of PREFECT_API_URL, wherever it is
+    python -m flows.service work                      the same, and a worker in the foreground
 
-All on loopback, all data under the main checkout's `.rlhf/`: `service/` (pids, ports, logs), `prefect/`
-(the server's database), and the MLflow store that `dvc repro` writes to. No torch here; Prefect is
-imported only once its server starts.
+`up` puts all on loopback, all data under the main checkout's `.rlhf/`: `service/` (pids, ports, logs),
+`prefect/` (the server's database), and the MLflow store that `dvc repro` writes to. No torch here;
+Prefect is imported only once its server starts.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rlhf_tasks.config import UserError
 from rlhf_tasks.daemons import HOST, Daemon, free_port
 from rlhf_tasks.tracking import dashboard
 
-READY_SECONDS = 60.0
+READY_SECONDS = 180.0  # seconds of a machine at rest are minutes of a busy one
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs keep their state first
 HEALTH = {"mlflow": "/health", "prefect": "/api/health"}
 
@@ -139,6 +141,27 @@ class Service:
         console.say(f"ended: {', '.join(ended)}" if ended else "nothing was running")
 
 
+def elsewhere(pool: str, *, work: bool) -> int:
+    """For a server that others run: register this project's deployments, and be their worker if wanted.
+
+    Raises:
+        UserError: if no server is named, or the pool is not there.
+    """
+    if "PREFECT_API_URL" not in os.environ:
+        raise UserError("PREFECT_API_URL is not set: it names the server, as http://127.0.0.1:4200/api")
+    lineage.graph()
+    for variable, value in settings.QUIET.items():
+        os.environ.setdefault(variable, value)
+    from flows import deployments
+
+    deployments.apply(Path.cwd(), None, pool)
+    console.say(f"deployments are registered at {os.environ['PREFECT_API_URL']} for the pool {pool}")
+    if work:
+        words = ["-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+        os.execv(sys.executable, [sys.executable, *words])
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.service", description="the service of a project")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -148,8 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up.add_argument("--gpu-slots", type=int, help="of the concurrency limit `gpu` (at first: 1)")
     commands.add_parser("down", help="end all of it")
     commands.add_parser("status", help="what runs, and where")
+    deploy = commands.add_parser("deploy", help="register the deployments at the server of PREFECT_API_URL")
+    deploy.add_argument("--pool", default=settings.POOL, help="a work pool (default: %(default)s)")
+    commands.add_parser("work", help="register the deployments, and be a worker for them")
     options = parser.parse_args(arguments)
     try:
+        if options.command in ("deploy", "work"):
+            return elsewhere(getattr(options, "pool", settings.POOL), work=options.command == "work")
         service = Service.here()
         if options.command == "up":
             ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port}

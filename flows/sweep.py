@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -219,9 +218,9 @@ def compare(
 
 def show_figure(run: str, values: Config) -> None:
     """The figure in Prefect, as MLflow has it; nothing where MLflow does not answer."""
-    server = values.tracking.uri or os.environ.get(settings.MLFLOW_URL)
-    links = results.run_links(server, values.tracking.experiment, {}, tracking.key(run))
+    links = results.run_links(values.tracking, {}, tracking.key(run))
     if "pipeline" in links:
-        identity = links["pipeline"].rpartition("/")[2]
+        server, _, identity = links["pipeline"].partition("/#/experiments/")
+        identity = identity.rpartition("/")[2]
         address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
         create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({links['pipeline']})")

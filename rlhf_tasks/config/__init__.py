@@ -35,7 +35,7 @@ from rlhf_tasks.config.types import (
 __all__ = [
     "READS", "STAGES", "Care", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judge",
     "JudgeName", "Launch", "Model", "Optimisation", "Ppo", "Reward", "Scratch", "Section", "Service", "Sft",
-    "Split", "Stage", "StageView", "UserError", "flatten", "is_hub_id", "load", "validate",
+    "Split", "Stage", "StageView", "Tracking", "UserError", "flatten", "is_hub_id", "load", "validate",
 ]  # fmt: skip
 
 JudgeName = Literal["gold", "reward_model"]
