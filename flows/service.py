@@ -29,6 +29,8 @@ from rlhf_tasks import console, lineage
 from rlhf_tasks.config import UserError
 from rlhf_tasks.daemons import HOST, Daemon, free_port
 from rlhf_tasks.tracking import dashboard
+from rlhf_tasks.tracking.courier import sync
+from rlhf_tasks.tracking.spool import pending
 
 READY_SECONDS = 180.0  # seconds of a machine at rest are minutes of a busy one
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs keep their state first
@@ -63,7 +65,7 @@ class Service:
 
     def is_healthy(self, name: str) -> bool:
         try:
-            return httpx.get(self.url(name) + HEALTH[name], timeout=2.0).is_success
+            return httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
         except httpx.HTTPError:
             return False
 
@@ -90,7 +92,10 @@ class Service:
             for name in ("prefect", "mlflow"):
                 self.daemon(name).await_ready(partial(self.is_healthy, name), READY_SECONDS)
             deployments.apply(self.root, gpu_slots)
+            if pending(self.home / "spool"):
+                sync(self.home)  # of runs whose courier was ended with the service
             if not self.daemon("worker").is_running():
+                self.daemon("worker").stop(END_SECONDS["worker"])  # what it left running
                 deployments.crash_lost_runs()
                 self._start_worker()
         self.say()
@@ -115,7 +120,6 @@ class Service:
 
     def _start_worker(self) -> None:
         daemon = self.daemon("worker")
-        daemon.stop(END_SECONDS["worker"])
         words = ["-m", "prefect", "worker", "start", "--pool", settings.POOL, "--type", "process"]
         daemon.start([sys.executable, *words], self.environment(os.environ), self.root)
 

@@ -108,7 +108,7 @@ class Daemon:
             first = [process for process in members if process.pid == self.known()["pid"]] or members
             send(first, signal.SIGTERM)
             _await_end(TOKEN, token, grace_seconds)
-            end_carriers(TOKEN, token, signal.SIGTERM, min(grace_seconds, 2.0))
+            end_carriers(TOKEN, token, signal.SIGTERM, grace_seconds)
             self._reap()
         self.file.unlink(missing_ok=True)
         return bool(members)

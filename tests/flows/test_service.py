@@ -194,6 +194,27 @@ def test_a_vanished_worker_is_started_again_and_its_run_seen_as_crashed(fresh: S
 
 
 @pytest.mark.slow
+def test_down_midway_lets_the_stage_keep_its_state_and_its_run_can_be_retried(fresh: Service) -> None:
+    identity = train_for_long(fresh)
+    assert fresh.command("down").returncode == 0
+    assert alive(fresh) == []
+    assert (fresh.root / ".rlhf/kept").exists(), "the stage was interrupted, not killed"
+    toy.reset(fresh.root)
+    assert fresh.up().returncode == 0
+    assert fresh.end(identity)["type"] in ("CRASHED", "CANCELLED")
+    assert fresh.end(fresh.start(seed=51))["type"] == "COMPLETED"
+
+
+@pytest.mark.slow
+def test_mlflow_out_of_reach_is_told_by_the_run_and_fails_nothing(fresh: Service) -> None:
+    told = "until ls ../../spool/*.trouble; do sleep 0.2; done"
+    toy.write_script(fresh.root, [told, toy.SECOND.rstrip()])
+    identity = fresh.start(seed=61, overrides={"tracking.uri": "http://127.0.0.1:9"})
+    assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
+    assert "`rlhf sync` sends it what it lacks" in fresh.artifact("rlhf-results")
+
+
+@pytest.mark.slow
 def test_a_server_that_restarts_midway_ends_no_run(fresh: Service) -> None:
     toy.write_script(fresh.root, ["touch ../../started", "sleep 25", toy.SECOND.rstrip()])
     (fresh.root / ".rlhf/started").unlink(missing_ok=True)

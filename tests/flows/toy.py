@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 from rlhf_tasks import daemons
 
 ROOT = Path(__file__).parents[2]
-WAIT_SECONDS = 300.0
+WAIT_SECONDS = 600.0  # of a very busy machine
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 STAGES = """\
