@@ -64,6 +64,7 @@ def pipeline(
     except UserError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
+    data = watch.fingerprint(root, values)  # as the run finds it, not as it may have become meanwhile
     given, name = name is not None, name or f"{flow_run.get_name()}-{run[:4]}"
     tags = {"dvc.exp": name, "prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
@@ -82,7 +83,7 @@ def pipeline(
         keys = results.run_keys(folder, list(how))
         links = results.run_links(values.tracking, keys, tracking.key(run))
         results.show(results.Outcome(name, how, changes, revision, experiment, notes), folder, links)
-        watch.note(root, values)
+        watch.note(values, data)
     return _end(name, how, experiment, unpushed)
 
 
@@ -122,12 +123,15 @@ def _place(root: Path, run: str, where: str, text: str, values: Config) -> Itera
         return
     lock = FileLock(workspace.home(root) / "checkout.lock")
     try:
-        with lock.acquire(timeout=0):
-            yield root
+        lock.acquire(timeout=0)
     except Timeout:
         raise UserError(
             "another flow run works in the checkout; wait for it, or set `where` to workspace"
         ) from None
+    try:
+        yield root
+    finally:
+        lock.release()
 
 
 def stage_environment(place: Workspace | Path, run: str, name: str) -> dict[str, str]:

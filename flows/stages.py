@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,26 +74,32 @@ def stage(
         StageFailed: if it fails.
     """
     ask = partial(_dvc, name, folder, environment, service.grace_seconds)
-    told = UNCHANGED if unchanged else ask("--single-item", "--dry")
-    if UNCHANGED not in told:
-        with _slots(0 if RESTORED in told else service.care(name).gpu_slots):
-            told = ask("--single-item")  # another run may have made the same while this one waited
-    if UNCHANGED in told:
-        return Completed(name="Cached", message="nothing it depends on has changed")
-    if RESTORED in told:
-        return Completed(name="Cached", message="DVC has its outs from an earlier run")
-    return Completed(message="ran")
+    how = UNCHANGED if unchanged else verdict(name, ask("--single-item", "--dry"))
+    if how != UNCHANGED:
+        with _slots(0 if how == RESTORED else service.care(name).gpu_slots):
+            # another run may have made the same while this one waited
+            how = verdict(name, ask("--single-item"))
+    if how is None:
+        return Completed(message="ran")
+    why = "nothing it depends on has changed" if how == UNCHANGED else "DVC has its outs from an earlier run"
+    return Completed(name="Cached", message=why)
+
+
+def verdict(name: str, told: str) -> str | None:
+    """`UNCHANGED`, `RESTORED`, or None for a stage that ran (or would), by what DVC told of it."""
+    lines = told.splitlines()
+    known = (UNCHANGED, RESTORED)
+    return next((w for w in known if any(line.startswith(f"Stage '{name}' {w}") for line in lines)), None)
 
 
 def unchanged(folder: Path, environment: Mapping[str, str], grace_seconds: float) -> list[str]:
     """The first stages, in dvc.yaml's order, that need not run: asked of DVC once for all of them."""
     names = list(lineage.graph(folder))
     try:
-        lines = _dvc(None, folder, environment, grace_seconds, "--dry").splitlines()
+        told = _dvc(None, folder, environment, grace_seconds, "--dry")
     except StageFailed:
         return []  # a stage cannot be looked at before another has run, or at all: its task will tell
-    told = {name for name in names if f"Stage '{name}' {UNCHANGED}" in lines}
-    return list(itertools.takewhile(told.__contains__, names))
+    return list(itertools.takewhile(lambda name: verdict(name, told) == UNCHANGED, names))
 
 
 def _slots(number: int) -> AbstractContextManager[Any]:
@@ -162,7 +168,8 @@ def _end(process: subprocess.Popen[str], environment: Mapping[str, str], grace_s
 
     A launcher's ranks have groups of their own and are ended by it; what outlives the grace is killed.
     """
-    os.killpg(process.pid, signal.SIGINT)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
     try:
         process.wait(grace_seconds)
     except subprocess.TimeoutExpired:

@@ -106,6 +106,16 @@ def test_care_is_what_is_told_for_all_and_what_differs(root: Path) -> None:
         config.load(root / "params.yaml")
 
 
+def test_what_dvc_tells_of_one_stage_is_not_what_the_stage_prints() -> None:
+    told = (
+        "Stage 'data' didn't change, skipping\nRunning stage 'ppo':\n> rlhf ppo\nlr didn't change, skipping"
+    )
+    assert stages.verdict("data", told) == stages.UNCHANGED
+    assert stages.verdict("ppo", told) is None
+    restored = "Stage 'ppo' is cached - skipping run, checking out outputs\nRunning stage 'ppo':"
+    assert stages.verdict("ppo", restored) == stages.RESTORED
+
+
 def test_data_has_another_fingerprint_exactly_when_its_content_differs(root: Path) -> None:
     values = config.load(root / "params.yaml")
     before = watch.fingerprint(root, values)
