@@ -228,6 +228,14 @@ def _needs_commit(root: Path) -> None:
         raise UserError(
             f"{root} has no git commit; an isolated run works on one: `git init`, `git add`, `git commit`"
         ) from None
+    try:
+        _git(root, "config", "user.name")
+        _git(root, "config", "user.email")
+    except UserError:
+        raise UserError(
+            "git does not know who you are, and what comes of a run is a commit (a DVC experiment): "
+            "`git config user.name NAME` and `git config user.email ADDRESS`"
+        ) from None
 
 
 def _given(variable: str) -> list[str]:

@@ -90,6 +90,7 @@ def test_what_a_killed_run_left_is_replaced(root: Path) -> None:
 
 def test_a_project_below_the_repositorys_top_works_too(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
+    toy.identify(tmp_path)
     inner = tmp_path / "inner"
     inner.mkdir()
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--subdir"], cwd=inner, check=True)
@@ -131,6 +132,17 @@ def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     with pytest.raises(UserError, match="has no git commit"):
         workspace.committed(tmp_path, "params.yaml")
+
+
+def test_a_nameless_user_is_told_before_anything_runs(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    toy.git(root, "config", "--unset", "user.email")
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    with pytest.raises(UserError, match=r"git config user\.email"):
+        workspace.committed(root, "params.yaml")
 
 
 def test_stages_run_the_code_of_the_workspaces_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # Prefect'
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[None]:
-    with prefect_test_harness():
+    with prefect_test_harness(server_startup_timeout=300):
         yield
 
 

@@ -49,12 +49,17 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+def identify(folder: Path) -> None:
+    """DVC commits experiments."""
+    git(folder, "config", "user.name", "t")
+    git(folder, "config", "user.email", "t@example.org")
+
+
 def make(folder: Path, **changes: Any) -> Path:
     """A committed project: params.yaml as shipped but for the sections' `changes`, two stages."""
     folder.mkdir(parents=True, exist_ok=True)
     git(folder, "init", "-q")
-    git(folder, "config", "user.name", "t")  # DVC commits experiments
-    git(folder, "config", "user.email", "t@example.org")
+    identify(folder)
     subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], cwd=folder, check=True)
     write_params(folder, **changes)
     (folder / "dvc.yaml").write_text(STAGES, encoding="utf-8")
