@@ -47,11 +47,20 @@ def pipeline(
     overrides: request.Overrides | None = None,
     where: request.Where = "workspace",
     name: request.ExperimentName | None = None,
-    push: request.Push = False,
+    push: bool = False,
 ) -> State[Any]:
     """Bring every stage of dvc.yaml up to date, one after the other.
 
     Parameters that cannot be end it as Failed before anything starts.
+
+    Args:
+        preset: Values written over those of params.yaml before the run; `rlhf preset` lists them.
+        seed: Instead of params.yaml's; the same seed gives the same run.
+        overrides: Single values on top, by dotted key: any key of params.yaml.
+        where: workspace: a git worktree of the last commit, whose result is a DVC experiment. checkout: the
+            working tree itself, like a plain `dvc repro`; takes no changes.
+        name: Of the DVC experiment; by default the flow run's name.
+        push: Send what the run made to the DVC remote at the end.
 
     Raises:
         StageFailed: if a stage fails.

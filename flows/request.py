@@ -14,41 +14,12 @@ from rlhf_tasks.workspace import Request
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
-PresetName = Annotated[
-    str,
-    Field(
-        title="Preset",
-        description="Values written over those of params.yaml before the run; `rlhf preset` lists them.",
-        json_schema_extra={"enum": presets.names()},
-    ),
-]
-Seed = Annotated[
-    int, Field(ge=0, title="Seed", description="Instead of params.yaml's; the same seed gives the same run.")
-]
-Overrides = Annotated[
-    dict[str, Any],
-    Field(
-        title="Overrides",
-        description="Single values on top, by dotted key: any key of params.yaml, checked before anything "
-        "starts.",
-        examples=[{"ppo.kl_coef": 0.05}],
-    ),
-]
-Where = Annotated[
-    Literal["workspace", "checkout"],
-    Field(
-        title="Where",
-        description="workspace: a git worktree of the last commit; the result is a DVC experiment. checkout: "
-        "the working tree itself, like a plain `dvc repro`; takes no changes.",
-    ),
-]
-ExperimentName = Annotated[
-    str,
-    Field(pattern=NAME, title="Name", description="Of the DVC experiment; by default the flow run's name."),
-]
-Push = Annotated[
-    bool, Field(title="Push", description="Send what the run made to the DVC remote at the end.")
-]
+# What a field is for stands in the docstrings of the flows: Prefect takes the form's descriptions from there.
+PresetName = Annotated[str, Field(json_schema_extra={"enum": presets.names()})]
+Seed = Annotated[int, Field(ge=0)]
+Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
+Where = Literal["workspace", "checkout"]
+ExperimentName = Annotated[str, Field(pattern=NAME)]
 
 
 def settle(root: Path, request: Request, *, isolated: bool) -> tuple[str, Config, list[str]]:

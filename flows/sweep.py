@@ -39,24 +39,8 @@ HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that name
 CURVES = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg")
 TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
 
-Grid = Annotated[
-    dict[str, list[Any]],
-    Field(
-        title="Grid",
-        description="Values per dotted key; every combination is run.",
-        examples=[{"ppo.kl_coef": [0.01, 0.05]}],
-    ),
-]
-Settings = Annotated[
-    list[dict[str, Any]],
-    Field(title="Settings", description="Instead of a grid: the overrides of each setting."),
-]
-Seeds = Annotated[
-    list[int], Field(min_length=1, title="Seeds", description="Every setting is run with each.")
-]
-Parallel = Annotated[
-    int, Field(ge=1, title="Parallel", description="Runs started at once; the limit `gpu` holds besides.")
-]
+Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
+Seeds = Annotated[list[int], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -76,19 +60,27 @@ class Cell:
 )
 def sweep(
     grid: Grid | None = None,
-    settings_list: Settings | None = None,
+    settings_list: list[dict[str, Any]] | None = None,
     seeds: Seeds = [1, 2, 3],  # noqa: B006  Prefect shows it in the form
     preset: request.PresetName | None = None,
     name: request.ExperimentName = "sweep",
     metrics: list[str] | None = None,
     curves: list[str] = list(CURVES),  # noqa: B006
-    parallel: Parallel = 2,
+    parallel: Annotated[int, Field(ge=1)] = 2,
     deployment: str = f"{settings.PIPELINE}/pipeline",
 ) -> State[Any]:
     """Run what is not done yet of settings × seeds, then compare all of it.
 
-    `metrics` (as `ppo/objective/kl`; None: the headlines and win rates) are the table's columns, `curves`
-    the figure's panels.
+    Args:
+        grid: Values per dotted key of params.yaml; every combination is run.
+        settings_list: Instead of a grid: the overrides of each setting.
+        seeds: Every setting is run with each.
+        preset: Values written over those of params.yaml before all of it.
+        name: Of the sweep; its experiments are called by it and a digest.
+        metrics: The table's columns, such as ppo/objective/kl; by default the headlines and win rates.
+        curves: The figure's panels: columns of plots/ppo.csv.
+        parallel: Runs started at once; the limit `gpu` holds besides.
+        deployment: What runs them; one of another work pool puts them on other machines.
     """
     root, run = Path.cwd(), str(flow_run.get_id())
     try:

@@ -53,7 +53,12 @@ def note(values: Config, data: str) -> None:
 def data_watch(
     preset: request.PresetName | None = None, deployment: str = f"{settings.PIPELINE}/pipeline"
 ) -> State[Any]:
-    """Look once; `deployment` is what a change runs, with the same preset."""
+    """Look once.
+
+    Args:
+        preset: Values written over those of params.yaml, here and in the run.
+        deployment: What a change runs.
+    """
     root = Path.cwd()
     _, values, _ = request.settle(root, Request(preset), isolated=True)
     now = fingerprint(root, values)

@@ -79,10 +79,12 @@ def test_only_one_run_at_a_time_works_in_the_checkout(root: Path) -> None:
 
 
 def test_the_form_is_typed_and_described() -> None:
+    for flow in (flows_pipeline.pipeline, sweep.sweep, watch.data_watch):
+        fields = flow.parameters.model_dump()["properties"]
+        assert [name for name, field in fields.items() if not field.get("description")] == []
     schema = flows_pipeline.pipeline.parameters.model_dump()["properties"]
     assert set(schema) == {"preset", "seed", "overrides", "where", "name", "push"}
     assert "smoke" in str(schema["preset"])
-    assert all("description" in str(field) for field in schema.values())
     assert schema["where"]["enum"] == ["workspace", "checkout"]
 
 
