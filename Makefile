@@ -10,7 +10,7 @@ export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run test test-slow check mlflow lock clean git
+.PHONY: help run up down test test-slow check mlflow lock clean git
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -18,6 +18,12 @@ help: ## this list
 
 run: $(INSTALLED) git ## run every stage whose inputs, code or parameters changed
 	@dvc repro
+
+up: $(INSTALLED) git ## start the service: Prefect and MLflow dashboards, worker, deployments
+	@python -m flows.service up
+
+down: $(INSTALLED) ## end the service; runs in progress keep their state
+	@python -m flows.service down
 
 test: $(INSTALLED) check ## all checks and the tests
 	@python -m pytest

@@ -1,90 +1,227 @@
 """The whole pipeline as a Prefect flow: a task per stage of dvc.yaml, in its order. No torch here.
 
-DVC decides what is to be done, as under a plain `dvc repro`, and shares cache, lock file and lineage
-with it; Prefect shows it, logs it and can cancel it. `python -m flows.pipeline` runs it once.
+DVC decides what is to be done, as under a plain `dvc repro`, and shares cache, run cache and lineage
+with it; Prefect shows it, logs it and can cancel it. By default a run has a workspace of its own
+(`rlhf_tasks.workspace`) and ends as a DVC experiment. `python -m flows.pipeline` runs it once in the
+working folder.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from filelock import FileLock, Timeout
 from prefect import flow, get_run_logger, task
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.states import Completed, Failed
 
-from rlhf_tasks import lineage
+from flows import hooks, request, results, settings, stages, watch
+from rlhf_tasks import lineage, workspace
+from rlhf_tasks.config import Config, Service, UserError
+from rlhf_tasks.tracking import pipeline as tracking
+from rlhf_tasks.tracking.context import STAGE_RUN
+from rlhf_tasks.workspace import Request, Workspace
 
-SETTINGS = {
-    "DO_NOT_TRACK": "1",
-    "DVC_NO_ANALYTICS": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-}
-
-
-@flow(name="rlhf-pipeline", persist_result=False)
-def pipeline() -> None:
-    """Bring every stage of the working folder's dvc.yaml up to date, one after the other."""
-    for name in lineage.graph():
-        # Called, not submitted: a submitted task's thread would train on after a cancellation.
-        stage(name)
+PUSH_TRIES, PUSH_DELAY_SECONDS = 3, 10.0  # the delay doubles
+PREFECT_OWN = "PREFECT__"  # what Prefect tells the engine's process is not for the stages
 
 
-@task(name="stage", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
-def stage(name: str) -> None:
-    """Run one stage if anything it depends on has changed; its output becomes log lines.
+@flow(
+    name=settings.PIPELINE,
+    description="Bring every stage of dvc.yaml up to date: data, SFT, reward model, PPO, judge, report.",
+    persist_result=False,
+    on_cancellation=[hooks.clean],
+    on_crashed=[hooks.clean],
+)
+def pipeline(
+    preset: request.PresetName | None = None,
+    seed: request.Seed | None = None,
+    overrides: request.Overrides | None = None,
+    where: request.Where = "workspace",
+    name: request.ExperimentName | None = None,
+    push: bool = False,
+) -> State[Any]:
+    """Bring every stage of dvc.yaml up to date, one after the other.
+
+    Parameters that cannot be end it as Failed before anything starts.
+
+    Args:
+        preset: Values written over those of params.yaml before the run; `rlhf preset` lists them.
+        seed: Instead of params.yaml's; the same seed gives the same run.
+        overrides: Single values on top, by dotted key: any key of params.yaml.
+        where: workspace: a git worktree of the last commit, whose result is a DVC experiment. checkout: the
+            working tree itself, like a plain `dvc repro`; takes no changes.
+        name: Of the DVC experiment; by default the flow run's name.
+        push: Send what the run made to the DVC remote at the end.
 
     Raises:
-        RuntimeError: if it fails.
+        StageFailed: if a stage fails.
     """
-    logger = get_run_logger()
-    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", "--single-item", name]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        env=stage_environment(os.environ, str(flow_run.get_id())),
-        start_new_session=True,
-        preexec_fn=_hears_interrupts,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                logger.info("%s", line.rstrip())
-            status = process.wait()
-        except BaseException:
-            # To the whole group: dvc waits for its stage and ends clean; alone it would leave an orphan.
-            os.killpg(process.pid, signal.SIGINT)
-            process.wait()
-            raise
-    if status:
-        raise RuntimeError(
-            f"stage {name} failed (dvc ended with {status}); its own words are in the log above"
+    root, run = Path.cwd(), str(flow_run.get_id())
+    try:
+        request.check_name(name)
+        asked = Request(preset, seed, overrides)
+        text, values, changes = request.settle(root, asked, isolated=where == "workspace")
+    except UserError as error:
+        get_run_logger().error("%s", error)
+        return Failed(message=str(error))
+    data = watch.fingerprint(root, values)  # as the run finds it, not as it may have become meanwhile
+    given, name = name is not None, name or f"{flow_run.get_name()}-{run[:4]}"
+    tags = {"dvc.exp": name, "prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
+    with (
+        _place(root, run, where, text, values) as place,
+        tracking.open_run(run, values.tracking, tags) as told,
+    ):
+        folder = place.folder if isinstance(place, Workspace) else place
+        how = run_stages(folder, values.service, stage_environment(place, run, name))
+        experiment = _saved(place, name, given) if isinstance(place, Workspace) else None
+        notes = _notes(root, experiment, where, told)
+        unpushed = send(folder) if push else None
+        if unpushed:
+            notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
+        revision = lineage.git_revision() or "none"
+        told.tags(_identity(folder, how, experiment, revision))
+        keys = results.run_keys(folder, list(how))
+        links = results.run_links(values.tracking, keys, tracking.key(run))
+        results.show(results.Outcome(name, how, changes, revision, experiment, notes), folder, links)
+        watch.note(values, data)
+    return _end(name, how, experiment, unpushed)
+
+
+def run_stages(folder: Path, service: Service, environment: dict[str, str]) -> dict[str, str]:
+    """All stages in dvc.yaml's order; `ran` or `cached` for each."""
+    names = list(lineage.graph(folder))
+    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description=", ".join(names))
+    how, unchanged = {}, stages.unchanged(folder, environment, service.grace_seconds)
+    for done, name in enumerate(names, start=1):
+        # Called, not submitted: a submitted task's thread would train on after a cancellation.
+        state: Any = stages.with_care(name, service.care(name))(
+            name, folder, environment, service, name in unchanged, return_state=True
         )
+        if not state.is_completed():
+            state.result()  # raises what failed
+        how[name] = "cached" if state.name == "Cached" else "ran"
+        description = ", ".join(f"{stage}: {told}" for stage, told in how.items())
+        update_progress_artifact(progress, 100.0 * done / len(names), description=description)
+    return how
 
 
-def _hears_interrupts() -> None:
-    """In the child: a worker started in a shell's background ignores SIGINT, and would bequeath that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextmanager
+def _place(root: Path, run: str, where: str, text: str, values: Config) -> Iterator[Workspace | Path]:
+    """Where the run works: a workspace, removed at its end however it ends, or the checkout."""
+    logger = get_run_logger()
+    if where == "workspace":
+        logger.info(
+            "sees commit %s and the data at %s as it is now", lineage.git_revision(), values.data.path
+        )
+        if unseen := workspace.unseen(root):
+            logger.warning("does not see the uncommitted changes of %s", ", ".join(unseen))
+        place = workspace.create(root, hooks.workspace_name(run), text, values)
+        try:
+            yield place
+        finally:
+            place.remove()
+        return
+    lock = FileLock(workspace.home(root) / "checkout.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            "another flow run works in the checkout; wait for it, or set `where` to workspace"
+        ) from None
+    try:
+        yield root
+    finally:
+        lock.release()
 
 
-def stage_environment(environment: Mapping[str, str], run: str) -> dict[str, str]:
+def stage_environment(place: Workspace | Path, run: str, name: str) -> dict[str, str]:
     """This environment, `rlhf` on the path, and the flow run as the parent of all its stages in MLflow."""
     here = str(Path(sys.executable).parent)
-    path = os.pathsep.join([here, environment.get("PATH", os.defpath)])
-    names = {"RLHF_PARENT_RUN": f"prefect-{run}", "PREFECT__FLOW_RUN_ID": run}
-    return {**SETTINGS, **environment, "PATH": path, "PYTHONUNBUFFERED": "1", **names}
+    path = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
+    own = {k: v for k, v in os.environ.items() if not k.startswith(PREFECT_OWN)}
+    names = {
+        "RLHF_PARENT_RUN": tracking.key(run),
+        "PREFECT__FLOW_RUN_ID": run,
+        "DVC_EXP_NAME": name,
+        STAGE_RUN: run,
+    }
+    code = place.environment() if isinstance(place, Workspace) else {}
+    return {**settings.QUIET, **own, "PATH": path, "PYTHONUNBUFFERED": "1", **names, **code}
+
+
+def _saved(place: Workspace, name: str, given: bool) -> str | None:
+    """The experiment's commit; None where nothing differs from the commit, and no name was asked for."""
+    return place.save(name) if given or workspace.unseen(place.folder, all_files=True) else None
+
+
+def _notes(root: Path, experiment: str | None, where: str, told: tracking.Pipeline) -> list[str]:
+    notes = []
+    if where == "workspace" and (unseen := workspace.unseen(root)):
+        notes.append(f"this run saw the commit, not the uncommitted changes of {', '.join(unseen)}")
+    if where == "workspace" and experiment is None:
+        notes.append("nothing differs from the commit, so there is no experiment of it")
+    if trouble := told.trouble():
+        notes.append(f"MLflow cannot be reached ({trouble}); `rlhf sync` sends it what it lacks")
+    return notes
+
+
+@task(
+    name="push",
+    task_run_name="push",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retries=PUSH_TRIES - 1,
+    retry_delay_seconds=[PUSH_DELAY_SECONDS * 2**i for i in range(PUSH_TRIES - 1)],
+)
+def _push(folder: Path) -> None:
+    workspace.dvc(folder, "push")
+
+
+def send(folder: Path) -> str | None:
+    """Push the workspace's outs to the DVC remote; what is missing there if that cannot be done."""
+    state: State[Any] = _push(folder, return_state=True)
+    if state.is_completed():
+        return None
+    error = state.result(raise_on_failure=False)
+    outs = ", ".join(out for node in lineage.graph(folder).values() for out in node.outs)
+    return f"{outs} ({str(error).splitlines()[-1]}); `dvc exp apply` the run and `dvc push` sends them"
+
+
+def _identity(folder: Path, how: dict[str, str], experiment: str | None, revision: str) -> dict[str, str]:
+    """How the pipeline's run in MLflow is found from DVC and git, and back."""
+    locked = lineage.locked(folder)
+    outs = {out: locked[out] for node in lineage.graph(folder).values() for out in node.outs if out in locked}
+    return {
+        "git.rev": revision,
+        **({"dvc.exp_rev": experiment} if experiment else {}),
+        **{f"dvc.how.{stage}": told for stage, told in how.items()},
+        **{f"dvc.out.{path}": md5 for path, md5 in outs.items()},
+    }
+
+
+def _end(name: str, how: dict[str, str], experiment: str | None, unpushed: str | None) -> State[Any]:
+    ran = [stage for stage, told in how.items() if told == "ran"]
+    what = f"ran {', '.join(ran)}" if ran else "nothing had to run"
+    kept = f"; experiment {name}" if experiment else ""
+    if unpushed:
+        return Completed(name="Unpushed", message=f"{what}{kept}; not pushed: {unpushed}")
+    return Completed(message=f"{what}{kept}")
+
+
+def main() -> None:
+    for variable, value in settings.QUIET.items():
+        os.environ.setdefault(variable, value)
+    pipeline(where="checkout")
 
 
 if __name__ == "__main__":
-    for variable, value in SETTINGS.items():
-        os.environ.setdefault(variable, value)
-    pipeline()
+    main()

@@ -254,6 +254,15 @@ def _sync(options: argparse.Namespace) -> int:
     return 0
 
 
+def _lineage(options: argparse.Namespace) -> int:
+    from rlhf_tasks import provenance
+
+    lineage.graph()  # a project is here, before anything is asked of git
+    for line in provenance.lines(provenance.find(Path.cwd(), options.asked)):
+        print(line)
+    return 0
+
+
 def _mlflow(options: argparse.Namespace) -> int:
     """The dashboard, on loopback only, over the embedded store."""
     from rlhf_tasks.tracking.dashboard import serve
@@ -284,6 +293,15 @@ def _parser() -> argparse.ArgumentParser:
     preset.set_defaults(command=_preset)
     sync = commands.add_parser("sync", help="deliver to MLflow what could not be delivered before")
     sync.set_defaults(command=_sync)
+    text = "from raw data to the verdict: what a model or a run came from, and what brings it back"
+    chain = commands.add_parser("lineage", help=text, description=text)
+    chain.add_argument(
+        "asked",
+        metavar="MODEL_OR_RUN",
+        help="a path such as models/policy, an experiment, a git revision, or a run (its key "
+        "`rlhf.run`, a flow run's id, an MLflow run's id)",
+    )
+    chain.set_defaults(command=_lineage)
     mlflow = commands.add_parser("mlflow", help="the MLflow dashboard on this machine")
     mlflow.add_argument("--port", type=int, default=5000, help="the next free one is taken (default: 5000)")
     mlflow.set_defaults(command=_mlflow)

@@ -80,6 +80,23 @@ def _filled(path: str, values: Mapping[str, Any]) -> str:
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
 
 
+def locked(root: Path = Path()) -> dict[str, str]:
+    """`{path: md5}` of all outs and deps as dvc.lock has them; empty without one."""
+    file = root / "dvc.lock"
+    return locked_in(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def locked_in(text: str) -> dict[str, str]:
+    """The same of the text of a dvc.lock."""
+    tree = YAML(typ="safe", pure=True).load(text)
+    return {
+        entry["path"]: entry["md5"]
+        for stage in tree["stages"].values()
+        for entry in [*stage.get("deps", []), *stage.get("outs", [])]
+        if "md5" in entry
+    }
+
+
 def digest(path: Path) -> str:
     """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path."""
     if path.is_file():

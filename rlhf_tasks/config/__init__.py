@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch
 from rlhf_tasks.config.judge import Judging
 from rlhf_tasks.config.ppo import Ppo
+from rlhf_tasks.config.service import Care, Service
 from rlhf_tasks.config.training import Base, Optimisation, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import (
     STAGES,
@@ -33,9 +34,9 @@ from rlhf_tasks.config.types import (
 )
 
 __all__ = [
-    "READS", "STAGES", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judging",
-    "Launch", "Model", "Optimisation", "Ppo", "Reward", "Scratch", "Section", "Sft", "Split", "Stage",
-    "StageView", "UserError", "flatten", "is_hub_id", "load", "validate",
+    "READS", "STAGES", "Care", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judging",
+    "Launch", "Model", "Optimisation", "Ppo", "Reward", "Scratch", "Section", "Service", "Sft", "Split",
+    "Stage", "StageView", "Tracking", "UserError", "flatten", "is_hub_id", "load", "validate",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------- where and how, not what
@@ -79,6 +80,7 @@ class Config(Section):
     launch: Launch
     resume: Resume
     tracking: Tracking
+    service: Service
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:

@@ -46,20 +46,32 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     Returns the changes as `key: old → new`.
     """
     overlays = [read(name) for name in chosen] + [_setting(words) for words in settings]
-    before = config.load(path).model_dump(mode="json", by_alias=True)
-    yaml = _round_trip()
-    tree = yaml.load(path.read_text(encoding="utf-8"))
+    origin = f"params.yaml with {', '.join([*chosen, *settings])}"
+    config.load(path)
+    text, _, changes = combined(path.read_text(encoding="utf-8"), overlays, origin)
+    checkpoint.write_text(path, text)
+    return changes
+
+
+def combined(
+    text: str, overlays: Sequence[Mapping[str, Any]], origin: str
+) -> tuple[str, config.Config, list[str]]:
+    """A parameter file's text with overlays, comments kept; what it says; the changes `key: old → new`.
+
+    Raises:
+        ConfigError: naming every problem of the result.
+    """
+    yaml, safe = _round_trip(), YAML(typ="safe", pure=True)
+    before, tree = safe.load(text), yaml.load(text)
     for overlay in overlays:
         overlay_onto(tree, overlay)
-    text = io.StringIO()
-    yaml.dump(tree, text)
-    plain = YAML(typ="safe", pure=True).load(text.getvalue())
-    after = config.validate(plain, f"params.yaml with {', '.join([*chosen, *settings])}").model_dump(
-        mode="json", by_alias=True
-    )
-    checkpoint.write_text(path, text.getvalue())
+    written = io.StringIO()
+    yaml.dump(tree, written)
+    after = safe.load(written.getvalue())
+    settings = config.validate(after, origin)
     old, new = config.flatten(before), config.flatten(after)
-    return [f"{k}: {old.get(k)} → {new.get(k)}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    changes = [f"{k}: {old.get(k)} → {new.get(k)}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    return written.getvalue(), settings, changes
 
 
 def overlay_onto(tree: MutableMapping[str, Any], overlay: Mapping[str, Any]) -> None:
@@ -79,6 +91,12 @@ def _setting(words: str) -> dict[str, Any]:
         tree: Any = YAML(typ="safe", pure=True).load(value)
     except YAMLError as error:
         raise UserError(f"--set {words}: the value is not readable as YAML: {error}") from None
+    return nested(key, tree)
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """`nested("a.b", 1)` is `{"a": {"b": 1}}`."""
+    tree = value
     for part in reversed(key.split(".")):
         tree = {part: tree}
     found: dict[str, Any] = tree

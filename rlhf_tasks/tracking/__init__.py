@@ -227,7 +227,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
     key = key or lineage.new_key(stage)
     spool = Spool.next_part(lineage.home() / "spool", key)
     spool.append("run", **context.header(stage, view, key))
-    courier = _start_courier(spool)
+    courier = start_courier(spool)
     tracker = SpoolTracker(stage, spool)
     status, reason, outs = "FINISHED", "", dict[str, str]()
     try:
@@ -246,7 +246,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
         _await_courier(courier, tracker, KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS)
 
 
-def _start_courier(spool: Spool) -> subprocess.Popen[bytes]:
+def start_courier(spool: Spool) -> subprocess.Popen[bytes]:
     """In a session of its own: Ctrl-C for the stage leaves it time to report just that."""
     command = [sys.executable, "-m", "rlhf_tasks.tracking.courier", str(spool.file)]
     with spool.log.open("wb") as log:

@@ -26,6 +26,7 @@ PACKAGES = (
     "dvc",
     "prefect",
 )
+STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of all that its stages start
 HTTP_BOUNDS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
@@ -114,9 +115,8 @@ def device() -> str:
 
 def courier_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Bounded HTTP, one thread; not the launcher's variables, nor a run that is not the courier's."""
-    kept = {
-        k: v for k, v in environment.items() if k not in ("MLFLOW_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
+    others = ("MLFLOW_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", STAGE_RUN)
+    kept = {k: v for k, v in environment.items() if k not in others}
     return {"MLFLOW_DISABLE_TELEMETRY": "true", **HTTP_BOUNDS, **kept, "OMP_NUM_THREADS": "1"}
 
 

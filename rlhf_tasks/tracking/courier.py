@@ -74,7 +74,7 @@ def _attempt(spool: Spool) -> str | None:
     try:
         records, offset = spool.read()
         process = records[0]["process"]
-        run = Store.open(records[0]).stage_run(records[0], last=spool.is_last)
+        run = Store.open(records[0]).run(records[0], last=spool.is_last)
         while not run.send(records, spool.files, last=spool.is_last):
             if not records and not context.is_alive(process):
                 spool.append("end", status="FAILED", reason=VANISHED, device="unknown", outs={})

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_tasks import console
 from rlhf_tasks.config import UserError
+from rlhf_tasks.daemons import HOST, free_port
 from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking.courier import sync
-
-HOST = "127.0.0.1"
-PORTS_TRIED = 20
 
 
 def serve(home: Path, port: int) -> int:
@@ -27,26 +25,19 @@ def serve(home: Path, port: int) -> int:
     database = home / "mlflow.db"
     if not database.exists():
         raise UserError(f"there is no MLflow store yet ({database}); run `make run` first")
-    free = next((p for p in range(port, port + PORTS_TRIED) if _is_free(p)), None)
-    if free is None:
-        raise UserError(f"ports {port} to {port + PORTS_TRIED - 1} are all in use; give another one")
+    free = free_port(port)
     console.say(f"MLflow: http://{HOST}:{free} (Ctrl-C ends it)")
-    words = ["-m", "mlflow", "server", "--host", HOST, "--port", str(free), "--workers", "1"]
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{database}",
-        "--default-artifact-root",
-        str(home / "mlartifacts"),
-    ]
-    environment = context.courier_environment(os.environ)
-    return subprocess.run([sys.executable, *words, *store], env=environment, check=False).returncode
+    environment = server_environment(os.environ)
+    return subprocess.run(server_command(home, free), env=environment, check=False).returncode
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True
+def server_command(home: Path, port: int) -> list[str]:
+    """The words that serve the embedded store, and its artifacts, on loopback."""
+    words = ["-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
+    store = ["--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
+    return [sys.executable, *words, *store, "--default-artifact-root", str(home / "mlartifacts")]
+
+
+def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """No telemetry, and no job runners: nothing here gives MLflow jobs."""
+    return {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **context.courier_environment(environment)}

@@ -3,8 +3,8 @@
 A run that goes on after its process was killed gets another part: KEY.jsonl, KEY.2.jsonl, …
 
 Kinds of line: `run` (the first: who, where, parameters, inputs), `metrics`, `event`, `artifact`,
-`headlines`, `end`. Each has `time` in milliseconds since 1970, so that a second delivery sends the very
-same points.
+`headlines`, `tags`, `end`. Each has `time` in milliseconds since 1970, so that a second delivery sends
+the very same points.
 """
 
 from __future__ import annotations

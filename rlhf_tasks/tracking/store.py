@@ -11,6 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
@@ -19,12 +20,23 @@ from rlhf_tasks.tracking import context
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
 MAX_PARAM, MAX_TAG = 6000, 5000  # characters
 MAX_DIGEST = 36  # `….dir` just fits
+PIPELINE = "pipeline"  # stands for the stage in the spool of a flow
 REASON = "rlhf.reason"  # why a run was killed or failed
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
 
 def embedded_uri(home: Path) -> str:
     return f"sqlite:///{home / 'mlflow.db'}"
+
+
+def tags_of(uri: str | None, home: Path, run: str) -> dict[str, str]:
+    """The tags of a run by MLflow's id; empty if there is no such run."""
+    if uri is None and not (home / "mlflow.db").exists():
+        return {}
+    try:
+        return dict(MlflowClient(uri or embedded_uri(home)).get_run(run).data.tags)
+    except MlflowException:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,13 @@ class Store:
     def find(self, tag: str, value: str) -> str | None:
         found = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
         return found[0].info.run_id if found else None
+
+    def run(self, header: Mapping[str, Any], *, last: bool) -> StageRun | PipelineRun:
+        """Whose spool it is: a stage's, or a flow's."""
+        if header["stage"] != PIPELINE:
+            return self.stage_run(header, last=last)
+        with self.lock:
+            return PipelineRun(self.client, self._parent(header))
 
     def stage_run(self, header: Mapping[str, Any], *, last: bool) -> StageRun:
         """The stage's run, made, with parameters, tags and inputs; or found again.
@@ -124,6 +143,30 @@ class Store:
             process = run.data.tags.get("rlhf.process")
             if process and not context.is_alive(process):
                 self.client.set_terminated(run.info.run_id, "FINISHED")
+
+
+@dataclass
+class PipelineRun:
+    """A flow's run as an addressee of spool records; sending one twice changes nothing."""
+
+    client: MlflowClient
+    run: str
+
+    def send(self, records: Sequence[Mapping[str, Any]], files: Path, *, last: bool = True) -> bool:
+        """Deliver in order; True once the run's end is among the records. `last` as for a stage."""
+        for record in records:
+            if record["kind"] == "tags":
+                tags = [RunTag(k, str(v)[:MAX_TAG]) for k, v in record["values"].items()]
+                self.client.log_batch(self.run, tags=tags)
+            elif record["kind"] == "artifact":
+                self.client.log_artifact(self.run, str(files / record["file"]), record["folder"])
+            elif record["kind"] == "end":
+                if last and record["reason"]:
+                    self.client.set_tag(self.run, REASON, record["reason"][:MAX_TAG])
+                if last:
+                    self.client.set_terminated(self.run, record["status"], end_time=record["time"])
+                return True
+        return False
 
 
 def _dataset(path: str, md5: str) -> DatasetInput:

@@ -1,8 +1,7 @@
-"""The flow runs dvc.yaml's stages in order, stops at a failure, and stops them when it is cancelled."""
+"""The flow within one process: order, parent run, failures, interrupts, parameters."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,58 +12,149 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from prefect.exceptions import FailedRun
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import pipeline as flows_pipeline
+from flows import request, results, stages, sweep, watch
+from rlhf_tasks import config
+from rlhf_tasks.config import UserError
+from rlhf_tasks.workspace import Request
+from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # Prefect's and its server's own
-
-STAGES = """\
-stages:
-  first:
-    cmd: echo one > first.txt; echo $RLHF_PARENT_RUN > parent.txt
-    outs: [first.txt]
-  second:
-    cmd: {command}
-    deps: [first.txt]
-    outs: [second.txt]
-  third:
-    cmd: cp second.txt third.txt
-    deps: [second.txt]
-    outs: [third.txt]
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[None]:
-    with prefect_test_harness():
+    with prefect_test_harness(server_startup_timeout=300):
         yield
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    subprocess.run(["git", "init", "-q"], check=True)
-    subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], check=True)
-    return tmp_path
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = toy.make(
+        tmp_path / "project", tracking={"enabled": False}, service={"retries": 0, "grace_seconds": 20.0}
+    )
+    monkeypatch.chdir(made)
+    return made
 
 
-def write_stages(folder: Path, command: str) -> None:
-    (folder / "dvc.yaml").write_text(STAGES.format(command=json.dumps(command)), encoding="utf-8")
+def run_here() -> None:
+    flows_pipeline.pipeline(where="checkout")
 
 
-def test_stages_run_in_order_and_share_the_flow_as_parent(folder: Path) -> None:
-    write_stages(folder, "cp first.txt second.txt")
-    flows_pipeline.pipeline()
-    assert (folder / "third.txt").read_text() == "one\n"
-    assert (folder / "parent.txt").read_text().startswith("prefect-")
+def test_stages_run_in_order_with_the_flow_as_parent(root: Path) -> None:
+    toy.write_script(root, ["echo $RLHF_PARENT_RUN > parent.txt", toy.SECOND.strip()])
+    run_here()
+    assert (root / "second.txt").read_text(encoding="utf-8").startswith("rows\n")
+    assert (root / "parent.txt").read_text(encoding="utf-8").startswith("prefect-")
 
 
-def test_a_failed_stage_fails_the_flow_and_starts_no_other(folder: Path) -> None:
-    write_stages(folder, "exit 3")
-    with pytest.raises(RuntimeError, match="stage second failed"):
-        flows_pipeline.pipeline()
-    assert not (folder / "third.txt").exists()
+def test_a_failed_stage_fails_the_flow_with_its_own_last_words(root: Path) -> None:
+    toy.write_script(root, ["echo 'No space left on device'", "exit 3"])
+    with pytest.raises(stages.StageFailed, match=r"second failed \(exit status 3\)"):
+        run_here()
+    toy.write_script(root, ["echo 'rlhf: mend it'", "exit 2"])
+    with pytest.raises(stages.StageMistaken, match="second refused: mend it"):
+        run_here()
+
+
+def test_wrong_parameters_end_it_before_anything_starts(root: Path) -> None:
+    with pytest.raises(FailedRun, match="did you mean 'kl_coef'"):
+        flows_pipeline.pipeline(overrides={"ppo.kl_cof": 1.0})
+    with pytest.raises(FailedRun, match="takes it as it is"):
+        flows_pipeline.pipeline(where="checkout", seed=3)
+    assert not (root / ".rlhf").exists()
+
+
+def test_only_one_run_at_a_time_works_in_the_checkout(root: Path) -> None:
+    (root / ".rlhf").mkdir()
+    with (
+        FileLock(root / ".rlhf/checkout.lock"),
+        pytest.raises(UserError, match="another flow run"),
+    ):
+        run_here()
+
+
+def test_the_form_is_typed_and_described() -> None:
+    for flow in (flows_pipeline.pipeline, sweep.sweep, watch.data_watch):
+        fields = flow.parameters.model_dump()["properties"]
+        assert [name for name, field in fields.items() if not field.get("description")] == []
+    schema = flows_pipeline.pipeline.parameters.model_dump()["properties"]
+    assert set(schema) == {"preset", "seed", "overrides", "where", "name", "push"}
+    assert "smoke" in str(schema["preset"])
+    assert schema["where"]["enum"] == ["workspace", "checkout"]
+
+
+def test_stages_of_service_must_exist(root: Path) -> None:
+    toy.write_params(root, service={"stages": {"pppo": {"retries": 1}}})
+    toy.commit(root)
+    with pytest.raises(UserError, match="names pppo; the stages of"):
+        request.settle(root, Request(), isolated=True)
+
+
+def test_care_is_what_is_told_for_all_and_what_differs(root: Path) -> None:
+    differs = {"second": {"retries": 4, "retry_delay_seconds": 1.5, "timeout_seconds": 60.0}}
+    toy.write_params(root, service={"retries": 1, "stages": differs})
+    service = config.load(root / "params.yaml").service
+    task = stages.with_care("second", service.care("second"))
+    assert (task.name, task.retries, task.timeout_seconds) == ("second", 4, 60.0)
+    assert task.retry_delay_seconds == [1.5, 3.0, 6.0, 12.0]
+    assert stages.with_care("first", service.care("first")).retries == 1
+    toy.write_params(root, service={"stages": {"second": {"retry": 4}}})
+    with pytest.raises(UserError, match="known keys are retries"):
+        config.load(root / "params.yaml")
+
+
+def test_what_dvc_tells_of_one_stage_is_not_what_the_stage_prints() -> None:
+    told = (
+        "Stage 'data' didn't change, skipping\nRunning stage 'ppo':\n> rlhf ppo\nlr didn't change, skipping"
+    )
+    assert stages.verdict("data", told) == stages.UNCHANGED
+    assert stages.verdict("ppo", told) is None
+    restored = "Stage 'ppo' is cached - skipping run, checking out outputs\nRunning stage 'ppo':"
+    assert stages.verdict("ppo", restored) == stages.RESTORED
+
+
+def test_data_has_another_fingerprint_exactly_when_its_content_differs(root: Path) -> None:
+    values = config.load(root / "params.yaml")
+    before = watch.fingerprint(root, values)
+    (root / "given/rows.txt").touch()
+    (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
+    assert watch.fingerprint(root, values) == before
+    (root / "given/rows.txt").write_text("other\n", encoding="utf-8")
+    assert watch.fingerprint(root, values) != before
+
+
+def test_a_sweep_is_checked_whole_and_named_by_what_decides_its_results(root: Path) -> None:
+    listed = sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.gamma": [1.0, 0.9]}, None)
+    assert listed == [
+        {"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
+    ]  # fmt: skip
+    cells, _ = sweep.cells(root, "s", None, listed, [1, 2])
+    assert len({cell.experiment for cell in cells}) == 8
+    assert cells == sweep.cells(root, "s", None, listed, [1, 2])[0]
+    other = [{**overrides, "service.retries": 5} for overrides in listed]
+    again, _ = sweep.cells(root, "s", None, other, [1, 2])
+    assert [c.experiment for c in again] == [c.experiment for c in cells], "retries decide no result"
+    with pytest.raises(UserError, match=r"(?s)ppo.kl_coef=-1.*nothing=1"):
+        sweep.cells(root, "s", None, [{"ppo.kl_coef": -1}, {"nothing": 1}], [1])
+    with pytest.raises(UserError, match="either grid"):
+        sweep.combinations(None, None)
+
+
+def test_win_rates_are_told_with_their_intervals() -> None:
+    values = {
+        "judge/gold/policy_vs_sft/win_rate": 0.75,
+        "judge/gold/policy_vs_sft/low": 0.7,
+        "judge/gold/policy_vs_sft/high": 0.8,
+        "ppo/objective/kl": 1.0,
+    }
+    assert results.win_rates(values) == [
+        {"judge": "gold", "pair": "policy vs sft", "win rate": "75.0%", "95% interval": "70.0% – 80.0%"}
+    ]
 
 
 @pytest.fixture
@@ -75,21 +165,20 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_stage_hears_interrupts_though_its_parent_does_not(folder: Path) -> None:
+def test_a_stage_hears_interrupts_though_its_parent_does_not(root: Path) -> None:
     asks = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    (folder / "asks.py").write_text(asks, encoding="utf-8")
-    write_stages(folder, f"{sys.executable} asks.py > second.txt")
+    (root / "asks.py").write_text(asks, encoding="utf-8")
+    toy.write_script(root, [f"{sys.executable} asks.py > asked.txt", toy.SECOND.strip()])
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        flows_pipeline.pipeline()
+        run_here()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (folder / "second.txt").read_text(encoding="utf-8") == "True\n"
+    assert (root / "asked.txt").read_text(encoding="utf-8") == "True\n"
 
 
-def test_an_interrupted_flow_stops_the_stage_itself(folder: Path, interruptible: None) -> None:
-    trap = f"{sys.executable} slow.py"
-    (folder / "slow.py").write_text(
+def test_an_interrupted_flow_stops_the_stage_itself(root: Path, interruptible: None) -> None:
+    (root / "slow.py").write_text(
         "import pathlib, time\n"
         "try:\n"
         "    pathlib.Path('started').touch()\n"
@@ -97,16 +186,18 @@ def test_an_interrupted_flow_stops_the_stage_itself(folder: Path, interruptible:
         "except KeyboardInterrupt: pathlib.Path('interrupted').touch()\n",
         encoding="utf-8",
     )
-    write_stages(folder, trap)
+    toy.write_script(root, [f"exec {sys.executable} slow.py"])
 
     def interrupt() -> None:
-        while not (folder / "started").exists():
+        while not (root / "started").exists():
             time.sleep(0.05)
-        time.sleep(1)  # until the flow waits for the stage again: Prefect's logging can swallow an interrupt
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(BaseException):  # noqa: B017, PT011  which one is Prefect's to choose
-        flows_pipeline.pipeline()
-    assert (folder / "interrupted").exists()
-    assert not (folder / "third.txt").exists()
+        run_here()
+    assert (root / "interrupted").exists()
+    status = subprocess.run(
+        [sys.executable, "-m", "dvc", "status"], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert "second" in status.stdout, "DVC is unlocked, and the stage is still to do"

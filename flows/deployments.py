@@ -1,0 +1,167 @@
+"""What the Prefect server is told: work pool, concurrency limit, deployments, and what ends lost runs.
+
+Applied by `make up`; applying again changes nothing but what changed here. A schedule that a user has
+switched on stays on. Parameters belong to the deployment: those on a schedule are lost when it is
+switched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow
+from prefect.automations import Automation
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, WorkPoolCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import State, StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.schedules import Cron, Interval, Schedule
+from prefect.states import Crashed
+from prefect.types.entrypoint import EntrypointType
+from prefect.workers.process import ProcessWorker
+
+from flows import settings
+from flows.pipeline import pipeline
+from flows.sweep import sweep
+from flows.watch import data_watch
+from rlhf_tasks.config import UserError
+
+GPU_SLOTS = 1
+SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
+LOST = "rlhf: a run that is silent has crashed"
+HEARTBEAT = "prefect.flow-run.heartbeat"
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
+
+
+def apply(root: Path, gpu_slots: int | None, pool: str = settings.POOL) -> None:
+    """Bring the server up to date for the project at `root`; `gpu_slots` None: 1, or as it is.
+
+    Another pool than the service's own must be there; its deployments have its name behind theirs.
+
+    Raises:
+        UserError: if it is not.
+    """
+    with get_client(sync_client=True) as client:
+        if pool == settings.POOL:
+            _pool(client)
+        place = _place(client, root, pool)
+        _limit(client, gpu_slots)
+        _automation(client)
+        nightly = Cron("0 2 * * *", slug="nightly", active=False)
+        hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
+        _deploy(client, place, pipeline, "pipeline", "Run the pipeline, with changes if wanted.", [])
+        _deploy(client, place, pipeline, "nightly", "An example: nightly, with the newest data.", [nightly])
+        _deploy(client, place, data_watch, "on-data-change", "Look every hour for changed data.", [hourly])
+        _deploy(client, place, sweep, "sweep", "Compare settings over seeds.", [])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the runs of a set of deployments go."""
+
+    pool: str
+    suffix: str
+    variables: dict[str, Any]
+    """Of the job, besides the pool's own."""
+
+
+def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
+    try:
+        kind = client.read_work_pool(pool).type
+    except ObjectNotFound:
+        raise UserError(f"there is no work pool {pool!r}; `prefect work-pool create` makes one") from None
+    own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
+    suffix = "" if pool == settings.POOL else f"-{pool}"
+    return Place(pool, suffix, own if kind == "process" else {})
+
+
+def _pool(client: SyncPrefectClient) -> None:
+    template = ProcessWorker.get_default_base_job_template()
+    try:
+        client.create_work_pool(
+            WorkPoolCreate(name=settings.POOL, type="process", base_job_template=template)
+        )
+    except ObjectAlreadyExists:
+        return
+
+
+def _limit(client: SyncPrefectClient, slots: int | None) -> None:
+    try:
+        client.read_global_concurrency_limit_by_name(settings.SLOTS)
+    except ObjectNotFound:
+        limit = GlobalConcurrencyLimitCreate(name=settings.SLOTS, limit=slots or GPU_SLOTS)
+        client.create_global_concurrency_limit(limit)
+        return
+    if slots is not None:
+        client.upsert_global_concurrency_limit_by_name(settings.SLOTS, slots)
+
+
+def _automation(client: SyncPrefectClient) -> None:
+    """A flow run whose heartbeat stops, since its machine or its worker is gone, becomes Crashed."""
+    if client.read_automations_by_name(LOST):
+        return
+    trigger = EventTrigger(
+        after={HEARTBEAT},
+        expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
+        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=SILENCE,
+    )
+    action = ChangeFlowRunState(
+        name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
+    )
+    automation: Any = Automation(name=LOST, trigger=trigger, actions=[action])
+    automation.create()
+
+
+def _deploy(
+    client: SyncPrefectClient,
+    place: Place,
+    flow: Flow[..., Any],
+    name: str,
+    description: str,
+    schedules: Sequence[Schedule],
+) -> None:
+    try:
+        known = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
+        active = {schedule.slug: schedule.active for schedule in known.schedules}
+    except ObjectNotFound:
+        active = {}
+    made: Any = flow.to_deployment(
+        name=f"{name}{place.suffix}",
+        description=description,
+        tags=["rlhf"],
+        schedules=[replace(s, active=active.get(s.slug, s.active)) for s in schedules],
+        work_pool_name=place.pool,
+        job_variables=place.variables,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    made.apply()
+
+
+def crash_lost_runs() -> None:
+    """Runs that no worker works on any more, to be called while there is none: they can be retried then."""
+    where = WorkPoolFilter(name=WorkPoolFilterName(any_=[settings.POOL]))
+    states = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
+    with get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=states, work_pool_filter=where):
+            lost: State[Any] = Crashed(message="its worker is gone: retry it, and it goes on")
+            client.set_flow_run_state(run.id, lost, force=True)

@@ -1,0 +1,30 @@
+"""What is done when a run has ended without its own process being able to. Idempotent; no torch here."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun, State
+
+from rlhf_tasks import daemons, workspace
+from rlhf_tasks.tracking.context import STAGE_RUN
+
+GRACE_SECONDS = 10.0
+
+
+def workspace_name(flow_run: str) -> str:
+    """Of a flow run's worktree: a retry of the run begins by removing what was left of it."""
+    return f"run-{flow_run[:13]}"
+
+
+def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """End what the run's stages left running, and remove its workspace.
+
+    Prefect wants these names of the arguments. The run's courier closes it in MLflow by itself.
+    """
+    daemons.end_carriers(STAGE_RUN, str(flow_run.id), signal.SIGINT, GRACE_SECONDS)
+    if (Path.cwd() / "dvc.yaml").exists():  # not where a worker only makes jobs for other machines
+        workspace.remove(Path.cwd(), workspace_name(str(flow_run.id)))

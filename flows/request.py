@@ -1,0 +1,53 @@
+"""The fields of the run form: typed and described, so that Prefect's UI draws them. No torch here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rlhf_tasks import config, lineage, presets, workspace
+from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.workspace import Request
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+
+# What a field is for stands in the docstrings of the flows: Prefect takes the form's descriptions from there.
+PresetName = Annotated[str, Field(json_schema_extra={"enum": presets.names()})]
+Seed = Annotated[int, Field(ge=0)]
+Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
+Where = Literal["workspace", "checkout"]
+ExperimentName = Annotated[str, Field(pattern=NAME)]
+
+
+def settle(root: Path, request: Request, *, isolated: bool) -> tuple[str, Config, list[str]]:
+    """The text of params.yaml that the run is to see, what it says, and what it changes.
+
+    Raises:
+        UserError: for values that config refuses, and for stages that dvc.yaml does not have.
+    """
+    if isolated:
+        text, settings, changes = request.settle(workspace.committed(root, "params.yaml"))
+    else:
+        if request.overlays():
+            raise UserError(
+                "preset, seed and overrides change params.yaml, and a run in the checkout takes it as it is: "
+                "set `where` to workspace, or edit params.yaml"
+            )
+        file = root / "params.yaml"
+        text, settings, changes = file.read_text(encoding="utf-8"), config.load(file), []
+    stages = lineage.graph(root)
+    unknown = [name for name in settings.service.stages if name not in stages]
+    if unknown:
+        raise UserError(
+            f"service.stages names {', '.join(unknown)}; the stages of dvc.yaml are {', '.join(stages)}"
+        )
+    return text, settings, changes
+
+
+def check_name(name: str | None) -> None:
+    """Raises UserError for a name that no experiment can have."""
+    if name is not None and not re.fullmatch(NAME, name):
+        raise UserError(f"name={name!r}: letters, digits, - and _ are allowed, the first a letter or digit")

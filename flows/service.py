@@ -1,0 +1,200 @@
+"""`make up`, `make down`: Prefect server, MLflow server, worker and deployments on this machine.
+
+    python -m flows.service up [--prefect-port N] [--mlflow-port N] [--gpu-slots N]
+    python -m flows.service down
+    python -m flows.service status
+    python -m flows.service deploy [--pool NAME]      to the server of PREFECT_API_URL, wherever it is
+    python -m flows.service work                      the same, and a worker in the foreground
+
+`up` puts all on loopback, all data under the main checkout's `.rlhf/`: `service/` (pids, ports, logs),
+`prefect/` (the server's database), and the MLflow store that `dvc repro` writes to. No torch here;
+Prefect is imported only once its server starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+from filelock import FileLock
+
+from flows import settings
+from rlhf_tasks import console, lineage
+from rlhf_tasks.config import UserError
+from rlhf_tasks.daemons import HOST, Daemon, free_port
+from rlhf_tasks.tracking import dashboard
+from rlhf_tasks.tracking.courier import sync
+from rlhf_tasks.tracking.spool import pending
+
+READY_SECONDS = 180.0  # seconds of a machine at rest are minutes of a busy one
+END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs keep their state first
+HEALTH = {"mlflow": "/health", "prefect": "/api/health"}
+
+
+@dataclass(frozen=True)
+class Service:
+    """The programs of one project."""
+
+    root: Path
+    home: Path
+
+    @classmethod
+    def here(cls) -> Service:
+        """Of the project in the working folder.
+
+        Raises:
+            UserError: if none is here, or this is a git worktree: its service is the main checkout's.
+        """
+        lineage.graph()
+        home = lineage.home()
+        if home.parent != Path.cwd():
+            raise UserError(f"the service belongs to the main checkout; run this in {home.parent}")
+        return cls(Path.cwd(), home)
+
+    def daemon(self, name: str) -> Daemon:
+        return Daemon(name, self.home / "service")
+
+    def url(self, name: str) -> str:
+        return f"http://{HOST}:{self.daemon(name).known()['port']}"
+
+    def is_healthy(self, name: str) -> bool:
+        try:
+            return httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
+        except httpx.HTTPError:
+            return False
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """For whatever talks to the servers."""
+        told = settings.prefect(self.home, self.url("prefect"))
+        told[settings.MLFLOW_URL] = self.url("mlflow")
+        here = str(Path(sys.executable).parent)
+        path = os.pathsep.join([here, base.get("PATH", os.defpath)])
+        return {**settings.QUIET, **base, **told, "PATH": path}
+
+    # ---------------------------------------------------------------------------------- starting
+
+    def up(self, ports: Mapping[str, int], gpu_slots: int | None) -> None:
+        """Start what does not run yet, and bring the deployments up to date."""
+        folder = self.home / "service"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            for name in ("prefect", "mlflow"):
+                self._start_server(name, ports[name])
+            os.environ.update(self.environment(os.environ))
+            from flows import deployments  # only now: Prefect reads its settings from the environment
+
+            for name in ("prefect", "mlflow"):
+                self.daemon(name).await_ready(partial(self.is_healthy, name), READY_SECONDS)
+            deployments.apply(self.root, gpu_slots)
+            if pending(self.home / "spool"):
+                sync(self.home)  # of runs whose courier was ended with the service
+            if not self.daemon("worker").is_running():
+                self.daemon("worker").stop(END_SECONDS["worker"])  # what it left running
+                deployments.crash_lost_runs()
+                self._start_worker()
+        self.say()
+
+    def _start_server(self, name: str, first: int) -> None:
+        daemon = self.daemon(name)
+        if daemon.is_running():
+            return
+        # Where it was before, so that links and bookmarks stay good; what is left of it ends first.
+        first = daemon.known().get("port", first)
+        daemon.stop(END_SECONDS[name])
+        port = free_port(first)
+        if name == "mlflow":
+            command = dashboard.server_command(self.home, port)
+            environment = dashboard.server_environment(os.environ)
+        else:
+            words = ["-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
+            command = [sys.executable, *words]
+            told = settings.prefect(self.home, f"http://{HOST}:{port}")
+            environment = {**settings.QUIET, **os.environ, **told}
+        daemon.start(command, environment, self.root, port=port)
+
+    def _start_worker(self) -> None:
+        daemon = self.daemon("worker")
+        words = ["-m", "prefect", "worker", "start", "--pool", settings.POOL, "--type", "process"]
+        daemon.start([sys.executable, *words], self.environment(os.environ), self.root)
+
+    # ----------------------------------------------------------------------- looking, and ending
+
+    def say(self) -> None:
+        console.say(f"Prefect: {self.url('prefect')}")
+        console.say(f"MLflow:  {self.url('mlflow')}")
+        console.say(f"logs: {self.home / 'service'}; `make down` ends it")
+
+    def status(self) -> int:
+        """Say what runs; 0 if all does."""
+        names = ("prefect", "mlflow", "worker")
+        running = {name: self.daemon(name).is_running() for name in names}
+        for name, runs in running.items():
+            where = f", {self.url(name)}" if runs and name in HEALTH else ""
+            console.say(f"{name}: {'runs' if runs else 'does not run'}{where}")
+        return 0 if all(running.values()) else 1
+
+    def down(self) -> None:
+        """End all of it; runs in progress keep their state, and go on when they are run again."""
+        ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
+        console.say(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+
+
+def elsewhere(pool: str, *, work: bool) -> int:
+    """For a server that others run: register this project's deployments, and be their worker if wanted.
+
+    Raises:
+        UserError: if no server is named, or the pool is not there.
+    """
+    if "PREFECT_API_URL" not in os.environ:
+        raise UserError("PREFECT_API_URL is not set: it names the server, as http://127.0.0.1:4200/api")
+    lineage.graph()
+    for variable, value in settings.QUIET.items():
+        os.environ.setdefault(variable, value)
+    from flows import deployments
+
+    deployments.apply(Path.cwd(), None, pool)
+    console.say(f"deployments are registered at {os.environ['PREFECT_API_URL']} for the pool {pool}")
+    if work:
+        words = ["-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+        os.execv(sys.executable, [sys.executable, *words])
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flows.service", description="the service of a project")
+    commands = parser.add_subparsers(dest="command", required=True)
+    up = commands.add_parser("up", help="start servers, worker and deployments")
+    up.add_argument("--prefect-port", type=int, default=4200, help="the next free one is taken")
+    up.add_argument("--mlflow-port", type=int, default=5000, help="the next free one is taken")
+    up.add_argument("--gpu-slots", type=int, help="of the concurrency limit `gpu` (at first: 1)")
+    commands.add_parser("down", help="end all of it")
+    commands.add_parser("status", help="what runs, and where")
+    deploy = commands.add_parser("deploy", help="register the deployments at the server of PREFECT_API_URL")
+    deploy.add_argument("--pool", default=settings.POOL, help="a work pool (default: %(default)s)")
+    commands.add_parser("work", help="register the deployments, and be a worker for them")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command in ("deploy", "work"):
+            return elsewhere(getattr(options, "pool", settings.POOL), work=options.command == "work")
+        service = Service.here()
+        if options.command == "up":
+            ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port}
+            service.up(ports, options.gpu_slots)
+        elif options.command == "down":
+            service.down()
+        else:
+            return service.status()
+    except UserError as error:
+        print(f"rlhf service: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""What every program of the service is told by its environment. No Prefect at import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
+POOL = "rlhf"
+SLOTS = "gpu"  # the global concurrency limit
+MLFLOW_URL = "RLHF_MLFLOW_URL"  # where the dashboard is, for links
+
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+}
+
+
+def prefect(home: Path, url: str) -> dict[str, str]:
+    """Prefect's settings for server, worker and flows; `home` is the project's `.rlhf`."""
+    folder = home / "prefect"
+    return {
+        "PREFECT_HOME": str(folder),
+        "PREFECT_PROFILES_PATH": str(folder / "profiles.toml"),
+        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
+        # Leases in memory are not freed after a restart of the server.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",  # DVC does that
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # by which a vanished run is seen
+        "PREFECT_CLIENT_MAX_RETRIES": "10",  # a server that restarts is waited for
+    }

@@ -1,0 +1,218 @@
+"""`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one comparison at the end.
+
+Each run ends as a DVC experiment whose name is a digest of all that decides its result: commit, settled
+parameters, data. What has one is done, so that a sweep that broke off goes on where it was. The runs
+go to a deployment's work pool and keep its limits: another `deployment` puts them on other machines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow, get_run_logger
+from prefect.artifacts import create_image_artifact, create_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
+from prefect.states import Cancelling, Completed, Failed
+from pydantic import Field
+
+from flows import request, results, settings, watch
+from rlhf_tasks import comparison, lineage, workspace
+from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.tracking import pipeline as tracking
+from rlhf_tasks.workspace import Request
+
+POLL_SECONDS = 1.0
+HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that name no result
+CURVES = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg")
+TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
+
+Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
+Seeds = Annotated[list[int], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the sweep."""
+
+    setting: str
+    seed: int
+    overrides: Mapping[str, Any]
+    experiment: str
+
+
+@flow(
+    name=settings.SWEEP,
+    description="Run the pipeline with several settings and seeds, and compare them.",
+    persist_result=False,
+)
+def sweep(
+    grid: Grid | None = None,
+    settings_list: list[dict[str, Any]] | None = None,
+    seeds: Seeds = [1, 2, 3],  # noqa: B006  Prefect shows it in the form
+    preset: request.PresetName | None = None,
+    name: request.ExperimentName = "sweep",
+    metrics: list[str] | None = None,
+    curves: list[str] = list(CURVES),  # noqa: B006
+    parallel: Annotated[int, Field(ge=1)] = 2,
+    deployment: str = f"{settings.PIPELINE}/pipeline",
+) -> State[Any]:
+    """Run what is not done yet of settings × seeds, then compare all of it.
+
+    Args:
+        grid: Values per dotted key of params.yaml; every combination is run.
+        settings_list: Instead of a grid: the overrides of each setting.
+        seeds: Every setting is run with each.
+        preset: Values written over those of params.yaml before all of it.
+        name: Of the sweep; its experiments are called by it and a digest.
+        metrics: The table's columns, such as ppo/objective/kl; by default the headlines and win rates.
+        curves: The figure's panels: columns of plots/ppo.csv.
+        parallel: Runs started at once; the limit `gpu` holds besides.
+        deployment: What runs them; one of another work pool puts them on other machines.
+    """
+    root, run = Path.cwd(), str(flow_run.get_id())
+    try:
+        request.check_name(name)
+        wanted, values = cells(root, name, preset, combinations(grid, settings_list), seeds)
+    except UserError as error:
+        get_run_logger().error("%s", error)
+        return Failed(message=str(error))
+    done = [cell for cell in wanted if workspace.experiment(root, cell.experiment)]
+    get_run_logger().info("%d of %d runs are done already", len(done), len(wanted))
+    with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
+        failed = run_cells([c for c in wanted if c not in done], deployment, preset, parallel)
+        found = [comparison.read(root, c.setting, c.seed, c.experiment) for c in wanted if c not in failed]
+        rows = compare(found, metrics, curves, name, told)
+    show_figure(run, values)
+    if failed:
+        lost = ", ".join(f"{cell.setting}, seed {cell.seed}" for cell in failed)
+        return Failed(
+            message=f"{len(failed)} of {len(wanted)} runs failed ({lost}); a new run does these only"
+        )
+    return Completed(message=f"{len(rows)} setting(s), {len(wanted)} runs, {len(done)} of them done before")
+
+
+def combinations(
+    grid: Mapping[str, Sequence[Any]] | None, listed: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The overrides of each setting.
+
+    Raises:
+        UserError: if both or none are given.
+    """
+    if (grid is None) == (listed is None):
+        raise UserError("give either grid (values per key) or settings_list (overrides of each setting)")
+    if listed is not None:
+        return [dict(overrides) for overrides in listed]
+    assert grid is not None
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def cells(
+    root: Path, name: str, preset: str | None, listed: Sequence[Mapping[str, Any]], seeds: Sequence[int]
+) -> tuple[list[Cell], Config]:
+    """All runs of the sweep, checked before any starts, and the config of the first.
+
+    Raises:
+        UserError: naming the problems of every setting that has some.
+    """
+    found, problems, first = [], [], None
+    for overrides in listed:
+        setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "as it is"
+        for seed in seeds:
+            asked = Request(preset, seed, dict(overrides))
+            try:
+                _, values, _ = request.settle(root, asked, isolated=True)
+            except UserError as error:
+                problems.append(f"{setting}: {error}")
+                break
+            first = first or values
+            found.append(Cell(setting, seed, overrides, f"{name}-{_digest(root, values)}"))
+    if problems or first is None:
+        raise UserError("\n".join(problems) or "the sweep has no setting")
+    return found, first
+
+
+def _digest(root: Path, values: Config) -> str:
+    tree = {
+        "commit": lineage.git_revision(),
+        "data": watch.fingerprint(root, values),
+        "params": values.model_dump(mode="json", exclude=HOW_NOT_WHAT),
+    }
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def run_cells(todo: Sequence[Cell], deployment: str, preset: str | None, parallel: int) -> list[Cell]:
+    """Run them, some at once; those that failed. A cancelled sweep cancels its runs."""
+    waiting, running, failed = list(todo), dict[Any, Cell](), list[Cell]()
+    with get_client(sync_client=True) as client:
+        try:
+            while waiting or running:
+                while waiting and len(running) < parallel:
+                    cell = waiting.pop(0)
+                    parameters = {
+                        "preset": preset, "seed": cell.seed, "overrides": dict(cell.overrides),
+                        "name": cell.experiment,
+                    }  # fmt: skip
+                    started: Any = run_deployment(
+                        deployment, parameters=parameters, timeout=0, as_subflow=True
+                    )
+                    running[started.id] = cell
+                time.sleep(POLL_SECONDS)
+                for identity in list(running):
+                    state = client.read_flow_run(identity).state
+                    if state is not None and state.is_final():
+                        cell = running.pop(identity)
+                        if not state.is_completed():
+                            failed.append(cell)
+        except BaseException:
+            for identity in running:
+                with suppress(ObjectNotFound):
+                    client.set_flow_run_state(identity, Cancelling())
+            raise
+    return failed
+
+
+def compare(
+    found: Sequence[comparison.Result],
+    metrics: Sequence[str] | None,
+    curves: Sequence[str],
+    name: str,
+    told: tracking.Pipeline,
+) -> list[dict[str, Any]]:
+    """One table and one figure, kept with the sweep's run in MLflow and shown in Prefect."""
+    known = list(dict.fromkeys(key for result in found for key in result.metrics))
+    headlines = [key for key in known if key in results.HEADLINES or key.endswith("/win_rate")]
+    rows = comparison.table(found, metrics if metrics is not None else headlines or known)
+    drawn = [curve for curve in curves if any(curve in row for r in found for row in r.curves)]
+    with tempfile.TemporaryDirectory() as folder:
+        file, figure = Path(folder) / "comparison.json", Path(folder) / "comparison.png"
+        file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        told.artifact(file)
+        if drawn:
+            comparison.draw(found, drawn, name, figure)
+            told.artifact(figure)
+    create_table_artifact(rows, key=TABLE_KEY, description=f"{name}: mean ± standard deviation over seeds")
+    return rows
+
+
+def show_figure(run: str, values: Config) -> None:
+    """The figure in Prefect, as MLflow has it; nothing where MLflow does not answer."""
+    links = results.run_links(values.tracking, {}, tracking.key(run))
+    if "pipeline" in links:
+        server, _, identity = links["pipeline"].partition("/#/experiments/")
+        identity = identity.rpartition("/")[2]
+        address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
+        create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({links['pipeline']})")

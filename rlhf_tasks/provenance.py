@@ -1,0 +1,223 @@
+"""`rlhf lineage MODEL_OR_RUN`: the chain from raw data to the verdict, and what brings each part back.
+
+A thing is named by a path (models/policy), an experiment, a git revision, a run's key (`rlhf.run`), a
+flow run's id, or an MLflow run's id. What is known of it stands in the dvc.lock of a commit; who made
+each part, in the models/lineage/STAGE.json of that commit, which the DVC cache holds. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks import config, lineage, workspace
+from rlhf_tasks.config import UserError
+
+MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
+FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One stage of the chain."""
+
+    stage: str
+    inputs: Mapping[str, str | None]
+    """`{path: md5}`; None where dvc.lock does not say."""
+    outs: Mapping[str, str | None]
+    made: Mapping[str, Any]
+    """models/lineage/STAGE.json: the run's key, its commit; empty if the cache does not have it."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    revision: str
+    """A commit that has all of it."""
+    experiment: str | None
+    path: str | None
+    """What was asked for, if it was a single out."""
+    links: Sequence[Link]
+    metrics: Mapping[str, float]
+    notes: Sequence[str]
+
+
+def find(root: Path, asked: str) -> Chain:
+    """The chain that ends in what is asked for; all of it for an experiment, a commit or a flow's run.
+
+    Raises:
+        UserError: if nothing is known by that name.
+    """
+    path = asked.rstrip("/")
+    makers = {out: stage for stage, node in lineage.graph(root).items() for out in node.outs}
+    if path in makers:
+        return _of_path(root, path, makers[path])
+    name = _named_by_run(root, asked) or asked
+    revision = workspace.experiment(root, name)
+    if revision is not None:
+        return _of_revision(root, revision, name, None)
+    if (stage := _stage_of_key(root, name)) is not None:
+        return _of_key(root, name, stage)
+    revision = workspace.commit(root, name)
+    if revision is not None:
+        return _of_revision(root, revision, None, None)
+    raise UserError(
+        f"{asked!r} is no out of dvc.yaml ({', '.join(makers)}), no experiment (`dvc exp list`), no git "
+        "revision, and no run that this project knows (a key like ppo-20260101T000000-abc123, a flow run's "
+        "id, an MLflow run's id)"
+    )
+
+
+def _of_path(root: Path, path: str, stage: str) -> Chain:
+    """Of what lies in the working tree now, by its bytes."""
+    if not (root / path).exists():
+        raise UserError(f"{path} is not here; `dvc checkout {path}` brings back what dvc.lock has")
+    md5 = lineage.digest(root / path)
+    for revision, name in _revisions(root):
+        if _locked(root, revision).get(path) == md5:
+            return _of_revision(root, revision, name, stage, path)
+    raise UserError(
+        f"{path} ({md5}) is in no commit and no experiment: commit dvc.lock after the run that made it, or "
+        f"`dvc checkout {path}` to have what dvc.lock says"
+    )
+
+
+def _of_key(root: Path, key: str, stage: str) -> Chain:
+    for revision, name in _revisions(root):
+        if _made(root, _locked(root, revision), stage).get("rlhf.run") == key:
+            return _of_revision(root, revision, name, stage)
+    raise UserError(f"no commit and no experiment has what the run {key} made")
+
+
+def _of_revision(
+    root: Path, revision: str, name: str | None, last: str | None, path: str | None = None
+) -> Chain:
+    locked, graph = _locked(root, revision), lineage.graph(root)
+    wanted = _before(graph, last) if last is not None else set(graph)
+    if last is not None:
+        wanted |= {stage for stage in graph if last in _before(graph, stage)}  # up to the verdict on it
+    links = [
+        Link(
+            stage,
+            {dep: locked.get(dep) for dep in node.inputs},
+            {out: locked.get(out) for out in node.outs if out in locked},
+            _made(root, locked, stage),
+        )
+        for stage, node in graph.items()
+        if stage in wanted
+    ]
+    notes = [f"{link.stage} has not run in this commit" for link in links if not link.outs]
+    return Chain(revision, name, path, links, _metrics(root, revision), notes)
+
+
+def _before(graph: Mapping[str, lineage.Node], stage: str) -> set[str]:
+    """The stage, and all whose outs it depends on, directly or not."""
+    makers = {out: name for name, node in graph.items() for out in node.outs}
+    found, todo = set[str](), [stage]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += [makers[dep] for dep in graph[name].inputs if dep in makers]
+    return found
+
+
+def _revisions(root: Path) -> Iterator[tuple[str, str | None]]:
+    """The commit checked out, then the experiments, newest first, each with its name."""
+    head = workspace.commit(root, "HEAD")
+    if head is not None:
+        yield head, None
+    yield from workspace.experiments(root)
+
+
+def _locked(root: Path, revision: str) -> dict[str, str]:
+    if not workspace.paths(root, revision, "dvc.lock"):
+        return {}
+    return lineage.locked_in(workspace.shown(root, revision, "dvc.lock"))
+
+
+def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
+    md5 = locked.get(f"models/lineage/{stage}.json")
+    if md5 is None:
+        return {}
+    try:
+        blob = workspace.cache(root) / "files" / "md5" / md5[:2] / md5[2:]
+        found: dict[str, Any] = json.loads(blob.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    return found
+
+
+def _metrics(root: Path, revision: str) -> dict[str, float]:
+    path = "metrics/judge.json"
+    if not workspace.paths(root, revision, path):
+        return {}
+    return config.flatten(json.loads(workspace.shown(root, revision, path)))
+
+
+def _stage_of_key(root: Path, name: str) -> str | None:
+    stage, _, rest = name.partition("-")
+    return stage if stage in lineage.graph(root) and re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]+", rest) else None
+
+
+def _named_by_run(root: Path, asked: str) -> str | None:
+    """The experiment of a flow run, by its spool; or the experiment or key of an MLflow run, by its tags."""
+    if flow := FLOW_ID.fullmatch(asked):
+        spool = workspace.home(root) / "spool"
+        for file in [*spool.glob(f"flow-{flow[2]}*.jsonl"), *spool.glob(f"delivered/flow-{flow[2]}*.jsonl")]:
+            for line in file.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                if record["kind"] == "tags" and "dvc.exp" in record["values"]:
+                    return str(record["values"]["dvc.exp"])
+    if MLFLOW_ID.fullmatch(asked):
+        from rlhf_tasks.tracking.store import tags_of
+
+        tags = tags_of(config.load(root / "params.yaml").tracking.uri, workspace.home(root), asked)
+        return tags.get("rlhf.run") or tags.get("dvc.exp")
+    return None
+
+
+def lines(chain: Chain) -> Iterator[str]:
+    """The chain as text: data first, verdict last, then the commands."""
+    where = f"experiment {chain.experiment} ({chain.revision})" if chain.experiment else chain.revision
+    yield f"{chain.path} in {where}" if chain.path else where
+    made = {out for link in chain.links for out in link.outs}
+    raw = {dep: md5 for link in chain.links for dep, md5 in link.inputs.items() if dep not in made}
+    for path, md5 in raw.items():
+        if not path.startswith(("metrics/", "plots/")):
+            yield f"data         {path}  {md5 or 'not in dvc.lock'}"
+    for link in chain.links:
+        run = link.made.get("rlhf.run")
+        by = f"  run {run}, code of {link.made.get('git.rev')}" if run else ""
+        yield f"{link.stage:12} {by.strip()}"
+        for path, md5 in link.outs.items():
+            yield f"{'':12} {path}  {md5}"
+    for key, rate in chain.metrics.items():
+        if key.endswith("/win_rate"):
+            base = key.removesuffix("/win_rate")
+            low, high = chain.metrics[f"{base}/low"], chain.metrics[f"{base}/high"]
+            yield f"verdict      {base.replace('_vs_', ' vs ')}  {rate:.1%} ({low:.1%}–{high:.1%})"
+    yield from (f"note         {note}" for note in chain.notes)
+    yield from ("", "to bring it back:", *(f"  {command}" for command in commands(chain)))
+
+
+def commands(chain: Chain) -> list[str]:
+    """What restores all of it, here or beside, and each out alone."""
+    here = (
+        f"dvc exp apply {chain.experiment}"
+        if chain.experiment
+        else f"git checkout {chain.revision} && dvc checkout"
+    )
+    keys = [link.made["rlhf.run"] for link in chain.links if link.made]
+    all_outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
+    outs = [chain.path] if chain.path else all_outs
+    held = [out for out in outs if not out.startswith(workspace.GIT_HELD)]
+    return [
+        f"{here}  # all of it, in this folder",
+        *(f"dvc get . {out} --rev {chain.revision[:12]} -o {out.replace('/', '-')}" for out in held),
+        *(f"git show {chain.revision[:12]}:{out}" for out in outs if out not in held),
+        *(f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]),
+    ]

@@ -1,0 +1,265 @@
+"""Isolated runs: a git worktree of the project that shares its DVC cache. No torch here.
+
+    .rlhf/workspaces/NAME       of the main checkout; removed when the run is over
+
+A workspace holds the commit checked out in the main checkout, the parameters that the run was given,
+and the data at `data.path` as it lies in the main checkout now (it need not be in git). The user's
+working tree is never written to. What comes of a run is a DVC experiment, which `dvc exp show` lists
+and `dvc exp apply` brings back.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from rlhf_tasks import lineage, presets
+from rlhf_tasks.config import Config, UserError
+
+FOLDER = "workspaces"
+GIT_HELD = ("metrics/", "plots/")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a run is asked to change of the committed parameters: presets, then single values on top."""
+
+    preset: str | None = None
+    seed: int | None = None
+    overrides: dict[str, Any] | None = None
+
+    def overlays(self) -> list[dict[str, Any]]:
+        single = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
+        return [
+            *([presets.read(self.preset)] if self.preset else []),
+            *(presets.nested(key, value) for key, value in single.items()),
+        ]
+
+    def settle(self, text: str) -> tuple[str, Config, list[str]]:
+        """The text of params.yaml with the changes, as a checked config, and the changes.
+
+        Raises:
+            ConfigError: naming every problem of what was asked.
+        """
+        return presets.combined(text, self.overlays(), "params.yaml with the run's changes")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A worktree at `top`, in which the project's folder is `folder`."""
+
+    root: Path
+    top: Path
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.top.name
+
+    def environment(self) -> dict[str, str]:
+        """So that the stages run the code of this commit, not that of the main checkout."""
+        if not (self.folder / "rlhf_tasks").is_dir():
+            return {}
+        return {"PYTHONPATH": os.pathsep.join([str(self.folder), *_given("PYTHONPATH")])}
+
+    def save(self, name: str) -> str:
+        """Keep the state of the workspace as a DVC experiment of this name; returns its commit."""
+        # DVC keeps its exchange with git under refs/exps/exec, which all worktrees share.
+        with FileLock(self.root / ".rlhf" / "exp.lock"):
+            dvc(self.folder, "exp", "save", "--force", "--name", name, *self._uncached())
+        return experiment(self.root, name) or ""
+
+    def _uncached(self) -> list[str]:
+        """Metrics and curves, which git holds: at the first run it does not know them yet."""
+        outs = [out for node in lineage.graph(self.folder).values() for out in node.outs]
+        held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
+        return [word for out in held for word in ("--include-untracked", out)]
+
+    def remove(self) -> None:
+        """Take it away, whatever is in it; nothing happens if it is gone."""
+        remove(self.root, self.name)
+
+
+def create(root: Path, name: str, params: str, settings: Config) -> Workspace:
+    """A workspace of the commit checked out in `root`, with these parameters and the data of now.
+
+    One of the same name, left by a run that was killed, is removed first.
+
+    Raises:
+        UserError: if the project is in no git repository, or has no commit.
+    """
+    _needs_commit(root)
+    remove(root, name)
+    top = home(root) / FOLDER / name
+    top.parent.mkdir(parents=True, exist_ok=True)
+    with _worktrees(root):
+        _git(root, "worktree", "add", "--quiet", "--detach", str(top), "HEAD")
+    inside = root.resolve().relative_to(Path(_git(root, "rev-parse", "--show-toplevel")).resolve())
+    workspace = Workspace(root, top, top / inside)
+    (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
+    local = root / ".dvc/config.local"  # the remotes' secrets
+    if local.exists():
+        shutil.copy(local, workspace.folder / ".dvc/config.local")
+    dvc(workspace.folder, "config", "--local", "cache.dir", str(cache(root)))
+    dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
+    _bring(settings.data.path, root, workspace.folder)
+    return workspace
+
+
+def remove(root: Path, name: str) -> None:
+    """Take a workspace away by name, and what git knows of it."""
+    top = home(root) / FOLDER / name
+    if top.exists():
+        shutil.rmtree(top, ignore_errors=True)
+    with _worktrees(root):
+        _git(root, "worktree", "prune")
+
+
+def unseen(root: Path, *, all_files: bool = False) -> list[str]:
+    """Files of the working tree that differ from the commit: an isolated run does not see these changes.
+
+    What runs write themselves is left aside, but for `all_files`.
+    """
+    untold = () if all_files else lineage.UNTOLD
+    lines = _git(root, "status", "--porcelain", "--", ".", *untold, strip=False).splitlines()
+    return [line[2:].strip() for line in lines]
+
+
+def committed(root: Path, path: str) -> str:
+    """The text of a file in the commit checked out.
+
+    Raises:
+        UserError: if it is not committed.
+    """
+    _needs_commit(root)
+    try:
+        return _git(root, "show", f"HEAD:./{path}", strip=False)
+    except UserError:
+        raise UserError(
+            f"{path} is not committed, and an isolated run sees only what is; commit it"
+        ) from None
+
+
+def experiment(root: Path, name: str) -> str | None:
+    """The commit of the experiment of this name, the newest if it was made from several commits."""
+    refs = _git(
+        root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname)", f"refs/exps/*/*/{name}"
+    )
+    return refs.split("\n")[0] or None
+
+
+def experiments(root: Path) -> list[tuple[str, str]]:
+    """All experiments as commit and name, newest first."""
+    form = "--format=%(objectname) %(refname)"
+    refs = _git(root, "for-each-ref", "--sort=-committerdate", form, "refs/exps/*/*/*").splitlines()
+    return [(line.split(" ")[0], line.rpartition("/")[2]) for line in refs]
+
+
+def commit(root: Path, revision: str) -> str | None:
+    """The commit that git knows by this name."""
+    try:
+        return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+    except UserError:
+        return None
+
+
+def cache(root: Path) -> Path:
+    """The DVC cache of the project."""
+    return Path(dvc(root, "cache", "dir"))
+
+
+def paths(root: Path, revision: str, under: str) -> list[str]:
+    """The files of a commit whose path, from the project's folder, is or begins with `under`."""
+    return _git(root, "ls-tree", "-r", "--name-only", revision, "--", f"./{under}").splitlines()
+
+
+def shown(root: Path, revision: str, path: str) -> str:
+    """The text of a file in a commit."""
+    return _git(root, "show", f"{revision}:./{path}", strip=False)
+
+
+def home(root: Path) -> Path:
+    """The main checkout's `.rlhf`; `root` is the main checkout."""
+    return root / ".rlhf"
+
+
+def _bring(path: str, root: Path, folder: Path) -> None:
+    """The data as it is now: it may be outside git, or newer than the commit."""
+    source, target = root / path, folder / path
+    if Path(path).is_absolute() or not source.exists():
+        return
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, target, copy_function=_link, ignore=ignore)
+    else:
+        _link(str(source), str(target))
+
+
+def _link(source: str, target: str) -> None:
+    """The same bytes under a second name, without a copy where the disk allows it; stages only read them."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _worktrees(root: Path) -> FileLock:
+    """Two runs that begin at once must not list and make worktrees at the same time."""
+    home(root).mkdir(exist_ok=True)
+    return FileLock(home(root) / "worktrees.lock")
+
+
+def _needs_commit(root: Path) -> None:
+    try:
+        _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    except UserError:
+        raise UserError(
+            f"{root} has no git commit; an isolated run works on one: `git init`, `git add`, `git commit`"
+        ) from None
+    try:
+        _git(root, "config", "user.name")
+        _git(root, "config", "user.email")
+    except UserError:
+        raise UserError(
+            "git does not know who you are, and what comes of a run is a commit (a DVC experiment): "
+            "`git config user.name NAME` and `git config user.email ADDRESS`"
+        ) from None
+
+
+def _given(variable: str) -> list[str]:
+    return [os.environ[variable]] if os.environ.get(variable) else []
+
+
+def _git(root: Path, *words: str, strip: bool = True) -> str:
+    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"`git {' '.join(words)}` failed in {root}: {done.stderr.strip()}")
+    return done.stdout.strip() if strip else done.stdout
+
+
+def dvc(folder: Path, *words: str) -> str:
+    """Run DVC in a folder; returns what it prints.
+
+    Raises:
+        UserError: with its own words, if it fails.
+    """
+    command = [sys.executable, "-m", "dvc", *words]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, start_new_session=True
+    )
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise UserError(f"`dvc {' '.join(words)}` failed in {folder}: {said}")
+    return done.stdout.strip()

@@ -1,0 +1,306 @@
+"""The real servers, worker and deployments, used as the UI uses them; one quick round, the rest slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rlhf_tasks import daemons
+from tests.flows import toy
+from tests.flows.toy import Service
+
+pytestmark = [pytest.mark.e2e]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with toy.service(toy.make(tmp_path_factory.mktemp("service") / "project")) as service:
+        yield service
+
+
+@pytest.fixture
+def fresh(running: Service) -> Iterator[Service]:
+    """The project as committed at first, before and after."""
+    toy.reset(running.root)
+    yield running
+    toy.reset(running.root)
+
+
+def test_a_run_completes_and_all_parts_point_at_each_other(running: Service) -> None:
+    identity = running.start(name="whole", overrides={"ppo.kl_coef": 0.25})
+    assert running.end(identity)["type"] == "COMPLETED", running.logs(identity)
+    assert running.tasks(identity) == {"first": "Completed", "second": "Completed"}
+    assert "kl_coef: 0.25" in toy.git(running.root, "show", f"{revision(running, 'whole')}:params.yaml")
+    assert "metrics/first.json" in toy.git(running.root, "ls-tree", "-r", revision(running, "whole"))
+    assert toy.git(running.root, "status", "--porcelain") == "", "the working tree is untouched"
+    assert list((running.root / ".rlhf/workspaces").iterdir()) == []
+    run = toy.until(
+        lambda: (found := running.mlflow(identity))["info"]["status"] == "FINISHED" and found, "MLflow"
+    )
+    assert toy.tags(run)["dvc.exp"] == "whole"
+    assert toy.tags(run)["dvc.exp_rev"] == revision(running, "whole")
+    assert toy.tags(run)["prefect.flow_run_id"] == identity
+    assert toy.tags(run)["git.rev"] == toy.git(running.root, "rev-parse", "HEAD").strip()
+    page = running.artifact("rlhf-results")
+    assert "dvc exp apply whole" in page
+    assert run["info"]["run_id"] in page
+    assert '"first/rows"' in running.artifact("rlhf-metrics")
+
+
+def revision(service: Service, experiment: str) -> str:
+    pattern = f"refs/exps/*/*/{experiment}"
+    return toy.git(service.root, "for-each-ref", "--format=%(objectname)", pattern).strip()
+
+
+@pytest.mark.slow
+def test_an_unchanged_stage_is_shown_as_cached(fresh: Service) -> None:
+    first = fresh.start(seed=5)
+    assert fresh.end(first)["type"] == "COMPLETED"
+    again = fresh.start(seed=5)
+    assert "nothing had to run" in fresh.end(again)["message"]
+    assert fresh.tasks(again) == {"first": "Cached", "second": "Cached"}
+
+
+@pytest.mark.slow
+def test_an_override_that_does_not_exist_fails_before_anything_starts(fresh: Service) -> None:
+    identity = fresh.start(overrides={"ppo.kl_cof": 1.0})
+    state = fresh.end(identity)
+    assert state["type"] == "FAILED"
+    assert "did you mean 'kl_coef'" in state["message"]
+    assert fresh.tasks(identity) == {}
+    with pytest.raises(AssertionError, match="is not one of"):
+        fresh.start(preset="no-such-preset")
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_share_the_slot_and_both_end(fresh: Service) -> None:
+    toy.write_script(
+        fresh.root,
+        ["mkdir ../../slot || exit 5", "sleep 2", "rmdir ../../slot", toy.SECOND.rstrip()],
+    )
+    runs = [fresh.start(name=f"both-{seed}", seed=seed) for seed in (11, 12)]
+    for identity in runs:
+        assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
+    assert {"both-11", "both-12"} <= set(fresh.experiments())
+    limit = fresh.call("GET", "/v2/concurrency_limits/gpu")
+    assert (limit["limit"], limit["active_slots"]) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_new_stage_of_dvc_yaml_appears_without_a_change_to_code(fresh: Service) -> None:
+    file = fresh.root / "dvc.yaml"
+    before = file.read_text(encoding="utf-8")
+    third = "  third:\n    cmd: cp second.txt third.txt\n    deps: [second.txt]\n    outs: [third.txt]\n"
+    file.write_text(before + third, encoding="utf-8")
+    toy.commit(fresh.root)
+    identity = fresh.start(seed=6)
+    assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
+    assert list(fresh.tasks(identity)) == ["first", "second", "third"]
+    file.write_text(before, encoding="utf-8")
+    toy.commit(fresh.root)
+
+
+@pytest.mark.slow
+def test_a_fault_is_retried_and_a_mistake_is_not(fresh: Service) -> None:
+    toy.write_script(fresh.root, ["echo try >> ../../tries", "echo 'rlhf: mend it' >&2; exit 2"])
+    tries = fresh.root / ".rlhf/tries"
+    state = fresh.end(fresh.start())
+    assert state["type"] == "FAILED"
+    assert "mend it" in state["message"]
+    assert tries.read_text(encoding="utf-8").count("try") == 1
+    toy.write_script(fresh.root, ["echo try >> ../../tries", "echo 'No space left on device' >&2; exit 1"])
+    state = fresh.end(fresh.start())
+    assert state["type"] == "FAILED"
+    assert "No space left on device" in fresh.logs(fresh.start()) or "second" in state["message"]
+    assert tries.read_text(encoding="utf-8").count("try") >= 1 + 3
+
+
+TRAIN = """\
+import os, pathlib, subprocess, sys, time
+helper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)
+home = pathlib.Path('../..')
+(home / 'pids').write_text(f'{os.getpid()} {helper.pid}')
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    (home / 'kept').touch()
+    raise
+"""
+
+
+def train_for_long(service: Service) -> str:
+    """A run whose second stage trains on and on, with a rank in a session of its own; its id."""
+    for name in ("pids", "kept"):
+        (service.root / ".rlhf" / name).unlink(missing_ok=True)
+    (service.root / "train.py").write_text(TRAIN, encoding="utf-8")
+    toy.write_script(service.root, [f"exec {sys.executable} train.py"])
+    identity = service.start()
+    toy.until(lambda: (service.root / ".rlhf/pids").exists(), "the stage to train")
+    return identity
+
+
+def alive(service: Service) -> list[int]:
+    pids = (service.root / ".rlhf/pids").read_text(encoding="utf-8").split()
+    return [int(pid) for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+def test_cancelling_ends_the_whole_tree_and_leaves_all_clean(fresh: Service) -> None:
+    identity = train_for_long(fresh)
+    fresh.cancel(identity)
+    assert fresh.end(identity)["type"] == "CANCELLED"
+    assert alive(fresh) == []
+    assert (fresh.root / ".rlhf/kept").exists(), "the stage was interrupted, not killed"
+    assert list((fresh.root / ".rlhf/workspaces").iterdir()) == []
+    toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "KILLED", "MLflow")
+    assert fresh.call("GET", "/v2/concurrency_limits/gpu")["active_slots"] == 0
+    toy.reset(fresh.root)
+    assert fresh.end(fresh.start(seed=8))["type"] == "COMPLETED"
+
+
+@pytest.mark.slow
+def test_a_vanished_flow_process_is_seen_as_crashed_and_its_stage_ended(fresh: Service) -> None:
+    identity = train_for_long(fresh)
+    for process in daemons.carriers("PREFECT__FLOW_RUN_ID", identity):
+        if "prefect.engine" in process.cmdline():
+            process.kill()
+    assert fresh.end(identity)["type"] == "CRASHED"
+    toy.until(lambda: alive(fresh) == [], "the stage to end")
+    toy.until(lambda: not list((fresh.root / ".rlhf/workspaces").iterdir()), "the workspace to go")
+    toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "FAILED", "MLflow")
+
+
+@pytest.mark.slow
+def test_a_vanished_worker_is_started_again_and_its_run_seen_as_crashed(fresh: Service) -> None:
+    identity = train_for_long(fresh)
+    os.kill(fresh.daemon("worker").known()["pid"], signal.SIGKILL)
+    toy.until(lambda: not fresh.daemon("worker").is_running(), "the worker to vanish")
+    toy.reset(fresh.root)
+    assert fresh.command("up").returncode == 0
+    assert fresh.end(identity)["type"] == "CRASHED"
+    assert alive(fresh) == []
+    scheduled = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
+    fresh.call("POST", f"/flow_runs/{identity}/set_state", scheduled)  # "Retry" in the UI
+    toy.until(lambda: fresh.run(identity)["run_count"] == 2, "the retry")
+    assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
+
+
+@pytest.mark.slow
+def test_down_midway_lets_the_stage_keep_its_state_and_its_run_can_be_retried(fresh: Service) -> None:
+    identity = train_for_long(fresh)
+    assert fresh.command("down").returncode == 0
+    assert alive(fresh) == []
+    assert (fresh.root / ".rlhf/kept").exists(), "the stage was interrupted, not killed"
+    toy.reset(fresh.root)
+    assert fresh.up().returncode == 0
+    assert fresh.end(identity)["type"] in ("CRASHED", "CANCELLED")
+    assert fresh.end(fresh.start(seed=51))["type"] == "COMPLETED"
+
+
+@pytest.mark.slow
+def test_mlflow_out_of_reach_is_told_by_the_run_and_fails_nothing(fresh: Service) -> None:
+    told = "until ls ../../spool/*.trouble; do sleep 0.2; done"
+    toy.write_script(fresh.root, [told, toy.SECOND.rstrip()])
+    identity = fresh.start(seed=61, overrides={"tracking.uri": "http://127.0.0.1:9"})
+    assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
+    assert "`rlhf sync` sends it what it lacks" in fresh.artifact("rlhf-results")
+
+
+@pytest.mark.slow
+def test_a_server_that_restarts_midway_ends_no_run(fresh: Service) -> None:
+    toy.write_script(fresh.root, ["touch ../../started", "sleep 25", toy.SECOND.rstrip()])
+    (fresh.root / ".rlhf/started").unlink(missing_ok=True)
+    identity = fresh.start(seed=21)
+    toy.until((fresh.root / ".rlhf/started").exists, "the stage to start")
+    fresh.daemon("prefect").stop(10.0)
+    fresh.daemon("mlflow").stop(5.0)
+    assert fresh.up().returncode == 0
+    assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
+
+
+@pytest.mark.slow
+def test_an_unreachable_remote_keeps_the_run_and_names_what_is_missing(fresh: Service) -> None:
+    remote = fresh.root / "blocked"
+    remote.write_text("a file where the remote should be\n", encoding="utf-8")
+    dvc = [sys.executable, "-m", "dvc", "remote"]
+    subprocess.run([*dvc, "add", "-q", "-d", "store", str(remote / "x")], cwd=fresh.root, check=True)
+    toy.commit(fresh.root)
+    identity = fresh.start(name="kept", push=True, seed=31)
+    state = fresh.end(identity)
+    assert (state["type"], state["name"]) == ("COMPLETED", "Unpushed")
+    assert "first.txt, metrics/first.json, second.txt" in state["message"]
+    assert "kept" in fresh.experiments()
+    subprocess.run([*dvc, "remove", "-q", "store"], cwd=fresh.root, check=True)
+    remote.unlink()
+    toy.commit(fresh.root)
+
+
+@pytest.mark.slow
+def test_a_sweep_redoes_nothing_and_ends_with_one_comparison(fresh: Service) -> None:
+    asked = {"grid": {"ppo.kl_coef": [0.3, 0.4]}, "seeds": [1, 2], "name": "grid"}
+    identity = fresh.start("rlhf-sweep/sweep", **asked)
+    state = fresh.end(identity)
+    assert state["message"] == "2 setting(s), 4 runs, 0 of them done before", fresh.logs(identity)
+    assert len([name for name in fresh.experiments() if name.startswith("grid-")]) == 4
+    rows = json.loads(fresh.artifact("rlhf-sweep"))
+    assert [(row["setting"], row["seeds"]) for row in rows] == [
+        ("ppo.kl_coef=0.3", 2),
+        ("ppo.kl_coef=0.4", 2),
+    ]
+    assert "comparison.png" in fresh.artifact("rlhf-sweep-curves")
+    wider = asked | {"seeds": [1, 2, 3]}
+    state = fresh.end(fresh.start("rlhf-sweep/sweep", **wider))
+    assert state["message"] == "2 setting(s), 6 runs, 4 of them done before"
+
+
+@pytest.mark.slow
+def test_the_watch_runs_the_pipeline_only_when_the_data_changed(fresh: Service) -> None:
+    watch = "rlhf-data-watch/on-data-change"
+    assert fresh.end(fresh.start(seed=41))["type"] == "COMPLETED"
+    assert fresh.end(fresh.start(watch))["message"] == "the data is that of the last completed run"
+    (fresh.root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
+    message = fresh.end(fresh.start(watch))["message"]
+    assert message.startswith("the data changed: its run is ")
+    assert fresh.end(fresh.start(watch))["message"] in (message, "the data is that of the last completed run")
+    toy.git(fresh.root, "checkout", "-q", "given/rows.txt")
+
+
+@pytest.mark.slow
+def test_an_active_schedule_makes_runs(fresh: Service) -> None:
+    deployment = fresh.call("GET", "/deployments/name/rlhf-pipeline/nightly")
+    schedule = deployment["schedules"][0]
+    assert not schedule["active"]
+    path = f"/deployments/{deployment['id']}/schedules/{schedule['id']}"
+    answer = httpx.patch(f"{fresh.url('prefect')}/api{path}", json={"active": True}, timeout=30)
+    assert answer.is_success
+    wanted = {
+        "deployments": {"id": {"any_": [deployment["id"]]}},
+        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+    }
+    toy.until(lambda: fresh.call("POST", "/flow_runs/filter", wanted), "scheduled runs")
+    assert fresh.up().returncode == 0
+    assert fresh.call("GET", f"{path.rpartition('/schedules')[0]}")["schedules"][0]["active"], "stays on"
+    httpx.patch(f"{fresh.url('prefect')}/api{path}", json={"active": False}, timeout=30)
+
+
+@pytest.mark.slow
+def test_up_twice_starts_nothing_new_and_down_leaves_nothing(tmp_path: Path) -> None:
+    with toy.service(toy.make(tmp_path / "project")) as service:
+        before = {name: service.daemon(name).known() for name in ("prefect", "mlflow", "worker")}
+        assert service.up().returncode == 0
+        assert {name: service.daemon(name).known() for name in before} == before
+        processes = service.processes()
+        assert len(processes) >= 3
+        assert service.command("status").returncode == 0
+        assert service.command("down").returncode == 0
+        assert [process for process in processes if process.is_running()] == []
+        assert service.command("status").returncode == 1
+        assert "nothing was running" in service.command("down").stdout

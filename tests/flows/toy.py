@@ -1,0 +1,219 @@
+"""A project of shell stages in a git repository, and a service over it as a user has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from ruamel.yaml import YAML
+
+from rlhf_tasks import daemons
+
+ROOT = Path(__file__).parents[2]
+WAIT_SECONDS = 600.0  # of a very busy machine
+FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+STAGES = """\
+stages:
+  first:
+    cmd: mkdir -p metrics && cat given/rows.txt > first.txt && cp given/metrics.json metrics/first.json
+    params: [seed]
+    deps: [given]
+    outs: [first.txt]
+    metrics: [{metrics/first.json: {cache: false}}]
+  second:
+    cmd: echo $RLHF_PARENT_RUN > /dev/null && sh ./second.sh
+    params: [ppo.kl_coef]
+    deps: [first.txt, second.sh]
+    outs: [second.txt]
+    metrics: [{plots/ppo.csv: {cache: false}}]
+"""
+SECOND = """\
+mkdir -p plots && cp given/ppo.csv plots/ppo.csv && grep kl_coef: params.yaml | cat first.txt - > second.txt
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def identify(folder: Path) -> None:
+    """DVC commits experiments."""
+    git(folder, "config", "user.name", "t")
+    git(folder, "config", "user.email", "t@example.org")
+
+
+def make(folder: Path, **changes: Any) -> Path:
+    """A committed project: params.yaml as shipped but for the sections' `changes`, two stages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    git(folder, "init", "-q")
+    identify(folder)
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], cwd=folder, check=True)
+    write_params(folder, **changes)
+    (folder / "dvc.yaml").write_text(STAGES, encoding="utf-8")
+    (folder / "second.sh").write_text(SECOND, encoding="utf-8")
+    (folder / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
+    (folder / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
+    given = folder / "given"
+    given.mkdir()
+    (given / "rows.txt").write_text("rows\n", encoding="utf-8")
+    (given / "metrics.json").write_text('{"rows": 1.5}\n', encoding="utf-8")
+    (given / "ppo.csv").write_text("episode,objective/kl\n1,0.5\n2,0.7\n", encoding="utf-8")
+    commit(folder)
+    return folder
+
+
+def write_params(folder: Path, **changes: Any) -> None:
+    yaml = YAML()
+    tree = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    tree["data"]["path"] = "given"
+    tree["service"] |= {"stages": {}, "retry_delay_seconds": 0.1, "grace_seconds": 5.0}
+    for section, values in changes.items():
+        tree[section] |= values
+    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
+        yaml.dump(tree, file)
+
+
+def commit(folder: Path) -> None:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "x")
+
+
+def environment() -> dict[str, str]:
+    """For a program outside of the test: this code, and no server but its own."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "RLHF", "MLFLOW"))}
+    path = os.pathsep.join([str(Path(sys.executable).parent), kept["PATH"]])
+    return kept | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def until(is_so: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.2)
+    return found
+
+
+@dataclass
+class Service:
+    """The service of a project, and Prefect's API as its UI uses it."""
+
+    root: Path
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "flows.service", *words],
+            cwd=self.root,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def up(self) -> subprocess.CompletedProcess[str]:
+        ports = [str(daemons.free_port(23000 + 100 * (os.getpid() % 90) + 50 * i)) for i in range(2)]
+        return self.command("up", "--prefect-port", ports[0], "--mlflow-port", ports[1])
+
+    def daemon(self, name: str) -> daemons.Daemon:
+        return daemons.Daemon(name, self.root / ".rlhf/service")
+
+    def processes(self) -> list[psutil.Process]:
+        """All that any daemon of the service has started."""
+        tokens = [self.daemon(name).known().get("token") for name in ("prefect", "mlflow", "worker")]
+        return [p for token in tokens if token for p in daemons.carriers(daemons.TOKEN, token)]
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.daemon(name).known()['port']}"
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        answer = httpx.request(method, f"{self.url('prefect')}/api{path}", json=body, timeout=30)
+        assert answer.status_code != 503 or method == "GET", answer.text
+        return answer.json()
+
+    def start(self, deployment: str = "rlhf-pipeline/pipeline", **parameters: Any) -> str:
+        """A run of the deployment, as the UI makes one; its id."""
+        identity = self.call("GET", f"/deployments/name/{deployment}")["id"]
+        run = self.call("POST", f"/deployments/{identity}/create_flow_run", {"parameters": parameters})
+        assert "id" in run, run
+        return str(run["id"])
+
+    def run(self, identity: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.call("GET", f"/flow_runs/{identity}")
+        return found
+
+    def end(self, identity: str) -> dict[str, Any]:
+        """The state that a run comes to its end in."""
+        until(lambda: self.run(identity)["state"]["type"] in FINAL, "the end of the run")
+        found: dict[str, Any] = self.run(identity)["state"]
+        return found
+
+    def tasks(self, identity: str) -> dict[str, str]:
+        """`{task: state}` of a run, in order."""
+        wanted = {"flow_runs": {"id": {"any_": [identity]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return {run["name"]: run["state"]["name"] for run in self.call("POST", "/task_runs/filter", wanted)}
+
+    def logs(self, identity: str) -> str:
+        wanted = {"logs": {"flow_run_id": {"any_": [identity]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        return "\n".join(line["message"] for line in self.call("POST", "/logs/filter", wanted))
+
+    def artifact(self, key: str) -> str:
+        found = self.call("POST", "/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}})
+        return str(found[0]["data"])
+
+    def cancel(self, identity: str) -> None:
+        self.call("POST", f"/flow_runs/{identity}/set_state", {"state": {"type": "CANCELLING"}})
+
+    def experiments(self) -> list[str]:
+        refs = git(self.root, "for-each-ref", "--format=%(refname)", "refs/exps/*/*/*").splitlines()
+        return [ref.rpartition("/")[2] for ref in refs]
+
+    def mlflow(self, flow_run: str) -> dict[str, Any]:
+        """The pipeline's run as the MLflow server tells it: `info` and `data`."""
+        search = {"experiment_ids": ["1"], "filter": f"tags.`rlhf.pipeline` = 'prefect-{flow_run}'"}
+        answer = httpx.post(f"{self.url('mlflow')}/api/2.0/mlflow/runs/search", json=search, timeout=30)
+        found: dict[str, Any] = answer.json()["runs"][0]
+        return found
+
+
+def tags(run: dict[str, Any]) -> dict[str, str]:
+    return {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+
+
+@contextmanager
+def service(root: Path) -> Iterator[Service]:
+    """Up while it lasts, and all of it gone afterwards."""
+    made = Service(root)
+    try:
+        done = made.up()
+        assert done.returncode == 0, done.stderr
+        yield made
+    finally:
+        left = made.processes()
+        made.command("down")
+        for process in left:  # whatever a failed test left
+            if process.is_running():
+                process.send_signal(signal.SIGKILL)
+
+
+def write_script(folder: Path, lines: Sequence[str]) -> None:
+    """What stage `second` does, committed."""
+    (folder / "second.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    commit(folder)
+
+
+def reset(folder: Path) -> None:
+    """The script as at first."""
+    if (folder / "second.sh").read_text(encoding="utf-8") != SECOND:
+        write_script(folder, [SECOND.rstrip()])

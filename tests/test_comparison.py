@@ -1,0 +1,64 @@
+"""Means and bands by hand; the same results give the same picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks import comparison, workspace
+from rlhf_tasks.comparison import Result
+from rlhf_tasks.config import UserError
+from tests.flows import toy
+
+
+def result(setting: str, seed: int, values: list[float], accuracy: float) -> Result:
+    curves = [{"episode": 64.0 * (i + 1), "objective/kl": value} for i, value in enumerate(values)]
+    return Result(setting, seed, f"{setting}-{seed}", {"reward/accuracy": accuracy}, curves)
+
+
+RESULTS = [
+    result("a", 1, [1.0, 2.0], 0.5),
+    result("a", 2, [3.0, 6.0, 7.0], 0.7),
+    result("b", 1, [1.0], 0.9),
+]
+
+
+def test_the_band_is_the_mean_and_sample_deviation_where_all_seeds_have_points() -> None:
+    xs, means, deviations = comparison.band(RESULTS[:2], "objective/kl")
+    assert xs == [64.0, 128.0]
+    assert means == [2.0, 4.0]
+    assert deviations == pytest.approx([2**0.5, 8**0.5])
+    assert comparison.band(RESULTS[2:], "objective/kl") == ([64.0], [1.0], [0.0])
+    assert comparison.band(RESULTS, "no/such") == ([], [], [])
+
+
+def test_the_table_has_a_row_per_setting() -> None:
+    rows = comparison.table(RESULTS, ["reward/accuracy", "no/such"])
+    assert rows == [
+        {"setting": "a", "seeds": 2, "reward/accuracy": "0.6 ± 0.14", "no/such": "–"},
+        {"setting": "b", "seeds": 1, "reward/accuracy": "0.9 ± 0", "no/such": "–"},
+    ]
+
+
+def test_the_same_results_give_the_same_figure(tmp_path: Path) -> None:
+    for name in ("one.png", "two.png"):
+        comparison.draw(RESULTS, ["objective/kl"], "sweep", tmp_path / name)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+
+def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
+    root = toy.make(tmp_path / "project")
+    for path in ("metrics/first.json", "plots/ppo.csv"):
+        (root / path).parent.mkdir()
+    (root / "metrics/first.json").write_text('{"x": {"y": 2}}', encoding="utf-8")
+    (root / "plots/ppo.csv").write_text("episode,objective/kl,lr\n64,0.5,\n", encoding="utf-8")
+    toy.commit(root)
+    toy.git(root, "update-ref", f"refs/exps/00/{'0' * 38}/mine", "HEAD")
+    toy.git(root, "rm", "-q", "-r", "metrics")
+    found = comparison.read(root, "a", 1, "mine")
+    assert found.metrics == {"first/x.y": 2}
+    assert found.curves == [{"episode": 64.0, "objective/kl": 0.5}]
+    assert workspace.experiment(root, "ine") is None, "whole names only"
+    with pytest.raises(UserError, match="no experiment 'other'"):
+        comparison.read(root, "a", 1, "other")

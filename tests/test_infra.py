@@ -1,0 +1,236 @@
+"""compose, image, Kubernetes and Slurm files: everything that can be checked without their engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.server.schemas.actions import WorkPoolCreate
+from prefect.utilities.templating import apply_values
+from ruamel.yaml import YAML
+
+from tests.flows import toy
+
+INFRA = Path(__file__).parents[1] / "infra"
+SECRET = re.compile(r"PASSWORD|SECRET|KEY|AUTH_STRING")
+
+
+def yaml(path: Path) -> list[Any]:
+    return list(YAML(typ="safe", pure=True).load_all(path.read_text(encoding="utf-8")))
+
+
+# --------------------------------------------------------------------------------------- compose
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml(INFRA / "compose.yaml")[0]
+    return found
+
+
+def test_compose_waits_for_what_it_needs_to_be_healthy() -> None:
+    services = compose()["services"]
+    assert set(services) == {"postgres", "s3", "buckets", "prefect", "mlflow", "worker"}
+    for name, service in services.items():
+        for needed, how in service.get("depends_on", {}).items():
+            condition = how["condition"]
+            assert needed in services, name
+            assert condition == "service_completed_successfully" or "healthcheck" in services[needed]
+    ones_that_stay = set(services) - {"buckets", "worker"}
+    assert all("healthcheck" in services[name] for name in ones_that_stay)
+
+
+def test_compose_binds_to_loopback_and_holds_no_secret() -> None:
+    text = (INFRA / "compose.yaml").read_text(encoding="utf-8")
+    needed = set(re.findall(r"\$\{(\w+):\?", text))
+    given = re.findall(r"^(\w+)=(.*)$", (INFRA / "env.example").read_text(encoding="utf-8"), re.MULTILINE)
+    assert needed <= {name for name, _ in given}
+    assert [name for name, value in given if value and SECRET.search(name)] == []
+    for name, service in compose()["services"].items():
+        for port in service.get("ports", []):
+            assert port.startswith("${RLHF_BIND:-127.0.0.1}:"), name
+        for variable, value in service.get("environment", {}).items():
+            if SECRET.search(variable) and not variable.startswith("MLFLOW_AUTH_CONFIG"):
+                assert ":?" in str(value), f"{name} has {variable} from nowhere"
+
+
+def test_compose_asks_for_logins() -> None:
+    services = compose()["services"]
+    assert "PREFECT_SERVER_API_AUTH_STRING" in services["prefect"]["environment"]
+    assert "--app-name basic-auth" in services["mlflow"]["command"]
+    source = compose()["configs"]["mlflow_auth"]["file"]
+    assert "[mlflow]" in (INFRA / source).read_text(encoding="utf-8")
+
+
+def test_compose_as_docker_reads_it() -> None:
+    docker = shutil.which("docker")
+    has = docker and not subprocess.run([docker, "compose", "version"], capture_output=True).returncode
+    if not has:
+        pytest.skip("docker compose is not installed")
+    names = re.findall(r"\$\{(\w+):\?", (INFRA / "compose.yaml").read_text(encoding="utf-8"))
+    environment = dict(os.environ) | dict.fromkeys(names, "x") | {"RLHF_PROJECT": "/project"}
+    words = ["docker", "compose", "-f", str(INFRA / "compose.yaml"), "config", "--quiet"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ----------------------------------------------------------------------------------------- image
+
+
+def test_the_image_runs_as_nobody_special_and_copies_what_is_there() -> None:
+    lines = (INFRA / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    words = [line.split() for line in lines if line and not line.startswith(("#", " "))]
+    assert words[0][0] == "ARG"
+    assert words[0][1].startswith("BASE=")
+    assert ["FROM", "${BASE}"] in words
+    users = [line[1] for line in words if line[0] == "USER"]
+    assert users == ["rlhf"]
+    copied = [path for line in words if line[0] == "COPY" for path in line[1:-1]]
+    allowed = (INFRA.parent / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    for path in copied:
+        assert (INFRA.parent / path).exists(), path
+        assert f"!{path}" in allowed, path
+
+
+# ------------------------------------------------------------------------------------ Kubernetes
+
+
+def template() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((INFRA / "kubernetes/job-template.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_prefect_takes_the_job_template() -> None:
+    made = WorkPoolCreate(name="gpus", type="kubernetes", base_job_template=template())
+    assert made.base_job_template["variables"]["properties"]["gpus"]["default"] == 1
+    broken = template()
+    broken["job_configuration"]["job_manifest"]["spec"]["backoffLimit"] = "{{ no_such_variable }}"
+    with pytest.raises(ValueError, match="no_such_variable"):
+        WorkPoolCreate(name="gpus", type="kubernetes", base_job_template=broken)
+
+
+def test_a_job_asks_for_its_gpus_and_gives_nothing_away() -> None:
+    properties = template()["variables"]["properties"]
+    values = {name: field["default"] for name, field in properties.items() if "default" in field} | {
+        "gpus": 4
+    }
+    manifest = apply_values(template()["job_configuration"], values)["job_manifest"]
+    pod = manifest["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert container["resources"]["requests"]["nvidia.com/gpu"] == 4
+    assert manifest["spec"]["backoffLimit"] == 0, "Prefect retries, not Kubernetes"
+    assert_restricted(pod)
+
+
+def assert_restricted(pod: dict[str, Any]) -> None:
+    """What the namespace's `restricted` level asks of every pod."""
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in pod["containers"]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def manifests() -> list[dict[str, Any]]:
+    names = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["resources"]
+    return [tree for name in names for tree in yaml(INFRA / "kubernetes" / name)]
+
+
+def test_the_manifests_fit_together() -> None:
+    found = {(tree["kind"], tree["metadata"]["name"]): tree for tree in manifests()}
+    accounts = {name for kind, name in found if kind == "ServiceAccount"}
+    claims = {name for kind, name in found if kind == "PersistentVolumeClaim"}
+    defaults = {k: v.get("default") for k, v in template()["variables"]["properties"].items()}
+    assert defaults["claim"] in claims
+    assert defaults["service_account_name"] in accounts
+    for (kind, name), tree in found.items():
+        if kind == "Deployment":
+            spec = tree["spec"]
+            assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+            pod = spec["template"]["spec"]
+            assert_restricted(pod)
+            assert pod.get("serviceAccountName", "rlhf-worker") in accounts
+            texts = [entry for entry in pod["containers"][0]["env"] if SECRET.search(entry["name"])]
+            assert texts == [], f"{name} has secrets in the manifest"
+        if kind == "Service":
+            deployment = found["Deployment", name]["spec"]["template"]
+            assert tree["spec"]["selector"].items() <= deployment["metadata"]["labels"].items()
+            ports = [port["containerPort"] for port in deployment["spec"]["containers"][0]["ports"]]
+            assert [port["targetPort"] for port in tree["spec"]["ports"]] == ports
+            assert tree["spec"].get("type", "ClusterIP") == "ClusterIP", "nothing is bound beyond the cluster"
+
+
+def test_the_manifests_as_kustomize_reads_them() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    words = ["kubectl", "kustomize", str(INFRA / "kubernetes")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = list(YAML(typ="safe", pure=True).load_all(done.stdout))
+    assert {tree["metadata"].get("namespace", "rlhf") for tree in made} == {"rlhf"}
+    assert len(made) == len(manifests()) + 2, "and the two config maps"
+
+
+# ----------------------------------------------------------------------------------------- Slurm
+
+SRUN = """\
+#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for rank in 0 1; do SLURM_PROCID=$rank "$@" & done
+wait
+"""
+DVC = """\
+#!/bin/bash
+case "$*" in
+  *--dry*data*) echo "Stage 'data' didn't change, skipping" ;;
+  *--dry*sft*) echo "Stage 'sft' is cached - skipping run, checking out outputs" ;;
+  *--dry*) echo "Running stage" ;;
+  *) echo "dvc ${MACHINE_RANK:--} ${@: -1}" >> "$CALLS" ;;
+esac
+"""
+RLHF = '#!/bin/bash\necho "rlhf $MACHINE_RANK $1 $MASTER_ADDR" >> "$CALLS"\n'
+
+
+def test_slurm_runs_each_stage_where_it_belongs(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    scripts = {"srun": SRUN, "dvc": DVC, "rlhf": RLHF, "scontrol": "#!/bin/bash\nprintf 'n1\\nn2\\n'\n"}
+    scripts["python"] = "#!/bin/bash\necho data sft ppo judge\n"
+    for name, text in scripts.items():
+        (tools / name).write_text(text, encoding="utf-8")
+        (tools / name).chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    calls = tmp_path / "calls"
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "CALLS": str(calls), "PATH": path}
+    words = ["bash", str(INFRA / "slurm/pipeline.sbatch")]
+    subprocess.run(words, cwd=tmp_path, env={**os.environ, **slurm}, check=True, timeout=60)
+    done = calls.read_text(encoding="utf-8").splitlines()
+    assert sorted(done) == sorted(["dvc - sft", "dvc 0 ppo", "rlhf 1 ppo n1", "dvc - judge"])
+    assert done[0] == "dvc - sft"
+    assert done[-1] == "dvc - judge"
+
+
+# --------------------------------------------------------------------------------------- remotes
+
+
+@pytest.mark.e2e
+def test_a_remotes_secrets_stay_out_of_git(tmp_path: Path) -> None:
+    root = toy.make(tmp_path / "project")
+    keys = {"AWS_ACCESS_KEY_ID": "name", "AWS_SECRET_ACCESS_KEY": "hidden"}
+    words = [str(INFRA / "remotes.sh"), "s3", "s3://dvc/project", "http://127.0.0.1:9000"]
+    subprocess.run(words, cwd=root, env=toy.environment() | keys, check=True, capture_output=True)
+    config = (root / ".dvc/config").read_text(encoding="utf-8")
+    assert "s3://dvc/project" in config
+    assert "hidden" not in config
+    assert "hidden" in (root / ".dvc/config.local").read_text(encoding="utf-8")
+    assert ".dvc/config.local" not in toy.git(root, "status", "--porcelain", "--untracked-files=all")

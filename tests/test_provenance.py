@@ -1,0 +1,91 @@
+"""`rlhf lineage` tells the chain of a path, an experiment, a commit, a key and a flow run alike."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks import cli, lineage, provenance, workspace
+from rlhf_tasks.config import UserError
+from tests.flows import toy
+
+pytestmark = [pytest.mark.e2e]
+
+KEY = "second-20260102T030405-abcdef"
+FLOW = "0f0f0f0f-1111-2222-3333-444444444444"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two stages run; the second writes who made it, and stands in an experiment only."""
+    made = toy.make(tmp_path / "project")
+    (made / "given/lineage.json").write_text(
+        json.dumps({"rlhf.run": KEY, "git.rev": "c0de"}), encoding="utf-8"
+    )
+    (made / "given/judge.json").write_text(
+        json.dumps({"gold/policy_vs_sft/win_rate": 0.75, "gold/policy_vs_sft/low": 0.7,
+                    "gold/policy_vs_sft/high": 0.8}), encoding="utf-8",
+    )  # fmt: skip
+    script = [
+        "mkdir -p models/lineage && cp given/lineage.json models/lineage/second.json",
+        "cp given/judge.json metrics/judge.json",
+        toy.SECOND.strip(),
+    ]
+    (made / "second.sh").write_text("\n".join(script) + "\n", encoding="utf-8")
+    outs = "    outs: [second.txt, models/lineage/second.json, {metrics/judge.json: {cache: false}}]"
+    text = toy.STAGES.replace("    outs: [second.txt]", outs)
+    (made / "dvc.yaml").write_text(text, encoding="utf-8")
+    toy.commit(made)
+    monkeypatch.chdir(made)
+    words = [sys.executable, "-m", "dvc", "repro", "-q"]
+    subprocess.run(words, cwd=made, check=True, start_new_session=True)
+    workspace.dvc(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
+    spool = made / ".rlhf/spool/delivered"
+    spool.mkdir(parents=True)
+    (spool / f"flow-{FLOW}.jsonl").write_text(
+        json.dumps({"kind": "tags", "values": {"dvc.exp": "mine"}}) + "\n", encoding="utf-8"
+    )
+    return made
+
+
+@pytest.mark.parametrize("asked", ["second.txt", "mine", KEY, FLOW, f"prefect-{FLOW}"])
+def test_every_name_leads_to_the_same_chain(root: Path, asked: str) -> None:
+    chain = provenance.find(root, asked)
+    assert chain.experiment == "mine"
+    assert [link.stage for link in chain.links] == ["first", "second"]
+    assert chain.links[0].inputs["given"] == lineage.digest(root / "given")
+    assert chain.links[1].outs["second.txt"] == lineage.digest(root / "second.txt")
+    assert chain.links[1].made["rlhf.run"] == KEY
+
+
+def test_the_text_goes_from_data_to_verdict_and_its_commands_work(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["lineage", "second.txt"]) == 0
+    told = capsys.readouterr().out
+    data, first, second, verdict = (
+        told.index(word) for word in ("data  ", "first  ", "second  ", "verdict  ")
+    )
+    assert data < first < second < verdict
+    assert "gold/policy vs sft  75.0% (70.0%–80.0%)" in told
+    chain = provenance.find(root, "second.txt")
+    get = next(line for line in provenance.commands(chain) if line.startswith("dvc get"))
+    target = tmp_path / "back.txt"
+    workspace.dvc(root, *get.split()[1:-1], str(target))
+    assert target.read_bytes() == (root / "second.txt").read_bytes()
+
+
+def test_bytes_that_no_commit_has_are_told(root: Path) -> None:
+    (root / "second.txt").unlink()
+    (root / "second.txt").write_text("altered\n", encoding="utf-8")
+    with pytest.raises(UserError, match="is in no commit and no experiment"):
+        provenance.find(root, "second.txt")
+
+
+def test_an_unknown_name_is_told_with_what_is_known(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["lineage", "no-such"]) == 2
+    assert "second.txt" in capsys.readouterr().err

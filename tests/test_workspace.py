@@ -1,0 +1,154 @@
+"""An isolated run sees the commit, its parameters and the data of now; the working tree stays as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks import config, workspace
+from rlhf_tasks.config import ConfigError, UserError
+from rlhf_tasks.workspace import Request, Workspace
+from tests.flows import toy
+
+pytestmark = [pytest.mark.e2e]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = toy.make(tmp_path / "project")
+    monkeypatch.chdir(made)
+    return made
+
+
+def create(root: Path, name: str = "one", overrides: dict[str, Any] | None = None) -> Workspace:
+    text, settings, _ = Request(overrides=overrides).settle(workspace.committed(root, "params.yaml"))
+    return workspace.create(root, name, text, settings)
+
+
+def repro(folder: Path) -> None:
+    words = [sys.executable, "-m", "dvc", "repro", "-q"]
+    subprocess.run(words, cwd=folder, check=True, start_new_session=True)
+
+
+def test_a_run_becomes_an_experiment_that_restores_and_touches_nothing(root: Path) -> None:
+    place = create(root, overrides={"ppo.kl_coef": 0.25})
+    assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
+    repro(place.folder)
+    revision = place.save("mine")
+    place.remove()
+    assert not place.top.exists()
+    assert toy.git(root, "worktree", "list").count("\n") == 1
+    assert toy.git(root, "status", "--porcelain") == ""
+    assert not (root / "second.txt").exists()
+    assert workspace.experiment(root, "mine") == revision
+    assert (revision, "mine") in workspace.experiments(root)
+    assert workspace.paths(root, revision, "metrics/") == ["metrics/first.json"]
+    workspace.dvc(root, "exp", "apply", "mine")
+    assert (root / "second.txt").read_text(encoding="utf-8").split() == [
+        "rows", "kl_coef:", "0.25", *second_comment(root),
+    ]  # fmt: skip
+
+
+def second_comment(root: Path) -> list[str]:
+    """What else the grepped line of params.yaml holds."""
+    line = next(x for x in (root / "params.yaml").read_text(encoding="utf-8").splitlines() if "kl_coef:" in x)
+    return line.split()[2:]
+
+
+def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: Path) -> None:
+    first, second = create(root, "one"), create(root, "two")
+    repro(first.folder)
+    told = workspace.dvc(second.folder, "repro")
+    assert told.count("is cached - skipping run") == 2
+    assert (second.folder / "second.txt").read_bytes() == (first.folder / "second.txt").read_bytes()
+
+
+def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
+    (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
+    (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
+    assert workspace.unseen(root) == ["given/rows.txt", "second.sh"]
+    place = create(root)
+    assert (place.folder / "given/rows.txt").read_text(encoding="utf-8") == "newer\n"
+    assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
+
+
+def test_what_a_killed_run_left_is_replaced(root: Path) -> None:
+    left = create(root)
+    (left.folder / "rubbish").touch()
+    again = create(root)
+    assert again.top == left.top
+    assert not (again.folder / "rubbish").exists()
+    shutil.rmtree(again.top)  # somebody tidied up by hand
+    create(root).remove()
+
+
+def test_a_project_below_the_repositorys_top_works_too(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    toy.identify(tmp_path)
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--subdir"], cwd=inner, check=True)
+    toy.write_params(inner)
+    (inner / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    toy.commit(tmp_path)
+    place = create(inner)
+    assert place.folder == place.top / "inner"
+    assert (place.folder / "params.yaml").exists()
+
+
+def test_presets_come_first_and_single_values_win(root: Path) -> None:
+    text = workspace.committed(root, "params.yaml")
+    asked = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
+    _, settings, changes = asked.settle(text)
+    assert (settings.seed, settings.ppo.total_episodes, settings.ppo.gamma) == (9, 128, 0.5)
+    assert settings.ppo.rollout_batch_size == 64, "the preset's"
+    assert "seed: 1 → 9" in changes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),
+        ({"ppo.kl_coef": "0.1"}, "ppo.kl_coef"),
+        ({"nothing.of.it": 1}, "nothing: unknown key"),
+        ({"ppo.kl_coef": 0.1, "sft.batch_size": -1}, "sft.batch_size"),
+    ],
+)
+def test_overrides_are_checked_by_the_config_types(
+    root: Path, overrides: dict[str, object], told: str
+) -> None:
+    text = workspace.committed(root, "params.yaml")
+    with pytest.raises(ConfigError, match=told):
+        Request(overrides=overrides).settle(text)
+
+
+def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    with pytest.raises(UserError, match="has no git commit"):
+        workspace.committed(tmp_path, "params.yaml")
+
+
+def test_a_nameless_user_is_told_before_anything_runs(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    toy.git(root, "config", "--unset", "user.email")
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    with pytest.raises(UserError, match=r"git config user\.email"):
+        workspace.committed(root, "params.yaml")
+
+
+def test_stages_run_the_code_of_the_workspaces_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "rlhf_tasks").mkdir()
+    (root / "rlhf_tasks/__init__.py").write_text("", encoding="utf-8")
+    toy.commit(root)
+    monkeypatch.setenv("PYTHONPATH", "given-before")
+    place = create(root)
+    assert place.environment() == {"PYTHONPATH": os.pathsep.join([str(place.folder), "given-before"])}
