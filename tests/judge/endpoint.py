@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b" ")
 
     def hang(self) -> None:
-        self.server.closing.wait(60)
+        self.server.closing.wait(600)
         self.close_connection = True
 
     def log_message(self, *arguments: Any) -> None:

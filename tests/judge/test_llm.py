@@ -178,7 +178,7 @@ def test_a_hung_reply_is_given_up_and_the_others_stay(server: Server, tmp_path: 
 
     server.behaviour = hung
     asked = questions(4)
-    found = made(server, tmp_path, timeout_seconds=0.3, max_retries=0)(asked, ANY)
+    found = made(server, tmp_path, timeout_seconds=2.0, max_retries=0)(asked, ANY)
     assert "APITimeoutError" in found[1].failure
     assert [r for i, r in enumerate(found) if i != 1] == [r for i, r in enumerate(right(asked)) if i != 1]
 
@@ -368,7 +368,7 @@ def test_killed_midway_and_run_again_no_reply_is_paid_for_twice(server: Server, 
     command = [sys.executable, "-c", KILLED, str(given)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        kept, deadline = home / llm.FILE, time.monotonic() + 60
+        kept, deadline = home / llm.FILE, time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
             if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.asked) > kill_at:
                 break

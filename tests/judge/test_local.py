@@ -174,7 +174,7 @@ def served(model: Path, log: Path) -> Iterator[str]:
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}
     with log.open("w") as out, subprocess.Popen(command, env=offline, stdout=out, stderr=out) as process:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while process.poll() is None and time.monotonic() < deadline:
                 try:
                     httpx.get(f"http://127.0.0.1:{port}/health")
