@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -31,6 +32,7 @@ LEASE_SECONDS = 60.0  # of a slot whose holder vanished
 EXIT_MISTAKE = 2  # `rlhf STAGE` for what the user can mend
 UNCHANGED, RESTORED = "didn't change, skipping", "is cached - skipping run"  # DVC's words; from its run cache
 DRAIN_SECONDS = 5.0
+POLL_SECONDS = 0.1
 
 
 class StageFailed(RuntimeError):
@@ -147,7 +149,9 @@ def _dvc(
         listener = threading.Thread(target=listen, args=[process], daemon=True)
         listener.start()
         try:
-            status = process.wait()
+            # Not one long wait: a signal that the kernel hands to another thread would not end it.
+            while (status := process.poll()) is None:
+                time.sleep(POLL_SECONDS)
         except BaseException:
             _end(process, environment, grace_seconds)
             listener.join(DRAIN_SECONDS)
