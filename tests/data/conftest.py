@@ -15,6 +15,7 @@ from rlhf_tasks.config import StageView
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.data.tokenizer import scratch_rendering
+from tests import small
 
 ROOT = Path(__file__).parents[2]
 CHAT = (
@@ -49,7 +50,7 @@ def prepare_view() -> Callable[..., StageView]:
 
     def build(changes: Mapping[str, Any]) -> StageView:
         tree = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-        for key, value in ({"judge.judges": ["reward_model"]} | dict(changes)).items():
+        for key, value in ({"judge.judges": [small.HELDOUT]} | dict(changes)).items():
             *path, last = key.split(".")
             section = tree
             for part in path:
