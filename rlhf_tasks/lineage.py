@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from ruamel.yaml import YAML
 from rlhf_tasks import checkpoint
 from rlhf_tasks.config import UserError, flatten
 
-CODE = (".py", ".html", ".css", ".js", ".txt")
+CODE = (".py", ".html", ".css", ".js")
+PROMPTS = "rlhf_tasks/*.txt"  # texts that code reads; elsewhere a text is data
 INSTALLED = Path(__file__).parents[1]  # where the code runs from, wherever the data is
 UNTOLD = (":!metrics", ":!plots", ":!dvc.lock")  # what a run itself changes makes no tree dirty
 
@@ -40,7 +42,7 @@ class Node:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The deps that are data, not code."""
-        return tuple(path for path in self.deps if not path.endswith(CODE))
+        return tuple(p for p in self.deps if not p.endswith(CODE) and not fnmatch(p, PROMPTS))
 
 
 def graph(root: Path = Path()) -> dict[str, Node]:

@@ -38,7 +38,7 @@ def home(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -
     folder = project / ".rlhf"
     folder.mkdir()
     shutil.copy(empty_database, folder)
-    monkeypatch.setattr(tracking, "_start_courier", lambda spool: None)
+    monkeypatch.setattr(tracking, "start_courier", lambda spool: None)
     monkeypatch.setattr(tracking, "_await_courier", lambda courier, tracker, seconds: tracker.tell_trouble())
     monkeypatch.setattr(courier, "RETRY_SECONDS", 0.0)
     for name, value in context.HTTP_BOUNDS.items():
