@@ -42,7 +42,11 @@ class Node:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The deps that are data, not code."""
-        return tuple(p for p in self.deps if not p.endswith(CODE) and not fnmatch(p, PROMPTS))
+        return tuple(path for path in self.deps if not is_code(path))
+
+
+def is_code(dep: str) -> bool:
+    return dep.endswith(CODE) or fnmatch(dep, PROMPTS)
 
 
 def graph(root: Path = Path()) -> dict[str, Node]:

@@ -133,7 +133,7 @@ def test_a_stage_is_only_its_command(stage: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_code_a_stage_imports_is_among_its_deps(stage: str) -> None:
     deps = lineage.graph(ROOT)[stage].deps
-    declared = [dep for dep in deps if dep.endswith(lineage.CODE) and dep.startswith("rlhf_tasks/")]
+    declared = [dep for dep in deps if lineage.is_code(dep) and dep.startswith("rlhf_tasks/")]
     assert sorted(declared) == code_of(stage), "see python -m tests.test_contracts"
 
 
@@ -264,7 +264,7 @@ def main(arguments: list[str]) -> None:
         if file_of(cli.MODULES[name]) is None:
             print(f"{name}: {cli.MODULES[name]} does not exist yet")
             continue
-        data = [dep for dep in stage["deps"] if not dep.endswith(lineage.CODE)]
+        data = [dep for dep in stage["deps"] if not lineage.is_code(dep)]
         stage["deps"][:] = [*data, *code_of(name)]
         print(f"{name}:", *code_of(name), sep="\n  - ")
     if "--write" in arguments:

@@ -1,26 +1,31 @@
 """Sampled answers of a checkpoint, kept, so that another judge samples nothing anew.
 
-The files are below .rlhf/answers: a digest of the weights, the tokenizer, the prompts, the settings and the
-code that samples. Answers of a checkpoint whose weights are not safetensors are not kept.
+The files are below .rlhf/answers: a digest of the weights, the tokenizer, the prompts, the settings, and the
+code, library versions and threads that sample. Answers of a checkpoint whose weights are not safetensors
+are not kept.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+import transformers
 
-from rlhf_tasks import checkpoint, generation, lineage, models
+from rlhf_tasks import generation, lineage, models
 from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.generation import answer, stop_of
 from rlhf_tasks.judge.cache import key_of
 
 SETTLED = ("*.json", "*.txt", "*.jinja", "*.model")  # what, beside the weights, decides how a model answers
+CODE = (str(generation.__file__), str(batches.__file__), str(models.__file__))
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,16 @@ def sample(
         stop = stop_of(model, tokenizer)
         found = {"ids": ids, "ended": [row[-1] == stop for row in ids]}
         if kept is not None:
-            checkpoint.write_text(kept, json.dumps(found))
+            _keep(kept, json.dumps(found))
     return Answers(found["ids"], [text_of(tokenizer, row) for row in found["ids"]], found["ended"])
+
+
+def _keep(file: Path, text: str) -> None:
+    """Two that sample the same at once write the same, each beside first and under a name of its own."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 def _kept(
@@ -77,9 +90,10 @@ def _kept(
         "weights": revision or models.fingerprint(folder),
         "files": {file.name: models.file_hash(file) for file in files},
         "prompts": list(prompts),
-        "device": device.type,
-        "torch": str(torch.__version__),
-        "code": [models.file_hash(Path(str(module.__file__))) for module in (generation, batches)],
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "versions": [module.__version__ for module in (torch, transformers, tokenizers)],
+        "code": [models.file_hash(Path(file)) for file in (__file__, *CODE)],
         **settings,
     }
     return lineage.home() / "answers" / f"{key_of(content)}.json"

@@ -80,6 +80,11 @@ def _contender(name: str) -> Contender:
             f"{name} is no folder, no .jsonl file of answers and no hub id; give a checkpoint such as "
             "models/policy, HUB/ID@COMMIT, or a file of rows with `prompt` and `completion`"
         )
+    if not Path(source).exists() and not revision:
+        raise UserError(
+            f"the folder {name} does not exist; of a hub model give the commit too, as {name}@COMMIT, that "
+            f"`git ls-remote https://huggingface.co/{name} HEAD` tells"
+        )
     try:
         check_source(source, pinned_revision(revision) if revision else None, "MODEL")
     except ValueError as error:

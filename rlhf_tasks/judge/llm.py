@@ -189,7 +189,7 @@ def _key(settings: LlmJudge) -> str:
 
 
 def reply_of(body: str) -> dict[str, Any]:
-    """What is kept of a chat completion: its text, the tokens that are a letter, cost, and who answered.
+    """What is kept of a chat completion: text, the rivals of the verdict's letter, cost, and who answered.
 
     Raises:
         Malformed: if it is none.
@@ -199,11 +199,10 @@ def reply_of(body: str) -> dict[str, Any]:
         choice = tree["choices"][0]
         message, usage = choice["message"], tree.get("usage") or {}
         listed = (choice.get("logprobs") or {}).get("content") or []
-        letters = [
-            {t["token"]: t["logprob"] for t in [*(token.get("top_logprobs") or []), token]}
-            for token in listed
-            if token["token"].strip() in LETTERS
-        ]
+        letters = _verdict_token([token["token"] for token in listed])
+        rivals = {} if letters is None else {
+            t["token"]: t["logprob"] for t in [*(listed[letters].get("top_logprobs") or []), listed[letters]]
+        }  # fmt: skip
         text, refusal = message.get("content"), message.get("refusal")
         if not isinstance(text, str | None) or not isinstance(refusal, str | None):
             raise TypeError("content is no text")
@@ -211,7 +210,7 @@ def reply_of(body: str) -> dict[str, Any]:
         return {
             "text": text or "",
             "refusal": refusal or "",
-            "letters": letters,
+            "letters": rivals,
             "tokens": tokens if isinstance(tokens, int) else None,
             "model": str(tree.get("model", "")),
         }
@@ -219,11 +218,24 @@ def reply_of(body: str) -> dict[str, Any]:
         raise Malformed(f"no chat completion but {shown(body)!r}") from error
 
 
+def _bare(token: str) -> str:
+    """`**B` and ` (B)` are the letter B."""
+    return re.sub(r"[\W_]", "", token)
+
+
+def _verdict_token(tokens: Sequence[str]) -> int | None:
+    """The token that is the last letter, if nothing is said after it but what ends a reply."""
+    for place in reversed(range(len(tokens))):
+        if re.sub(r"<[^>]*>|[\W_]", "", tokens[place]):
+            return place if _bare(tokens[place]) in LETTERS else None
+    return None
+
+
 def read(record: Mapping[str, Any]) -> Reply:
     """The verdict of a reply.
 
     Its last line must be one letter (a word such as `Verdict:` may stand before it). Where the server gave
-    log-probs, the probability is that letter's against the other's at its last place; else it is 1 or 0.
+    log-probs of that very token, the probability is the letter's against the other's; else it is 1 or 0.
     """
     tokens = record["tokens"] or 0
     lines = [line for line in record["text"].splitlines() if line.strip()]
@@ -234,9 +246,9 @@ def read(record: Mapping[str, Any]) -> Reply:
     if not record["letters"]:
         return Reply(float(found[1] == LETTERS[0]), num_tokens=tokens)
     masses = dict.fromkeys(LETTERS, 0.0)
-    for token, logprob in record["letters"][-1].items():
-        if token.strip() in masses:
-            masses[token.strip()] += math.exp(logprob)
+    for token, logprob in record["letters"].items():
+        if _bare(token) in masses:
+            masses[_bare(token)] += math.exp(logprob)
     total = sum(masses.values())
     probability = masses[LETTERS[0]] / total if total > 0 else float(found[1] == LETTERS[0])
     return Reply(probability, num_tokens=tokens)

@@ -1,4 +1,4 @@
-"""How the win rate went while PPO trained, told afterwards from answers that it kept: PPO sees no judge."""
+"""How the win rate went while PPO trained, told afterwards from answers that it kept."""
 
 from __future__ import annotations
 

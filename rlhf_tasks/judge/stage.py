@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rouge_score.rouge_scorer import RougeScorer
@@ -28,6 +29,7 @@ from rlhf_tasks.tracking import Tracker
 OUT = Path("evaluation/judge")
 CONTENDERS = {"sft": Path("models/sft"), "policy": Path("models/policy")}
 LANGUAGE_MODELS = {"base": Path("models/base"), **CONTENDERS}
+FEWEST_FOR_GAIN = 3  # prompts that a gain at matched length can be told from
 REWARDS = {"reward": Path("models/reward"), "reward_heldout": Path("models/reward_heldout")}
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 
@@ -145,6 +147,8 @@ def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[fl
     if scores[0] is None or scores[1] is None:
         return metrics
     lengths = [[len(ids) for ids in contest.sampled[who].ids] for who in ("policy", "sft")]
+    if np.isfinite(np.subtract(scores[0], scores[1])).sum() < FEWEST_FOR_GAIN:
+        return metrics
     gain = statistics.matched_length_gain(scores[0], scores[1], lengths[0], lengths[1])
     key = f"{judge.name}/policy_vs_sft/matched_length_gain"
     return metrics | {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
@@ -183,6 +187,8 @@ def _agreement_on_samples(rt: Runtime, config: StageView, contest: Contest) -> d
         second = _sample(rt, config, who, contest.prompts, config.seed + 1)
         both = (contest.texts[who], second.texts)
         gold = statistics.outcomes(*(gold_scores(contest.prompts, texts) for texts in both))
+        if np.all(gold == 0.5):  # a policy that collapsed says the same twice: nothing to agree on
+            continue
         for name, reward in rewards.items():
             judge = RewardModel(reward, rt.device)
             agreed = statistics.agreement(

@@ -122,9 +122,15 @@ def source_table(found: Found, sources: Sequence[str]) -> pa.Table:
 
 
 def group_of(source: str) -> str:
-    """`posts.jsonl:17` → `posts.jsonl`: the file, set or package that a prompt comes from."""
-    place, colon, line = source.rpartition(":")
-    return place.split("/")[0] if colon and line.isdecimal() else source
+    """The file, set or package that a prompt comes from.
+
+    `prompts.jsonl:17` → `prompts.jsonl`, `owner/set:17` → `owner/set`; of docstrings, `torch==2.1
+    torch/nn/linear.py:Linear.forward` → `torch` and `json/decoder.py:detect` → `json`.
+    """
+    place, colon, what = source.rpartition(":")
+    if not colon or what.isdecimal():
+        return place or source
+    return place.rpartition(" ")[2].split("/")[0].removesuffix(".py")
 
 
 def table_rows(found: Found, metrics: Mapping[str, float]) -> list[dict[str, Any]]:

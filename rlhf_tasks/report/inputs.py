@@ -100,6 +100,8 @@ def _rows(path: Path | None, columns: tuple[str, ...]) -> Rows:
     if path is None:
         return []
     table = pq.read_table(path)
+    if table.num_rows == 0:
+        return []  # a table made of no rows has no columns either
     lacking = [name for name in columns if name not in table.column_names]
     if lacking:
         raise UserError(f"{path} has no column {', '.join(lacking)}; run its stage again")

@@ -223,7 +223,10 @@ def _win_figures(curves: Curves | None) -> Iterator[Figure]:
     if curves is None:
         return
     names = tuple(name for name in curves.by_name if name.endswith("/win_rate"))
-    note = "Over the references, on validation prompts, as training went; no judge had a say in it."
+    note = (
+        "Over the references, as training went, on the validation prompts by which models/reward_heldout "
+        "chose the checkpoint: its own rate flatters that choice."
+    )
     yield from _figure(curves, "Win rate", names, note, guide=0.5)
 
 

@@ -244,9 +244,9 @@ def test_a_prompt_of_the_users_own_must_show_all_three(tmp_path: Path) -> None:
 
 def test_win_rates_by_source_leave_the_small_ones_out() -> None:
     found = {("j", "a", "b"): judged(lambda first, second: float(first > second))}
-    sources = ["one.jsonl:3"] * 100 + ["two/b.py:9"] * 196 + ["rare"] * 4
+    sources = ["one.jsonl:3"] * 100 + ["torch==2.1 torch/nn/linear.py:Linear.forward"] * 196 + ["rare"] * 4
     rows = summary.source_table(found, sources).to_pylist()
-    assert [(row["source"], row["prompts"]) for row in rows] == [("one.jsonl", 100), ("two", 196)]
+    assert [(row["source"], row["prompts"]) for row in rows] == [("one.jsonl", 100), ("torch", 196)]
     wins = [a > b for a, b in zip(OURS[:100], THEIRS[:100], strict=True)]
     assert rows[0]["win_rate"] == pytest.approx(sum(wins) / 100)
     assert summary.source_table(found, ["synthetic"] * N).num_rows == 0

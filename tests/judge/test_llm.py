@@ -382,3 +382,26 @@ def test_killed_midway_and_run_again_no_reply_is_paid_for_twice(server: Server, 
     assert "25 were asked for" in done.stdout
     assert len(server.paid) == 40
     assert set(server.paid.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "probability"),
+    [
+        (["A", " short", " text", ".", "\n", "Verdict", ":", " (", "B)"], 0.25),
+        (["Verdict", ":", " **", "B", "**", "<|end|>"], 0.25),
+        (["A", " is", " worse", ".", "\n", "Verdict: B"], 0.0),
+    ],
+    ids=["a letter with a bracket", "what ends a reply is no letter", "no token of its own: 1 or 0"],
+)
+def test_the_probability_is_that_of_the_verdicts_own_token(tokens: list[str], probability: float) -> None:
+    """An article is no verdict. Its rivals stand at B's place with ¾ to ¼; at A's it is certain."""
+
+    def rivals(token: str) -> list[dict[str, Any]]:
+        own, other = (0.75, 0.25) if "B" in token else (1.0, 0.0)
+        named = [{"token": token, "logprob": math.log(own)}]
+        return named + ([{"token": "A", "logprob": math.log(other)}] if other else [])
+
+    listed = [{"token": t, "logprob": rivals(t)[0]["logprob"], "top_logprobs": rivals(t)} for t in tokens]
+    text = "".join(token for token in tokens if token != "<|end|>")
+    body = {"choices": [{"message": {"content": text}, "logprobs": {"content": listed}}]}
+    assert llm.read(llm.reply_of(json.dumps(body))).probability == pytest.approx(probability)
