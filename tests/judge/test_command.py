@@ -84,7 +84,7 @@ def test_a_judge_that_ppo_optimised_for_this_policy_is_told_loudly(
     ("model", "against", "why"),
     [
         ("models/none/at/all", "reference", "is no folder, no .jsonl file of answers and no hub id"),
-        (
+        ("some/one", "reference", "does not exist; of a hub model give the commit too, as some/one@COMMIT"),
             "some/one",
             "reference",
             "folder some/one does not exist; of a hub model give the commit too, as some/one@COMMIT",
