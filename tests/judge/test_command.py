@@ -87,7 +87,7 @@ def test_a_judge_that_ppo_optimised_for_this_policy_is_told_loudly(
         ("some/one", "reference", "does not exist; of a hub model give the commit too, as some/one@COMMIT"),
             "some/one",
             "reference",
-            "folder some/one does not exist; of a hub model give the commit too, as some/one@COMMIT",
+            "does not exist; of a hub model give the commit too, as some/one@COMMIT",
         ),
         ("some/one@main", "reference", "full commit hash"),
         ("models/sft", "none.jsonl", "none.jsonl cannot be read"),
