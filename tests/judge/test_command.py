@@ -85,10 +85,6 @@ def test_a_judge_that_ppo_optimised_for_this_policy_is_told_loudly(
     [
         ("models/none/at/all", "reference", "is no folder, no .jsonl file of answers and no hub id"),
         ("some/one", "reference", "does not exist; of a hub model give the commit too, as some/one@COMMIT"),
-            "some/one",
-            "reference",
-            "does not exist; of a hub model give the commit too, as some/one@COMMIT",
-        ),
         ("some/one@main", "reference", "full commit hash"),
         ("models/sft", "none.jsonl", "none.jsonl cannot be read"),
         ("models/sft", "data/prompts", "data/prompts holds no tokenizer"),
