@@ -16,8 +16,11 @@ GRACE_SECONDS = 10.0
 
 
 def workspace_name(flow_run: str) -> str:
-    """Of a flow run's worktree: a retry of the run begins by removing what was left of it."""
-    return f"run-{flow_run[:13]}"
+    """Of a flow run's worktree: a retry of the run begins by removing what was left of it.
+
+    By the end of the id: those of runs that were scheduled together begin alike.
+    """
+    return f"run-{flow_run[-12:]}"
 
 
 def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:

@@ -70,11 +70,14 @@ def pipeline(
         request.check_name(name)
         asked = Request(preset, seed, overrides)
         text, values, changes = request.settle(root, asked, isolated=where == "workspace")
+        if where == "workspace":
+            workspace.check_data(values.data.path)
     except UserError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
     data = watch.fingerprint(root, values)  # as the run finds it, not as it may have become meanwhile
-    given, name = name is not None, name or f"{flow_run.get_name()}-{run[:4]}"
+    revision = lineage.git_revision() or "none"  # likewise
+    given, name = name is not None, name or request.default_name(str(flow_run.get_name()), run)
     tags = {"dvc.exp": name, "prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
         _place(root, run, where, text, values) as place,
@@ -87,7 +90,6 @@ def pipeline(
         unpushed = send(folder) if push else None
         if unpushed:
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
-        revision = lineage.git_revision() or "none"
         told.tags(_identity(folder, how, experiment, revision))
         keys = results.run_keys(folder, list(how))
         links = results.run_links(values.tracking, keys, tracking.key(run))

@@ -47,6 +47,12 @@ def settle(root: Path, request: Request, *, isolated: bool) -> tuple[str, Config
     return text, settings, changes
 
 
+def default_name(flow_run: str, run: str) -> str:
+    """An experiment's name from the flow run's, which people may write as they like, and its id's end."""
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_run).strip("-_")
+    return f"{slug or 'run'}-{run[-4:]}"
+
+
 def check_name(name: str | None) -> None:
     """Raises UserError for a name that no experiment can have."""
     if name is not None and not re.fullmatch(NAME, name):

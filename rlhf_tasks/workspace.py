@@ -93,9 +93,11 @@ def create(root: Path, name: str, params: str, settings: Config) -> Workspace:
     One of the same name, left by a run that was killed, is removed first.
 
     Raises:
-        UserError: if the project is in no git repository, or has no commit.
+        UserError: if the project is in no git repository, or has no commit, or its data lies outside by a
+            relative path.
     """
     _needs_commit(root)
+    check_data(settings.data.path)
     remove(root, name)
     top = home(root) / FOLDER / name
     top.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +113,19 @@ def create(root: Path, name: str, params: str, settings: Config) -> Workspace:
     dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
     _bring(settings.data.path, root, workspace.folder)
     return workspace
+
+
+def check_data(path: str) -> None:
+    """Refuse data that would be brought to a place outside of the workspace, on other people's files.
+
+    Raises:
+        UserError: for a relative path that leads out of the project's folder.
+    """
+    if not Path(path).is_absolute() and ".." in Path(path).parts:
+        raise UserError(
+            f"data.path={path!r} leads out of the project's folder, which an isolated run cannot follow; "
+            "give an absolute path"
+        )
 
 
 def remove(root: Path, name: str) -> None:

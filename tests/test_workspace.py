@@ -152,3 +152,13 @@ def test_stages_run_the_code_of_the_workspaces_commit(root: Path, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", "given-before")
     place = create(root)
     assert place.environment() == {"PYTHONPATH": os.pathsep.join([str(place.folder), "given-before"])}
+
+
+def test_data_outside_the_project_is_refused_and_left_alone(root: Path) -> None:
+    outside = root.parent / "corpus"
+    outside.mkdir()
+    (outside / "sft.jsonl").write_text("the user's own", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data.path='../corpus' leads out of the project.*absolute path"):
+        create(root, overrides={"data.path": "../corpus"})
+    assert (outside / "sft.jsonl").read_text(encoding="utf-8") == "the user's own"
+    assert not (root / ".rlhf/workspaces/one").exists()

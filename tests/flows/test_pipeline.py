@@ -17,7 +17,7 @@ from prefect.exceptions import FailedRun
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import pipeline as flows_pipeline
-from flows import request, results, stages, sweep, watch
+from flows import hooks, request, results, stages, sweep, watch
 from rlhf_tasks import config
 from rlhf_tasks.config import UserError
 from rlhf_tasks.workspace import Request
@@ -201,3 +201,14 @@ def test_an_interrupted_flow_stops_the_stage_itself(root: Path, interruptible: N
         [sys.executable, "-m", "dvc", "status"], cwd=root, capture_output=True, text=True, check=True
     )
     assert "second" in status.stdout, "DVC is unlocked, and the stage is still to do"
+
+
+def test_runs_that_were_scheduled_together_have_names_of_their_own() -> None:
+    """Their ids begin with the millisecond in which they were made."""
+    ids = ["01a1fdb4-5afd-7904-8b6e-2f1d0c9a7e31", "01a1fdb4-5afd-7737-9c42-6a5b4c3d2e1f"]
+    assert len({hooks.workspace_name(run) for run in ids}) == 2
+    names = [request.default_name("my run / nightly", run) for run in ids]
+    assert names == ["my-run-nightly-7e31", "my-run-nightly-2e1f"]
+    for name in names:
+        request.check_name(name)
+    request.check_name(request.default_name("…", ids[0]))
