@@ -16,8 +16,8 @@ from filelock import FileLock
 from prefect.exceptions import FailedRun
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import pipeline as flows_pipeline
 from flows import hooks, request, results, stages, sweep, watch
+from flows import pipeline as flows_pipeline
 from rlhf_tasks import config
 from rlhf_tasks.config import UserError
 from rlhf_tasks.workspace import Request
