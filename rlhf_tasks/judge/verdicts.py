@@ -65,7 +65,7 @@ def too_many(judge: str, reasons: Collection[str], what: str, max_share: float) 
     reason, times = Counter(reasons).most_common(1)[0]
     return UserError(
         f"judge {judge}: {what} failed, more than judge.max_failure_share={max_share:g} allows; "
-        f"{times} with: {reason}. Verdicts that were got from a server are kept, and asked for no more"
+        f"{times} with: {reason.rstrip('.')}. Verdicts that were got from a server are kept"
     )
 
 

@@ -198,7 +198,7 @@ def test_a_model_that_always_says_first_is_all_bias_here_and_behind_transformers
         settings = LlmJudge(
             kind="llm", name="served", base_url=url, model=str(model), key_variable=None,
             prompt=prompt(tmp_path), logprobs=False, max_reply_tokens=1, concurrency=2,
-            timeout_seconds=60.0, max_retries=1, budget=None,
+            timeout_seconds=60.0, max_retries=5, budget=None,
         )  # fmt: skip
         there = Comparing("served", Llm(settings, 0.0, tmp_path / "home"), 0.0)
         found = there.compare(prompts, ours, theirs)
