@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -86,36 +86,31 @@ class LlmJudge(Section):
     budget: Budget | None
 
 
-class LocalJudge(Section):
-    """A causal model of this machine, asked as `llm` is."""
+class OwnModel(Section):
+    """A model of this machine, asked `prompt`."""
+
+    name: Name
+    path: str = Field(description="a folder or a hub id")
+    revision: Revision | None
+    prompt: str = Field(description="a shipped one, or a file with {prompt}, {first} and {second}")
+    micro_batch_tokens: PositiveInt
+
+    @model_validator(mode="after")
+    def _origin(self) -> Self:
+        check_source(self.path, self.revision, f"judge.judges: path of {self.name}")
+        return self
+
+
+class LocalJudge(OwnModel):
+    """A causal model, asked as `llm` is; shipped prompts: tldr, hhh."""
 
     kind: Literal["local"]
-    name: Name
-    path: str = Field(description="a folder or a hub id")
-    revision: Revision | None
-    prompt: str = Field(description="tldr, hhh, or a file with {prompt}, {first} and {second}")
-    micro_batch_tokens: PositiveInt
-
-    @model_validator(mode="after")
-    def _origin(self) -> LocalJudge:
-        check_source(self.path, self.revision, f"judge.judges: path of {self.name}")
-        return self
 
 
-class PairRmJudge(Section):
-    """A ranker: a sequence classifier that reads a prompt and two answers."""
+class PairRmJudge(OwnModel):
+    """A ranker: a sequence classifier that reads a prompt and two answers; shipped prompt: ranker."""
 
     kind: Literal["pair_rm"]
-    name: Name
-    path: str = Field(description="a folder or a hub id")
-    revision: Revision | None
-    prompt: str = Field(description="ranker, or a file with {prompt}, {first} and {second}")
-    micro_batch_tokens: PositiveInt
-
-    @model_validator(mode="after")
-    def _origin(self) -> PairRmJudge:
-        check_source(self.path, self.revision, f"judge.judges: path of {self.name}")
-        return self
 
 
 class Mixture(Section):
