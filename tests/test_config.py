@@ -89,6 +89,8 @@ def test_a_missing_key_is_named() -> None:
         ({"reward.from": "some/name", "reward.revision": "main"}, "full commit hash"),
         ({"model.scratch.num_heads": 5}, "must be an even whole number"),
         ({"preferences.label_noise": 0.5}, "less than 0.5"),
+        ({"ppo.select_by": {"judge": small.GOLD, "max_failure_share": 0.05}}, "'gold' found using 'kind'"),
+        ({"ppo.select_by": {"judge": small.HELDOUT, "max_failure_share": 0.05}}, "needs no judge"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], why: str) -> None:

@@ -127,6 +127,28 @@ Judge = Annotated[
 ]
 
 
+Referee = Annotated[
+    RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
+]
+"""Who may choose a checkpoint: not the gold judge, whose word is for verdicts alone."""
+
+
+class Selection(Section):
+    """A judge of its own that chooses which of PPO's checkpoints is kept."""
+
+    judge: Referee
+    max_failure_share: Fraction = Field(description="of its verdicts on one checkpoint; above it PPO fails")
+
+    @model_validator(mode="after")
+    def _is_another(self) -> Self:
+        if isinstance(self.judge, RewardModelJudge) and _shipped(self.judge):
+            raise ValueError(
+                f"{self.judge.path} needs no judge: select_by: null chooses by models/reward_heldout, and "
+                "never by models/reward, which is optimised"
+            )
+        return self
+
+
 class Retention(Section):
     """What the language model still knows: base, SFT and policy on the same texts and questions."""
 
@@ -183,5 +205,8 @@ class Judging(Section):
     @property
     def asks_for_own_reward_model(self) -> bool:
         """Whether a judge is a reward model that this pipeline makes."""
-        paths = [Path(judge.path).as_posix() for judge in self.judges if isinstance(judge, RewardModelJudge)]
-        return any(path in SHIPPED_MODELS for path in paths)
+        return any(_shipped(judge) for judge in self.judges if isinstance(judge, RewardModelJudge))
+
+
+def _shipped(judge: RewardModelJudge) -> bool:
+    return Path(judge.path).as_posix() in SHIPPED_MODELS

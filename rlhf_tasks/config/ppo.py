@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.config.types import (
     Count,
@@ -219,9 +220,12 @@ class Ppo(Section):
 
     num_sample_generations: Count
     num_selections: PositiveInt = Field(
-        description="times models/reward_heldout tries the policy on validation prompts; the best is kept"
+        description="times the policy is tried on validation prompts; the weights that do best are kept"
     )
     num_selection_prompts: PositiveInt
+    select_by: Selection | None = Field(
+        description="a judge, by its win rate over the references; null: models/reward_heldout's mean score"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -22,7 +22,7 @@ from rlhf_tasks import generation, lineage, models
 from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.generation import answer, stop_of
-from rlhf_tasks.judge.cache import key_of
+from rlhf_tasks.judges.cache import key_of
 
 SETTLED = ("*.json", "*.txt", "*.jinja", "*.model")  # what, beside the weights, decides how a model answers
 CODE = (str(generation.__file__), str(batches.__file__), str(models.__file__))

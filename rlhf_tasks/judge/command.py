@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from rlhf_tasks import console
+from rlhf_tasks import console, judges
 from rlhf_tasks.config import StageView, UserError, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
-from rlhf_tasks.judge import judges, summary
+from rlhf_tasks.judge import summary
 from rlhf_tasks.judge.answers import sample
-from rlhf_tasks.judge.verdicts import Verdicts, check_failures
+from rlhf_tasks.judges.verdicts import Verdicts, check_failures
 
 REFERENCE = "reference"
 MAX_SHOWN = 10  # problems of an answer file

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from rlhf_tasks import statistics
-from rlhf_tasks.judge.verdicts import Judge
+from rlhf_tasks.judges.verdicts import Judge
 from rlhf_tasks.tracking import Tracker
 
 ANSWERS = Path("evaluation/ppo/answers.parquet")

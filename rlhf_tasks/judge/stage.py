@@ -12,16 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rouge_score.rouge_scorer import RougeScorer
 
-from rlhf_tasks import console, models, statistics
+from rlhf_tasks import console, judges, models, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.judge import judges, progress, summary
+from rlhf_tasks.judge import progress, summary
 from rlhf_tasks.judge.answers import Answers, sample
 from rlhf_tasks.judge.retention import Probes
-from rlhf_tasks.judge.scoring import RewardModel
-from rlhf_tasks.judge.verdicts import Judge, Verdicts, check_failures
+from rlhf_tasks.judges.scoring import RewardModel
+from rlhf_tasks.judges.verdicts import Judge, Verdicts, check_failures
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.tensors import distinct
 from rlhf_tasks.tracking import Tracker

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_tasks import console, statistics
-from rlhf_tasks.judge.verdicts import Verdicts
+from rlhf_tasks.judges.verdicts import Verdicts
 
 Comparison = tuple[str, str, str]
 """Judge, A, B."""

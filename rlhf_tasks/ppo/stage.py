@@ -1,4 +1,4 @@
-"""Stage ppo: models/policy, kept where models/reward_heldout likes its answers to validation prompts best."""
+"""Stage ppo: models/policy, kept where its answers to validation prompts were liked best."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console, models, scorers
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Ppo, StageView, UserError
+from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.models import TokenScores
 from rlhf_tasks.ppo.loop import Loop
+from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.ppo.trainer import Trainer, stop_token
@@ -39,6 +41,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     settings: Ppo = config.ppo
     _check(config)
     rt = Runtime(config.launch, config.seed)
+    referee = None if settings.select_by is None else Referee(rt, settings.select_by)
     tokenizer = load_tokenizer(SFT)
     policy, reference = _policy(rt, settings, config.seed)
     reward = models.load_reward(REWARD) if config.reward.train else None
@@ -50,7 +53,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
         tokenizer, encode(tokenizer, [row["prompt"] for row in read_table("prompts", "train")]),
         seed=config.seed, demonstrations=demonstrations(tokenizer, "train") if settings.ptx else None,
     )  # fmt: skip
-    watch = Watch(settings, policy, tokenizer, scorer, _heldout(rt, config, tokenizer), config.seed)
+    watch = Watch(settings, policy, tokenizer, scorer, _heldout(rt, config, tokenizer), referee, config.seed)
     metrics = Loop(rt, config, trainer, watch, tracker).run()
     watch.restore()
     if rt.is_main:
@@ -60,11 +63,12 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 
 
 def _check(config: StageView) -> None:
-    """The contracts between the checkpoints, before anything is trained; and a warning."""
+    """The contracts between the checkpoints and with the referee, before anything is trained; a warning."""
     for reward in (REWARD, HELDOUT) if config.reward.train else ():
         models.check_same_tokenizer(SFT, reward)
         models.check_parent(reward, "sft", SFT)
     settings: Ppo = config.ppo
+    _check_referee(settings)
     tokenizer = load_tokenizer(SFT)
     stop = stop_token(settings, tokenizer)
     if stop >= len(tokenizer):
@@ -76,6 +80,22 @@ def _check(config: StageView) -> None:
             f"ppo.truncation={settings.truncation} rewards unfinished answers by the critic's word, and "
             "this critic was not warmed up: set ppo.critic_warmup"
         )
+
+
+def _check_referee(settings: Ppo) -> None:
+    judge = None if settings.select_by is None else settings.select_by.judge
+    if not isinstance(judge, RewardModelJudge) or not _is_rewarded(settings):
+        return
+    if models.fingerprint(Path(judge.path)) == models.fingerprint(REWARD):
+        raise UserError(
+            f"ppo.select_by: {judge.path} has the weights of models/reward, which PPO optimises; what is "
+            "optimised does not choose. Give another judge, or null for models/reward_heldout"
+        )
+
+
+def _is_rewarded(settings: Ppo) -> bool:
+    """Whether models/reward is what PPO optimises, or part of it."""
+    return any(scorer.kind == "reward_model" for scorer in settings.scorers)
 
 
 def _policy(rt: Runtime, settings: Ppo, seed: int) -> tuple[PreTrainedModel, Reference]:
@@ -126,10 +146,16 @@ def _save(
     config: StageView, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, watch: Watch
 ) -> None:
     parents = {"sft": models.fingerprint(SFT)}
-    chosen = "the last update's weights"
+    inputs = {"models/sft": parents["sft"], "data/prompts": models.file_hash(Path("data/prompts"))}
     if config.reward.train:
-        parents["reward"] = models.fingerprint(REWARD)
-        chosen = f"kept at episode {watch.episode}, the best by models/reward_heldout on validation prompts"
+        inputs["models/reward"] = models.fingerprint(REWARD)
+    if _is_rewarded(config.ppo):  # what the policy must not be judged by
+        parents["reward"] = inputs["models/reward"]
+    chosen = "the last update's weights"
+    if watch.chooses is not None:
+        selection = config.ppo.select_by
+        by = f"the judge {selection.judge.name}" if selection else "models/reward_heldout"
+        chosen = f"kept at episode {watch.episode}, the best by {by} on validation prompts"
     with whole(LOOKED_AT) as folder:
         pq.write_table(pa.Table.from_pylist(watch.samples), folder / "samples.parquet")
         pq.write_table(pa.Table.from_pylist(watch.answers), folder / "answers.parquet")
@@ -139,8 +165,7 @@ def _save(
             identity={"kind": "policy", "parents": parents},
             card=models.model_card(
                 "PPO policy", task="ppo", parameters=config.declared(),
-                inputs={f"models/{role}": digest for role, digest in parents.items()}
-                | {"data/prompts": models.file_hash(Path("data/prompts"))},
+                inputs=inputs,
                 how=f"PPO from the SFT policy; {chosen}.",
             ),
         )  # fmt: skip

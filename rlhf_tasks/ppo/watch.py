@@ -12,16 +12,18 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, encode, read_table, text_of
 from rlhf_tasks.generation import answer
 from rlhf_tasks.ppo.collect import Scorers
+from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.trainer import stop_token
 from rlhf_tasks.scorers import RewardScorer
 
 NUM_SAMPLE_PROMPTS = 4
+NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}
 Metrics = dict[str, float]
 
 
 class Watch:
-    """Keeps the weights whose answers models/reward_heldout likes best; without one, the last.
+    """Keeps the weights that the referee, else models/reward_heldout, likes best; without either, the last.
 
     The checkpoint is never chosen by the reward that is optimised, by the gold judge or on test data.
     """
@@ -33,10 +35,11 @@ class Watch:
         tokenizer: PreTrainedTokenizerBase,
         scorers: Scorers,
         heldout: RewardScorer | None,
+        referee: Referee | None,
         seed: int,
     ) -> None:
         self._settings, self._policy, self._tokenizer, self._seed = settings, policy, tokenizer, seed
-        self._scorers, self._heldout = scorers, heldout
+        self._scorers, self._heldout, self._referee = scorers, heldout, referee
         rows = read_table("prompts", "validation")[: settings.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
@@ -48,25 +51,36 @@ class Watch:
         """To the selection prompts, each time: the judge tells from them how the win rate went."""
 
     def select(self, episode: int) -> Metrics:
-        """Score answers by what is optimised and by the held-out model, under the EOS rule."""
+        """Score answers by what is optimised and by those who choose, scores under the EOS rule."""
         answers, scores, heldout, _ = self._answered(self._prompts)
+        texts = [text_of(self._tokenizer, answer) for answer in answers]
         self.answers += [
-            {"episode": episode, "prompt": prompt, "reference": reference,
-             "response": text_of(self._tokenizer, answer)}
-            for prompt, reference, answer in zip(self._prompts, self._references, answers, strict=True)
-        ]  # fmt: skip
+            {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
+            for prompt, reference, text in zip(self._prompts, self._references, texts, strict=True)
+        ]
         metrics = {
             "eval/scores": float(scores.mean()),
             "eval/response_length": sum(map(len, answers)) / len(answers),
         }
-        if heldout is None:
+        if heldout is not None:
+            metrics["eval/heldout_scores"] = float(heldout.mean())
+            metrics["eval/reward_gap"] = metrics["eval/scores"] - metrics["eval/heldout_scores"]
+        if self._referee is not None:
+            metrics["eval/win_rate"] = self._referee(self._prompts, texts, self._references)
+        liked = metrics.get(self.chooses) if self.chooses else None
+        if liked is None:
             self._keep(episode)
-            return metrics
-        liked = float(heldout.mean())
-        if liked > self.best:
+        elif liked > self.best:
             self.best = liked
             self._keep(episode)
-        return metrics | {"eval/heldout_scores": liked, "eval/reward_gap": metrics["eval/scores"] - liked}
+        return metrics
+
+    @property
+    def chooses(self) -> str | None:
+        """The metric by which weights are kept, if any."""
+        if self._referee is not None:
+            return "eval/win_rate"
+        return None if self._heldout is None else "eval/heldout_scores"
 
     def _keep(self, episode: int) -> None:
         self.episode = episode
@@ -79,7 +93,7 @@ class Watch:
     @property
     def result(self) -> Metrics:
         chosen = {"selected_episode": float(self.episode)}
-        return chosen if self._heldout is None else chosen | {"selected_heldout_score": self.best}
+        return chosen if self.chooses is None else chosen | {NAMES[self.chooses]: self.best}
 
     def show(self, episode: int) -> list[dict[str, Any]]:
         """A few answers with their scores."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import cli, console
+from rlhf_tasks import cli, console, judges
 from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.judge import command, judges
+from rlhf_tasks.judge import command
 from tests import small
 
 VIEW = {"judge.judges": [small.GOLD, small.HELDOUT], "judge.num_examples": 6}

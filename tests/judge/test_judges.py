@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_tasks import models, statistics
+from rlhf_tasks import judges, models, statistics
 from rlhf_tasks.config import ConfigError, UserError
 from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.judge import judges, mixtures, prompts, summary
-from rlhf_tasks.judge.comparing import Comparing, Question, Reply
-from rlhf_tasks.judge.scoring import Scoring
-from rlhf_tasks.judge.verdicts import Judge, Verdicts, check_failures
+from rlhf_tasks.judge import summary
+from rlhf_tasks.judges import mixtures, prompts
+from rlhf_tasks.judges.comparing import Comparing, Question, Reply
+from rlhf_tasks.judges.scoring import Scoring
+from rlhf_tasks.judges.verdicts import Judge, Verdicts, check_failures
 from tests import small
 
 CPU = torch.device("cpu")

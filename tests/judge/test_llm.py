@@ -17,10 +17,10 @@ import pytest
 
 from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LlmJudge
-from rlhf_tasks.judge import llm
-from rlhf_tasks.judge.cache import Cache
-from rlhf_tasks.judge.comparing import Comparing, Question, Reply
-from rlhf_tasks.judge.llm import Llm, Malformed, read, reply_of
+from rlhf_tasks.judges import llm
+from rlhf_tasks.judges.cache import Cache
+from rlhf_tasks.judges.comparing import Comparing, Question, Reply
+from rlhf_tasks.judges.llm import Llm, Malformed, read, reply_of
 from tests.judge import endpoint
 from tests.judge.endpoint import KEY, MODEL, Body, Handler, Server, completion
 
@@ -343,8 +343,8 @@ KILLED = """
 import json, sys
 from pathlib import Path
 from rlhf_tasks.config.judge import LlmJudge
-from rlhf_tasks.judge.comparing import Question
-from rlhf_tasks.judge.llm import Llm
+from rlhf_tasks.judges.comparing import Question
+from rlhf_tasks.judges.llm import Llm
 settings, asked, home = json.load(open(sys.argv[1]))
 judge = Llm(LlmJudge.model_validate(settings), 0.05, Path(home))
 print(len(judge([Question(*q) for q in asked], 1e9)))

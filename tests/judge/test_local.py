@@ -27,9 +27,9 @@ from transformers import (
 
 from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
-from rlhf_tasks.judge.comparing import Comparing, Question
-from rlhf_tasks.judge.llm import Llm
-from rlhf_tasks.judge.local import Local, Ranker
+from rlhf_tasks.judges.comparing import Comparing, Question
+from rlhf_tasks.judges.llm import Llm
+from rlhf_tasks.judges.local import Local, Ranker
 from rlhf_tasks.models import ContractError
 from tests import toy
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.judge import progress
-from rlhf_tasks.judge.scoring import Scoring
+from rlhf_tasks.judges.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 
 

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks import console, models
+from rlhf_tasks import console, judges, models
 from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.judge import judges, stage, summary
-from rlhf_tasks.judge.scoring import Scoring
+from rlhf_tasks.judge import stage, summary
+from rlhf_tasks.judges.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.judge import endpoint

@@ -58,6 +58,54 @@ def test_the_kept_weights_are_those_the_heldout_reward_model_liked_best(models_h
     assert metrics["selected_heldout_score"] == pytest.approx(max(tried.values()))
 
 
+def short_answers(prompts: list[str], answers: list[str]) -> list[float]:
+    return [-float(len(answer)) for answer in answers]
+
+
+def torn_answers(prompts: list[str], answers: list[str]) -> list[float]:
+    return [float("nan")] * len(answers)
+
+
+def referee(function: str) -> dict[str, Any]:
+    judge = {"kind": "function", "name": "shorter", "function": f"{__name__}:{function}"}
+    return {"ppo.select_by": {"judge": judge, "max_failure_share": 0.5}}
+
+
+def test_a_judge_that_chooses_keeps_the_weights_whose_answers_won_most_by_its_word(models_here: Path) -> None:
+    metrics, history = run(**{"ppo.learning_rate": 1e-2} | referee("short_answers"))
+    tried = {row["episode"]: row["eval/win_rate"] for row in history if "eval/win_rate" in row}
+    assert set(tried) == {0, 16, 32, 48}
+    assert len(set(tried.values())) > 1, "the law would hold for any choice"
+    rows = pq.read_table(stage.LOOKED_AT / "answers.parquet").to_pylist()
+    for episode, rate in tried.items():
+        leads = [len(r["reference"]) - len(r["response"]) for r in rows if r["episode"] == episode]
+        assert rate == pytest.approx(
+            sum(1.0 if lead > 0 else 0.5 * (lead == 0) for lead in leads) / len(leads)
+        )
+    assert metrics["selected_episode"] == max(tried, key=lambda episode: tried[episode])
+    assert metrics["selected_win_rate"] == max(tried.values())
+    assert "the best by the judge shorter" in (stage.OUT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_judge_that_chooses_and_fails_stops_ppo_with_its_reason(models_here: Path) -> None:
+    with pytest.raises(UserError, match="judge shorter: 12 of 12 verdicts failed"):
+        run(**referee("torn_answers"))
+
+
+def test_the_optimised_reward_under_another_name_does_not_choose(models_here: Path) -> None:
+    shutil.copytree(models_here / "models/reward", models_here / "models/other")
+    judge = {"kind": "reward_model", "name": "other", "path": "models/other"}
+    with pytest.raises(UserError, match=r"models/other has the weights of models/reward"):
+        run(**{"ppo.select_by": {"judge": judge, "max_failure_share": 0.05}})
+
+
+def test_a_policy_names_the_reward_it_was_trained_to_please_and_no_other(models_here: Path) -> None:
+    run()
+    assert "reward" in models.parents_of(stage.OUT)
+    run(**{"ppo.scorers": [{"kind": "dummy"}]})
+    assert "reward" not in models.parents_of(stage.OUT), "the critic alone started from it"
+
+
 def test_weights_are_kept_from_before_training_where_all_of_it_made_them_worse(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,9 @@ from rlhf_tasks import models
 from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LocalJudge, PairRmJudge
 from rlhf_tasks.data.batches import Batch, Ids, collate, load_tokenizer, micro_batches
-from rlhf_tasks.judge import prompts
-from rlhf_tasks.judge.comparing import Question, Reply
-from rlhf_tasks.judge.llm import LETTERS
+from rlhf_tasks.judges import prompts
+from rlhf_tasks.judges.comparing import Question, Reply
+from rlhf_tasks.judges.llm import LETTERS
 
 
 class Local:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from rlhf_tasks.config import UserError
-from rlhf_tasks.judge.comparing import Question
+from rlhf_tasks.judges.comparing import Question
 
 FOLDER = Path(__file__).parent
 FIELDS = ("prompt", "first", "second")

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rlhf_tasks import statistics
-from rlhf_tasks.judge.verdicts import Verdicts
+from rlhf_tasks.judges.verdicts import Verdicts
 
 
 class Question(NamedTuple):

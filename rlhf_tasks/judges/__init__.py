@@ -10,12 +10,12 @@ import torch
 from rlhf_tasks import lineage, models
 from rlhf_tasks.config import Judging, UserError
 from rlhf_tasks.config import judge as config
-from rlhf_tasks.judge.comparing import Comparing
-from rlhf_tasks.judge.llm import Llm
-from rlhf_tasks.judge.local import Local, Ranker
-from rlhf_tasks.judge.mixtures import RULES, Mixed
-from rlhf_tasks.judge.scoring import Function, Gold, RewardModel, Scoring
-from rlhf_tasks.judge.verdicts import Judge, Verdicts
+from rlhf_tasks.judges.comparing import Comparing
+from rlhf_tasks.judges.llm import Llm
+from rlhf_tasks.judges.local import Local, Ranker
+from rlhf_tasks.judges.mixtures import RULES, Mixed
+from rlhf_tasks.judges.scoring import Function, Gold, RewardModel, Scoring
+from rlhf_tasks.judges.verdicts import Judge, Verdicts
 
 
 class Once:
@@ -49,8 +49,13 @@ def build(settings: Judging, source: str, device: torch.device, names: Sequence[
     wanted = set(names or known)
     parts = {n for one in settings.judges if isinstance(one, config.Mixture) and one.name in wanted
              for n in one.judges}  # fmt: skip
+    gold = {one.name for one in settings.judges if isinstance(one, config.GoldJudge)}
+    if source != "synthetic" and gold & (wanted | parts):
+        raise UserError(
+            f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; use reward_model"
+        )
     made: dict[str, Judge] = {
-        one.name: Once(_one(one, source, device, settings.max_failure_share))
+        one.name: Once(single(one, device, settings.max_failure_share))
         for one in settings.judges
         if not isinstance(one, config.Mixture) and one.name in wanted | parts
     }
@@ -60,13 +65,13 @@ def build(settings: Judging, source: str, device: torch.device, names: Sequence[
     return [made[name] for name in known if name in wanted]
 
 
-def _one(one: config.Judge, source: str, device: torch.device, max_failure_share: float) -> Judge:
+def single(one: config.Judge, device: torch.device, max_failure_share: float) -> Judge:
+    """Any judge but a mixture.
+
+    Raises:
+        UserError: as `build`.
+    """
     if isinstance(one, config.GoldJudge):
-        if source != "synthetic":
-            raise UserError(
-                f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; "
-                "use reward_model"
-            )
         return Scoring(one.name, Gold())
     if isinstance(one, config.RewardModelJudge):
         return Scoring(one.name, RewardModel(Path(one.path), device))

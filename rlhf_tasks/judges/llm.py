@@ -22,10 +22,10 @@ import openai
 from rlhf_tasks import console
 from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LlmJudge
-from rlhf_tasks.judge import prompts
-from rlhf_tasks.judge.cache import Cache, key_of
-from rlhf_tasks.judge.comparing import Question, Reply
-from rlhf_tasks.judge.verdicts import shown, too_many
+from rlhf_tasks.judges import prompts
+from rlhf_tasks.judges.cache import Cache, key_of
+from rlhf_tasks.judges.comparing import Question, Reply
+from rlhf_tasks.judges.verdicts import shown, too_many
 
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs of a token: as many as every server gives

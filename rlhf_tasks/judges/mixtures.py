@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_tasks.judge.verdicts import Judge, Verdicts
+from rlhf_tasks.judges.verdicts import Judge, Verdicts
 from rlhf_tasks.statistics import Floats
 
 Rule = Callable[[Floats], Floats]

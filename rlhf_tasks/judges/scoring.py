@@ -13,7 +13,7 @@ import torch
 from rlhf_tasks import models, statistics
 from rlhf_tasks.data import synthetic
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer
-from rlhf_tasks.judge.verdicts import Verdicts
+from rlhf_tasks.judges.verdicts import Verdicts
 from rlhf_tasks.scorers import RewardScorer, imported, numbers
 
 

@@ -64,7 +64,7 @@ def check_failures(judge: str, found: Verdicts, max_share: float) -> None:
 def too_many(judge: str, reasons: Collection[str], what: str, max_share: float) -> UserError:
     reason, times = Counter(reasons).most_common(1)[0]
     return UserError(
-        f"judge {judge}: {what} failed, more than judge.max_failure_share={max_share:g} allows; "
+        f"judge {judge}: {what} failed, more than max_failure_share={max_share:g} allows; "
         f"{times} with: {reason.rstrip('.')}. Verdicts that were got from a server are kept"
     )
 

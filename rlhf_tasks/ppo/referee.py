@@ -1,0 +1,39 @@
+"""A judge that tells, on validation prompts, which of PPO's checkpoints to keep (`ppo.select_by`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhf_tasks import judges, statistics
+from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.judges.verdicts import check_failures
+from rlhf_tasks.runtime import Runtime
+
+
+class Referee:
+    """The first process judges, the others are told: no verdict is asked for, or paid, twice.
+
+    Raises:
+        UserError: if the judge cannot be made.
+    """
+
+    def __init__(self, rt: Runtime, settings: Selection) -> None:
+        self._rt, self._max_failure_share = rt, settings.max_failure_share
+        self.name = settings.judge.name
+        self._judge = (
+            judges.single(settings.judge, rt.device, settings.max_failure_share) if rt.is_main else None
+        )
+
+    def __call__(self, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]) -> float:
+        """Share of prompts at which the answer wins over the reference; ties count half.
+
+        Raises:
+            UserError: if the judge cannot go on, or fails too often.
+        """
+        rate = None
+        if self._judge is not None:
+            found = self._judge.compare(prompts, answers, references)
+            check_failures(self.name, found, self._max_failure_share)
+            rate = statistics.rate(found.outcomes).value
+        won: float = self._rt.from_main(rate)
+        return won
