@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks import models
+from rlhf_tasks import contracts, models
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Split, StageView
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
@@ -37,7 +37,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
             tracker.metrics(step.metrics, step=step.number)
     else:
         model = models.place(models.load_causal(config.model.base, config.model.revision), rt.device)
-    models.check_fits(model, tokenizer, "model.base")
+    contracts.check_fits(model, tokenizer, "model.base")
     result = evaluate(rt, model, validation, config.base.micro_batch_tokens)
     with rt.gathered(model):
         if rt.is_main:
@@ -45,10 +45,10 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                 models.save(
                     model, tokenizer, folder,
                     identity={"kind": "base", "parents": {}},
-                    card=models.model_card(
+                    card=contracts.model_card(
                         "Base model", task="base", parameters=config.declared(),
-                        inputs={"data/tokenizer": models.file_hash(TOKENIZER),
-                                "data/sft": models.file_hash(Path("data/sft"))},
+                        inputs={"data/tokenizer": contracts.file_hash(TOKENIZER),
+                                "data/sft": contracts.file_hash(Path("data/sft"))},
                         how="A causal language model of the task's prompts, before any instruction.",
                     ),
                 )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks import models, statistics
+from rlhf_tasks import contracts, models, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Reward, StageView, UserError
 from rlhf_tasks.data.batches import Batch, Ids, collate, encode, encode_answers, load_tokenizer, read_table
@@ -59,7 +59,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
             scores, parents = _fetched(config.reward, tokenizer)
         else:
             scores = _trained(rt, config, tokenizer, tracker, name, seed=config.seed + 1000 * number)
-            parents = {"sft": models.fingerprint(SFT)}
+            parents = {"sft": contracts.fingerprint(SFT)}
         metrics |= _measured(rt, scores, tokenizer, "" if name == "reward" else "heldout/")
         with rt.gathered(scores):
             if rt.is_main:
@@ -193,7 +193,7 @@ def _normalise(rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerB
 
 
 def _none_made(rt: Runtime) -> dict[str, float]:
-    """Both outs, with a README in place of a model; `models.is_made` says False of them."""
+    """Both outs, with a README in place of a model; `contracts.is_made` says False of them."""
     for out in OUTS.values():
         if rt.is_main:
             with whole(out) as folder:
@@ -206,11 +206,11 @@ def _fetched(settings: Reward, tokenizer: PreTrainedTokenizerBase) -> tuple[Toke
     """A ready reward model and its known parents, checked against the SFT model before it is loaded."""
     assert settings.source is not None
     where = models.local_tokenizer(settings.source, settings.revision)
-    models.check_same_tokenizer(SFT, where)
-    models.check_parent(where, "sft", SFT)
+    contracts.check_same_tokenizer(SFT, where)
+    contracts.check_parent(where, "sft", SFT)
     scores = models.load_reward(settings.source, settings.revision)
-    models.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")
-    return scores, models.parents_of(where)
+    contracts.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")
+    return scores, contracts.parents_of(where)
 
 
 @torch.no_grad()
@@ -255,11 +255,11 @@ def _save(
     with whole(out) as folder:
         models.save(
             models.merged(scores.model), tokenizer, folder,
-            identity=models.identity("reward", parents),
-            card=models.model_card(
+            identity=contracts.identity("reward", parents),
+            card=contracts.model_card(
                 f"Reward model ({out.name})", task="reward-model", parameters=config.declared(),
                 inputs={
-                    "data/comparisons": models.file_hash(Path("data/comparisons")),
+                    "data/comparisons": contracts.file_hash(Path("data/comparisons")),
                     "models/sft": parents.get("sft", "lineage unknown"),
                 },
                 how="One score, read at the last token of query + response + EOS; `score_mean` of the config "

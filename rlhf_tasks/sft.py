@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks import models
+from rlhf_tasks import contracts, models
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Sft, StageView
 from rlhf_tasks.data.batches import load_tokenizer
@@ -29,7 +29,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
         origin, steps = {f"sft.from={settings.source}": "lineage unknown"}, {}
     else:
         model, tokenizer = models.place(models.load_causal(BASE), rt.device), load_tokenizer(BASE)
-        parents = {"base": models.fingerprint(BASE)}
+        parents = {"base": contracts.fingerprint(BASE)}
         origin = {"models/base": parents["base"]}
         steps = _train(rt, config, model, tokenizer, tracker)
     result = evaluate(rt, model, demonstrations(tokenizer, "validation"), settings.micro_batch_tokens)
@@ -38,10 +38,10 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
             with whole(OUT) as folder:
                 models.save(
                     model, tokenizer, folder,
-                    identity=models.identity("policy", parents),
-                    card=models.model_card(
+                    identity=contracts.identity("policy", parents),
+                    card=contracts.model_card(
                         "SFT policy", task="sft", parameters=config.declared(),
-                        inputs={"data/sft": models.file_hash(Path("data/sft")), **origin},
+                        inputs={"data/sft": contracts.file_hash(Path("data/sft")), **origin},
                         how="Trained on demonstrations, completion tokens only, to the validation minimum.",
                     ),
                 )  # fmt: skip
@@ -54,12 +54,12 @@ def _fetched(settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, d
     """A ready SFT model, its tokenizer and known parents, checked against the data and the base."""
     assert settings.source is not None
     where, name = models.local_tokenizer(settings.source, settings.revision), f"sft.from={settings.source}"
-    models.check_same_tokenizer(TOKENIZER, where)
-    models.check_parent(where, "base", BASE)
+    contracts.check_same_tokenizer(TOKENIZER, where)
+    contracts.check_parent(where, "base", BASE)
     model, tokenizer = models.load_causal(settings.source, settings.revision), load_tokenizer(where)
-    models.check_same_shape(model, name, BASE)
-    models.check_fits(model, tokenizer, name)
-    return model, tokenizer, models.parents_of(where)
+    contracts.check_same_shape(model, name, BASE)
+    contracts.check_fits(model, tokenizer, name)
+    return model, tokenizer, contracts.parents_of(where)
 
 
 def _train(

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlhf_tasks import config, models
+from rlhf_tasks import config, contracts, models
 from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch, StageView
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, collate
@@ -165,7 +165,7 @@ def workspace(root: Path) -> Path:
     tokenizers.save(words, root / "data/tokenizer")
     for number, name in enumerate(("base", "sft", "policy")):
         _save(root, name, causal("gpt_neox", number, words), words, {})
-    sft = {"parents": {"sft": models.fingerprint(root / "models/sft")}}
+    sft = {"parents": {"sft": contracts.fingerprint(root / "models/sft")}}
     for number, name in enumerate(("reward", "reward_heldout")):
         made = TokenScores.from_policy(root / "models/sft", torch.Generator().manual_seed(number))
         _save(root, name, made.model, words, sft)

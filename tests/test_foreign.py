@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_tasks import models
+from rlhf_tasks import contracts, models
 from rlhf_tasks.config import UserError
-from rlhf_tasks.models import ContractError
+from rlhf_tasks.contracts import ContractError
 from tests import toy
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
@@ -60,7 +60,7 @@ def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
         assert metrics
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
-    assert said("models/sft")["parents"] == {"base": models.fingerprint(Path("models/base"))}
+    assert said("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
     assert models.load_causal("models/policy").config.model_type == family
 
 
@@ -86,7 +86,7 @@ def test_ready_sft_and_reward_models_skip_training_and_their_lineage_is_unknown(
     assert_same_weights("foreign/reward", "models/reward")
     for folder in ("models/sft", "models/reward"):
         assert (said(folder)["lineage"], said(folder)["parents"]) == ("unknown", {})
-    assert said("models/reward_heldout")["parents"] == {"sft": models.fingerprint(Path("models/sft"))}
+    assert said("models/reward_heldout")["parents"] == {"sft": contracts.fingerprint(Path("models/sft"))}
 
 
 def assert_same_weights(first: str, second: str) -> None:

@@ -16,10 +16,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_tasks import models
+from rlhf_tasks import contracts, models
 from rlhf_tasks.config.training import Lora
+from rlhf_tasks.contracts import ContractError
 from rlhf_tasks.data.batches import collate, load_tokenizer
-from rlhf_tasks.models import ContractError, TokenScores, last_token, response_logits
+from rlhf_tasks.models import TokenScores, last_token, response_logits
 from tests import small
 from tests.small import EOS, FAMILIES, HIDDEN, PAD, Family
 
@@ -177,7 +178,7 @@ def test_the_same_weights_are_saved_as_the_same_bytes_wherever_they_come_from(
 
 
 def test_a_model_card_tells_inputs_and_parameters() -> None:
-    card = models.model_card(
+    card = contracts.model_card(
         "Title", task="sft", parameters={"sft.learning_rate": 0.1}, inputs={"data/sft": "ab12"}, how="So."
     )
     assert "| `sft.learning_rate` | 0.1 |" in card
@@ -199,7 +200,7 @@ def words(folder: Path, **changes: Any) -> Path:
 
 
 def test_a_copy_of_a_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
-    models.check_same_tokenizer(words(tmp_path / "a"), words(tmp_path / "b"))
+    contracts.check_same_tokenizer(words(tmp_path / "a"), words(tmp_path / "b"))
 
 
 @pytest.mark.parametrize(
@@ -214,42 +215,42 @@ def test_another_tokenizer_or_template_is_refused_by_name(
     changes: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ContractError, match=why) as raised:
-        models.check_same_tokenizer(words(tmp_path / "a"), words(tmp_path / "b", **changes))
+        contracts.check_same_tokenizer(words(tmp_path / "a"), words(tmp_path / "b", **changes))
     assert str(tmp_path / "a") in str(raised.value)
     assert str(tmp_path / "b") in str(raised.value)
 
 
 def test_a_checkpoint_made_from_another_parent_is_refused_by_name(policy: Path, tmp_path: Path) -> None:
     other = save(small.causal(seed=1), tmp_path / "other")
-    child = save(small.causal(), tmp_path / "child", {"parents": {"sft": models.fingerprint(policy)}})
-    models.check_parent(child, "sft", policy)
+    child = save(small.causal(), tmp_path / "child", {"parents": {"sft": contracts.fingerprint(policy)}})
+    contracts.check_parent(child, "sft", policy)
     with pytest.raises(ContractError, match=f"{child} was made from another sft model"):
-        models.check_parent(child, "sft", other)
+        contracts.check_parent(child, "sft", other)
 
 
 def test_a_foreign_checkpoint_has_no_parent_to_compare(policy: Path, tmp_path: Path) -> None:
     foreign = save(small.causal(), tmp_path / "foreign")
     (foreign / "rlhf.json").unlink()
-    models.check_parent(foreign, "sft", policy)
-    assert models.identity_of(foreign) == {}
+    contracts.check_parent(foreign, "sft", policy)
+    assert contracts.identity_of(foreign) == {}
 
 
 def test_a_fingerprint_is_of_the_weights_alone(policy: Path, tmp_path: Path) -> None:
     again = save(small.causal(), tmp_path / "again", {"kind": "else"})
-    assert models.fingerprint(again) == models.fingerprint(policy)
+    assert contracts.fingerprint(again) == contracts.fingerprint(policy)
     changed = small.causal()
     with torch.no_grad():
         next(changed.parameters()).view(-1)[0] += 1e-3
-    assert models.fingerprint(save(changed, tmp_path / "changed")) != models.fingerprint(policy)
+    assert contracts.fingerprint(save(changed, tmp_path / "changed")) != contracts.fingerprint(policy)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     model = small.causal()
-    models.check_fits(model, small.tokenizer(), "here")
+    contracts.check_fits(model, small.tokenizer(), "here")
     large = load_tokenizer(words(tmp_path))
     large.add_tokens(["w20", "w21"])
     with pytest.raises(ContractError, match=f"here: .* {small.VOCAB + 2} tokens, the model {small.VOCAB}"):
-        models.check_fits(model, large, "here")
+        contracts.check_fits(model, large, "here")
 
 
 # ----------------------------------------------------------------------------------- adapters

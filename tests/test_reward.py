@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_tasks import models, reward
+from rlhf_tasks import contracts, models, reward
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
 from rlhf_tasks.models import TokenScores
 from rlhf_tasks.reward import Learner, Pairs, pair_sums
@@ -117,9 +117,9 @@ def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) 
     keys = ("accuracy", "accuracy/low", "accuracy/high", "margin", "calibration", "length_correlation")
     assert {f"{prefix}{key}" for prefix in ("", "heldout/") for key in keys} <= set(metrics)
     assert 0 <= metrics["accuracy/low"] <= metrics["accuracy"] <= metrics["accuracy/high"] <= 1
-    parent = {"sft": models.fingerprint(Path("models/sft"))}
-    assert [models.identity_of(out)["parents"] for out in reward.OUTS.values()] == [parent, parent]
-    first, second = (models.fingerprint(out) for out in reward.OUTS.values())
+    parent = {"sft": contracts.fingerprint(Path("models/sft"))}
+    assert [contracts.identity_of(out)["parents"] for out in reward.OUTS.values()] == [parent, parent]
+    first, second = (contracts.fingerprint(out) for out in reward.OUTS.values())
     assert first != second
 
 
@@ -132,7 +132,7 @@ def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
 
 
 def test_a_ready_reward_model_without_its_head_is_refused(models_here: Path) -> None:
-    with pytest.raises(models.ContractError, match="models/base lacks its trained head"):
+    with pytest.raises(contracts.ContractError, match="models/base lacks its trained head"):
         reward.run(small.view("reward", {"reward.from": "models/base"}), NullTracker())
 
 
@@ -165,9 +165,9 @@ def test_no_reward_model_is_made_where_none_is_asked_for(
 ) -> None:
     monkeypatch.setattr(models, "load_causal", None)  # nothing is loaded
     for out in reward.OUTS.values():
-        assert models.is_made(out)
+        assert contracts.is_made(out)
     assert reward.run(small.view("reward", small.WITHOUT_REWARD), NullTracker()) == {}
     for out in reward.OUTS.values():
         assert [file.name for file in out.iterdir()] == ["README.md"]
         assert "reward.train" in (out / "README.md").read_text(encoding="utf-8")
-        assert not models.is_made(out)
+        assert not contracts.is_made(out)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import base, models, sft
+from rlhf_tasks import base, contracts, models, sft
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -33,11 +33,11 @@ def validation_loss(folder: Path) -> float:
 
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, models_here: Path) -> None:
-    before = models.fingerprint(base.OUT)
+    before = contracts.fingerprint(base.OUT)
     metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), NullTracker())
     model = models.load_causal(base.OUT)
     assert model.config.model_type == family
-    assert models.fingerprint(base.OUT) != before
+    assert contracts.fingerprint(base.OUT) != before
     assert metrics["parameters"] == sum(p.numel() for p in model.parameters())
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
 
@@ -46,7 +46,7 @@ def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None
     metrics = sft.run(small.view("sft", SMALL), NullTracker())
     assert metrics["loss"] == pytest.approx(validation_loss(sft.OUT), rel=1e-4)
     assert metrics["loss"] < validation_loss(base.OUT)
-    assert models.identity_of(sft.OUT)["parents"] == {"base": models.fingerprint(base.OUT)}
+    assert contracts.identity_of(sft.OUT)["parents"] == {"base": contracts.fingerprint(base.OUT)}
 
 
 def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:

@@ -18,7 +18,7 @@ import tokenizers
 import torch
 import transformers
 
-from rlhf_tasks import generation, lineage, models
+from rlhf_tasks import contracts, generation, lineage, models
 from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.generation import answer, stop_of
@@ -85,15 +85,15 @@ def _kept(
     """Where such answers are kept; None where the weights cannot be told apart."""
     if revision is None and not any(folder.glob("*.safetensors")):
         return None
-    files = sorted(file for kind in SETTLED for file in folder.glob(kind) if file.name != models.IDENTITY)
+    files = sorted(file for kind in SETTLED for file in folder.glob(kind) if file.name != contracts.IDENTITY)
     content = {
-        "weights": revision or models.fingerprint(folder),
-        "files": {file.name: models.file_hash(file) for file in files},
+        "weights": revision or contracts.fingerprint(folder),
+        "files": {file.name: contracts.file_hash(file) for file in files},
         "prompts": list(prompts),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "versions": [module.__version__ for module in (torch, transformers, tokenizers)],
-        "code": [models.file_hash(Path(file)) for file in (__file__, *CODE)],
+        "code": [contracts.file_hash(Path(file)) for file in (__file__, *CODE)],
         **settings,
     }
     return lineage.home() / "answers" / f"{key_of(content)}.json"

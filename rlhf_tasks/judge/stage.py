@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rouge_score.rouge_scorer import RougeScorer
 
-from rlhf_tasks import console, judges, models, statistics
+from rlhf_tasks import console, contracts, judges, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
 from rlhf_tasks.data.batches import read_table
@@ -160,8 +160,8 @@ def _reward_gaps(rt: Runtime, contest: Contest, found: summary.Found) -> dict[st
     A gap that grows is over-optimisation. Empty where the policy was not made with models/reward.
     """
     reward = REWARDS["reward"]
-    made_with = models.parents_of(CONTENDERS["policy"]).get("reward")
-    if not models.is_made(reward) or made_with != models.fingerprint(reward):
+    made_with = contracts.parents_of(CONTENDERS["policy"]).get("reward")
+    if not contracts.is_made(reward) or made_with != contracts.fingerprint(reward):
         return {}
     own = RewardModel(reward, rt.device)
     scores = [own.scores(contest.prompts, contest.texts[who]) for who in ("policy", "sft")]
@@ -180,7 +180,7 @@ def _agreement_on_samples(rt: Runtime, config: StageView, contest: Contest) -> d
     are left out. Empty where no reward model was made.
     """
     metrics: dict[str, float] = {}
-    rewards = {name: folder for name, folder in REWARDS.items() if models.is_made(folder)}
+    rewards = {name: folder for name, folder in REWARDS.items() if contracts.is_made(folder)}
     if not rewards:
         return metrics
     for who in CONTENDERS:

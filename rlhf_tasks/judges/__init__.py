@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_tasks import lineage, models
+from rlhf_tasks import contracts, lineage
 from rlhf_tasks.config import Judging, UserError
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.judges.comparing import Comparing
@@ -91,12 +91,12 @@ def optimised(settings: Judging, policy: Path) -> dict[str, str]:
     They are known by their weights, whatever the folder is called. Empty for a policy that does not say what
     it was made from.
     """
-    given = models.parents_of(policy).get("reward")
+    given = contracts.parents_of(policy).get("reward")
     return {
         one.name: one.path
         for one in settings.judges
         if given is not None
         and isinstance(one, config.RewardModelJudge)
-        and models.is_made(Path(one.path))
-        and models.fingerprint(Path(one.path)) == given
+        and contracts.is_made(Path(one.path))
+        and contracts.fingerprint(Path(one.path)) == given
     }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks import console, models, scorers
+from rlhf_tasks import console, contracts, models, scorers
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Ppo, StageView, UserError
 from rlhf_tasks.config.judge import RewardModelJudge
@@ -65,8 +65,8 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 def _check(config: StageView) -> None:
     """The contracts between the checkpoints and with the referee, before anything is trained; a warning."""
     for reward in (REWARD, HELDOUT) if config.reward.train else ():
-        models.check_same_tokenizer(SFT, reward)
-        models.check_parent(reward, "sft", SFT)
+        contracts.check_same_tokenizer(SFT, reward)
+        contracts.check_parent(reward, "sft", SFT)
     settings: Ppo = config.ppo
     _check_referee(settings)
     tokenizer = load_tokenizer(SFT)
@@ -86,7 +86,7 @@ def _check_referee(settings: Ppo) -> None:
     judge = None if settings.select_by is None else settings.select_by.judge
     if not isinstance(judge, RewardModelJudge) or not _is_rewarded(settings):
         return
-    if models.fingerprint(Path(judge.path)) == models.fingerprint(REWARD):
+    if contracts.fingerprint(Path(judge.path)) == contracts.fingerprint(REWARD):
         raise UserError(
             f"ppo.select_by: {judge.path} has the weights of models/reward, which PPO optimises; what is "
             "optimised does not choose. Give another judge, or null for models/reward_heldout"
@@ -145,10 +145,10 @@ def _frozen(rt: Runtime, reward: TokenScores | None) -> TokenScores | None:
 def _save(
     config: StageView, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, watch: Watch
 ) -> None:
-    parents = {"sft": models.fingerprint(SFT)}
-    inputs = {"models/sft": parents["sft"], "data/prompts": models.file_hash(Path("data/prompts"))}
+    parents = {"sft": contracts.fingerprint(SFT)}
+    inputs = {"models/sft": parents["sft"], "data/prompts": contracts.file_hash(Path("data/prompts"))}
     if config.reward.train:
-        inputs["models/reward"] = models.fingerprint(REWARD)
+        inputs["models/reward"] = contracts.fingerprint(REWARD)
     if _is_rewarded(config.ppo):  # what the policy must not be judged by
         parents["reward"] = inputs["models/reward"]
     chosen = "the last update's weights"
@@ -163,7 +163,7 @@ def _save(
         models.save(
             policy, tokenizer, folder, stop=stop_token(config.ppo, tokenizer),
             identity={"kind": "policy", "parents": parents},
-            card=models.model_card(
+            card=contracts.model_card(
                 "PPO policy", task="ppo", parameters=config.declared(),
                 inputs=inputs,
                 how=f"PPO from the SFT policy; {chosen}.",

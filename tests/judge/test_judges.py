@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_tasks import judges, models, statistics
+from rlhf_tasks import contracts, judges, models, statistics
 from rlhf_tasks.config import ConfigError, UserError
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.judge import summary
@@ -214,10 +214,10 @@ def test_a_judge_that_ppo_optimised_is_known_by_its_weights(models_here: Path) -
     given = settings(small.HELDOUT, one)
     policy = Path("models/policy")
     assert judges.optimised(given, policy) == {}, "nobody says what the policy was made from"
-    parents = {"reward": models.fingerprint(models_here / "models/elsewhere")}
+    parents = {"reward": contracts.fingerprint(models_here / "models/elsewhere")}
     models.save(
         models.load_causal(policy), load_tokenizer(policy), policy,
-        identity=models.identity("policy", parents), card="a card",
+        identity=contracts.identity("policy", parents), card="a card",
     )  # fmt: skip
     assert judges.optimised(given, policy) == {"optimised": "models/elsewhere"}
 

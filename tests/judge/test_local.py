@@ -27,10 +27,10 @@ from transformers import (
 
 from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
+from rlhf_tasks.contracts import ContractError
 from rlhf_tasks.judges.comparing import Comparing, Question
 from rlhf_tasks.judges.llm import Llm
 from rlhf_tasks.judges.local import Local, Ranker
-from rlhf_tasks.models import ContractError
 from tests import toy
 
 CPU = torch.device("cpu")

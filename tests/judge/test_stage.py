@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks import console, judges, models
+from rlhf_tasks import console, contracts, judges, models
 from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.synthetic import gold
@@ -187,7 +187,7 @@ def test_a_judge_that_ppo_optimised_is_told_in_every_place(
     policy = Path("models/policy")
     models.save(
         models.load_causal(policy), load_tokenizer(policy), policy, card="a card",
-        identity=models.identity("policy", {"reward": models.fingerprint(Path("models/reward"))}),
+        identity=contracts.identity("policy", {"reward": contracts.fingerprint(Path("models/reward"))}),
     )  # fmt: skip
     console.set_quiet(False)
     optimised = small.HELDOUT | {"name": "optimised", "path": "models/reward"}

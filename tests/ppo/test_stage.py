@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks import lineage, models, resume
+from rlhf_tasks import contracts, lineage, models, resume
 from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.ppo import stage, watch
@@ -34,19 +34,19 @@ def run(**changes: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
 @pytest.mark.parametrize("role", ["reward", "reward_heldout"])
 def test_a_reward_model_of_another_sft_model_is_refused_before_training(role: str, models_here: Path) -> None:
     folder = models_here / "models" / role
-    identity = (folder / models.IDENTITY).read_text(encoding="utf-8")
-    parent = models.fingerprint(models_here / "models/sft")
-    (folder / models.IDENTITY).write_text(identity.replace(parent, "0" * 16), encoding="utf-8")
-    before = models.fingerprint(models_here / "models/policy")
-    with pytest.raises(models.ContractError, match=f"models/{role} was made from another sft model"):
+    identity = (folder / contracts.IDENTITY).read_text(encoding="utf-8")
+    parent = contracts.fingerprint(models_here / "models/sft")
+    (folder / contracts.IDENTITY).write_text(identity.replace(parent, "0" * 16), encoding="utf-8")
+    before = contracts.fingerprint(models_here / "models/policy")
+    with pytest.raises(contracts.ContractError, match=f"models/{role} was made from another sft model"):
         run()
-    assert models.fingerprint(models_here / "models/policy") == before
+    assert contracts.fingerprint(models_here / "models/policy") == before
 
 
 def test_a_reward_model_without_its_head_is_refused_before_training(models_here: Path) -> None:
     shutil.rmtree(models_here / "models/reward")
     shutil.copytree(models_here / "models/sft", models_here / "models/reward")
-    with pytest.raises(models.ContractError, match="models/reward lacks its trained head"):
+    with pytest.raises(contracts.ContractError, match="models/reward lacks its trained head"):
         run()
 
 
@@ -101,9 +101,9 @@ def test_the_optimised_reward_under_another_name_does_not_choose(models_here: Pa
 
 def test_a_policy_names_the_reward_it_was_trained_to_please_and_no_other(models_here: Path) -> None:
     run()
-    assert "reward" in models.parents_of(stage.OUT)
+    assert "reward" in contracts.parents_of(stage.OUT)
     run(**{"ppo.scorers": [{"kind": "dummy"}]})
-    assert "reward" not in models.parents_of(stage.OUT), "the critic alone started from it"
+    assert "reward" not in contracts.parents_of(stage.OUT), "the critic alone started from it"
 
 
 def test_weights_are_kept_from_before_training_where_all_of_it_made_them_worse(
@@ -120,7 +120,9 @@ def test_weights_are_kept_from_before_training_where_all_of_it_made_them_worse(
     monkeypatch.setattr(watch.Watch, "_answered", worse)
     metrics, _ = run()
     assert metrics["selected_episode"] == 0
-    assert models.fingerprint(models_here / "models/policy") == models.fingerprint(models_here / "models/sft")
+    assert contracts.fingerprint(models_here / "models/policy") == contracts.fingerprint(
+        models_here / "models/sft"
+    )
 
 
 def test_metrics_have_the_names_of_the_field_and_samples_their_columns(models_here: Path) -> None:
@@ -146,7 +148,7 @@ def test_metrics_have_the_names_of_the_field_and_samples_their_columns(models_he
     assert all(given[row["prompt"]] == row["reference"] for row in answers)
     assert list(answers[0]) == ["episode", "prompt", "reference", "response"]
     assert models.load_causal(stage.OUT) is not None
-    assert models.identity_of(stage.OUT)["parents"]["sft"] == models.fingerprint(Path("models/sft"))
+    assert contracts.identity_of(stage.OUT)["parents"]["sft"] == contracts.fingerprint(Path("models/sft"))
 
 
 def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
@@ -196,7 +198,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_curves(
     changes = {"resume.every_seconds": 1e-6, **changes}
     monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
     metrics, series = run(**changes)
-    weights, samples = models.fingerprint(stage.OUT), pq.read_table(stage.LOOKED_AT / "samples.parquet")
+    weights, samples = contracts.fingerprint(stage.OUT), pq.read_table(stage.LOOKED_AT / "samples.parquet")
     monkeypatch.setenv("RLHF_STATE_DIR", "killed")
     save = resume.Snapshots.save
 
@@ -212,7 +214,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_curves(
     again, series_again = run(**changes)
     assert plain([again]) == plain([metrics])
     assert plain(series_again) == plain(series)
-    assert models.fingerprint(stage.OUT) == weights
+    assert contracts.fingerprint(stage.OUT) == weights
     assert pq.read_table(stage.LOOKED_AT / "samples.parquet") == samples
 
 
@@ -240,10 +242,10 @@ def run_guarded(**changes: Any) -> tuple[Events, dict[str, float]]:
 
 
 def test_a_tripped_guard_stops_the_stage_and_says_why(models_here: Path) -> None:
-    before = models.fingerprint(stage.OUT)
+    before = contracts.fingerprint(stage.OUT)
     with pytest.raises(GuardTripped, match=r"objective/kl_k1 = .* exceeds 1; likely cause: .*kl_coef"):
         run_guarded(action="stop")
-    assert models.fingerprint(stage.OUT) == before, "nothing half-done is kept"
+    assert contracts.fingerprint(stage.OUT) == before, "nothing half-done is kept"
 
 
 def test_a_warning_goes_on(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,7 +326,7 @@ def test_without_a_reward_model_the_last_policy_is_kept(models_here: Path) -> No
     metrics, history = run(**small.WITHOUT_REWARD)
     assert metrics["selected_episode"] == 48
     assert "eval/heldout_scores" not in history[0]
-    assert set(models.identity_of(stage.OUT)["parents"]) == {"sft"}
+    assert set(contracts.identity_of(stage.OUT)["parents"]) == {"sft"}
 
 
 def test_a_policy_says_which_token_ends_its_answers(models_here: Path) -> None:

@@ -1,0 +1,165 @@
+"""What a checkpoint says of itself, and what two checkpoints that work together must agree on.
+
+`rlhf.json` lies in a checkpoint's folder: what it is, and from which weights it comes, by hash. A foreign
+checkpoint has none: its lineage is unknown, the rest is checked all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.data.batches import encode, load_tokenizer
+
+IDENTITY = "rlhf.json"
+
+
+class ContractError(UserError):
+    """A checkpoint that does not fit the stage that reads it."""
+
+
+def identity(kind: str, parents: Mapping[str, str]) -> dict[str, Any]:
+    """What rlhf.json is to say: the checkpoints it was made from, by role; unknown for a foreign one."""
+    return {"kind": kind, "parents": dict(parents)} | ({} if parents else {"lineage": "unknown"})
+
+
+def identity_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself; empty for a foreign one (its lineage is unknown)."""
+    file = folder / IDENTITY
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def parents_of(folder: Path) -> dict[str, str]:
+    """The fingerprints, by role, of what a checkpoint says it was made from."""
+    return dict(identity_of(folder).get("parents", {}))
+
+
+def is_made(folder: Path) -> bool:
+    """False for a folder that stands for a model nobody asked for (`reward.train: false`)."""
+    return (folder / "config.json").exists()
+
+
+def fingerprint(folder: Path) -> str:
+    """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in sorted(tensors.keys()):
+                tensor = tensors.get_tensor(key).contiguous()
+                digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def file_hash(path: Path) -> str:
+    """sha256 of a file, or of a folder's files in order, first 16 hex digits."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file()):
+        digest.update(file.relative_to(path).as_posix().encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def model_card(
+    title: str, *, task: str, parameters: Mapping[str, Any], inputs: Mapping[str, str], how: str
+) -> str:
+    """A model card: data, parameters and input hashes; no dates, run ids or rates."""
+    table = "\n".join(f"| `{key}` | {value} |" for key, value in parameters.items())
+    sources = "\n".join(f"| {name} | `{digest}` |" for name, digest in inputs.items())
+    return (
+        f"---\nlibrary_name: transformers\ntags: [rlhf, {task}]\n---\n# {title}\n\n{how}\n\n"
+        f"## Inputs\n| input | sha256 |\n|---|---|\n{sources}\n\n"
+        f"## Parameters\n| key | value |\n|---|---|\n{table}\n"
+    )
+
+
+def check_parent(child: Path, role: str, parent: Path) -> None:
+    """If `child` says which `role` checkpoint it comes from, it must be `parent`. A foreign one can't say.
+
+    Raises:
+        ContractError: naming both.
+    """
+    claimed = parents_of(child).get(role)
+    if claimed is not None and claimed != fingerprint(parent):
+        raise ContractError(
+            f"{child} was made from another {role} model ({claimed}) than {parent} ({fingerprint(parent)}): "
+            "rebuild it, `dvc repro` does that in the right order"
+        )
+
+
+def check_same_tokenizer(first: Path, second: Path) -> None:
+    """Two checkpoints must read and write the same tokens and the same chat template.
+
+    A token that only pads may differ: masks come from lengths, so that no model ever sees it.
+
+    Raises:
+        ContractError: naming both folders and what differs.
+    """
+    a, b = load_tokenizer(first), load_tokenizer(second)
+    words = {token for x in (a, b) for token in x.get_vocab() if token not in _only_pads(a, b)}
+    differ = sorted(w for w in words if a.get_vocab().get(w) != b.get_vocab().get(w))
+    if differ:
+        raise ContractError(
+            f"{second} has another tokenizer than {first}: {len(a)} and {len(b)} tokens, "
+            f"e.g. {differ[:3]} differ; train or fetch them with one tokenizer"
+        )
+    if a.eos_token_id != b.eos_token_id:
+        raise ContractError(f"{second} ends answers with {b.eos_token!r}, but {first} with {a.eos_token!r}")
+    probe = "Ab, 3 x\n\n(é)"
+    if encode(a, [probe]) != encode(b, [probe]):
+        raise ContractError(
+            f"{second} splits text otherwise than {first}, with the same vocabulary: {probe!r} differs"
+        )
+    if a.chat_template != b.chat_template:
+        raise ContractError(
+            f"{second} has another chat template than {first}: the model would be scored on text it never saw"
+        )
+
+
+def _only_pads(*tokenizers: PreTrainedTokenizerBase) -> set[str]:
+    """The pad tokens that are nothing else."""
+    others = {t for x in tokenizers for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
+    return {str(x.pad_token) for x in tokenizers} - others
+
+
+def check_same_shape(model: PreTrainedModel, where: str, parent: Path) -> None:
+    """A model made from `parent` has its architecture and sizes.
+
+    Raises:
+        ContractError: naming what differs.
+    """
+    other = AutoConfig.from_pretrained(parent)
+    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    differ = [
+        f"{name} {getattr(model.config, name, None)} and {getattr(other, name, None)}"
+        for name in names
+        if getattr(model.config, name, None) != getattr(other, name, None)
+    ]
+    if differ:
+        raise ContractError(
+            f"{where} was not made from {parent}: {', '.join(differ)}; set model.base to its base"
+        )
+
+
+def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """The embedding must have a row for every token.
+
+    Raises:
+        ContractError: if the tokenizer has more tokens than the model.
+    """
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    rows = embeddings.num_embeddings
+    if rows < len(tokenizer):
+        raise ContractError(
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model {rows} embeddings"
+        )
