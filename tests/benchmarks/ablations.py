@@ -91,7 +91,8 @@ def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
     for role in ("base", "sft", "reward", "reward_heldout"):
         (folder / "models" / role).symlink_to((finished / "models" / role).absolute())
     yaml = YAML()
-    params = yaml.load((finished / "params.yaml").read_text(encoding="utf-8"))
+    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
+    params["seed"] = yaml.load((finished / "params.yaml").read_text(encoding="utf-8"))["seed"]
     params["ppo"].update({"total_episodes": EPISODES, **changes})
     params["ppo"]["guards"]["action"] = "warn"
     params["ppo"]["num_sample_generations"] = 0
