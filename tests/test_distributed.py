@@ -178,3 +178,35 @@ def test_ppo_takes_steps_under_zero2_in_bf16(project: Path) -> None:
     assert any(not torch.equal(after[key].float(), before[key].bfloat16().float()) for key in before)
     assert metrics("ppo")["lr"] == 1e-3
     assert all(torch.isfinite(value).all() for value in after.values())
+
+
+JUDGE = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"lora": {"r": 2, "alpha": 4.0, "value": False}},
+        {"lora": {"r": 2, "alpha": 4.0, "value": True}, "gradient_checkpointing": True},
+        {"value_model": "shared", "critic_init": "sft", "ptx": {"coef": 0.1}},
+        {"select_by": {"judge": JUDGE, "max_failure_share": 0.5}},
+    ],
+    ids=["lora", "lora-value-checkpointing", "shared-ptx", "referee"],
+)
+def test_ppo_s_features_on_two_processes_start_where_the_policy_stands(
+    project: Path, features: dict[str, Any]
+) -> None:
+    """Whatever is trained, the first rollouts come from the SFT model: KL 0; and all steps are finite."""
+    Path("shorter.py").write_text(
+        "def scores(prompts, answers):\n    return [-float(len(a)) for a in answers]\n", encoding="utf-8"
+    )
+    toy.write_params(launch=TWO, ppo={"schedule": "constant", "learning_rate": 1e-2} | features)
+    rlhf("ppo")
+    first, last = curve("ppo")[1], metrics("ppo")
+    assert abs(float(first["objective/kl"])) < 1e-4
+    assert float(last["objective/kl"]) != 0, "the second update's rollouts come from a policy that moved"
+    assert 0.5 < last["val/ratio"] < 2
+    assert all(torch.isfinite(value).all() for value in weights("models/policy").values())
+    assert weights("models/policy").keys() == weights("models/sft").keys(), "adapters are merged"
+    assert ("selected_win_rate" in last) == ("select_by" in features)
