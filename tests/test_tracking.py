@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, lineage, tracking
 from rlhf_tasks.config import Stage, StageView, UserError
-from rlhf_tasks.tracking import context, courier, curves
+from rlhf_tasks.tracking import context, courier, curves, dashboard
 from rlhf_tasks.tracking.spool import Spool, pending, table_json
 from rlhf_tasks.tracking.store import Store, embedded_uri
 
@@ -290,6 +290,13 @@ def test_a_run_that_goes_on_belongs_to_the_pipeline_that_ends_it(
     client, run = MlflowClient(embedded_uri(home)), runs(home)["sft"]
     parent = client.get_run(run.data.tags["mlflow.parentRunId"])
     assert parent.data.tags["rlhf.pipeline"] == "flow-2"
+
+
+def test_the_dashboard_says_where_the_runs_are(home: Path) -> None:
+    made = MlflowClient(embedded_uri(home)).create_experiment("mine")
+    assert dashboard.runs_pages(home, "http://here") == {
+        "mine": f"http://here/#/experiments/{made}/runs?workflowType=machine_learning"
+    }
 
 
 def test_an_event_is_a_tag_and_a_row(home: Path) -> None:

@@ -14,6 +14,9 @@ from rlhf_tasks.daemons import HOST, free_port
 from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking.courier import sync
 
+MODEL_TRAINING = "workflowType=machine_learning"  # which of MLflow's two faces is shown
+UNNAMED = "0"  # MLflow's own experiment, for runs that name none
+
 
 def serve(home: Path, port: int) -> int:
     """Deliver what is pending, then serve until Ctrl-C, on `port` or the next free one.
@@ -27,8 +30,24 @@ def serve(home: Path, port: int) -> int:
         raise UserError(f"there is no MLflow store yet ({database}); run `make run` first")
     free = free_port(port)
     console.say(f"MLflow: http://{HOST}:{free} (Ctrl-C ends it)")
+    for name, page in runs_pages(home, f"http://{HOST}:{free}").items():
+        console.say(f"runs of {name}: {page}")
     environment = server_environment(os.environ)
     return subprocess.run(server_command(home, free), env=environment, check=False).returncode
+
+
+def runs_pages(home: Path, address: str) -> dict[str, str]:
+    """Where the dashboard lists the runs of each experiment: it opens on a page for prompts and traces."""
+    from mlflow.tracking import MlflowClient
+
+    from rlhf_tasks.tracking.store import embedded_uri
+
+    found = MlflowClient(embedded_uri(home)).search_experiments()
+    return {
+        one.name: f"{address}/#/experiments/{one.experiment_id}/runs?{MODEL_TRAINING}"
+        for one in found
+        if one.experiment_id != UNNAMED
+    }
 
 
 def server_command(home: Path, port: int) -> list[str]:
