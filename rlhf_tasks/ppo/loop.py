@@ -33,6 +33,8 @@ class Loop:
     """Those rolled back too: it never falls."""
     undone: int = 0
     """Episodes rolled back: curves go on behind them, where no point is yet."""
+    trips: list[dict[str, Any]] = field(default_factory=list)
+    """What the guards said, at which episode of the curves; what was rolled back too."""
 
     def __post_init__(self) -> None:
         self._good: State = {}
@@ -50,7 +52,7 @@ class Loop:
         return settings
 
     def run(self) -> Metrics:
-        """The last update's metrics.
+        """The last update's metrics, and how often a guard tripped.
 
         Raises:
             GuardTripped: a guard stopped it.
@@ -70,7 +72,7 @@ class Loop:
                     self._updates(meter, snapshots)
                 except NonFiniteError as error:
                     self._handle(self._kept(error))
-        return self.metrics
+        return self.metrics | {"guards/trips": float(len(self.trips))}
 
     def _updates(self, meter: console.Meter, snapshots: resume.Loop) -> None:
         for found in self.trainer.updates():
@@ -146,6 +148,7 @@ class Loop:
         guards, update = self.settings.guards, self.trainer.update
         step = update * self.settings.rollout_batch_size + self.undone
         self.tracker.event(f"guard.{trip.name}", str(trip), step=step)
+        self.trips.append({"episode": step, "guard": trip.name, "said": str(trip)})
         action = "stop" if guards is None else guards.action
         if action == "warn" and trip.name != "non_finite":
             console.say(f"guard {trip}")
@@ -176,6 +179,7 @@ class Loop:
             "newest": self._newest,
             "num_rollouts": self.num_rollouts,
             "undone": self.undone,
+            "trips": list(self.trips),
             "tracker": self.tracker.state_dict(),
         }
 
@@ -183,6 +187,7 @@ class Loop:
         self._go_to(state)
         self._good, self._newest = state["good"], state["newest"]
         self.num_rollouts, self.undone = state["num_rollouts"], state["undone"]
+        self.trips = list(state["trips"])
         self.tracker.load_state_dict(state["tracker"])
 
     def _place(self) -> State:

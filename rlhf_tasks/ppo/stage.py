@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console, contracts, models, scorers
-from rlhf_tasks.checkpoint import whole
+from rlhf_tasks.checkpoint import whole, write_json
 from rlhf_tasks.config import Ppo, StageView, UserError
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
@@ -34,7 +34,7 @@ OUT, LOOKED_AT = Path("models/policy"), Path("evaluation/ppo")
 
 
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
-    """Write models/policy and evaluation/ppo/{samples,answers}.parquet.
+    """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json}.
 
     Metrics: the last update's, and which was kept.
     """
@@ -54,10 +54,12 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
         seed=config.seed, demonstrations=demonstrations(tokenizer, "train") if settings.ptx else None,
     )  # fmt: skip
     watch = Watch(settings, policy, tokenizer, scorer, _heldout(rt, config, tokenizer), referee, config.seed)
-    metrics = Loop(rt, config, trainer, watch, tracker).run()
+    loop = Loop(rt, config, trainer, watch, tracker)
+    metrics = loop.run()
     watch.restore()
     if rt.is_main:
         _save(config, models.merged(policy), tokenizer, watch)
+        _keep(watch, loop)
     rt.barrier()
     return metrics | watch.result
 
@@ -156,9 +158,6 @@ def _save(
         selection = config.ppo.select_by
         by = f"the judge {selection.judge.name}" if selection else "models/reward_heldout"
         chosen = f"kept at episode {watch.episode}, the best by {by} on validation prompts"
-    with whole(LOOKED_AT) as folder:
-        pq.write_table(pa.Table.from_pylist(watch.samples), folder / "samples.parquet")
-        pq.write_table(pa.Table.from_pylist(watch.answers), folder / "answers.parquet")
     with whole(OUT) as folder:
         models.save(
             policy, tokenizer, folder, stop=stop_token(config.ppo, tokenizer),
@@ -169,3 +168,11 @@ def _save(
                 how=f"PPO from the SFT policy; {chosen}.",
             ),
         )  # fmt: skip
+
+
+def _keep(watch: Watch, loop: Loop) -> None:
+    """What was seen on the way: for the judge and the report."""
+    with whole(LOOKED_AT) as folder:
+        pq.write_table(pa.Table.from_pylist(watch.samples), folder / "samples.parquet")
+        pq.write_table(pa.Table.from_pylist(watch.answers), folder / "answers.parquet")
+        write_json(folder / "guards.json", {"trips": loop.trips})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -253,6 +254,10 @@ def test_a_warning_goes_on(models_here: Path, capsys: pytest.CaptureFixture[str]
     assert metrics["episode"] == 96
     assert {name for name, _ in tracker.events} == {"guard.kl_high"}
     assert "guard kl_high: objective/kl_k1" in capsys.readouterr().out
+    assert metrics["guards/trips"] == len(tracker.events)
+    told = json.loads((stage.LOOKED_AT / "guards.json").read_text(encoding="utf-8"))["trips"]
+    assert [(f"guard.{trip['guard']}", trip["said"]) for trip in told] == tracker.events
+    assert all(trip["episode"] % 16 == 0 for trip in told)
 
 
 def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
@@ -276,6 +281,7 @@ def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
     assert rows[4]["objective/kl_coef"] == pytest.approx(1e-4)
     assert metrics["episode"] == 128
     assert metrics["objective/kl_coef"] == pytest.approx(1e-3)
+    assert metrics["guards/trips"] == 1, "what was told is not rolled back"
     assert "Back from update 4 to 2, kl_coef is now 0.001" in capsys.readouterr().out
 
 
