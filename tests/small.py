@@ -113,7 +113,7 @@ def ppo(**changes: Any) -> Ppo:
         "total_episodes": 64, "rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2,
         "learning_rate": 1e-3, "schedule": "constant", "response_length": 8, "temperature": 0.8,
         "kl_coef": 0.05, "guards": None, "num_sample_generations": 1, "num_selections": 1,
-        "num_selection_prompts": 8, "select_by": None,
+        "num_selection_prompts": 8,
     }  # fmt: skip
     return Ppo.model_validate(params()["ppo"] | sizes | changes)
 

@@ -47,7 +47,7 @@ SMALL: Mapping[str, Any] = {
     "ppo": {
         "total_episodes": 32, "rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2,
         "response_length": 6, "num_sample_generations": 1, "num_selections": 1, "num_selection_prompts": 8,
-        "select_by": None, "micro_batch_tokens": 64,
+        "micro_batch_tokens": 64,
     },
     "judge": {
         "judges": [{"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}],

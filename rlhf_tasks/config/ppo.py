@@ -179,6 +179,9 @@ class Ppo(Section):
 
     response_length: PositiveInt
     temperature: PositiveFloat
+    sampling_batch_size: PositiveInt | None = Field(
+        description="answers sampled at a time by each process, as its memory allows; null: its whole rollout"
+    )
     stop_token: StopToken = Field(description="`eos`, or the id of a token that ends answers")
     truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
     missing_eos_score: Weight = Field(

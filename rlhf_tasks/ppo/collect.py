@@ -96,12 +96,17 @@ class Collector:
         return found
 
     def _sampled(self, queries: list[Ids]) -> Rollout:
-        with self._rt.autocast():
-            return sample(
-                self._actor_critic.policy, queries, max_new_tokens=self._settings.response_length,
-                temperature=self._settings.temperature, stop=self._stop, pad=self._pad,
-                generator=self.generator,
-            )  # fmt: skip
+        size = self._settings.sampling_batch_size or len(queries)
+        whole = Rollout([], [])
+        for start in range(0, len(queries), size):
+            with self._rt.autocast():
+                part = sample(
+                    self._actor_critic.policy, queries[start : start + size],
+                    max_new_tokens=self._settings.response_length, temperature=self._settings.temperature,
+                    stop=self._stop, pad=self._pad, generator=self.generator,
+                )  # fmt: skip
+            whole = Rollout(whole.responses + part.responses, whole.logprobs + part.logprobs)
+        return whole
 
     def _seen(self, queries: list[Ids], responses: list[Ids]) -> tuple[Tensor, Tensor, Tensor]:
         """(B, R) ref_logprobs, (B, R) values, (B,) last_values; zero on padding."""

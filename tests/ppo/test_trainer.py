@@ -104,6 +104,18 @@ def test_micro_batches_of_a_rollout_change_nothing_of_it() -> None:
     torch.testing.assert_close(large.ref_logprobs, small_ones.ref_logprobs, atol=1e-5, rtol=0)
 
 
+def test_a_rollout_sampled_in_parts_has_the_policy_s_own_log_probs() -> None:
+    one = trainer(sampling_batch_size=5)  # 16 answers: 5, 5, 5 and 1
+    episodes, _ = one.collect(QUERIES)
+    assert len(episodes.responses) == len(QUERIES)
+    for row, (query, response) in enumerate(zip(QUERIES, episodes.responses, strict=True)):
+        alone = (small.logits_alone(small.causal(), query, response) / 0.8).log_softmax(-1)
+        torch.testing.assert_close(
+            episodes.logprobs[row, : len(response)], alone[range(len(response)), response], atol=1e-5, rtol=0
+        )
+    assert len(set(map(tuple, episodes.responses[::5]))) > 1, "each part draws its own numbers"
+
+
 def test_every_prompt_comes_once_before_any_comes_again() -> None:
     one = trainer(rollout_batch_size=8)
     one.prompts, one._queue = [[n] for n in range(20)], Queue(20, one._shuffling)
