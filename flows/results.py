@@ -33,6 +33,9 @@ class Outcome:
     revision: str
     experiment: str | None
     notes: Sequence[str]
+    verdict: str | None = None
+    """What the gate said, if it was asked."""
+    criteria: Sequence[Mapping[str, Any]] = ()
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -171,6 +174,9 @@ def page(
     parts.append(f"{where}. {'[MLflow](' + links['pipeline'] + ')' if 'pipeline' in links else ''}")
     if outcome.changes:
         parts.append("Changed for this run:\n\n" + "\n".join(f"- `{change}`" for change in outcome.changes))
+    if outcome.verdict is not None:
+        parts.append(f"## Promotion\n\n{outcome.verdict}")
+        parts += [_markdown(outcome.criteria)] if outcome.criteria else []
     if rates := win_rates(values):
         parts.append("## Win rates\n\nTies count half.\n\n" + _markdown(rates))
     shown = [name for name in HEADLINES if name in values]
