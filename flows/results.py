@@ -53,8 +53,8 @@ def win_rates(values: Mapping[str, float]) -> list[dict[str, str]]:
     """A row per judge and pair, with its 95% interval."""
     rows = []
     for name, rate in values.items():
-        key, end, _ = name.rpartition("/win_rate")
-        if end and key.startswith("judge/"):
+        if name.startswith("judge/") and name.endswith("/win_rate"):
+            key = name.removesuffix("/win_rate")
             judge, pair = key.removeprefix("judge/").rsplit("/", 1)
             interval = f"{values[f'{key}/low']:.1%} – {values[f'{key}/high']:.1%}"
             rows.append(
