@@ -75,7 +75,7 @@ def _promote(settings: Config, criteria: Promotion, model: str, home: Path, agai
     }
     known = {"model": criteria.model, "version": version.number, "against": told["against"]}
     checkpoint.write_json(verdict_file(home, md5), verdict.tree() | known | {"time": told["time"]})
-    registry.record(version, told | _tags(verdict), _page(model, told, verdict))
+    registry.record(version, told | {"criteria": _criteria_tag(verdict)}, _page(model, told, verdict))
     stage.show(verdict)
     name = f"{criteria.model} version {version.number} ({model})"
     if not verdict.passed:
@@ -159,11 +159,9 @@ def _origin(
     if not weights.is_kept(root, md5):
         tags[weights.FOLDER] = str(Path(model).resolve())
         console.say(f"{model} is not in the DVC cache: as champion it could be found in this folder only")
-    if lineage.locked_by("ppo").get(model) != md5:
-        return tags, None
-    made = _made()
     if (found := _revision(root, model, md5)) is not None:
         tags |= {weights.REVISION: found[0]} | ({weights.EXPERIMENT: found[1]} if found[1] else {})
+    made = _made(model, md5)
     if not made:
         return tags, None
     tags |= {"rlhf.run": made["rlhf.run"], "git.rev": made.get("git.rev") or "none"}
@@ -174,10 +172,11 @@ def _origin(
     return tags, run
 
 
-def _made() -> dict[str, Any]:
-    """Who made models/policy; empty if the file is not there, or is of another."""
-    path = Path("models/lineage/ppo.json")
-    if not path.exists() or lineage.locked_by("ppo").get(path.as_posix()) != lineage.digest(path):
+def _made(model: str, md5: str) -> dict[str, Any]:
+    """models/lineage/STAGE.json of the stage whose out it is; empty if that tells of another, or of none."""
+    stage = next((name for name, node in lineage.graph().items() if model in node.outs), "none")
+    path, locked = Path("models/lineage") / f"{stage}.json", lineage.locked_by(stage)
+    if locked.get(model) != md5 or not path.exists() or locked.get(path.as_posix()) != lineage.digest(path):
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -199,13 +198,14 @@ def _revision(root: Path, model: str, md5: str) -> tuple[str, str | None] | None
 # -------------------------------------------------------------------------------------- verdict
 
 
-def _tags(verdict: gate.Verdict) -> dict[str, str]:
-    found = {}
+def _criteria_tag(verdict: gate.Verdict) -> str:
+    """A line a criterion. Tags of their own would crowd the list of versions in MLflow."""
+    lines = []
     for criterion, row in zip(verdict.criteria, verdict.rows(), strict=True):
         margin = f"margin {row['margin']}" if row["margin"] else criterion.lacking
         end = "passed" if criterion.passed else "failed"
-        found[criterion.key] = f"{row['value']} {row['asked']}, {margin}: {end}"
-    return found
+        lines.append(f"{criterion.key}: {row['value']} {row['asked']}, {margin}, {end}")
+    return "\n".join(lines)
 
 
 def _page(model: str, told: Mapping[str, str], verdict: gate.Verdict) -> str:
@@ -214,7 +214,7 @@ def _page(model: str, told: Mapping[str, str], verdict: gate.Verdict) -> str:
     lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in verdict.rows())]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     where = f"`{model}` against {told['against']}, {told['time']}"
-    return f"**{told['']}**: {told['summary']}\n\n{where}\n\n{table}\n"
+    return f"{told['']}: {told['summary']}\n\n{where}\n\n{table}\n"
 
 
 def _now() -> str:

@@ -11,7 +11,6 @@ that rolling back goes down that list. Every step may be repeated after a kill, 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,8 +30,8 @@ CHAMPION, CHALLENGER = "champion", "challenger"
 MD5, BEFORE, LEFT, NONE = "dvc.md5", "champion.before", "champion.rolled_back", "none"
 MAX_BEFORE = 100  # champions remembered
 MAX_TAG = 5000  # characters, as MLflow allows
+SHOWN_REASON = 160
 NOT_THERE = "RESOURCE_DOES_NOT_EXIST"
-TAG_CHARACTERS = re.compile(r"[^\w./ -]")
 
 
 class Unreachable(Exception):
@@ -65,22 +64,23 @@ def reaching() -> Iterator[None]:
         Unreachable: for the first.
         UserError: for the second, with the server's words.
     """
-    from mlflow.exceptions import MlflowException, RestException
+    from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except RestException as error:
+    except MlflowException as error:
         status: int = error.get_http_status_code()  # type: ignore[no-untyped-call]
         if status >= 500:
             raise Unreachable(_said(error)) from None
         raise UserError(f"MLflow refused: {_said(error)}") from None
-    except (MlflowException, SQLAlchemyError, OSError) as error:
+    except (SQLAlchemyError, OSError) as error:
         raise Unreachable(_said(error)) from None
 
 
 def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= SHOWN_REASON else f"{text[:SHOWN_REASON]}…"
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,7 @@ class Registry:
     def record(self, version: Version, told: Mapping[str, str], text: str) -> None:
         """The gate's verdict as tags `verdict`, `verdict.…` in place of the last one, and as description."""
         with reaching():
-            tags = {
-                ("verdict" if not k else f"verdict.{TAG_CHARACTERS.sub('_', k)}"): v for k, v in told.items()
-            }
+            tags = {f"verdict.{k}" if k else "verdict": v for k, v in told.items()}
             old = [k for k in version.tags if k.split(".")[0] == "verdict" and k not in tags]
             for key in old:
                 self.client.delete_model_version_tag(self.name, version.number, key)

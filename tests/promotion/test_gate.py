@@ -231,5 +231,10 @@ def test_a_gate_that_cannot_be_is_refused_by_params(changes: dict[str, Any], sai
     assert said in str(told.value)
 
 
+def test_no_stage_but_its_own_runs_again_for_it() -> None:
+    readers = [name for name, reads in config.READS.items() if any("promotion" in key for key in reads)]
+    assert readers == ["verdict"]
+
+
 def test_null_turns_it_off() -> None:
     assert config.validate(shipped({"promotion": None}), "test").promotion is None

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks.config import Tracking, UserError
 from rlhf_tasks.daemons import free_port
-from rlhf_tasks.promotion.registry import BEFORE, CHALLENGER, CHAMPION, LEFT, Registry, Unreachable, Version
+from rlhf_tasks.promotion.registry import (
+    BEFORE,
+    CHALLENGER,
+    CHAMPION,
+    LEFT,
+    Registry,
+    Unreachable,
+    Version,
+    reaching,
+)
+from rlhf_tasks.tracking.dashboard import server_command, server_environment
 from rlhf_tasks.tracking.store import embedded_uri
+from tests.flows import toy
 
 NAME = "rlhf-policy"
 
@@ -130,12 +145,41 @@ def test_a_verdict_replaces_the_one_before_it(registry: Registry) -> None:
     version = made(registry, "a.dir")
     registry.record(version, {"": "refused", "kl": "11 <= 10: failed", "old": "x"}, "text")
     again = made(registry, "a.dir")
-    registry.record(again, {"": "promoted", "over_sft/gold": "0.8 > 0.5: passed"}, "other text")
+    registry.record(again, {"": "promoted", "criteria": "kl: 1.5"}, "other text")
     found = registry.client.get_model_version(NAME, "1")
     told = {k: v for k, v in found.tags.items() if k.startswith("verdict")}
-    assert told == {"verdict": "promoted", "verdict.over_sft/gold": "0.8 > 0.5: passed"}
+    assert told == {"verdict": "promoted", "verdict.criteria": "kl: 1.5"}
     assert found.description == "other text"
     assert found.tags["dvc.path"] == "models/policy"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_server_takes_what_the_embedded_store_takes(home: Path) -> None:
+    """It looks at where a version says that its weights are, which the store does not."""
+    port = free_port(28400)
+    url = f"http://127.0.0.1:{port}"
+    environment = server_environment(os.environ)
+    with subprocess.Popen(server_command(home, port), env=environment, start_new_session=True) as server:
+        try:
+            toy.until(lambda: answers(url), "MLflow")
+            registry = Registry.open(tracking(url), home, NAME)
+            promote(registry, "a.dir")
+            promote(registry, "b.dir")
+            registry.record(made(registry, "b.dir"), {"": "promoted"}, "text")
+            assert aliases(registry) == {CHAMPION: "2"}
+            assert registry.give_back("now")[1].number == "1"
+            with pytest.raises(UserError, match="MLflow refused"), reaching():
+                registry.client.set_registered_model_alias(NAME, "not an alias!", "1")
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_a_server_that_is_away_is_told_from_a_mistake(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
