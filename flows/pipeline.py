@@ -220,7 +220,7 @@ def _verdict(folder: Path, values: Config, environment: dict[str, str]) -> State
     )
 
 
-def _shown(verdict: State[Any] | None, folder: Path) -> tuple[str | None, list[dict[str, Any]]]:
+def _shown(verdict: State[Any] | None, folder: Path) -> tuple[str | None, list[dict[str, str]]]:
     """What the gate said, and its criteria where it has looked at them."""
     if verdict is None:
         return None, []

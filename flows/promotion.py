@@ -16,6 +16,7 @@ from prefect.states import Completed
 from flows import stages
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Config, Service
+from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.command import DEFERRED, DONE, REFUSED, verdict_file
 
 POLICY = "models/policy"
@@ -44,12 +45,10 @@ def promote(folder: Path, environment: dict[str, str], service: Service) -> Stat
     return Completed(name=name, message=said.removeprefix(f"{name}: "))
 
 
-def criteria(folder: Path) -> list[dict[str, Any]]:
+def criteria(folder: Path) -> list[dict[str, str]]:
     """The last verdict on the policy there, a row a criterion; empty if there is none."""
     md5 = lineage.locked(folder).get(POLICY)
     file = verdict_file(lineage.home(), md5 or "none")
     if not file.exists():
         return []
-    shown = ("title", "value", "relation", "bound", "margin", "passed")
-    told = json.loads(file.read_text(encoding="utf-8"))["criteria"]
-    return [{name: criterion[name] for name in shown} for criterion in told]
+    return gate.Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()

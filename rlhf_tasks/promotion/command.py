@@ -68,7 +68,7 @@ def _promote(settings: Config, criteria: Promotion, model: str, home: Path, agai
     if not again and LEFT in version.tags:
         verdict = verdict.withheld(f"rollbacks of this policy (at {version.tags[LEFT]}; --again lifts this)")
     told = {
-        "": "promoted" if verdict.passed else "refused",
+        "": "passed" if verdict.passed else "refused",
         "summary": verdict.summary,
         "against": f"version {champion.number}" if champion else "no champion yet",
         "time": _now(),

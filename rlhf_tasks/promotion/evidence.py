@@ -14,6 +14,8 @@ import json
 import math
 from pathlib import Path
 
+from ruamel.yaml import YAML
+
 from rlhf_tasks import lineage
 from rlhf_tasks.config import UserError
 
@@ -50,12 +52,15 @@ def read(root: Path) -> dict[str, float]:
 def is_of(root: Path, md5: str) -> bool:
     """Whether these files tell of the policy with these bytes, by dvc.lock.
 
-    They do not where PPO has run again and the judge has not, or where git has brought back other metrics.
+    They do not where PPO has run again and the judge has not, where git has brought back other metrics, or
+    where params.yaml asks for other judges by now.
     """
     judge, ppo = lineage.locked_by("judge", root), lineage.locked_by("ppo", root)
     found = {path: lineage.digest(root / path) for path in (JUDGE, PPO, CURVE) if (root / path).exists()}
     said = {JUDGE: judge.get(str(JUDGE)), PPO: ppo.get(str(PPO)), CURVE: ppo.get(str(CURVE))}
-    return said == found and judge.get(POLICY) == ppo.get(POLICY) == md5
+    asked = YAML(typ="safe", pure=True).load((root / "params.yaml").read_text(encoding="utf-8"))["judge"]
+    same_judges = lineage.locked_params("judge", root).get("judge") == asked
+    return said == found and judge.get(POLICY) == ppo.get(POLICY) == md5 and same_judges
 
 
 def kl_at(episode: float, curve: list[tuple[float, float]]) -> float | None:

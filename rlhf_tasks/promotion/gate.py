@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from rlhf_tasks.config import Promotion
@@ -77,6 +77,12 @@ class Verdict:
         """As JSON holds it."""
         criteria = [asdict(c) | {"margin": c.margin, "passed": c.passed} for c in self.criteria]
         return {"passed": self.passed, "summary": self.summary, "criteria": criteria}
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any]) -> Verdict:
+        """Back from JSON."""
+        names = [field.name for field in fields(Criterion)]
+        return cls(tuple(Criterion(**{name: told[name] for name in names}) for told in tree["criteria"]))
 
     def metrics(self) -> dict[str, float]:
         """`KEY/value`, `KEY/bound`, `KEY/margin`, `KEY/passed` (1 or 0), and `gate/passed` of all."""

@@ -96,7 +96,7 @@ def test_the_verdict_stands_on_the_page_of_results(root: Path) -> None:
     outcome = results.Outcome("n", {}, [], "c", None, [], f"Refused: {REFUSED}", promotion.criteria(root))
     page = results.page(outcome, root, {}, {}, {})
     assert f"## Promotion\n\nRefused: {REFUSED}" in page
-    assert "| KL | 11.2 | <= | 10.0 | -1.2 | False |" in page
+    assert "| KL | 11.2 | <= 10 | -1.2 | FAILED |" in page
 
 
 @pytest.fixture

@@ -74,6 +74,8 @@ def pipeline(
         f"episode,{CURVE},objective/scores\n256,0.5,1\n512,0.7,2\n768,{kl},3\n1024,99,4\n", encoding="utf-8"
     )
     put(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-of-{weights}", "git.rev": "c" * 40})
+    if not (folder / "params.yaml").exists():
+        params(folder)
     lock(folder)
     return lineage.digest(policy)
 
@@ -85,7 +87,13 @@ def lock(folder: Path) -> None:
         return [{"path": path, "md5": lineage.digest(folder / path)} for path in paths]
 
     ppo = entries("models/policy", "metrics/ppo.json", "plots/ppo.csv", "models/lineage/ppo.json")
-    judge = {"cmd": "rlhf judge", "deps": entries("models/policy"), "outs": entries("metrics/judge.json")}
+    asked = YAML(typ="safe", pure=True).load((folder / "params.yaml").read_text(encoding="utf-8"))["judge"]
+    judge = {
+        "cmd": "rlhf judge",
+        "deps": entries("models/policy"),
+        "params": {"params.yaml": {"seed": 1, "judge": asked}},
+        "outs": entries("metrics/judge.json"),
+    }
     stages = {"ppo": {"cmd": "rlhf ppo", "outs": ppo}, "judge": judge}
     with (folder / "dvc.lock").open("w", encoding="utf-8") as file:
         YAML().dump({"schema": "2.0", "stages": stages}, file)

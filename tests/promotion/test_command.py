@@ -81,7 +81,7 @@ def test_the_first_good_policy_is_champion(project: Path, capsys: pytest.Capture
     assert "KL | 1.5 | <= 10 | +8.5 | passed" in shown
     assert f"Promoted: {NAME} version 1 (models/policy) is champion now; before: no champion yet" in shown
     tags = client(project).get_model_version(NAME, "1").tags
-    assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("promoted", "ppo-of-one", "c" * 40)
+    assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("passed", "ppo-of-one", "c" * 40)
     assert "kl: 1.5 <= 10, margin +8.5, passed" in tags["verdict.criteria"].splitlines()
     file = command.verdict_file(project / ".rlhf", lineage.digest(Path("models/policy")))
     assert json.loads(file.read_text(encoding="utf-8"))["passed"] is True
@@ -255,7 +255,7 @@ def test_killed_before_or_after_any_request_the_same_command_ends_alike(
             if name == "set_registered_model_alias" and words[1] == "champion":
                 assert command.verdict_file(project / ".rlhf", md5).exists()
                 version = self.get_model_version(NAME, words[2])
-                assert version.tags["verdict"] == "promoted", "the alias moves after the verdict is told"
+                assert version.tags["verdict"] == "passed", "the alias moves after the verdict is told"
             return real[name](self, *words, **named)
 
         return call

@@ -67,10 +67,18 @@ def test_a_policy_that_was_trained_since_is_not_the_one_judged(tmp_path: Path) -
     (tmp_path / "models/policy/weights").write_text("newer", encoding="utf-8")
     new = lineage.digest(tmp_path / "models/policy")
     lock = (tmp_path / "dvc.lock").read_text(encoding="utf-8")
-    ran, judged = lock.split("  judge:")
+    ran, judged = lock.split("  judge:", 1)
     (tmp_path / "dvc.lock").write_text(f"{ran.replace(old, new)}  judge:{judged}", encoding="utf-8")
     assert not evidence.is_of(tmp_path, new)
     assert not evidence.is_of(tmp_path, old)
+
+
+def test_judges_that_were_changed_since_have_not_judged_it(tmp_path: Path) -> None:
+    md5 = planted.pipeline(tmp_path)
+    planted.params(tmp_path, {"promotion.max_kl": 1.0, "ppo.kl_coef": 0.5})
+    assert evidence.is_of(tmp_path, md5), "a knob of others"
+    planted.params(tmp_path, {"judge.temperature": 0.5})
+    assert not evidence.is_of(tmp_path, md5)
 
 
 def test_without_a_lock_nobody_can_say(tmp_path: Path) -> None:

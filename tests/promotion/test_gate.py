@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -178,6 +179,7 @@ def test_the_verdict_as_numbers_and_as_json_says_the_same() -> None:
     assert numbers["over_sft/gold/margin"] == pytest.approx(-0.1)
     assert "kl/value" not in numbers
     assert numbers["kl/passed"] == 0.0
+    assert gate.Verdict.of_tree(json.loads(json.dumps(tree))) == verdict
     told = {criterion["key"]: criterion for criterion in tree["criteria"]}
     assert told["kl"]["value"] is None
     assert [f.name for f in dataclasses.fields(gate.Criterion)] == [
