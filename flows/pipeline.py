@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows import hooks, request, results, settings, stages, watch
+from flows import hooks, promotion, request, results, settings, stages, watch
 from rlhf_tasks import lineage, workspace
 from rlhf_tasks.config import Config, Service, UserError
 from rlhf_tasks.tracking import pipeline as tracking
@@ -91,11 +91,18 @@ def pipeline(
         if unpushed:
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
         told.tags(_identity(folder, how, experiment, revision))
+        verdict = _verdict(folder, values, stage_environment(place, run, name))
+        if verdict is not None:
+            told.tags({"promotion": f"{verdict.name}: {verdict.message}"})
+        if verdict is not None and verdict.name == "Deferred":
+            first = f"`dvc exp apply {name}`, then " if experiment else ""
+            notes.append(f"the gate has not decided: {first}`rlhf promote` does it later")
         keys = results.run_keys(folder, list(how))
         links = results.run_links(values.tracking, keys, tracking.key(run))
-        results.show(results.Outcome(name, how, changes, revision, experiment, notes), folder, links)
+        outcome = results.Outcome(name, how, changes, revision, experiment, notes, *_shown(verdict, folder))
+        results.show(outcome, folder, links)
         watch.note(values, data)
-    return _end(name, how, experiment, unpushed)
+    return _end(name, how, experiment, unpushed, verdict)
 
 
 def run_stages(folder: Path, service: Service, environment: dict[str, str]) -> dict[str, str]:
@@ -198,6 +205,29 @@ def send(folder: Path) -> str | None:
     return f"{outs} ({str(error).splitlines()[-1]}); `dvc exp apply` the run and `dvc push` sends them"
 
 
+def _verdict(folder: Path, values: Config, environment: dict[str, str]) -> State[Any] | None:
+    """The state of the promotion; None where there is nothing to promote."""
+    if not promotion.is_due(values, folder):
+        return None
+    care = values.service
+    bound: Any = promotion.promote.with_options(timeout_seconds=care.timeout_seconds)
+    state: State[Any] = bound(folder, environment, care, return_state=True)
+    if state.is_completed():
+        return state
+    error = state.result(raise_on_failure=False)
+    return Completed(
+        name="Deferred", message=f"the gate could not be asked ({error}); `rlhf promote` does it"
+    )
+
+
+def _shown(verdict: State[Any] | None, folder: Path) -> tuple[str | None, list[dict[str, str]]]:
+    """What the gate said, and its criteria where it has looked at them."""
+    if verdict is None:
+        return None, []
+    rows = promotion.criteria(folder) if verdict.name != "Deferred" else []
+    return f"{verdict.name}: {verdict.message}", rows
+
+
 def _identity(folder: Path, how: dict[str, str], experiment: str | None, revision: str) -> dict[str, str]:
     """How the pipeline's run in MLflow is found from DVC and git, and back."""
     locked = lineage.locked(folder)
@@ -210,12 +240,21 @@ def _identity(folder: Path, how: dict[str, str], experiment: str | None, revisio
     }
 
 
-def _end(name: str, how: dict[str, str], experiment: str | None, unpushed: str | None) -> State[Any]:
+def _end(
+    name: str,
+    how: dict[str, str],
+    experiment: str | None,
+    unpushed: str | None,
+    verdict: State[Any] | None,
+) -> State[Any]:
     ran = [stage for stage, told in how.items() if told == "ran"]
     what = f"ran {', '.join(ran)}" if ran else "nothing had to run"
     kept = f"; experiment {name}" if experiment else ""
+    gate = f"{verdict.name}: {verdict.message}; " if verdict is not None else ""
     if unpushed:
-        return Completed(name="Unpushed", message=f"{what}{kept}; not pushed: {unpushed}")
+        return Completed(name="Unpushed", message=f"{gate}{what}{kept}; not pushed: {unpushed}")
+    if verdict is not None:
+        return Completed(name=verdict.name, message=f"{gate}{what}{kept}")
     return Completed(message=f"{what}{kept}")
 
 

@@ -33,6 +33,9 @@ class Outcome:
     revision: str
     experiment: str | None
     notes: Sequence[str]
+    verdict: str | None = None
+    """What the gate said, if it was asked."""
+    criteria: Sequence[Mapping[str, Any]] = ()
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -50,8 +53,8 @@ def win_rates(values: Mapping[str, float]) -> list[dict[str, str]]:
     """A row per judge and pair, with its 95% interval."""
     rows = []
     for name, rate in values.items():
-        key, end, _ = name.rpartition("/win_rate")
-        if end and key.startswith("judge/"):
+        if name.startswith("judge/") and name.endswith("/win_rate"):
+            key = name.removesuffix("/win_rate")
             judge, pair = key.removeprefix("judge/").rsplit("/", 1)
             interval = f"{values[f'{key}/low']:.1%} – {values[f'{key}/high']:.1%}"
             rows.append(
@@ -171,6 +174,9 @@ def page(
     parts.append(f"{where}. {'[MLflow](' + links['pipeline'] + ')' if 'pipeline' in links else ''}")
     if outcome.changes:
         parts.append("Changed for this run:\n\n" + "\n".join(f"- `{change}`" for change in outcome.changes))
+    if outcome.verdict is not None:
+        parts.append(f"## Promotion\n\n{outcome.verdict}")
+        parts += [_markdown(outcome.criteria)] if outcome.criteria else []
     if rates := win_rates(values):
         parts.append("## Win rates\n\nTies count half.\n\n" + _markdown(rates))
     shown = [name for name in HEADLINES if name in values]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,7 @@ def stage(
     ask = partial(_dvc, name, folder, environment, service.grace_seconds)
     how = UNCHANGED if unchanged else verdict(name, ask("--single-item", "--dry"))
     if how != UNCHANGED:
-        with _slots(0 if how == RESTORED else service.care(name).gpu_slots):
+        with slots(0 if how == RESTORED else service.care(name).gpu_slots):
             # another run may have made the same while this one waited
             how = verdict(name, ask("--single-item"))
     if how is None:
@@ -104,7 +104,7 @@ def unchanged(folder: Path, environment: Mapping[str, str], grace_seconds: float
     return list(itertools.takewhile(lambda name: verdict(name, told) == UNCHANGED, names))
 
 
-def _slots(number: int) -> AbstractContextManager[Any]:
+def slots(number: int) -> AbstractContextManager[Any]:
     """The limit `gpu`; a run outside of the service has no such limit to keep."""
     if not number:
         return nullcontext()
@@ -123,6 +123,21 @@ def _dvc(
     """What `dvc repro` prints for one stage, or None: all; logged as it comes, but for a dry run's."""
     target = [] if name is None else [name]
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *options, *target]
+    status, lines = run(command, folder, environment, grace_seconds, logged="--dry" not in options)
+    if status:
+        raise _failure(name or "any", lines)
+    return "\n".join(lines)
+
+
+def run(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    grace_seconds: float,
+    *,
+    logged: bool = True,
+) -> tuple[int, list[str]]:
+    """The exit status of a program, and its lines; an interrupt of the task ends the program too."""
     logger = get_run_logger()
     lines: list[str] = []
 
@@ -130,7 +145,7 @@ def _dvc(
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.rstrip())
-            if "--dry" not in options:
+            if logged:
                 logger.info("%s", lines[-1])
 
     with subprocess.Popen(
@@ -157,9 +172,7 @@ def _dvc(
             listener.join(DRAIN_SECONDS)
             raise
         listener.join(DRAIN_SECONDS)
-    if status:
-        raise _failure(name or "any", lines)
-    return "\n".join(lines)
+    return status, lines
 
 
 def _hears_interrupts() -> None:

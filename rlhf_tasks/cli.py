@@ -1,7 +1,8 @@
 """`rlhf STAGE` and its companions. Loads a stage, and torch with it, only when it runs.
 
 Exit status: 0 done, 2 a mistake the user can mend (one message, no traceback), 130 Ctrl-C, 143
-terminated; anything else is a fault, with its traceback.
+terminated; of `rlhf promote`, 3 refused by the gate, 4 put off since MLflow does not answer; anything
+else is a fault, with its traceback.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MODULES: Mapping[Stage, str] = {
     "reward": "rlhf_tasks.reward",
     "ppo": "rlhf_tasks.ppo.stage",
     "judge": "rlhf_tasks.judge.stage",
+    "verdict": "rlhf_tasks.promotion.stage",
     "report": "rlhf_tasks.report.stage",
 }
 SUMMARIES: Mapping[Stage, str] = {
@@ -40,6 +42,7 @@ SUMMARIES: Mapping[Stage, str] = {
     "reward": "train the reward model, and the held-out one",
     "ppo": "train the policy against the reward model",
     "judge": "win rates of reference, SFT and policy answers",
+    "verdict": "whether the policy may be promoted, by the criteria of `promotion`",
     "report": "one page of all of it",
 }
 QUIET = {
@@ -232,6 +235,19 @@ def _judge(options: argparse.Namespace) -> int:
     return 0
 
 
+def _promote(options: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rlhf_tasks.promotion import command
+
+    return command.promote(options.model, again=options.again)
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    from rlhf_tasks.promotion import command
+
+    return command.rollback()
+
+
 def _preset(options: argparse.Namespace) -> int:
     from rlhf_tasks import presets
 
@@ -291,6 +307,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     preset.add_argument("--list", action="store_true", help="show all presets (also: no name)")
     preset.set_defaults(command=_preset)
+    text = "put a policy to the gate, and make it champion if it passes (exit status 3: refused)"
+    promote = commands.add_parser("promote", help=text, description=text)
+    promote.add_argument(
+        "model", nargs="?", default="models/policy", metavar="MODEL", help="a folder (default: models/policy)"
+    )
+    promote.add_argument("--again", action="store_true", help="also one that was rolled back")
+    promote.set_defaults(command=_promote)
+    text = "make the champion before the present one champion again"
+    rollback = commands.add_parser("rollback", help=text, description=text)
+    rollback.set_defaults(command=_rollback)
     sync = commands.add_parser("sync", help="deliver to MLflow what could not be delivered before")
     sync.set_defaults(command=_sync)
     text = "from raw data to the verdict: what a model or a run came from, and what brings it back"

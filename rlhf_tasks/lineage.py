@@ -92,6 +92,20 @@ def locked(root: Path = Path()) -> dict[str, str]:
     return locked_in(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
+def locked_by(stage: str, root: Path = Path()) -> dict[str, str]:
+    """`{path: md5}` of what one stage read and wrote, as dvc.lock has it; empty where it does not."""
+    file = root / "dvc.lock"
+    entry = (_yaml(file)["stages"] if file.exists() else {}).get(stage, {})
+    return {e["path"]: e["md5"] for kind in ("deps", "outs") for e in entry.get(kind, []) if "md5" in e}
+
+
+def locked_params(stage: str, root: Path = Path()) -> dict[str, Any]:
+    """The parameters that one stage ran with, as dvc.lock has them; empty where it does not."""
+    file = root / "dvc.lock"
+    entry = (_yaml(file)["stages"] if file.exists() else {}).get(stage, {})
+    return dict(entry.get("params", {}).get("params.yaml", {}))
+
+
 def locked_in(text: str) -> dict[str, str]:
     """The same of the text of a dvc.lock."""
     tree = YAML(typ="safe", pure=True).load(text)

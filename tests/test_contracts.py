@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 AROUND = ("config", "cli", "tracking", "console", "launch", "lineage", "resume")
 BESIDE = (".html", ".css", ".js", ".txt")  # what a package reads of its own folder
 
-LAYERS: Mapping[str, int] = {"config": 0, **dict.fromkeys(STAGES, 2), "cli": 3}  # all others: 1
+# All others: 1. Promotion judges by the code of stage judge.
+LAYERS: Mapping[str, int] = {"config": 0, **dict.fromkeys(STAGES, 2), "promotion": 3, "cli": 4}
 TORCH_FREE = (
     "config",
     "checkpoint",
@@ -40,6 +41,8 @@ TORCH_FREE = (
     "workspace",
     "comparison",
     "provenance",
+    "promotion.stage",
+    "promotion.registry",
     "cli",
     "data.prepare",
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_tasks import launch
-from rlhf_tasks.config import Launch, UserError
+from rlhf_tasks.config import STAGES, Launch, UserError
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,8 +38,7 @@ def test_one_process_runs_in_place() -> None:
 
 @pytest.mark.parametrize("values", [{"num_processes": 2}, {"deepspeed": "zero2"}, {"num_machines": 2}])
 def test_only_training_stages_are_launched(values: dict[str, Any]) -> None:
-    needed = [s for s in ("prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "report")
-              if launch.is_needed(s, section(**values))]  # fmt: skip
+    needed = [stage for stage in STAGES if launch.is_needed(stage, section(**values))]
     assert needed == ["base", "sft", "reward", "ppo"]
 
 

@@ -53,6 +53,7 @@ SMALL: Mapping[str, Any] = {
         "judges": [{"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}],
         "num_examples": 8,
     },
+    "promotion": None,
     "tracking": {"enabled": False},
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch
 from rlhf_tasks.config.judge import Judging
 from rlhf_tasks.config.ppo import Ppo
+from rlhf_tasks.config.promotion import Promotion, conflicts
 from rlhf_tasks.config.service import Care, Service
 from rlhf_tasks.config.training import Base, Optimisation, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import (
@@ -35,8 +36,8 @@ from rlhf_tasks.config.types import (
 
 __all__ = [
     "READS", "STAGES", "Care", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judging",
-    "Launch", "Model", "Optimisation", "Ppo", "Reward", "Scratch", "Section", "Service", "Sft", "Split",
-    "Stage", "StageView", "Tracking", "UserError", "flatten", "is_hub_id", "load", "validate",
+    "Launch", "Model", "Optimisation", "Ppo", "Promotion", "Reward", "Scratch", "Section", "Service", "Sft",
+    "Split", "Stage", "StageView", "Tracking", "UserError", "flatten", "is_hub_id", "load", "validate",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------- where and how, not what
@@ -77,6 +78,7 @@ class Config(Section):
     reward: Reward
     ppo: Ppo
     judge: Judging
+    promotion: Promotion | None
     launch: Launch
     resume: Resume
     tracking: Tracking
@@ -113,6 +115,8 @@ class Config(Section):
                 f"ppo.response_length={self.ppo.response_length} exceeds data.max_completion_tokens="
                 f"{self.data.max_completion_tokens}, the longest answer any stage has seen"
             )
+        if self.promotion is not None:
+            problems += conflicts(self.promotion, self.judge, self.ppo)
         world = self.launch.num_processes
         for key, size in {
             "base.batch_size": self.base.batch_size,
@@ -138,6 +142,7 @@ READS: Mapping[Stage, tuple[str, ...]] = {
     "reward": ("seed", "reward"),
     "ppo": ("seed", "ppo", "reward.train"),
     "judge": ("seed", "data.source", "data.max_completion_tokens", "judge"),
+    "verdict": ("promotion", "judge.judges"),
     "report": (),
 }
 

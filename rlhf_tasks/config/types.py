@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "report"]
+Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "verdict", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Split = Literal["train", "validation", "test"]
 

@@ -46,6 +46,7 @@ def metrics(comparison: Comparison, found: Verdicts, a: Sequence[str], b: Sequen
         "low": verdict.win_rate.low,
         "high": verdict.win_rate.high,
         "ties": verdict.ties,
+        "examples": verdict.win_rate.count,
         "failures": verdict.failures,
         "p_value": verdict.p_value,
     }

@@ -45,6 +45,8 @@ class Inputs:
     answers: Rows
     verdicts: Rows
     ppo_samples: Rows
+    gate: Mapping[str, Any] | None
+    """evaluation/verdict.json: empty where the gate is off, None where it is missing."""
     missing: tuple[str, ...]
 
 
@@ -82,6 +84,7 @@ def read(root: Path) -> Inputs:
         ppo_samples=_rows(
             there("evaluation/ppo/samples.parquet"), ("episode", "prompt", "response", "score")
         ),
+        gate=_json(p) if (p := there("evaluation/verdict.json")) else None,
         missing=tuple(missing),
     )
 

@@ -122,6 +122,8 @@ def context(inputs: Inputs) -> dict[str, Any]:
     return {
         "judge_name": _judge_name(lead),
         "headlines": [_headline(rates, lead, "policy", other) for other in ("reference", "sft")],
+        "gate": inputs.gate or {"criteria": []},
+        "gate_is_off": inputs.gate == {},
         "kl": _kl(inputs.metrics.get("ppo", {})),
         "rates": _grouped(rates, optimised),
         "rate_scale": charts.rate_scale(),

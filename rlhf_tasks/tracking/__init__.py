@@ -39,6 +39,7 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward": ("accuracy",),
     "ppo": ("objective/kl", "objective/scores", "selected_episode"),
     "judge": ("/win_rate",),
+    "verdict": ("gate/passed",),
 }  # final metrics that the pipeline's own run shows too; with a slash in front: all that end so
 
 

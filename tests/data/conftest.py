@@ -50,7 +50,7 @@ def prepare_view() -> Callable[..., StageView]:
 
     def build(changes: Mapping[str, Any]) -> StageView:
         tree = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-        for key, value in ({"judge.judges": [small.HELDOUT]} | dict(changes)).items():
+        for key, value in ({"promotion": None, "judge.judges": [small.HELDOUT]} | dict(changes)).items():
             *path, last = key.split(".")
             section = tree
             for part in path:

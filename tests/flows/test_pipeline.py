@@ -150,6 +150,7 @@ def test_win_rates_are_told_with_their_intervals() -> None:
         "judge/gold/policy_vs_sft/win_rate": 0.75,
         "judge/gold/policy_vs_sft/low": 0.7,
         "judge/gold/policy_vs_sft/high": 0.8,
+        "judge/reward_gap/win_rate_by_reward": 0.9,
         "ppo/objective/kl": 1.0,
     }
     assert results.win_rates(values) == [

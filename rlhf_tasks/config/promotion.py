@@ -1,0 +1,109 @@
+"""What a policy must show to become the champion of MLflow's registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_tasks.config.judge import FunctionJudge, Judge, Judging, Mixture, RewardModelJudge
+from rlhf_tasks.config.ppo import Ppo
+from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
+
+OPTIMISED = "models/reward"
+"""What a scorer of kind reward_model gives PPO to optimise."""
+
+
+class Promotion(Section):
+    """The gate's criteria; null where one is not asked for. None of them looks at the optimised reward."""
+
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = Field(description="its name in MLflow")
+    judge: str = Field(description="of judge.judges: by whose word the policy must win")
+    second_judge: str | None = Field(
+        description="must confirm it, by the same bounds; null: one judge decides"
+    )
+    over_sft: Fraction | None = Field(description="the win rate's 95% interval must lie above")
+    over_champion: Fraction | None = Field(description="the same, where there is a champion")
+    max_kl: PositiveFloat | None = Field(description="nats per response from SFT, at the checkpoint kept")
+    max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+        description="the policy's perplexity over SFT's, on each text that judge.retention measures"
+    )
+    max_choice_drop: Fraction | None = Field(description="SFT's share of right choices less the policy's")
+    max_failure_share: Fraction | None = Field(description="of the verdicts that the gate goes by")
+    min_examples: PositiveInt | None = Field(
+        description="verdicts of each judge on each pair, without failures"
+    )
+
+    @model_validator(mode="after")
+    def _somebody_is_to_be_beaten(self) -> Self:
+        if self.over_sft is None and self.over_champion is None:
+            raise ValueError(
+                "over_sft and over_champion are both null, so that any policy would pass; give one of them a "
+                "bound such as 0.5, or set promotion to null"
+            )
+        return self
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The judges that the gate goes by."""
+        return (self.judge,) if self.second_judge is None else (self.judge, self.second_judge)
+
+
+def parts(judges: Sequence[Judge], name: str) -> set[str]:
+    """The judge itself, and those that it mixes."""
+    mixed = {part for one in judges if isinstance(one, Mixture) and one.name == name for part in one.judges}
+    return {name} | mixed
+
+
+def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]:
+    """What of the section cannot be, seeing the others."""
+    known = [judge.name for judge in judging.judges]
+    for key in ("judge", "second_judge"):
+        name = getattr(promotion, key)
+        if name is None:
+            continue
+        if name not in known:
+            yield (
+                f"promotion.{key}={name!r} is no judge of judge.judges ({', '.join(known)}); name one of "
+                "those, or set promotion to null"
+            )
+        for one in _optimised(judging, ppo, parts(judging.judges, name)):
+            yield (
+                f"promotion.{key}={name!r} goes by {one}, which PPO optimises: its word says nothing about "
+                "whether the policy got better; name another judge"
+            )
+    if promotion.second_judge is not None:
+        both = parts(judging.judges, promotion.judge) & parts(judging.judges, promotion.second_judge)
+        if both:
+            yield (
+                f"promotion.second_judge={promotion.second_judge!r} and promotion.judge={promotion.judge!r} "
+                f"both go by {', '.join(sorted(both))}; name one that judges by itself, or set it to null"
+            )
+    for key in ("max_perplexity_growth", "max_choice_drop"):
+        if getattr(promotion, key) is not None and judging.retention is None:
+            yield f"promotion.{key} needs judge.retention, which measures it; set one, or the other to null"
+    if promotion.min_examples is not None and promotion.min_examples > judging.num_examples:
+        yield (
+            f"promotion.min_examples={promotion.min_examples} is more than judge.num_examples="
+            f"{judging.num_examples}, so that nothing could pass"
+        )
+    if promotion.max_kl is not None and ppo.reference_sync is not None:
+        yield (
+            "promotion.max_kl: with ppo.reference_sync the KL is told from a reference that follows the "
+            "policy, not from SFT; set promotion.max_kl to null"
+        )
+
+
+def _optimised(judging: Judging, ppo: Ppo, names: set[str]) -> Iterator[str]:
+    """Those of the judges that are what a scorer of PPO's is, by what params.yaml says."""
+    functions = {scorer.function for scorer in ppo.scorers if scorer.kind == "function"}
+    rewarded = any(scorer.kind == "reward_model" for scorer in ppo.scorers)
+    for judge in judging.judges:
+        if judge.name not in names:
+            continue
+        if isinstance(judge, FunctionJudge) and judge.function in functions:
+            yield judge.function
+        if isinstance(judge, RewardModelJudge) and rewarded and Path(judge.path).as_posix() == OPTIMISED:
+            yield judge.path

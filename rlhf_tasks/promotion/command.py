@@ -1,0 +1,221 @@
+"""`rlhf promote [MODEL]` and `rlhf rollback`.
+
+Promoting goes in this order, so that a kill anywhere leaves a state from which the same command goes on:
+register the policy and call it challenger; judge it against the champion; write the verdict as a file, and
+as tags of the version; move the alias `champion`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from rlhf_tasks import checkpoint, config, console, lineage, workspace
+from rlhf_tasks.config import Config, Promotion, StageView, UserError
+from rlhf_tasks.config.promotion import parts
+from rlhf_tasks.promotion import evidence, gate, stage, weights
+from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
+from rlhf_tasks.tracking.courier import sync
+
+DONE, REFUSED, DEFERRED = 0, 3, 4
+"""Exit status: promoted (or champion already); the gate refused; MLflow does not answer."""
+SFT = "models/sft"
+
+
+def promote(model: str, *, again: bool = False) -> int:
+    """Put a policy to the gate, and make it champion if it passes; the exit status comes back.
+
+    `again`: also one that was rolled back.
+
+    Raises:
+        UserError: if there is no gate, no such policy, or no way to judge.
+    """
+    settings = config.load()
+    criteria = _criteria(settings)
+    if not Path(model).is_dir():
+        raise UserError(f"{model} is no folder; give a checkpoint such as models/policy")
+    home = lineage.home()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with FileLock(home / "promotion.lock"):
+            return _promote(settings, criteria, Path(model).as_posix(), home, again)
+    except Unreachable as error:
+        console.say(f"Deferred: MLflow does not answer ({error}); the same command goes on later")
+        return DEFERRED
+
+
+def _promote(settings: Config, criteria: Promotion, model: str, home: Path, again: bool) -> int:
+    root, md5 = Path.cwd(), lineage.digest(Path(model))
+    registry = Registry.open(settings.tracking, home, criteria.model)
+    champion = registry.champion()
+    if champion is not None and champion.md5 == md5:
+        console.say(f"Promoted: {criteria.model} version {champion.number} ({model}) is {CHAMPION} already")
+        return DONE
+    version = registry.register(md5, model, *_origin(root, home, model, md5, registry, settings))
+    registry.challenge(version)
+    measured = _measured(settings, criteria, model, md5)
+    if champion is not None and criteria.over_champion is not None:
+        theirs = weights.bring(root, home, champion.md5, champion.tags)
+        measured |= _contest(settings, criteria, model, os.path.relpath(theirs), "champion")
+    suspects = {one for name in criteria.named for one in parts(settings.judge.judges, name)}
+    verdict = gate.decide(criteria, measured, suspects=suspects, champion=champion is not None)
+    if not again and LEFT in version.tags:
+        verdict = verdict.withheld(f"rollbacks of this policy (at {version.tags[LEFT]}; --again lifts this)")
+    told = {
+        "": "passed" if verdict.passed else "refused",
+        "summary": verdict.summary,
+        "against": f"version {champion.number}" if champion else "no champion yet",
+        "time": _now(),
+    }
+    known = {"model": criteria.model, "version": version.number, "against": told["against"]}
+    checkpoint.write_json(verdict_file(home, md5), verdict.tree() | known | {"time": told["time"]})
+    registry.record(version, told | {"criteria": _criteria_tag(verdict)}, _page(model, told, verdict))
+    stage.show(verdict)
+    name = f"{criteria.model} version {version.number} ({model})"
+    if not verdict.passed:
+        console.say(f"Refused: {name}: {verdict.summary}")
+        return REFUSED
+    registry.crown(version, champion)
+    console.say(f"Promoted: {name} is {CHAMPION} now; before: {told['against']}")
+    return DONE
+
+
+def rollback() -> int:
+    """Give `champion` back to the version that had it before; the exit status comes back.
+
+    Raises:
+        UserError: if there is no gate, no champion, or none before it.
+    """
+    settings, home = config.load(), lineage.home()
+    criteria = _criteria(settings)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with FileLock(home / "promotion.lock"):
+            left, now = Registry.open(settings.tracking, home, criteria.model).give_back(_now())
+    except Unreachable as error:
+        console.say(f"Deferred: MLflow does not answer ({error}); the same command goes on later")
+        return DEFERRED
+    console.say(
+        f"Rolled back: {criteria.model} version {now.number} is {CHAMPION} again; version {left.number} is "
+        "not, and is promoted again only by `rlhf promote --again`"
+    )
+    return DONE
+
+
+def verdict_file(home: Path, md5: str) -> Path:
+    """Where the last verdict on a policy with these bytes is."""
+    return home / "verdicts" / f"{md5}.json"
+
+
+def _criteria(settings: Config) -> Promotion:
+    if settings.promotion is None:
+        raise UserError(
+            "params.yaml has promotion: null, so there is no gate to pass, and no champion; give the section "
+            "(README: Promotion)"
+        )
+    return settings.promotion
+
+
+# ------------------------------------------------------------------------------------- evidence
+
+
+def _measured(settings: Config, criteria: Promotion, model: str, md5: str) -> dict[str, float]:
+    """By the names of metrics/judge.json: what the pipeline measured; of another policy, what can be now."""
+    if evidence.is_of(Path(), md5):
+        found = evidence.read(Path())
+    else:
+        console.say(f"the metrics here are not of {model}: it is judged against {SFT} now")
+        found = _contest(settings, criteria, model, SFT, "sft") if criteria.over_sft is not None else {}
+    from rlhf_tasks.judges import optimised
+
+    return found | {f"{name}/is_optimised_reward": 1.0 for name in optimised(settings.judge, Path(model))}
+
+
+def _contest(settings: Config, criteria: Promotion, model: str, against: str, name: str) -> dict[str, float]:
+    """As `rlhf judge MODEL --against …` measures it, by the names `JUDGE/policy_vs_NAME/…`."""
+    from rlhf_tasks.judge import command
+
+    view = StageView(settings, "judge")
+    found = command.run(view, model, against, num_examples=None, names=criteria.named)
+    return {
+        key.replace(f"/{model}_vs_{against}/", f"/policy_vs_{name}/"): value for key, value in found.items()
+    }
+
+
+# --------------------------------------------------------------------------------------- origin
+
+
+def _origin(
+    root: Path, home: Path, model: str, md5: str, registry: Registry, settings: Config
+) -> tuple[dict[str, str], str | None]:
+    """Tags that say where a policy comes from and how to bring it back, and the MLflow run that made it."""
+    tags = {weights.PATH: model}
+    if not weights.is_kept(root, md5):
+        tags[weights.FOLDER] = str(Path(model).resolve())
+        console.say(f"{model} is not in the DVC cache: as champion it could be found in this folder only")
+    if (found := _revision(root, model, md5)) is not None:
+        tags |= {weights.REVISION: found[0]} | ({weights.EXPERIMENT: found[1]} if found[1] else {})
+    made = _made(model, md5)
+    if not made:
+        return tags, None
+    tags |= {"rlhf.run": made["rlhf.run"], "git.rev": made.get("git.rev") or "none"}
+    run = registry.run_of(made["rlhf.run"], settings.tracking.experiment)
+    if run is None:
+        sync(home)  # it may not be delivered yet
+        run = registry.run_of(made["rlhf.run"], settings.tracking.experiment)
+    return tags, run
+
+
+def _made(model: str, md5: str) -> dict[str, Any]:
+    """models/lineage/STAGE.json of the stage whose out it is; empty if that tells of another, or of none."""
+    stage = next((name for name, node in lineage.graph().items() if model in node.outs), "none")
+    path, locked = Path("models/lineage") / f"{stage}.json", lineage.locked_by(stage)
+    if locked.get(model) != md5 or not path.exists() or locked.get(path.as_posix()) != lineage.digest(path):
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _revision(root: Path, model: str, md5: str) -> tuple[str, str | None] | None:
+    """The commit checked out, or else an experiment and its name, whose dvc.lock has it."""
+    head = workspace.commit(root, "HEAD")
+    if head is None:
+        return None
+    for revision, experiment in [(head, None), *workspace.experiments(root)]:
+        if not workspace.paths(root, revision, "dvc.lock"):
+            continue
+        if lineage.locked_in(workspace.shown(root, revision, "dvc.lock")).get(model) == md5:
+            return revision, experiment
+    return None
+
+
+# -------------------------------------------------------------------------------------- verdict
+
+
+def _criteria_tag(verdict: gate.Verdict) -> str:
+    """A line a criterion. Tags of their own would crowd the list of versions in MLflow."""
+    lines = []
+    for criterion, row in zip(verdict.criteria, verdict.rows(), strict=True):
+        margin = f"margin {row['margin']}" if row["margin"] else criterion.lacking
+        end = "passed" if criterion.passed else "failed"
+        lines.append(f"{criterion.key}: {row['value']} {row['asked']}, {margin}, {end}")
+    return "\n".join(lines)
+
+
+def _page(model: str, told: Mapping[str, str], verdict: gate.Verdict) -> str:
+    """What MLflow shows with the version, in markdown."""
+    names = list(verdict.rows()[0])
+    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in verdict.rows())]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    where = f"`{model}` against {told['against']}, {told['time']}"
+    return f"{told['']}: {told['summary']}\n\n{where}\n\n{table}\n"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

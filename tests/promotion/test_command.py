@@ -1,0 +1,338 @@
+"""`rlhf promote` and `rlhf rollback` on planted metrics and a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from rlhf_tasks import checkpoint, cli, config, lineage
+from rlhf_tasks.config import StageView
+from rlhf_tasks.daemons import free_port
+from rlhf_tasks.promotion import command, gate, stage
+from rlhf_tasks.promotion.registry import Registry
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.tracking.store import embedded_uri
+from tests.promotion import planted
+
+NAME = "rlhf-policy"
+Contest = Callable[..., dict[str, float]]
+
+
+@pytest.fixture(autouse=True)
+def contests(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """No model is run: what a contest measures is given, and who was asked against whom is noted."""
+    told: dict[str, Any] = {"champion": planted.over_champion(), "sft": planted.BETTER, "asked": []}
+
+    def contest(settings: Any, criteria: Any, model: str, against: str, name: str) -> dict[str, float]:
+        weights = Path(against, "weights")
+        told["asked"].append((name, weights.read_text(encoding="utf-8") if weights.exists() else against))
+        return dict(told[name])
+
+    monkeypatch.setattr(command, "_contest", contest)
+    monkeypatch.setattr("rlhf_tasks.judges.optimised", lambda settings, policy: {})
+    return told
+
+
+def client(project: Path) -> MlflowClient:
+    return MlflowClient(embedded_uri(project / ".rlhf"))
+
+
+def aliases(project: Path) -> dict[str, str]:
+    """Alias → the weights of its version."""
+    store = client(project)
+    found = store.get_registered_model(NAME).aliases
+    return {alias: store.get_model_version(NAME, v).tags["weights"] for alias, v in found.items()}
+
+
+def label(project: Path, md5: str, weights: str) -> None:
+    """So that tests can speak of a version by what is in it."""
+    store = client(project)
+    for version in store.search_model_versions(f"name = '{NAME}'"):
+        if version.tags["dvc.md5"] == md5:
+            store.set_model_version_tag(NAME, version.version, "weights", weights)
+
+
+def promote(
+    project: Path,
+    weights: str,
+    *words: str,
+    kl: float = planted.KL,
+    changes: Mapping[str, float | None] | None = None,
+) -> int:
+    """Plant a policy, keep it in the cache, and promote it by the command line; its exit status."""
+    md5 = planted.pipeline(project, weights, kl=kl, changes=changes)
+    planted.cached(project / "models/policy", project / ".dvc/cache")
+    status = cli.main(["promote", *words])
+    label(project, md5, weights)
+    return status
+
+
+def test_the_first_good_policy_is_champion(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert promote(project, "one") == 0
+    assert aliases(project) == {"champion": "one"}
+    shown = capsys.readouterr().out
+    assert "KL | 1.5 | <= 10 | +8.5 | passed" in shown
+    assert f"Promoted: {NAME} version 1 (models/policy) is champion now; before: no champion yet" in shown
+    tags = client(project).get_model_version(NAME, "1").tags
+    assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("passed", "ppo-of-one", "c" * 40)
+    assert "kl: 1.5 <= 10, margin +8.5, passed" in tags["verdict.criteria"].splitlines()
+    file = command.verdict_file(project / ".rlhf", lineage.digest(Path("models/policy")))
+    assert json.loads(file.read_text(encoding="utf-8"))["passed"] is True
+
+
+def test_a_version_shows_the_run_that_made_it_and_the_commit_that_has_it(project: Path) -> None:
+    planted.pipeline(project, "one")
+    for words in (["add", "dvc.lock"], ["commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *words], check=True)
+    head = lineage.git_revision()
+    store = client(project)
+    experiment = store.get_experiment_by_name("rlhf")
+    assert experiment is not None
+    run = store.create_run(experiment.experiment_id, tags={"rlhf.run": "ppo-of-one"}).info.run_id
+    assert promote(project, "one") == 0
+    version = store.get_model_version(NAME, "1")
+    assert (version.run_id, version.tags["dvc.rev"]) == (run, head)
+    assert "dvc.exp" not in version.tags
+
+
+def test_a_better_one_takes_its_place_and_rollback_gives_it_back(
+    project: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    promote(project, "one")
+    assert promote(project, "two") == 0
+    assert contests["asked"] == [("champion", "one")]
+    assert aliases(project) == {"champion": "two"}
+    assert cli.main(["rollback"]) == 0
+    assert aliases(project) == {"champion": "one"}
+    assert f"{NAME} version 1 is champion again; version 2 is not" in capsys.readouterr().out
+    assert cli.main(["rollback"]) == 2
+    assert "is the first champion: there is none to go back to" in capsys.readouterr().err
+
+
+def test_what_was_rolled_back_returns_only_when_asked(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the next nightly run would put back what a person has taken away."""
+    promote(project, "one")
+    promote(project, "two")
+    cli.main(["rollback"])
+    assert promote(project, "two") == 3
+    assert "rollbacks of this policy" in capsys.readouterr().out
+    assert aliases(project) == {"champion": "one", "challenger": "two"}
+    assert promote(project, "two", "--again") == 0
+    assert aliases(project) == {"champion": "two"}
+
+
+def test_a_worse_one_is_refused_and_says_by_what(
+    project: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    promote(project, "one")
+    contests["champion"] = planted.over_champion(low=0.44)
+    assert promote(project, "worse") == 3
+    assert aliases(project) == {"champion": "one", "challenger": "worse"}
+    said = "version 2 (models/policy): win rate over the champion by gold (95% low) 0.44 ≤ 0.5"
+    assert f"Refused: {NAME} {said}" in capsys.readouterr().out
+    tags = client(project).get_model_version(NAME, "2").tags
+    assert (tags["verdict"], tags["verdict.against"]) == ("refused", "version 1")
+    assert "over_champion/gold: 0.44 > 0.5, margin -0.06, failed" in tags["verdict.criteria"].splitlines()
+
+
+def test_an_over_optimised_one_is_refused(project: Path) -> None:
+    worse = {"gold/policy_vs_sft/low": 0.3, "gold/policy_vs_sft/win_rate": 0.33}
+    assert promote(project, "hacked", kl=37.0, changes=worse) == 3
+    assert aliases(project) == {"challenger": "hacked"}
+
+
+def test_judges_that_disagree_and_metrics_that_are_missing_refuse(project: Path) -> None:
+    assert promote(project, "one", changes={"reward_model/policy_vs_sft/low": 0.4}) == 3
+    assert promote(project, "two", changes={"choice/policy": None}) == 3
+    assert aliases(project) == {"challenger": "two"}
+
+
+def test_the_champion_itself_is_not_judged_again(project: Path, contests: dict[str, Any]) -> None:
+    promote(project, "one")
+    assert promote(project, "one") == 0
+    assert contests["asked"] == []
+    assert len(client(project).search_model_versions(f"name = '{NAME}'")) == 1
+
+
+def test_a_policy_of_which_the_metrics_do_not_tell_is_judged_now(
+    project: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And refused for what cannot be measured any more."""
+    shutil.copytree("models/policy", "elsewhere")
+    (project / "elsewhere/weights").write_text("foreign", encoding="utf-8")
+    contests["sft"] = {key: value for key, value in planted.BETTER.items() if "_vs_sft" in key}
+    assert cli.main(["promote", "elsewhere"]) == 3
+    assert contests["asked"] == [("sft", "models/sft")]
+    shown = capsys.readouterr().out
+    assert "KL is not known: kl was not measured of this policy" in shown
+    assert "is not in the DVC cache" in shown
+    off = ("promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop")
+    planted.params(project, dict.fromkeys(off))
+    assert cli.main(["promote", "elsewhere/"]) == 0
+
+
+def test_a_judge_that_ppo_optimised_for_this_policy_promotes_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its weights, whatever its folder is called."""
+    optimised = {"reward_model": "models/reward_heldout"}
+    monkeypatch.setattr("rlhf_tasks.judges.optimised", lambda settings, policy: optimised)
+    assert promote(project, "one") == 3
+    verdict = client(project).get_model_version(NAME, "1").tags["verdict.summary"]
+    assert verdict == "judges that are the optimised reward (reward_model) 1 > 0"
+
+
+def test_a_champion_whose_weights_are_gone_is_a_mistake_to_mend(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    promote(project, "one")
+    shutil.rmtree(project / ".dvc/cache")
+    shutil.rmtree(project / ".rlhf/policies", ignore_errors=True)
+    assert promote(project, "two") == 2
+    assert "cannot be had: the DVC cache does not hold all of it" in capsys.readouterr().err
+    assert aliases(project)["champion"] == "one"
+
+
+def test_mistakes_are_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["promote", "models/none"]) == 2
+    assert "models/none is no folder" in capsys.readouterr().err
+    assert cli.main(["rollback"]) == 2
+    assert "has no champion" in capsys.readouterr().err
+    planted.params(project, {"promotion": None})
+    for word in ("promote", "rollback"):
+        assert cli.main([word]) == 2
+        assert "promotion: null" in capsys.readouterr().err
+
+
+def test_mlflow_that_is_away_puts_it_off(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    planted.params(project, {"tracking.uri": f"http://127.0.0.1:{free_port(28200)}"})
+    assert cli.main(["promote"]) == 4
+    assert "Deferred: MLflow does not answer" in capsys.readouterr().out
+    assert cli.main(["rollback"]) == 4
+
+
+# ----------------------------------------------------------------------------- killed, and again
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing after it runs."""
+
+
+STEPS = ("register", "challenge", "record", "crown")
+CALLS = (
+    "create_registered_model", "create_model_version", "set_registered_model_alias", "set_model_version_tag",
+    "update_model_version", "delete_registered_model_alias",
+)  # fmt: skip
+
+
+def test_killed_before_or_after_any_request_the_same_command_ends_alike(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request that changes the registry is once the last one."""
+    promote(project, "one")
+    md5 = planted.pipeline(project, "two")
+    planted.cached(project / "models/policy", project / ".dvc/cache")
+    made = [0]
+    real = {name: getattr(MlflowClient, name) for name in CALLS}
+
+    def bounded(name: str, limit: int) -> Callable[..., Any]:
+        def call(self: MlflowClient, *words: Any, **named: Any) -> Any:
+            if made[0] == limit:
+                raise Killed
+            made[0] += 1
+            if name == "set_registered_model_alias" and words[1] == "champion":
+                assert command.verdict_file(project / ".rlhf", md5).exists()
+                version = self.get_model_version(NAME, words[2])
+                assert version.tags["verdict"] == "passed", "the alias moves after the verdict is told"
+            return real[name](self, *words, **named)
+
+        return call
+
+    limit, ended = 0, False
+    while not ended:
+        database = project / f"{limit}.db"
+        shutil.copyfile(project / ".rlhf/mlflow.db", database)
+        planted.params(project, {"tracking.uri": f"sqlite:///{database}"})
+        store = MlflowClient(f"sqlite:///{database}")
+        made[0] = 0
+        for name in CALLS:
+            monkeypatch.setattr(MlflowClient, name, bounded(name, limit))
+        try:
+            command.promote("models/policy")
+            ended = True
+        except Killed:
+            champion = store.get_registered_model(NAME).aliases["champion"]
+            assert str(champion) == "1", "whatever was done before, the alias is the last"
+        for name in CALLS:
+            monkeypatch.setattr(MlflowClient, name, real[name])
+        assert command.promote("models/policy") == 0
+        assert {k: str(v) for k, v in store.get_registered_model(NAME).aliases.items()} == {"champion": "2"}
+        assert len(store.search_model_versions(f"name = '{NAME}'")) == 2
+        limit += 1
+    assert limit > 10
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_between_the_steps(project: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote(project, "one")
+
+    def killed(self: Registry, *words: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, step, killed)
+        with pytest.raises(Killed):
+            promote(project, "two")
+    assert promote(project, "two") == 0
+    assert aliases(project) == {"champion": "two"}
+
+
+def test_killed_while_the_verdict_is_written(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path, tree: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_json", killed)
+        with pytest.raises(Killed):
+            promote(project, "one")
+    assert aliases_of(project) == ["challenger"]
+    assert promote(project, "one") == 0
+
+
+def aliases_of(project: Path) -> list[str]:
+    return sorted(client(project).get_registered_model(NAME).aliases)
+
+
+# ------------------------------------------------------------------------------------- the stage
+
+
+def verdict_of_stage() -> dict[str, float]:
+    return stage.run(StageView(config.load(), "verdict"), NullTracker("verdict"))
+
+
+def test_the_stage_tells_all_but_the_champion(project: Path) -> None:
+    found = verdict_of_stage()
+    assert found["gate/passed"] == 1.0
+    assert found["kl/margin"] == 8.5
+    tree = json.loads(Path("evaluation/verdict.json").read_text(encoding="utf-8"))
+    assert tree["passed"] is True
+    assert not any("champion" in criterion["key"] for criterion in tree["criteria"])
+    assert gate.Criterion(**{k: v for k, v in tree["criteria"][0].items() if k not in ("margin", "passed")})
+
+
+def test_the_stage_without_a_gate_writes_that(project: Path) -> None:
+    planted.params(project, {"promotion": None})
+    assert verdict_of_stage() == {}
+    assert Path("evaluation/verdict.json").read_text(encoding="utf-8") == "{}\n"

@@ -1,0 +1,77 @@
+"""Judged, gated and promoted by the real code: small random models, real judges, DVC's cache, MLflow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from rlhf_tasks import checkpoint, cli, config, console, contracts, lineage, models
+from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.promotion import command
+from rlhf_tasks.tracking.store import embedded_uri
+from tests import small, toy
+from tests.promotion import planted
+
+LENIENT = {
+    "promotion.over_sft": 0.0, "promotion.over_champion": 0.0, "promotion.max_perplexity_growth": 100.0,
+    "promotion.max_choice_drop": 1.0, "promotion.min_examples": 12, "judge.num_examples": 12,
+}  # fmt: skip
+
+
+def judged(folder: Path, seed: int) -> str:
+    """A policy of random weights, judged as the pipeline does and known to DVC; its md5."""
+    words = load_tokenizer(folder / "models/sft")
+    shutil.rmtree(folder / "models/policy")
+    (folder / "models/policy").mkdir()
+    identity = {"parents": {"sft": contracts.fingerprint(folder / "models/sft")}}
+    models.save(
+        small.causal("gpt_neox", seed, words), words, folder / "models/policy", identity=identity, card="a"
+    )
+    (folder / "plots").mkdir(exist_ok=True)
+    (folder / "plots/ppo.csv").write_text(f"episode,{planted.CURVE}\n16,0\n32,1.25\n", encoding="utf-8")
+    checkpoint.write_json(folder / "metrics/ppo.json", {"selected_episode": 16.0})
+    checkpoint.write_json(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-{seed}"})
+    checkpoint.write_json(folder / "metrics/judge.json", toy.run("judge", config.load()))
+    planted.lock(folder)
+    planted.cached(folder / "models/policy", folder / ".dvc/cache")
+    return lineage.digest(folder / "models/policy")
+
+
+@pytest.mark.slow
+def test_from_the_judges_to_the_champion_and_back(
+    models_here: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    console.set_quiet(False)
+    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(words, check=True)
+    shutil.copy(planted.ROOT / "dvc.yaml", models_here)
+    planted.params(models_here, LENIENT)
+    first = judged(models_here, seed=2)
+    assert cli.main(["promote"]) == 0
+    second = judged(models_here, seed=7)
+    assert cli.main(["promote"]) == 0
+    verdict = json.loads(command.verdict_file(home, second).read_text(encoding="utf-8"))
+    told = {criterion["key"]: criterion for criterion in verdict["criteria"]}
+    assert told["kl"]["value"] == 1.25
+    assert 0 < told["over_champion/gold"]["value"] <= 1
+    assert told["examples"]["value"] == 12
+    assert f"models/policy vs .rlhf/policies/{first}" in capsys.readouterr().out
+    third = judged(models_here, seed=8)
+    planted.params(models_here, {**LENIENT, "promotion.over_champion": 1.0})
+    assert cli.main(["promote"]) == 3
+    store = MlflowClient(embedded_uri(home))
+
+    def aliases() -> dict[str, str]:
+        found = store.get_registered_model("rlhf-policy").aliases
+        return {a: store.get_model_version("rlhf-policy", v).tags["dvc.md5"] for a, v in found.items()}
+
+    assert aliases() == {"champion": second, "challenger": third}
+    assert cli.main(["rollback"]) == 0
+    assert aliases()["champion"] == first
