@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -45,12 +46,15 @@ def finish(partial: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write one file whole: a reader sees the old text or the new one."""
+    """Write one file whole: a reader sees the old text or the new one; of two writers the last wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    fsync(partial)
-    partial.replace(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        fsync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, tree: Mapping[str, Any]) -> None:
