@@ -212,10 +212,10 @@ def _generate(options: argparse.Namespace) -> int:
 def _judge(options: argparse.Namespace) -> int:
     """The stage, or one contender against another."""
     if options.model is None:
-        if options.against or options.num_examples or options.judge:
+        if options.against or options.num_examples or options.judge or options.out:
             raise UserError(
-                "--against, --num-examples and --judge go with a MODEL, such as `rlhf judge models/policy`; "
-                "the stage takes all from params.yaml"
+                "--against, --num-examples, --judge and --out go with a MODEL, such as `rlhf judge "
+                "models/policy`; the stage takes all from params.yaml"
             )
         return run_stage("judge")
     view = StageView(config.load(), "judge")
@@ -228,6 +228,7 @@ def _judge(options: argparse.Namespace) -> int:
         options.against or command.REFERENCE,
         num_examples=options.num_examples,
         names=options.judge,
+        out=options.out,
     )
     return 0
 
@@ -325,6 +326,9 @@ def _add_contenders(judge: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="of judge.judges; may be repeated (default: all)",
+    )
+    judge.add_argument(
+        "--out", type=Path, metavar="FILE", help="write every verdict too: FILE.jsonl or FILE.parquet"
     )
     judge.set_defaults(command=_judge)
 

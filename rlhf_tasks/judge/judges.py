@@ -46,18 +46,23 @@ def build(settings: Judging, source: str, device: torch.device, names: Sequence[
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
-    wanted = set(names or known)
-    parts = {n for one in settings.judges if isinstance(one, config.Mixture) and one.name in wanted
-             for n in one.judges}  # fmt: skip
+    wanted, asked = set(names or known), _asked(settings, names)
     made: dict[str, Judge] = {
         one.name: Once(_one(one, source, device, settings.max_failure_share))
         for one in settings.judges
-        if not isinstance(one, config.Mixture) and one.name in wanted | parts
+        if not isinstance(one, config.Mixture) and one.name in asked
     }
     for one in settings.judges:
         if isinstance(one, config.Mixture) and one.name in wanted:
             made[one.name] = Mixed(one.name, RULES[one.kind], [made[name] for name in one.judges])
     return [made[name] for name in known if name in wanted]
+
+
+def _asked(settings: Judging, names: Sequence[str]) -> set[str]:
+    """Those called `names`, by default all, and what the mixtures among them are made of."""
+    wanted = set(names) or {judge.name for judge in settings.judges}
+    mixtures = (j for j in settings.judges if isinstance(j, config.Mixture) and j.name in wanted)
+    return wanted | {part for mixture in mixtures for part in mixture.judges}
 
 
 def _one(one: config.Judge, source: str, device: torch.device, max_failure_share: float) -> Judge:
@@ -80,18 +85,21 @@ def _one(one: config.Judge, source: str, device: torch.device, max_failure_share
     return Comparing(one.name, Ranker(one, device), max_failure_share)
 
 
-def optimised(settings: Judging, policy: Path) -> dict[str, str]:
+def optimised(settings: Judging, policy: Path, names: Sequence[str] = ()) -> dict[str, str]:
     """Judges that are the very reward which PPO was given for `policy`: name → folder.
 
-    They are known by their weights, whatever the folder is called. Empty for a policy that does not say what
-    it was made from.
+    Of those that are asked when `names` judge (parts of a mixture too), by default of all. They are known
+    by their weights, whatever the folder is called. Empty for a policy that does not say what it was made
+    from.
     """
+    asked = _asked(settings, names)
     given = models.parents_of(policy).get("reward")
     return {
         one.name: one.path
         for one in settings.judges
         if given is not None
         and isinstance(one, config.RewardModelJudge)
+        and one.name in asked
         and models.is_made(Path(one.path))
         and models.fingerprint(Path(one.path)) == given
     }

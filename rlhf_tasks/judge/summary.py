@@ -146,6 +146,8 @@ def table_rows(found: Found, metrics: Mapping[str, float]) -> list[dict[str, Any
         }.items():  # fmt: skip
             value = metrics.get(f"{key}/{name}")
             row[column] = "" if value is None else f"{value:.1%}"
+        for column, name in {"replies": "cost/replies", "tokens": "cost/tokens"}.items():
+            row[column] = int(metrics[f"{key}/{name}"]) if f"{key}/{name}" in metrics else ""
         row["ties"], row["failed"] = (int(metrics[f"{key}/{name}"]) for name in ("ties", "failures"))
         row["p"] = f"{metrics[f'{key}/p_value']:.2g}"
         rows.append(row)
