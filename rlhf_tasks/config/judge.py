@@ -20,8 +20,8 @@ from rlhf_tasks.config.types import (
 )
 
 TAKEN = (
-    "agreement", "choice", "distinct_1", "distinct_2", "ended", "kappa", "length", "perplexity",
-    "repetition", "reward_gap",
+    "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
+    "perplexity", "repetition", "reward_gap",
 )  # fmt: skip
 """First parts of the stage's other metric keys."""
 SHIPPED_MODELS = ("models/reward", "models/reward_heldout")

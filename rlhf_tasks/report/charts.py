@@ -8,7 +8,8 @@ numbers give the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from markupsafe import Markup
@@ -18,6 +19,16 @@ from rlhf_tasks.report.inputs import Curve
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 38
 MAX_BUCKETS = 240  # a line holds at most twice as many points: the extremes of each bucket
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with its title, what to look for, and the names of its lines."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: Sequence[str]
 
 
 def number(value: float) -> str:
@@ -82,19 +93,22 @@ def line_chart(
     *,
     band: tuple[float, float] | None = None,
     guide: float | None = None,
+    diagonal: bool = False,
 ) -> Markup:
     """Curves over one x axis, named `axis`; `band` shades a range of y, `guide` is a dashed line at y.
 
-    `label` is the figure's text for those who do not see it; the curves' ends are added to it.
+    A curve's own band is drawn around it; `diagonal` is the dashed line on which y is x. `label` is the
+    figure's text for those who do not see it; the curves' ends are added to it.
 
     Raises:
         ValueError: if no curve has a point.
     """
     xs = [x for curve in curves for x in curve.x]
-    ys = [y for curve in curves for y in curve.y]
+    ys = [y for curve in curves for y in (*curve.y, *curve.low, *curve.high)]
     if not xs:
         raise ValueError(f"nothing to draw in {label!r}")
     shown = [*ys, *(band or ()), *([guide] if guide is not None else [])]
+    shown += [min(xs), max(xs)] if diagonal else []
     y_ticks = ticks(min(shown), max(shown))
     low_x, high_x = min(xs), max(xs)
     span_x = (high_x - low_x) or 1.0
@@ -117,6 +131,10 @@ def line_chart(
     parts += _x_axis([(to_x(x), text) for x, text in zip(x_ticks, tick_labels(x_ticks), strict=True)], axis)
     if guide is not None:
         parts.append(_line("guide", LEFT, to_y(guide), WIDTH - RIGHT, to_y(guide)))
+    if diagonal:
+        parts.append(_line("guide", to_x(low_x), to_y(low_x), to_x(high_x), to_y(high_x)))
+    for order, curve in enumerate(curves):
+        parts += _ribbon(order, curve, to_x, to_y)
     for order, curve in enumerate(curves):
         points = [(to_x(x), to_y(y)) for x, y in _thinned(curve)]
         parts += _curve(order, points)
@@ -127,6 +145,21 @@ def line_chart(
         if c.y
     )
     return _svg("chart", WIDTH, HEIGHT, f"{label}, by {axis}: {ends}", parts)
+
+
+def _ribbon(
+    order: int, curve: Curve, to_x: Callable[[float], float], to_y: Callable[[float], float]
+) -> list[Markup]:
+    """The band around a curve; of a single point a whisker."""
+    if not curve.low:
+        return []
+    if len(curve.x) == 1:
+        x = to_x(curve.x[0])
+        return [_line(f"line s{order}", x, to_y(curve.low[0]), x, to_y(curve.high[0]))]
+    above = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.high, strict=True)]
+    below = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.low, strict=True)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*above, *reversed(below)])
+    return [Markup('<polygon class="ribbon s{}" points="{}"/>').format(order, path)]
 
 
 def _curve(order: int, points: list[tuple[float, float]]) -> list[Markup]:

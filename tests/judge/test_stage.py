@@ -14,7 +14,7 @@ from rlhf_tasks import console, models
 from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.judge import judges, stage, summary
+from rlhf_tasks.judge import judges, stage, summary, trust
 from rlhf_tasks.judge.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -208,7 +208,7 @@ def test_without_reward_models_the_gold_judge_judges_alone(
 ) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    for folder in stage.REWARDS.values():
+    for folder in trust.REWARDS.values():
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / "README.md").write_text("none", encoding="utf-8")
