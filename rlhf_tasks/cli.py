@@ -264,6 +264,14 @@ def _lineage(options: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(options: argparse.Namespace) -> int:
+    lineage.graph()  # a project is here, before anything is asked of git
+    from rlhf_tasks.report import comparison
+
+    comparison.run(Path.cwd(), options.runs, options.out)
+    return 0
+
+
 def _mlflow(options: argparse.Namespace) -> int:
     """The dashboard, on loopback only, over the embedded store."""
     from rlhf_tasks.tracking.dashboard import serve
@@ -303,6 +311,19 @@ def _parser() -> argparse.ArgumentParser:
         "`rlhf.run`, a flow run's id, an MLflow run's id)",
     )
     chain.set_defaults(command=_lineage)
+    text = "runs side by side in one page: results, curves, seeds of one setting as mean and band"
+    compare = commands.add_parser("compare", help=text, description=text)
+    compare.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="an MLflow run's id or name, a key (`rlhf.run`, `rlhf.pipeline`), an experiment of "
+        "`dvc exp list`, or a folder that holds metrics/ (. is this one)",
+    )
+    compare.add_argument(
+        "--out", type=Path, default=Path("comparison.html"), metavar="FILE", help="default: comparison.html"
+    )
+    compare.set_defaults(command=_compare)
     mlflow = commands.add_parser("mlflow", help="the MLflow dashboard on this machine")
     mlflow.add_argument("--port", type=int, default=5000, help="the next free one is taken (default: 5000)")
     mlflow.set_defaults(command=_mlflow)

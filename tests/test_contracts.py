@@ -40,6 +40,7 @@ TORCH_FREE = (
     "workspace",
     "comparison",
     "provenance",
+    "report.comparison",
     "cli",
     "data.prepare",
 )

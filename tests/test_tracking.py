@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, lineage, tracking
 from rlhf_tasks.config import Stage, StageView, UserError
-from rlhf_tasks.tracking import context, courier, curves
+from rlhf_tasks.tracking import context, courier, curves, records
 from rlhf_tasks.tracking.spool import Spool, pending, table_json
 from rlhf_tasks.tracking.store import Store, embedded_uri
 
@@ -433,3 +433,32 @@ def test_two_first_stages_at_once_make_one_store(project: Path) -> None:
     assert experiment is not None
     names = [run.info.run_name.split("-")[0] for run in client.search_runs([experiment.experiment_id])]
     assert sorted(names) == ["pipeline", "sft", "sft"]
+
+
+def test_a_run_is_read_back_with_its_stages_by_any_of_its_names(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-7")
+    for stage, name in (("sft", "perplexity"), ("ppo", "objective/kl")):
+        with tracking.open_run(stage, view(stage), key=f"{stage}-1") as tracker:  # type: ignore[arg-type]
+            tracker.metrics({name: 1.0, "lr": 0.1}, step=64)
+            tracker.metrics({name: 3.0, "lr": 0.1}, step=128)
+            tracker.final({name: 2.0})
+    deliver(home)
+    identity = runs(home)["pipeline"].info.run_id
+    for asked in (identity, "flow-7", runs(home)["pipeline"].info.run_name):
+        whole = records.find(None, home, asked, ["objective/kl"])
+        assert whole is not None
+        assert whole.metrics["sft"]["perplexity"] == whole.metrics["ppo"]["objective/kl"] == 2.0
+        assert whole.curves["ppo"] == [
+            {"episode": 64, "objective/kl": 1.0}, {"episode": 128, "objective/kl": 3.0}
+        ]  # fmt: skip
+        assert whole.curves["sft"] == [], "not asked for"
+        assert whole.parameters["ppo.kl_coef"] == "0.03"
+    alone = records.find(None, home, "ppo-1", [])
+    assert alone is not None
+    assert list(alone.metrics) == ["ppo"]
+    for asked in ("ppo-2", "0" * 32, "it's"):
+        assert records.find(None, home, asked, []) is None
+    with pytest.raises(UserError, match=f"MLflow at {UNREACHABLE} cannot be asked for ppo-1"):
+        records.find(UNREACHABLE, home, "ppo-1", [])

@@ -109,7 +109,7 @@ def calibration(lead: ArrayLike) -> tuple[float, list[Bin]]:
     if given.size == 0:
         return 0.0, []
     count = max(1, min(NUM_BINS, given.size // MIN_IN_BIN))
-    bins = []
+    bins: list[Bin] = []
     for part in np.array_split(given[np.argsort(np.abs(given), kind="stable")], count):
         share = statistics.wilson(int((part > 0).sum()), part.size)
         confidence = float((1 / (1 + np.exp(-np.abs(part)))).mean())

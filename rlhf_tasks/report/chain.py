@@ -54,4 +54,4 @@ def _code(tree: Mapping[str, Any]) -> str | None:
     revision = tree.get("git.rev")
     if not revision:
         return None
-    return revision[:SHOWN_HASH] + (" with uncommitted changes" if tree.get("git.dirty") else "")
+    return str(revision)[:SHOWN_HASH] + (" with uncommitted changes" if tree.get("git.dirty") else "")

@@ -94,6 +94,11 @@ _LOSS_FIGURES = (
 
 def render(inputs: Inputs) -> str:
     """The whole page, as one HTML document that loads nothing. The same inputs give the same text."""
+    return document("page.html", context(inputs))
+
+
+def document(template: str, variables: Mapping[str, Any]) -> str:
+    """A template of this folder, filled; its `style` is the style sheet."""
     here = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here),
@@ -104,7 +109,7 @@ def render(inputs: Inputs) -> str:
     )
     environment.filters |= {"number": charts.number, "percent": charts.percent, "named": _name}
     style = Markup((here / "page.css").read_text(encoding="utf-8"))  # our own file, so trusted
-    return environment.get_template("page.html").render(style=style, **context(inputs))
+    return environment.get_template(template).render(style=style, **variables)
 
 
 def context(inputs: Inputs) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def context(inputs: Inputs) -> dict[str, Any]:
         "facts": _facts(inputs.metrics),
         "trust_figures": [
             *trust.calibration(inputs.calibration, judge),
-            *trust.lengths(inputs.lengths, JUDGES, NAMES),
+            *trust.lengths(inputs.lengths, JUDGES, {who: NAMES[who] for who in reversed(ANSWERERS)}),
         ],
         "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
         "training_samples": _training_samples(inputs.ppo_samples),
@@ -210,15 +215,12 @@ def _retained(judge: Mapping[str, float]) -> dict[str, dict[str, str]]:
 
 def _by_who(values: Mapping[str, float], names: Collection[str]) -> dict[str, dict[str, str]]:
     table: dict[str, dict[str, str]] = {}
-    for key, value in values.items():
+    for key in values:
         parts = key.split("/")
         who = [part for part in parts if part in names]
-        if len(who) != 1 or (parts[-1] in ("low", "high") and key.rpartition("/")[0] in values):
-            continue
-        text = charts.number(value)
-        if f"{key}/low" in values:
-            text += f" ({charts.number(values[f'{key}/low'])} to {charts.number(values[f'{key}/high'])})"
-        table.setdefault("/".join(p for p in parts if p not in names), {})[who[0]] = text
+        if len(who) == 1 and not _is_end(values, key):
+            measure = "/".join(p for p in parts if p not in names)
+            table.setdefault(measure, {})[who[0]] = _with_interval(values, key)
     return table
 
 
@@ -274,11 +276,26 @@ def _figure(
         yield Figure(title, note, svg, [curve.name for curve in drawn])
 
 
-def _facts(metrics: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float]]:
+def _facts(metrics: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
     """Numbers that say how far the reward model can be trusted, from its stage and the judge's."""
-    reward = [(k, v) for k, v in metrics.get("reward", {}).items() if any(word in k for word in FACTS)]
-    told = ("agreement/", "reward_gap/")
-    return reward + [(k, v) for k, v in metrics["judge"].items() if k.startswith(told)]
+    reward = {k: v for k, v in metrics.get("reward", {}).items() if any(word in k for word in FACTS)}
+    judge = {k: v for k, v in metrics["judge"].items() if k.startswith(("agreement/", "reward_gap/"))}
+    return [
+        (key, _with_interval(own, key)) for own in (reward, judge) for key in own if not _is_end(own, key)
+    ]
+
+
+def _is_end(values: Mapping[str, float], key: str) -> bool:
+    """Whether this is the low or high end of another value's interval."""
+    stem, _, end = key.rpartition("/")
+    return end in ("low", "high") and stem in values
+
+
+def _with_interval(values: Mapping[str, float], key: str) -> str:
+    text = charts.number(values[key])
+    if f"{key}/low" not in values or f"{key}/high" not in values:
+        return text
+    return f"{text} ({charts.number(values[f'{key}/low'])} to {charts.number(values[f'{key}/high'])})"
 
 
 def _samples(inputs: Inputs, judge: str) -> tuple[list[Sample], list[Sample]]:

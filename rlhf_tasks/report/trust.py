@@ -36,12 +36,11 @@ def calibration(rows: Rows, judge: Mapping[str, float]) -> Iterator[Figure]:
 
 
 def lengths(rows: Rows, judge_names: Mapping[str, str], answerers: Mapping[str, str]) -> Iterator[Figure]:
-    """One figure a judge that scores, a line a contender."""
+    """One figure a judge that scores, a line for each of `answerers` (names by key), in their order."""
     for judge, own in _grouped(rows, "judge").items():
-        curves = [
-            _curve(answerers.get(who, who), part, "length", "score")
-            for who, part in _grouped(own, "who").items()
-        ]
+        groups = _grouped(own, "who")
+        curves = [_curve(name, groups[who], "length", "score") for who, name in answerers.items()
+                  if who in groups]  # fmt: skip
         whose = "the reward that PPO optimised" if judge == OPTIMISED else judge_names.get(judge, judge)
         note = (
             "Mean score of answers of like length, with its 95% interval. Lines that rise say that length "

@@ -315,7 +315,10 @@ def test_the_chain_names_who_made_what_a_stage_read(whole: Path) -> None:
         "  ppo: {cmd: rlhf ppo, deps: [models/sft], outs: [models/policy]}\n",
         encoding="utf-8",
     )
-    for stage_name, read in {"sft": {"data/sft": "d" * 32}, "ppo": {"models/sft": "abcdef0123456789"}}.items():
+    for stage_name, read in {
+        "sft": {"data/sft": "d" * 32},
+        "ppo": {"models/sft": "abcdef0123456789"},
+    }.items():
         tree = {"rlhf.run": f"{stage_name}-1", "inputs": read, "git.rev": "f" * 40, "git.dirty": True}
         workspace.put_text(whole / f"models/lineage/{stage_name}.json", json.dumps(tree))
     links = {link.stage: link for link in page.context(inputs.read(whole))["chain"]}
