@@ -264,6 +264,17 @@ def _lineage(options: argparse.Namespace) -> int:
     return 0
 
 
+def _label(options: argparse.Namespace) -> int:
+    lineage.graph()  # a project is here
+    from rlhf_tasks.judge import labelling
+
+    try:
+        labelling.run(options.pairs, most=options.num_examples, seed=options.seed, by=options.by)
+    finally:
+        labelling.keep()
+    return 0
+
+
 def _compare(options: argparse.Namespace) -> int:
     lineage.graph()  # a project is here, before anything is asked of git
     from rlhf_tasks.report import comparison
@@ -311,6 +322,19 @@ def _parser() -> argparse.ArgumentParser:
         "`rlhf.run`, a flow run's id, an MLflow run's id)",
     )
     chain.set_defaults(command=_lineage)
+    text = "judge pairs of answers yourself, blind: a key each, resumable; judges are compared with it"
+    label = commands.add_parser("label", help=text, description=text)
+    label.add_argument(
+        "--pairs",
+        action="append",
+        default=[],
+        metavar="A_vs_B",
+        help="of policy, sft, reference; may be repeated (default: policy_vs_reference, policy_vs_sft)",
+    )
+    label.add_argument("--num-examples", type=_positive_int, metavar="N", help="pairs (default: all)")
+    label.add_argument("--seed", type=int, default=1, help="of the order, and of which is shown first")
+    label.add_argument("--by", metavar="NAME", help="write who labelled, and when (default: neither)")
+    label.set_defaults(command=_label)
     text = "runs side by side in one page: results, curves, seeds of one setting as mean and band"
     compare = commands.add_parser("compare", help=text, description=text)
     compare.add_argument(

@@ -16,7 +16,7 @@ from rlhf_tasks import console, models, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
 from rlhf_tasks.data.batches import read_table
-from rlhf_tasks.judge import judges, progress, summary, trust
+from rlhf_tasks.judge import judges, labels, progress, summary, trust
 from rlhf_tasks.judge.answers import Answers, sample
 from rlhf_tasks.judge.retention import Probes
 from rlhf_tasks.judge.verdicts import Judge, Verdicts, check_failures
@@ -72,7 +72,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                 }
         metrics |= _of_contenders(judge, contest, columns)
     progress.log([judge for judge in panel if judge.name in config.judge.scoring], tracker)
-    metrics |= summary.kappas(found)
+    metrics |= summary.kappas(found) | _human(config, panel)
     rewards = trust.made(rt.device)
     trusted, bins = trust.measured(rewards, _sampled_pairs(rt, config, contest) if rewards else {})
     metrics |= trusted
@@ -156,6 +156,23 @@ def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[fl
     gain = statistics.matched_length_gain(scores[0], scores[1], lengths[0], lengths[1])
     key = f"{judge.name}/policy_vs_sft/matched_length_gain"
     return metrics | {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
+
+
+def _human(config: StageView, panel: list[Judge]) -> dict[str, float]:
+    """How far each judge agrees with what people said of pairs, if they did: `human/…`."""
+    labelled = labels.decided(labels.read(Path(config.judge.labels)))
+    if not labelled:
+        return {}
+    pairs = [label.pair for label in labelled]
+    metrics: dict[str, float] = {"human/labels": len(labelled)}
+    for judge in panel:
+        verdicts = judge.compare(
+            [pair.prompt for pair in pairs],
+            [pair.answer_a for pair in pairs],
+            [pair.answer_b for pair in pairs],
+        )
+        metrics |= labels.agreement(judge.name, labelled, verdicts.outcomes)
+    return metrics
 
 
 def _scores(columns: Mapping[str, list[float]]) -> dict[tuple[str, str], list[float]]:

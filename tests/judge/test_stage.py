@@ -12,9 +12,10 @@ import torch
 
 from rlhf_tasks import console, models
 from rlhf_tasks.config import UserError
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.judge import judges, stage, summary, trust
+from rlhf_tasks.judge import judges, labels, stage, summary, trust
+from rlhf_tasks.judge.labels import Label, Pair
 from rlhf_tasks.judge.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -170,6 +171,22 @@ def test_a_judge_that_compares_adds_what_only_it_can_say(
     assert "gold/policy_vs_sft/position_bias" not in found
     rows = [r for r in pq.read_table(stage.OUT / "verdicts.parquet").to_pylist() if r["judge"] == "gpt"]
     assert {(r["score_a"], r["a_shown_first"], r["a_shown_second"]) for r in rows} == {(None, 1.0, 0.0)}
+
+
+def test_judges_are_compared_with_what_people_said(models_here: Path) -> None:
+    rows = read_table("prompts", "test")[:4]
+    pairs = [Pair(row["prompt"], "policy", "sft", row["reference"], " my stuff") for row in rows]
+    for pair, outcome in zip(pairs, (1.0, 1.0, 0.0, None), strict=True):
+        labels.add(Path("labels.jsonl"), Label(pair, outcome))
+    found = stage.run(small.view("judge", SETTINGS | {"judge.labels": "labels.jsonl"}), NullTracker())
+    scores = [
+        gold(pair.prompt, pair.answer_a).score > gold(pair.prompt, pair.answer_b).score for pair in pairs
+    ]
+    assert scores[:3] == [True, True, True], "a reference is better than next to nothing"
+    assert found["human/labels"] == 3, "what was passed over is no label"
+    assert found["human/gold/agreement"] == pytest.approx(2 / 3)
+    assert found["human/gold/kappa"] == 0, "who always says the same agrees by chance"
+    assert "human/reward_model/kappa" in found
 
 
 class Listener(NullTracker):
