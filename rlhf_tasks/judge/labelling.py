@@ -71,7 +71,7 @@ def keep() -> None:
 
 
 def pairs(names: Sequence[str]) -> list[Pair]:
-    """The pairs `A_vs_B` of the judged answers; equal answers are left out.
+    """The pairs `A_vs_B` of the judged answers; answers that look the same are left out.
 
     Raises:
         UserError: if there are no answers, or a name is no pair.
@@ -86,7 +86,8 @@ def pairs(names: Sequence[str]) -> list[Pair]:
             raise UserError(
                 f"--pairs {name} is no pair; give two of {', '.join(CONTENDERS)}, as {DEFAULT[0]}"
             )
-        found += [Pair(row["prompt"], a, b, row[a], row[b]) for row in rows if row[a] != row[b]]
+        differ = (row for row in rows if row[a].strip() != row[b].strip())
+        found += [Pair(row["prompt"], a, b, row[a], row[b]) for row in differ]
     return found
 
 

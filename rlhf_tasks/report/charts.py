@@ -8,8 +8,9 @@ numbers give the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from markupsafe import Markup
@@ -18,7 +19,7 @@ from rlhf_tasks.report.inputs import Curve
 
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 38
-MAX_BUCKETS = 240  # a line holds at most twice as many points: the extremes of each bucket
+MAX_BUCKETS = 120  # of a line with more than twice as many points
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,28 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     return [f"{v / unit:.{decimals}f}{suffix if v else ''}".replace("-", "−") for v in values]
 
 
-def _thinned(curve: Curve) -> Iterator[tuple[float, float]]:
-    """The points, or of a long curve each bucket's lowest and highest, so that no spike is lost."""
-    points = list(zip(curve.x, curve.y, strict=True))
-    if len(points) <= 2 * MAX_BUCKETS:
-        yield from points
-        return
-    for k in range(MAX_BUCKETS):
-        start, end = (k * len(points) // MAX_BUCKETS, (k + 1) * len(points) // MAX_BUCKETS)
-        bucket = range(start, end)
-        extremes = {min(bucket, key=lambda i: points[i][1]), max(bucket, key=lambda i: points[i][1])}
-        yield from (points[i] for i in sorted(extremes))
+def _condensed(curve: Curve) -> Curve:
+    """The curve, or of a long one each bucket's mean in a band from its lowest to its highest.
+
+    So no spike is lost, and a noisy curve still shows where it goes.
+    """
+    count = len(curve.x)
+    if count <= 2 * MAX_BUCKETS:
+        return curve
+    ends = [k * count // MAX_BUCKETS for k in range(MAX_BUCKETS + 1)]
+    parts = [slice(start, end) for start, end in pairwise(ends)]
+
+    def means(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(statistics.fmean(values[part]) for part in parts)
+
+    low, high = curve.low or curve.y, curve.high or curve.y
+    return replace(
+        curve,
+        x=means(curve.x),
+        y=means(curve.y),
+        low=tuple(min(low[part]) for part in parts),
+        high=tuple(max(high[part]) for part in parts),
+    )
 
 
 def line_chart(
@@ -133,10 +145,11 @@ def line_chart(
         parts.append(_line("guide", LEFT, to_y(guide), WIDTH - RIGHT, to_y(guide)))
     if diagonal:
         parts.append(_line("guide", to_x(low_x), to_y(low_x), to_x(high_x), to_y(high_x)))
-    for order, curve in enumerate(curves):
+    drawn = [_condensed(curve) for curve in curves]
+    for order, curve in enumerate(drawn):
         parts += _ribbon(order, curve, to_x, to_y)
-    for order, curve in enumerate(curves):
-        points = [(to_x(x), to_y(y)) for x, y in _thinned(curve)]
+    for order, curve in enumerate(drawn):
+        points = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.y, strict=True)]
         parts += _curve(order, points)
     ends = "; ".join(
         f"{c.name} from {number(c.y[0])} to {number(c.y[-1])}, lowest {number(min(c.y))}, "

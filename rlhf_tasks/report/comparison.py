@@ -148,7 +148,7 @@ def _figure(
 
     A setting without it keeps its place, so that a setting has one colour in all figures.
     """
-    curves = [_curve(label, own, stage, name) for label, own in groups.items()]
+    curves = [_curve(label[0], own, stage, name) for label, own in groups.items()]
     if not any(curve.x for curve in curves):
         return
     rows = (row for own in groups.values() for r in own for row in r.curves.get(stage, ()) if name in row)
