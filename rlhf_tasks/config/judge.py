@@ -147,6 +147,7 @@ class Judging(Section):
     num_examples: PositiveInt
     temperature: PositiveFloat
     num_samples_shown: Count
+    num_traces: Count = Field(description="replies of each llm judge that MLflow shows as traces")
     labels: str = Field(description="what people said of pairs; `rlhf label` makes it, and DVC keeps it")
     retention: Retention | None
 

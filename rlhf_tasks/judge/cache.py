@@ -34,8 +34,8 @@ class Cache:
     def __contains__(self, key: str) -> bool:
         return key in self._known
 
-    def __getitem__(self, key: str) -> dict[str, Any]:
-        return self._known[key]
+    def get(self, key: str) -> dict[str, Any] | None:
+        return self._known.get(key)
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
         kept = {"key": key, **record}

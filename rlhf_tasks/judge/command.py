@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,31 +76,18 @@ def run(
     title = f"win rates on {len(prompts)} test prompts (ties count half)"
     summary.show(title, summary.table_rows(found, metrics))
     if out is not None:
-        _write(out, found, prompts, ours, theirs)
+        _write(out, summary.judged_table(found, prompts, {model: ours, against: theirs}))
     return metrics
 
 
-def _write(
-    out: Path, found: summary.Found, prompts: Sequence[str], ours: Sequence[str], theirs: Sequence[str]
-) -> None:
-    """The verdicts, a row each, with what was judged."""
-    table = summary.verdict_table(found)
-    index = table["index"].to_pylist()
-    for name, texts in {"prompt": prompts, "answer_a": ours, "answer_b": theirs}.items():
-        table = table.append_column(name, pa.array([texts[i] for i in index], pa.string()))
+def _write(out: Path, table: pa.Table) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".parquet":
         pq.write_table(table, out)
     else:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in _without_nan(table))
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
         checkpoint.write_text(out, "".join(lines))
     console.say(f"wrote {table.num_rows} verdicts to {out}")
-
-
-def _without_nan(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """Rows as JSON has them: a failed verdict is null."""
-    for row in table.to_pylist():
-        yield row | {"verdict": None if row["failure"] is not None else row["verdict"]}
 
 
 # ------------------------------------------------------------------------------------ contenders

@@ -11,7 +11,7 @@ from rlhf_tasks import lineage, models
 from rlhf_tasks.config import Judging, UserError
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.judge.comparing import Comparing
-from rlhf_tasks.judge.llm import Llm
+from rlhf_tasks.judge.llm import Llm, Trace
 from rlhf_tasks.judge.local import Local, Ranker
 from rlhf_tasks.judge.mixtures import RULES, Mixed
 from rlhf_tasks.judge.scoring import Function, Gold, RewardModel, Scoring
@@ -36,8 +36,14 @@ class Once:
         return self._judge.facets(prompts, answers)
 
 
-def build(settings: Judging, source: str, device: torch.device, names: Sequence[str] = ()) -> list[Judge]:
-    """The judges of `judge.judges`, or those called `names` of them.
+def build(
+    settings: Judging,
+    source: str,
+    device: torch.device,
+    names: Sequence[str] = (),
+    trace: Trace | None = None,
+) -> list[Judge]:
+    """The judges of `judge.judges`, or those called `names` of them; `trace` shows what llm judges say.
 
     Raises:
         UserError: for one that cannot be made: an unknown name, a missing key, model, prompt or function.
@@ -48,7 +54,7 @@ def build(settings: Judging, source: str, device: torch.device, names: Sequence[
         raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
     wanted, asked = set(names or known), _asked(settings, names)
     made: dict[str, Judge] = {
-        one.name: Once(_one(one, source, device, settings.max_failure_share))
+        one.name: Once(_one(one, source, device, settings, trace))
         for one in settings.judges
         if not isinstance(one, config.Mixture) and one.name in asked
     }
@@ -65,7 +71,10 @@ def _asked(settings: Judging, names: Sequence[str]) -> set[str]:
     return wanted | {part for mixture in mixtures for part in mixture.judges}
 
 
-def _one(one: config.Judge, source: str, device: torch.device, max_failure_share: float) -> Judge:
+def _one(
+    one: config.Judge, source: str, device: torch.device, settings: Judging, trace: Trace | None
+) -> Judge:
+    max_failure_share = settings.max_failure_share
     if isinstance(one, config.GoldJudge):
         if source != "synthetic":
             raise UserError(
@@ -78,7 +87,8 @@ def _one(one: config.Judge, source: str, device: torch.device, max_failure_share
     if isinstance(one, config.FunctionJudge):
         return Scoring(one.name, Function(one.function))
     if isinstance(one, config.LlmJudge):
-        return Comparing(one.name, Llm(one, max_failure_share, lineage.home()), max_failure_share)
+        llm = Llm(one, max_failure_share, lineage.home(), trace=trace, num_traces=settings.num_traces)
+        return Comparing(one.name, llm, max_failure_share)
     if isinstance(one, config.LocalJudge):
         return Comparing(one.name, Local(one, device), max_failure_share)
     assert isinstance(one, config.PairRmJudge), "a mixture is made of judges that are there"

@@ -28,6 +28,7 @@ OUT = Path("evaluation/judge")
 CONTENDERS = {"sft": Path("models/sft"), "policy": Path("models/policy")}
 LANGUAGE_MODELS = {"base": Path("models/base"), **CONTENDERS}
 FEWEST_FOR_GAIN = 3  # prompts that a gain at matched length can be told from
+Rows = list[dict[str, Any]]
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 
 
@@ -50,7 +51,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     Curves: how the win rate over the references went while PPO trained, by the judges that score.
     """
     rt = Runtime(config.launch, config.seed)
-    panel = judges.build(config.judge, config.data.source, rt.device)
+    panel = judges.build(config.judge, config.data.source, rt.device, trace=tracker.trace)
     probes = None if config.judge.retention is None else Probes(config.judge.retention)
     metrics = _warn(config, tracker)
     contest = _contest(rt, config)
@@ -73,16 +74,10 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
         metrics |= _of_contenders(judge, contest, columns)
     progress.log([judge for judge in panel if judge.name in config.judge.scoring], tracker)
     metrics |= summary.kappas(found) | _human(config, panel)
-    rewards = trust.made(rt.device)
-    trusted, bins = trust.measured(rewards, _sampled_pairs(rt, config, contest) if rewards else {})
+    trusted, bins, lengths = _trusted(rt, config, contest, found, columns)
     metrics |= trusted
-    scores = _scores(columns)
-    if "reward" in rewards and _is_optimised(trust.REWARDS["reward"]):
-        own = {who: rewards["reward"].scores(contest.prompts, texts) for who, texts in contest.texts.items()}
-        scores |= {(trust.OPTIMISED, who): values for who, values in own.items()}
-        metrics |= _reward_gaps(own, found)
     if rt.is_main:
-        _write(contest, found, columns, bins, trust.by_length(scores, contest.texts))
+        _write(contest, found, columns, bins, lengths)
         _show(config, metrics, contest, found, tracker)
     return metrics
 
@@ -175,6 +170,24 @@ def _human(config: StageView, panel: list[Judge]) -> dict[str, float]:
     return metrics
 
 
+def _trusted(
+    rt: Runtime,
+    config: StageView,
+    contest: Contest,
+    found: summary.Found,
+    columns: Mapping[str, list[float]],
+) -> tuple[dict[str, float], Rows, Rows]:
+    """How far the reward models can be trusted: metrics, bins of calibration, scores by length."""
+    rewards = trust.made(rt.device)
+    metrics, bins = trust.measured(rewards, _sampled_pairs(rt, config, contest) if rewards else {})
+    scores = _scores(columns)
+    if "reward" in rewards and _is_optimised(trust.REWARDS["reward"]):
+        own = {who: rewards["reward"].scores(contest.prompts, texts) for who, texts in contest.texts.items()}
+        scores |= {(trust.OPTIMISED, who): values for who, values in own.items()}
+        metrics |= _reward_gaps(own, found)
+    return metrics, bins, trust.by_length(scores, contest.texts)
+
+
 def _scores(columns: Mapping[str, list[float]]) -> dict[tuple[str, str], list[float]]:
     """`JUDGE/WHO` columns by judge and contender."""
     found = {}
@@ -217,8 +230,8 @@ def _write(
     contest: Contest,
     found: summary.Found,
     columns: Mapping[str, list[float]],
-    bins: list[dict[str, Any]],
-    lengths: list[dict[str, Any]],
+    bins: Rows,
+    lengths: Rows,
 ) -> None:
     with whole(OUT) as folder:
         pq.write_table(summary.verdict_table(found), folder / "verdicts.parquet")
@@ -238,7 +251,8 @@ def _show(
 ) -> None:
     rows = summary.table_rows(found, metrics)
     summary.show(f"win rates on {len(contest.prompts)} test prompts (ties count half)", rows)
-    tracker.table("verdicts", rows)
+    tracker.table("win_rates", rows)
+    tracker.table("verdicts", summary.judged_table(found, contest.prompts, contest.texts).to_pylist())
     shown = range(min(config.judge.num_samples_shown, len(contest.prompts)))
     tracker.table(
         "answers",

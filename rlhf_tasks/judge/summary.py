@@ -22,6 +22,7 @@ VERDICTS = pa.schema([
     ("verdict", pa.float64()), ("score_a", pa.float64()), ("score_b", pa.float64()),
     ("a_shown_first", pa.float64()), ("a_shown_second", pa.float64()), ("failure", pa.string()),
 ])  # fmt: skip
+JUDGED = pa.schema([*VERDICTS, *(pa.field(name, pa.string()) for name in ("prompt", "answer_a", "answer_b"))])
 SOURCES = pa.schema([
     ("judge", pa.string()), ("a", pa.string()), ("b", pa.string()), ("source", pa.string()),
     ("win_rate", pa.float64()), ("low", pa.float64()), ("high", pa.float64()), ("prompts", pa.int64()),
@@ -97,6 +98,23 @@ def verdict_table(found: Found) -> pa.Table:
         for i, outcome in enumerate(v.outcomes)
     ]
     return pa.Table.from_pylist(rows, VERDICTS)
+
+
+def judged_table(found: Found, prompts: Sequence[str], texts: Mapping[str, Sequence[str]]) -> pa.Table:
+    """The same with what was judged: `prompt`, `answer_a`, `answer_b`; a failed verdict is null.
+
+    `texts` are the answers by contender.
+    """
+    rows = verdict_table(found).to_pylist()
+    for row in rows:
+        index = row["index"]
+        row["verdict"] = None if row["failure"] is not None else row["verdict"]
+        row |= {
+            "prompt": prompts[index],
+            "answer_a": texts[row["a"]][index],
+            "answer_b": texts[row["b"]][index],
+        }
+    return pa.Table.from_pylist(rows, JUDGED)
 
 
 def _number(values: Any, i: int) -> float | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -235,3 +236,32 @@ def test_without_reward_models_the_gold_judge_judges_alone(
     assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
     unwanted = ("agreement", "reward", "perplexity", "choice")
     assert [key for key in found if any(word in key for word in unwanted)] == []
+
+
+class Tables(NullTracker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.tables[name] = [dict(row) for row in rows]
+
+
+def test_every_verdict_is_a_row_of_a_table_with_what_was_judged(models_here: Path) -> None:
+    tracker = Tables()
+    stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD]}), tracker)
+    rows = tracker.tables["verdicts"]
+    assert len(rows) == 3 * 10
+    for row in rows:
+        ours, theirs = (gold(row["prompt"], row[answer]).score for answer in ("answer_a", "answer_b"))
+        assert row["verdict"] == (ours > theirs) + 0.5 * (ours == theirs)
+    assert [row["pair"] for row in tracker.tables["win_rates"]] == [
+        "sft vs reference", "policy vs reference", "policy vs sft"
+    ]  # fmt: skip
+    bins = pq.read_table(stage.OUT / "calibration.parquet").to_pylist()
+    origins = {(row["model"], row["origin"]) for row in bins}
+    assert {(m, "given") for m in trust.REWARDS} <= origins
+    lengths = pq.read_table(stage.OUT / "lengths.parquet").to_pylist()
+    assert {(row["judge"], row["who"]) for row in lengths} == {
+        ("gold", who) for who in ("reference", "sft", "policy")
+    }
