@@ -24,6 +24,9 @@ class Link:
     stage: str
     run: str | None
     code: str | None
+    """The beginning of the commit's hash."""
+    dirty: bool
+    """Whether the code differed from the commit."""
     read: Sequence[Item]
     made: Sequence[Item]
 
@@ -42,16 +45,10 @@ def links(lineage: Mapping[str, Mapping[str, Any]], outs: Mapping[str, Sequence[
         read = [Item(path, _short(md5), makers.get(path)) for path, md5 in tree.get("inputs", {}).items()]
         own = (out for out in outs.get(stage, ()) if not out.startswith(BESIDE))
         made = [Item(out, _short(known.get(out, "")), stage) for out in own]
-        found.append(Link(stage, tree.get("rlhf.run"), _code(tree), read, made))
+        code = None if tree.get("git.rev") is None else _short(tree["git.rev"])
+        found.append(Link(stage, tree.get("rlhf.run"), code, bool(tree.get("git.dirty")), read, made))
     return found
 
 
 def _short(digest: str) -> str:
     return digest[:SHOWN_HASH]
-
-
-def _code(tree: Mapping[str, Any]) -> str | None:
-    revision = tree.get("git.rev")
-    if not revision:
-        return None
-    return str(revision)[:SHOWN_HASH] + (" with uncommitted changes" if tree.get("git.dirty") else "")

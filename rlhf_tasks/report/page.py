@@ -129,8 +129,8 @@ def context(inputs: Inputs) -> dict[str, Any]:
         "agreements": agreement.agreements(judge, _judge_name),
         "biases": agreement.biases(judge, lambda key: NAMES.get(key, _judge_name(key))),
         "tables": [
-            ("Of the answers to the judged prompts", ANSWERERS, _measures(judge)),
-            ("Of what the language model still knows", LANGUAGE_MODELS, _retained(judge)),
+            ("Answers to the judged prompts", ANSWERERS, _measures(judge)),
+            ("What the language model still knows", LANGUAGE_MODELS, _retained(judge)),
         ],
         "ppo_figures": [
             *_win_figures(inputs.curves.get("judge")),

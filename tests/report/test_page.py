@@ -326,7 +326,7 @@ def test_the_chain_names_who_made_what_a_stage_read(whole: Path) -> None:
     assert [(i.path, i.digest) for i in links["sft"].made] == [("models/sft", "abcdef0123")]
     assert [(i.path, i.digest) for i in links["ppo"].made] == [("models/policy", "")]
     assert links["ppo"].run == "ppo-1"
-    assert links["ppo"].code == "ffffffffff with uncommitted changes"
+    assert (links["ppo"].code, links["ppo"].dirty) == ("ffffffffff", True)
     assert 'reads <code>models/sft</code> <code class="quiet">abcdef0123</code> of <a href="#of-sft">' in (
         written(whole)
     )
