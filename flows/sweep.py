@@ -196,7 +196,7 @@ def compare(
     known = list(dict.fromkeys(key for result in found for key in result.metrics))
     headlines = [key for key in known if key in results.HEADLINES or key.endswith("/win_rate")]
     rows = comparison.table(found, metrics if metrics is not None else headlines or known)
-    drawn = [curve for curve in curves if any(curve in row for r in found for row in r.curves)]
+    drawn = [curve for curve in curves if any(curve in row for r in found for row in r.curves.get("ppo", ()))]
     with tempfile.TemporaryDirectory() as folder:
         file, figure = Path(folder) / "comparison.json", Path(folder) / "comparison.png"
         file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

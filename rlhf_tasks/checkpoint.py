@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -45,16 +46,35 @@ def finish(partial: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write one file whole: a reader sees the old text or the new one."""
+    """Write one file whole: a reader sees the old text or the new one; of two writers the last wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    fsync(partial)
-    partial.replace(path)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        fsync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, tree: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(tree, indent=2) + "\n")
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line down to the disk by one write, so that a kill loses none and several writers can share it.
+
+    It begins a line of its own, also after one that a crash of the machine tore.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        os.write(handle, b"\n" * torn + line.encode() + b"\n")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def fsync(path: Path) -> None:

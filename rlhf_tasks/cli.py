@@ -215,10 +215,10 @@ def _generate(options: argparse.Namespace) -> int:
 def _judge(options: argparse.Namespace) -> int:
     """The stage, or one contender against another."""
     if options.model is None:
-        if options.against or options.num_examples or options.judge:
+        if options.against or options.num_examples or options.judge or options.out:
             raise UserError(
-                "--against, --num-examples and --judge go with a MODEL, such as `rlhf judge models/policy`; "
-                "the stage takes all from params.yaml"
+                "--against, --num-examples, --judge and --out go with a MODEL, such as `rlhf judge "
+                "models/policy`; the stage takes all from params.yaml"
             )
         return run_stage("judge")
     view = StageView(config.load(), "judge")
@@ -231,6 +231,7 @@ def _judge(options: argparse.Namespace) -> int:
         options.against or command.REFERENCE,
         num_examples=options.num_examples,
         names=options.judge,
+        out=options.out,
     )
     return 0
 
@@ -276,6 +277,25 @@ def _lineage(options: argparse.Namespace) -> int:
     lineage.graph()  # a project is here, before anything is asked of git
     for line in provenance.lines(provenance.find(Path.cwd(), options.asked)):
         print(line)
+    return 0
+
+
+def _label(options: argparse.Namespace) -> int:
+    lineage.graph()  # a project is here
+    from rlhf_tasks.judge import labelling
+
+    try:
+        labelling.run(options.pairs, most=options.num_examples, seed=options.seed, by=options.by)
+    finally:
+        labelling.keep()
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    lineage.graph()  # a project is here, before anything is asked of git
+    from rlhf_tasks.report import comparison
+
+    comparison.run(Path.cwd(), options.runs, options.out)
     return 0
 
 
@@ -328,6 +348,32 @@ def _parser() -> argparse.ArgumentParser:
         "`rlhf.run`, a flow run's id, an MLflow run's id)",
     )
     chain.set_defaults(command=_lineage)
+    text = "judge pairs of answers yourself, blind: a key each, resumable; judges are compared with it"
+    label = commands.add_parser("label", help=text, description=text)
+    label.add_argument(
+        "--pairs",
+        action="append",
+        default=[],
+        metavar="A_vs_B",
+        help="of policy, sft, reference; may be repeated (default: policy_vs_reference, policy_vs_sft)",
+    )
+    label.add_argument("--num-examples", type=_positive_int, metavar="N", help="pairs (default: all)")
+    label.add_argument("--seed", type=int, default=1, help="of the order, and of which is shown first")
+    label.add_argument("--by", metavar="NAME", help="write who labelled, and when (default: neither)")
+    label.set_defaults(command=_label)
+    text = "runs side by side in one page: results, curves, seeds of one setting as mean and band"
+    compare = commands.add_parser("compare", help=text, description=text)
+    compare.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="an MLflow run's id or name, a key (`rlhf.run`, `rlhf.pipeline`), an experiment of "
+        "`dvc exp list`, or a folder that holds metrics/ (. is this one)",
+    )
+    compare.add_argument(
+        "--out", type=Path, default=Path("comparison.html"), metavar="FILE", help="default: comparison.html"
+    )
+    compare.set_defaults(command=_compare)
     mlflow = commands.add_parser("mlflow", help="the MLflow dashboard on this machine")
     mlflow.add_argument("--port", type=int, default=5000, help="the next free one is taken (default: 5000)")
     mlflow.set_defaults(command=_mlflow)
@@ -351,6 +397,9 @@ def _add_contenders(judge: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="of judge.judges; may be repeated (default: all)",
+    )
+    judge.add_argument(
+        "--out", type=Path, metavar="FILE", help="write every verdict too: FILE.jsonl or FILE.parquet"
     )
     judge.set_defaults(command=_judge)
 

@@ -1,8 +1,9 @@
-"""Experiments side by side: final metrics, and curves with a band over seeds. No torch here.
+"""Runs side by side: final metrics, and curves with a band over seeds. No torch here.
 
-All is read from git: metrics and curves stand in the commit of an experiment, so that nothing is checked
-out. The curve of a setting is the mean over its seeds, the band one standard deviation to each side, as
-openrlbenchmark draws them (arXiv 2402.03046).
+An experiment is read from git: metrics and curves stand in its commit, so that nothing is checked out.
+Other runs are read from MLflow, or from a folder that a pipeline worked in. The curve of a setting is the
+mean over its runs, the band one standard deviation to each side, as openrlbenchmark draws them (arXiv
+2402.03046).
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import csv
 import io
 import json
 import math
+import os
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import config, workspace
+from ruamel.yaml import YAML
 
-CURVES = "plots/ppo.csv"
+from rlhf_tasks import config, lineage, workspace
+from rlhf_tasks.config import UserError
+
+HOW_NOT_WHAT = {"launch", "resume", "tracking", "service", "promotion"}  # sections that name no result
+MAX_SHOWN = 60  # characters of a setting
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,13 @@ class Result:
     experiment: str
     metrics: Mapping[str, float]
     """`{"ppo/objective/kl": 1.2, …}`"""
-    curves: Sequence[Mapping[str, float]]
-    """A dict per point, its x axis first."""
+    curves: Mapping[str, Sequence[Mapping[str, float]]]
+    """By stage a dict per point, its x axis first."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """By dotted key, as text: those that decide what comes out, the seed left aside."""
+
+
+# --------------------------------------------------------------------------------------- reading
 
 
 def read(root: Path, setting: str, seed: int, name: str) -> Result:
@@ -43,13 +54,97 @@ def read(root: Path, setting: str, seed: int, name: str) -> Result:
     """
     revision = workspace.experiment(root, name)
     if revision is None:
-        raise config.UserError(f"there is no experiment {name!r}; `dvc exp list` shows what there is")
+        raise UserError(f"there is no experiment {name!r}; `dvc exp list` shows what there is")
+    return replace(_of_commit(root, revision, name), setting=setting, seed=seed)
+
+
+def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
+    """What is asked for: a folder that a pipeline worked in, an experiment, or a run of MLflow.
+
+    An MLflow run whose experiment is here is read from git, which has its cached stages too. `drawn` are
+    the ends of the names of the curves that are wanted. The result has no setting yet: see `settled`.
+
+    Raises:
+        UserError: if nothing is known by that name, or MLflow cannot be asked.
+    """
+    if (Path(asked) / "metrics").is_dir():
+        return _of_folder(Path(asked), asked)
+    made = _experiment(root, asked)
+    if made is not None:
+        return _of_commit(root, made, asked)
+    from rlhf_tasks.tracking import records
+
+    uri = config.load(root / "params.yaml").tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    record = records.find(uri, lineage.home(), asked, drawn)
+    if record is None or not record.metrics:
+        why = "is no run that MLflow or git knows here" if record is None else "has no stage that ran"
+        raise UserError(
+            f"{asked} {why}; give an MLflow run's id or name, a key (`rlhf.run` or `rlhf.pipeline` among its "
+            "tags), an experiment (`dvc exp list`), or a folder that holds metrics/"
+        )
+    made = _experiment(root, record.experiment) if record.experiment else None
+    if made is not None:
+        return _of_commit(root, made, asked)
+    metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}
+    return _result(asked, metrics, record.curves, record.parameters)
+
+
+def _experiment(root: Path, name: str) -> str | None:
+    """As `workspace.experiment`; None outside of git, where MLflow and folders can be asked still."""
+    return workspace.experiment(root, name) if lineage.git_revision() else None
+
+
+def _of_commit(root: Path, revision: str, name: str) -> Result:
+    paths = [path for kind in ("metrics/", "plots/") for path in workspace.paths(root, revision, kind)]
+    paths += workspace.paths(root, revision, "params.yaml")
+    return _of_files(name, paths, lambda path: workspace.shown(root, revision, path))
+
+
+def _of_folder(folder: Path, name: str) -> Result:
+    found = [*folder.glob("metrics/*.json"), *folder.glob("plots/*.csv"), *folder.glob("params.yaml")]
+    paths = sorted(path.relative_to(folder).as_posix() for path in found)
+    return _of_files(name, paths, lambda path: (folder / path).read_text(encoding="utf-8"))
+
+
+def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str]) -> Result:
     metrics: dict[str, float] = {}
-    for path in workspace.paths(root, revision, "metrics/"):
-        tree = config.flatten(json.loads(workspace.shown(root, revision, path)))
-        metrics |= {f"{Path(path).stem}/{key}": value for key, value in tree.items()}
-    curves = _rows(workspace.shown(root, revision, CURVES)) if workspace.paths(root, revision, CURVES) else []
-    return Result(setting, seed, name, metrics, curves)
+    curves: dict[str, Sequence[Mapping[str, float]]] = {}
+    parameters: dict[str, Any] = {}
+    for path in paths:
+        stage = Path(path).stem
+        if path == "params.yaml":
+            parameters = config.flatten(YAML(typ="safe", pure=True).load(text(path)))
+        elif path.endswith(".csv"):
+            curves[stage] = _rows(text(path))
+        else:
+            tree = config.flatten(json.loads(text(path)))
+            metrics |= {f"{stage}/{key}": value for key, value in tree.items()}
+    return _result(name, metrics, curves, parameters)
+
+
+def _result(
+    name: str,
+    metrics: Mapping[str, float],
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
+    parameters: Mapping[str, Any],
+) -> Result:
+    texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in parameters.items()}
+    kept = {k: v for k, v in texts.items() if k != "seed" and k.split(".")[0] not in HOW_NOT_WHAT}
+    return Result("", int(texts.get("seed", 0)), name, metrics, curves, kept)
+
+
+def settled(results: Sequence[Result]) -> list[Result]:
+    """The same with their settings: the parameters in which they differ; runs that differ in none share one.
+
+    Only parameters that all of them know are looked at: MLflow has those of the stages that ran.
+    """
+    known = set.intersection(*(set(result.parameters) for result in results)) if results else set()
+    first = results[0].parameters if results else {}
+    differing = sorted(key for key in known if any(r.parameters[key] != first[key] for r in results))
+    return [
+        replace(result, setting=", ".join(f"{key}={result.parameters[key]}" for key in differing) or "all")
+        for result in results
+    ]
 
 
 def _rows(text: str) -> list[dict[str, float]]:
@@ -65,15 +160,25 @@ def table(results: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any
         own = [result for result in results if result.setting == setting]
         row: dict[str, Any] = {"setting": setting, "seeds": len(own)}
         for name in names:
-            values = [result.metrics[name] for result in own if name in result.metrics]
-            row[name] = f"{statistics.fmean(values):.4g} ± {_deviation(values):.2g}" if values else "–"
+            row[name] = cell(own, name)
         rows.append(row)
     return rows
 
 
-def band(results: Sequence[Result], name: str) -> tuple[list[float], list[float], list[float]]:
-    """x, mean and standard deviation of one curve, at the points that all the runs have."""
-    curves = [{row[next(iter(row))]: row[name] for row in result.curves if name in row} for result in results]
+def cell(results: Sequence[Result], name: str) -> str:
+    """Mean and standard deviation of one metric over the runs of a setting."""
+    values = [result.metrics[name] for result in results if name in result.metrics]
+    return f"{statistics.fmean(values):.4g} ± {_deviation(values):.2g}" if values else "–"
+
+
+def band(
+    results: Sequence[Result], name: str, stage: str = "ppo"
+) -> tuple[list[float], list[float], list[float]]:
+    """x, mean and standard deviation of one curve of a stage, at the points that all the runs have."""
+    curves = [
+        {row[next(iter(row))]: row[name] for row in result.curves.get(stage, ()) if name in row}
+        for result in results
+    ]
     curves = [curve for curve in curves if curve]
     common = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
     values = [[curve[x] for curve in curves] for x in common]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,20 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     checkpoint.write_json(path, {"loss": 0.5})
     assert json.loads(path.read_text(encoding="utf-8")) == {"loss": 0.5}
     assert [p.name for p in path.parent.iterdir()] == ["sft.json"]
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    texts = [letter * 200_000 for letter in "abcd"]
+    writers = [threading.Thread(target=_write_often, args=(path, text)) for text in texts]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert path.read_text(encoding="utf-8") in texts
+    assert [p.name for p in tmp_path.iterdir()] == ["answers.json"]
+
+
+def _write_often(path: Path, text: str) -> None:
+    for _ in range(20):
+        checkpoint.write_text(path, text)

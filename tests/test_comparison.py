@@ -14,7 +14,7 @@ from tests.flows import toy
 
 def result(setting: str, seed: int, values: list[float], accuracy: float) -> Result:
     curves = [{"episode": 64.0 * (i + 1), "objective/kl": value} for i, value in enumerate(values)]
-    return Result(setting, seed, f"{setting}-{seed}", {"reward/accuracy": accuracy}, curves)
+    return Result(setting, seed, f"{setting}-{seed}", {"reward/accuracy": accuracy}, {"ppo": curves})
 
 
 RESULTS = [
@@ -58,7 +58,7 @@ def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     toy.git(root, "rm", "-q", "-r", "metrics")
     found = comparison.read(root, "a", 1, "mine")
     assert found.metrics == {"first/x.y": 2}
-    assert found.curves == [{"episode": 64.0, "objective/kl": 0.5}]
+    assert found.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
     assert workspace.experiment(root, "ine") is None, "whole names only"
     with pytest.raises(UserError, match="no experiment 'other'"):
         comparison.read(root, "a", 1, "other")

@@ -43,6 +43,8 @@ TORCH_FREE = (
     "provenance",
     "promotion.stage",
     "promotion.registry",
+    "judge.labelling",
+    "report.comparison",
     "cli",
     "data.prepare",
 )
@@ -147,7 +149,7 @@ def test_a_stage_reads_the_params_it_declares(stage: config.Stage) -> None:
 
 def test_data_deps_are_made_by_an_earlier_stage_or_given() -> None:
     made: set[str] = set()
-    given = lineage.graph(ROOT)["prepare"].inputs
+    given = {*lineage.graph(ROOT)["prepare"].inputs, config.load(ROOT / "params.yaml").judge.labels}
     for node in lineage.graph(ROOT).values():
         assert not [path for path in node.inputs if path not in made and path not in given]
         made |= set(node.outs)

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, lineage, tracking
 from rlhf_tasks.config import Stage, StageView, UserError
-from rlhf_tasks.tracking import context, courier, curves, dashboard
+from rlhf_tasks.tracking import context, courier, curves, dashboard, records
 from rlhf_tasks.tracking.spool import Spool, pending, table_json
 from rlhf_tasks.tracking.store import Store, embedded_uri
 
@@ -440,3 +441,68 @@ def test_two_first_stages_at_once_make_one_store(project: Path) -> None:
     assert experiment is not None
     names = [run.info.run_name.split("-")[0] for run in client.search_runs([experiment.experiment_id])]
     assert sorted(names) == ["pipeline", "sft", "sft"]
+
+
+def test_a_run_is_read_back_with_its_stages_by_any_of_its_names(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-7")
+    for stage, name in (("sft", "perplexity"), ("ppo", "objective/kl")):
+        with tracking.open_run(stage, view(stage), key=f"{stage}-1") as tracker:  # type: ignore[arg-type]
+            tracker.metrics({name: 1.0, "lr": 0.1}, step=64)
+            tracker.metrics({name: 3.0, "lr": 0.1}, step=128)
+            tracker.final({name: 2.0})
+    deliver(home)
+    identity = runs(home)["pipeline"].info.run_id
+    for asked in (identity, "flow-7", runs(home)["pipeline"].info.run_name):
+        whole = records.find(None, home, asked, ["objective/kl"])
+        assert whole is not None
+        assert whole.metrics["sft"]["perplexity"] == whole.metrics["ppo"]["objective/kl"] == 2.0
+        assert whole.curves["ppo"] == [
+            {"episode": 64, "objective/kl": 1.0}, {"episode": 128, "objective/kl": 3.0}
+        ]  # fmt: skip
+        assert whole.curves["sft"] == [], "not asked for"
+        assert whole.parameters["ppo.kl_coef"] == "0.03"
+    alone = records.find(None, home, "ppo-1", [])
+    assert alone is not None
+    assert list(alone.metrics) == ["ppo"]
+    for asked in ("ppo-2", "0" * 32, "it's"):
+        assert records.find(None, home, asked, []) is None
+    with pytest.raises(UserError, match=f"MLflow at {UNREACHABLE} cannot be asked for ppo-1"):
+        records.find(UNREACHABLE, home, "ppo-1", [])
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")  # of MLflow's own modules, when tracing begins
+def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def experiment() -> str:
+        found = client.get_experiment_by_name("rlhf")
+        assert found is not None
+        return str(found.experiment_id)
+
+    client = MlflowClient(embedded_uri(home))
+    try:
+        with tracking.open_run("judge", view("judge"), key="judge-1") as tracker:
+            said = {"text": "A", "first_is_better": 1.0}
+            tracker.trace("judge gpt", {"model": "m"}, said, start=1_700_000_000_000, end=1_700_000_000_250)
+            tracker.trace("judge gpt", {"model": "m"}, {"failure": "no verdict"}, start=5, end=5)
+            spool = pending(home / "spool")[0]
+            records, _ = spool.read()
+            store = Store.open(records[0]).run(records[0], last=True)
+            assert not store.send(records, spool.files), "some of it, then the courier dies"
+            tracker.trace("judge gpt", {"model": "m"}, said, start=9, end=10)
+        deliver(home)
+        run = runs(home)["judge"].info.run_id
+        found = client.search_traces(locations=[experiment()], run_id=run)
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # as if none had been set
+    assert sorted(trace.info.tags["rlhf.trace"] for trace in found) == ["0", "1", "2"]
+    first = next(trace for trace in found if trace.info.tags["rlhf.trace"] == "0")
+    assert first.info.request_time == 1_700_000_000_000
+    assert first.info.execution_duration == 250
+    assert first.data.spans[0].outputs == {"text": "A", "first_is_better": 1.0}
+    states = {trace.info.tags["rlhf.trace"]: trace.info.state.value for trace in found}
+    assert states == {"0": "OK", "1": "ERROR", "2": "OK"}

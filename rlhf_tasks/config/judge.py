@@ -20,8 +20,8 @@ from rlhf_tasks.config.types import (
 )
 
 TAKEN = (
-    "agreement", "choice", "distinct_1", "distinct_2", "ended", "kappa", "length", "perplexity",
-    "repetition", "reward_gap",
+    "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
+    "perplexity", "repetition", "reward_gap",
 )  # fmt: skip
 """First parts of the stage's other metric keys."""
 SHIPPED_MODELS = ("models/reward", "models/reward_heldout")
@@ -169,6 +169,8 @@ class Judging(Section):
     num_examples: PositiveInt
     temperature: PositiveFloat
     num_samples_shown: Count
+    num_traces: Count = Field(description="replies of each llm judge that MLflow shows as traces")
+    labels: str = Field(description="what people said of pairs; `rlhf label` makes it, and DVC keeps it")
     retention: Retention | None
 
     @model_validator(mode="after")

@@ -8,7 +8,6 @@ are not kept.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import tokenizers
 import torch
 import transformers
 
-from rlhf_tasks import contracts, generation, lineage, models
+from rlhf_tasks import checkpoint, contracts, generation, lineage, models
 from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.generation import answer, stop_of
@@ -67,16 +66,8 @@ def sample(
         stop = stop_of(model, tokenizer)
         found = {"ids": ids, "ended": [row[-1] == stop for row in ids]}
         if kept is not None:
-            _keep(kept, json.dumps(found))
+            checkpoint.write_text(kept, json.dumps(found))
     return Answers(found["ids"], [text_of(tokenizer, row) for row in found["ids"]], found["ended"])
-
-
-def _keep(file: Path, text: str) -> None:
-    """Two that sample the same at once write the same, each beside first and under a name of its own."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def _kept(

@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
-from rlhf_tasks import console, judges
+from rlhf_tasks import checkpoint, console, judges
 from rlhf_tasks.config import StageView, UserError, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data.batches import read_table
@@ -18,7 +21,8 @@ from rlhf_tasks.judge import summary
 from rlhf_tasks.judge.answers import sample
 from rlhf_tasks.judges.verdicts import Verdicts, check_failures
 
-REFERENCE = "reference"
+REFERENCE: Literal["reference"] = "reference"
+FORMATS = (".jsonl", ".parquet")
 MAX_SHOWN = 10  # problems of an answer file
 
 
@@ -30,28 +34,37 @@ class Checkpoint:
 
 Given = Mapping[str, str]
 """Answers by prompt key."""
-Contender = Checkpoint | Given
+Contender = Checkpoint | Given | Literal["reference"]
+Row = Mapping[str, str]
 
 
 def run(
-    config: StageView, model: str, against: str, *, num_examples: int | None, names: Sequence[str]
+    config: StageView,
+    model: str,
+    against: str,
+    *,
+    num_examples: int | None,
+    names: Sequence[str],
+    out: Path | None = None,
 ) -> dict[str, float]:
     """Print the win rate of `model` over `against`, by each judge; the metrics come back.
 
-    Either is a checkpoint folder, `HUB/ID@COMMIT`, a `.jsonl` file of answers, or `reference`.
+    Either is a checkpoint folder, `HUB/ID@COMMIT`, a `.jsonl` file of answers, or `reference`. Every
+    verdict, with prompt and answers, goes to `out`, a .jsonl or .parquet file.
 
     Raises:
-        UserError: if a contender, a judge or the data is not there, or a judge fails too often.
+        UserError: if a contender, a judge or the data is not there, `out` is of another kind, or a judge
+            fails too often.
     """
+    if out is not None and out.suffix not in FORMATS:
+        raise UserError(f"--out {out}: verdicts are written as {' or '.join(FORMATS)}; name the file so")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, b = _contender(model), _contender(against)
-    rows = _rows(
-        num_examples or config.judge.num_examples, [x for x in (a, b) if not isinstance(x, Checkpoint)]
-    )
+    rows = _rows(num_examples or config.judge.num_examples, [x for x in (a, b) if isinstance(x, Mapping)])
     panel = judges.build(config.judge, config.data.source, device, names)
-    _warn(config, [x for x in (a, b) if isinstance(x, Checkpoint)])
+    _warn(config, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
-    ours, theirs = (_answers(config, contender, prompts, device) for contender in (a, b))
+    ours, theirs = (_answers(config, contender, rows, device) for contender in (a, b))
     found: dict[summary.Comparison, Verdicts] = {}
     metrics: dict[str, float] = {}
     for judge in panel:
@@ -62,7 +75,19 @@ def run(
     metrics |= summary.kappas(found)
     title = f"win rates on {len(prompts)} test prompts (ties count half)"
     summary.show(title, summary.table_rows(found, metrics))
+    if out is not None:
+        _write(out, summary.judged_table(found, prompts, {model: ours, against: theirs}))
     return metrics
+
+
+def _write(out: Path, table: pa.Table) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".parquet":
+        pq.write_table(table, out)
+    else:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
+        checkpoint.write_text(out, "".join(lines))
+    console.say(f"wrote {table.num_rows} verdicts to {out}")
 
 
 # ------------------------------------------------------------------------------------ contenders
@@ -70,8 +95,7 @@ def run(
 
 def _contender(name: str) -> Contender:
     if name == REFERENCE:
-        rows = _test_rows()
-        return {prompt_key(row["prompt"]): row["reference"] for row in rows}
+        return REFERENCE
     if name.endswith(".jsonl"):
         return _given(Path(name))
     source, _, revision = name.partition("@") if not Path(name).exists() else (name, "", "")
@@ -120,14 +144,14 @@ def _given(file: Path) -> Given:
     return found
 
 
-def _test_rows() -> list[dict[str, str]]:
+def _test_rows() -> Sequence[Row]:
     if not Path("data/prompts/test.parquet").exists():
         raise UserError("data/prompts is not there: run `rlhf prepare`, or `dvc checkout data/prompts`")
     return read_table("prompts", "test")
 
 
-def _rows(most: int, given: Sequence[Given]) -> list[dict[str, str]]:
-    """The first test prompts that every file answers."""
+def _rows(most: int, given: Sequence[Given]) -> list[Row]:
+    """The first test rows whose prompt every file answers."""
     rows = _test_rows()
     answered = [row for row in rows if all(prompt_key(row["prompt"]) in answers for answers in given)]
     if not answered:
@@ -142,9 +166,11 @@ def _rows(most: int, given: Sequence[Given]) -> list[dict[str, str]]:
     return answered[:most]
 
 
-def _answers(
-    config: StageView, contender: Contender, prompts: Sequence[str], device: torch.device
-) -> list[str]:
+def _answers(config: StageView, contender: Contender, rows: Sequence[Row], device: torch.device) -> list[str]:
+    """One to each row; of rows with the same prompt, each its own reference."""
+    if contender == REFERENCE:
+        return [row["reference"] for row in rows]
+    prompts = [row["prompt"] for row in rows]
     if not isinstance(contender, Checkpoint):
         return [contender[prompt_key(prompt)] for prompt in prompts]
     return sample(
@@ -153,9 +179,7 @@ def _answers(
     ).texts  # fmt: skip
 
 
-def _warn(config: StageView, checkpoints: Sequence[Checkpoint]) -> None:
-    for checkpoint in checkpoints:
-        for name in judges.optimised(config.judge, Path(checkpoint.source)):
-            console.say(
-                f"WARNING: judge {name} is the reward model that PPO optimised for {checkpoint.source}"
-            )
+def _warn(config: StageView, checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> None:
+    for one in checkpoints:
+        for name in judges.optimised(config.judge, Path(one.source), names):
+            console.say(f"WARNING: judge {name} is the reward model that PPO optimised for {one.source}")

@@ -16,11 +16,9 @@ from rlhf_tasks import console, contracts, judges, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
 from rlhf_tasks.data.batches import read_table
-from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.judge import progress, summary
+from rlhf_tasks.judge import labels, progress, summary, trust
 from rlhf_tasks.judge.answers import Answers, sample
 from rlhf_tasks.judge.retention import Probes
-from rlhf_tasks.judges.scoring import RewardModel
 from rlhf_tasks.judges.verdicts import Judge, Verdicts, check_failures
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.tensors import distinct
@@ -30,7 +28,7 @@ OUT = Path("evaluation/judge")
 CONTENDERS = {"sft": Path("models/sft"), "policy": Path("models/policy")}
 LANGUAGE_MODELS = {"base": Path("models/base"), **CONTENDERS}
 FEWEST_FOR_GAIN = 3  # prompts that a gain at matched length can be told from
-REWARDS = {"reward": Path("models/reward"), "reward_heldout": Path("models/reward_heldout")}
+Rows = list[dict[str, Any]]
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 
 
@@ -45,14 +43,15 @@ class Contest:
 
 
 def run(config: StageView, tracker: Tracker) -> dict[str, float]:
-    """Write evaluation/judge/{verdicts,answers,sources}.parquet.
+    """Write evaluation/judge/{verdicts,answers,sources,calibration,lengths}.parquet.
 
     Metrics: `JUDGE/A_vs_B/…` for every judge and pair (README names them), what each judge measures of
-    each contender, agreement between judges, ROUGE-L, lengths, and the score gained at matched length.
+    each contender, agreement between judges, ROUGE-L, lengths, the score gained at matched length, and how
+    far the reward models can be trusted.
     Curves: how the win rate over the references went while PPO trained, by the judges that score.
     """
     rt = Runtime(config.launch, config.seed)
-    panel = judges.build(config.judge, config.data.source, rt.device)
+    panel = judges.build(config.judge, config.data.source, rt.device, trace=tracker.trace)
     probes = None if config.judge.retention is None else Probes(config.judge.retention)
     metrics = _warn(config, tracker)
     contest = _contest(rt, config)
@@ -74,11 +73,11 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                 }
         metrics |= _of_contenders(judge, contest, columns)
     progress.log([judge for judge in panel if judge.name in config.judge.scoring], tracker)
-    metrics |= summary.kappas(found) | _reward_gaps(rt, contest, found)
-    if config.data.source == "synthetic":
-        metrics |= _agreement_on_samples(rt, config, contest)
+    metrics |= summary.kappas(found) | _human(config, panel)
+    trusted, bins, lengths = _trusted(rt, config, contest, found, columns)
+    metrics |= trusted
     if rt.is_main:
-        _write(contest, found, columns)
+        _write(contest, found, columns, bins, lengths)
         _show(config, metrics, contest, found, tracker)
     return metrics
 
@@ -154,18 +153,61 @@ def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[fl
     return metrics | {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
 
 
-def _reward_gaps(rt: Runtime, contest: Contest, found: summary.Found) -> dict[str, float]:
-    """PPO's win rate over SFT by the reward that it optimised, less the one by each judge.
-
-    A gap that grows is over-optimisation. Empty where the policy was not made with models/reward.
-    """
-    reward = REWARDS["reward"]
-    made_with = contracts.parents_of(CONTENDERS["policy"]).get("reward")
-    if not contracts.is_made(reward) or made_with != contracts.fingerprint(reward):
+def _human(config: StageView, panel: list[Judge]) -> dict[str, float]:
+    """How far each judge agrees with what people said of pairs, if they did: `human/…`."""
+    labelled = labels.decided(labels.read(Path(config.judge.labels)))
+    if not labelled:
         return {}
-    own = RewardModel(reward, rt.device)
-    scores = [own.scores(contest.prompts, contest.texts[who]) for who in ("policy", "sft")]
-    by_reward = statistics.rate(statistics.outcomes(*scores)).value
+    pairs = [label.pair for label in labelled]
+    metrics: dict[str, float] = {"human/labels": len(labelled)}
+    for judge in panel:
+        verdicts = judge.compare(
+            [pair.prompt for pair in pairs],
+            [pair.answer_a for pair in pairs],
+            [pair.answer_b for pair in pairs],
+        )
+        metrics |= labels.agreement(judge.name, labelled, verdicts.outcomes)
+    return metrics
+
+
+def _trusted(
+    rt: Runtime,
+    config: StageView,
+    contest: Contest,
+    found: summary.Found,
+    columns: Mapping[str, list[float]],
+) -> tuple[dict[str, float], Rows, Rows]:
+    """How far the reward models can be trusted: metrics, bins of calibration, scores by length."""
+    rewards = trust.made(rt.device)
+    metrics, bins = trust.measured(rewards, _sampled_pairs(rt, config, contest) if rewards else {})
+    scores = _scores(columns)
+    if "reward" in rewards and _is_optimised(trust.REWARDS["reward"]):
+        own = {who: rewards["reward"].scores(contest.prompts, texts) for who, texts in contest.texts.items()}
+        scores |= {(trust.OPTIMISED, who): values for who, values in own.items()}
+        metrics |= _reward_gaps(own, found)
+    return metrics, bins, trust.by_length(scores, contest.texts)
+
+
+def _scores(columns: Mapping[str, list[float]]) -> dict[tuple[str, str], list[float]]:
+    """`JUDGE/WHO` columns by judge and contender."""
+    found = {}
+    for key, values in columns.items():
+        judge, _, who = key.partition("/")
+        found[judge, who] = values
+    return found
+
+
+def _is_optimised(reward: Path) -> bool:
+    """Whether the policy was made with this very reward model."""
+    return contracts.parents_of(CONTENDERS["policy"]).get("reward") == contracts.fingerprint(reward)
+
+
+def _reward_gaps(own: Mapping[str, list[float]], found: summary.Found) -> dict[str, float]:
+    """PPO's win rate over SFT by the reward that it optimised (`own` scores), less the one by each judge.
+
+    A gap that grows is over-optimisation.
+    """
+    by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
     return {"reward_gap/win_rate_by_reward": by_reward} | {
         f"reward_gap/{judge}": by_reward - statistics.rate(verdicts.outcomes).value
         for (judge, a, b), verdicts in found.items()
@@ -173,36 +215,29 @@ def _reward_gaps(rt: Runtime, contest: Contest, found: summary.Found) -> dict[st
     }
 
 
-def _agreement_on_samples(rt: Runtime, config: StageView, contest: Contest) -> dict[str, float]:
-    """How often each reward model orders two samples of one policy as the gold judge does.
-
-    This, not accuracy on given pairs, says whether a reward model is fit to be optimised; gold ties
-    are left out. Empty where no reward model was made.
-    """
-    metrics: dict[str, float] = {}
-    rewards = {name: folder for name, folder in REWARDS.items() if contracts.is_made(folder)}
-    if not rewards:
-        return metrics
+def _sampled_pairs(rt: Runtime, config: StageView, contest: Contest) -> dict[str, trust.Pairs]:
+    """Two samples of each policy to the same prompts, ordered by gold; empty where there is no gold judge."""
+    if config.data.source != "synthetic":
+        return {}
+    pairs = {}
     for who in CONTENDERS:
         second = _sample(rt, config, who, contest.prompts, config.seed + 1)
-        both = (contest.texts[who], second.texts)
-        gold = statistics.outcomes(*(gold_scores(contest.prompts, texts) for texts in both))
-        if np.all(gold == 0.5):  # a policy that collapsed says the same twice: nothing to agree on
-            continue
-        for name, reward in rewards.items():
-            judge = RewardModel(reward, rt.device)
-            agreed = statistics.agreement(
-                statistics.outcomes(*(judge.scores(contest.prompts, t) for t in both)), gold
-            )
-            key = f"agreement/{name}/{who}_samples"
-            metrics |= {key: agreed.value, f"{key}/low": agreed.low, f"{key}/high": agreed.high}
-    return metrics
+        pairs[f"{who}_samples"] = trust.by_gold(contest.prompts, contest.texts[who], second.texts)
+    return pairs
 
 
-def _write(contest: Contest, found: summary.Found, columns: Mapping[str, list[float]]) -> None:
+def _write(
+    contest: Contest,
+    found: summary.Found,
+    columns: Mapping[str, list[float]],
+    bins: Rows,
+    lengths: Rows,
+) -> None:
     with whole(OUT) as folder:
         pq.write_table(summary.verdict_table(found), folder / "verdicts.parquet")
         pq.write_table(summary.source_table(found, contest.sources), folder / "sources.parquet")
+        pq.write_table(pa.Table.from_pylist(bins, trust.CALIBRATION), folder / "calibration.parquet")
+        pq.write_table(pa.Table.from_pylist(lengths, trust.LENGTHS), folder / "lengths.parquet")
         table: dict[str, Any] = {"index": list(range(len(contest.prompts))), "prompt": contest.prompts}
         pq.write_table(pa.table(table | contest.texts | dict(columns)), folder / "answers.parquet")
 
@@ -216,7 +251,8 @@ def _show(
 ) -> None:
     rows = summary.table_rows(found, metrics)
     summary.show(f"win rates on {len(contest.prompts)} test prompts (ties count half)", rows)
-    tracker.table("verdicts", rows)
+    tracker.table("win_rates", rows)
+    tracker.table("verdicts", summary.judged_table(found, contest.prompts, contest.texts).to_pylist())
     shown = range(min(config.judge.num_samples_shown, len(contest.prompts)))
     tracker.table(
         "answers",

@@ -22,6 +22,7 @@ VERDICTS = pa.schema([
     ("verdict", pa.float64()), ("score_a", pa.float64()), ("score_b", pa.float64()),
     ("a_shown_first", pa.float64()), ("a_shown_second", pa.float64()), ("failure", pa.string()),
 ])  # fmt: skip
+JUDGED = pa.schema([*VERDICTS, *(pa.field(name, pa.string()) for name in ("prompt", "answer_a", "answer_b"))])
 SOURCES = pa.schema([
     ("judge", pa.string()), ("a", pa.string()), ("b", pa.string()), ("source", pa.string()),
     ("win_rate", pa.float64()), ("low", pa.float64()), ("high", pa.float64()), ("prompts", pa.int64()),
@@ -100,6 +101,23 @@ def verdict_table(found: Found) -> pa.Table:
     return pa.Table.from_pylist(rows, VERDICTS)
 
 
+def judged_table(found: Found, prompts: Sequence[str], texts: Mapping[str, Sequence[str]]) -> pa.Table:
+    """The same with what was judged: `prompt`, `answer_a`, `answer_b`; a failed verdict is null.
+
+    `texts` are the answers by contender.
+    """
+    rows = verdict_table(found).to_pylist()
+    for row in rows:
+        index = row["index"]
+        row["verdict"] = None if row["failure"] is not None else row["verdict"]
+        row |= {
+            "prompt": prompts[index],
+            "answer_a": texts[row["a"]][index],
+            "answer_b": texts[row["b"]][index],
+        }
+    return pa.Table.from_pylist(rows, JUDGED)
+
+
 def _number(values: Any, i: int) -> float | None:
     return None if values is None or math.isnan(values[i]) else float(values[i])
 
@@ -147,6 +165,8 @@ def table_rows(found: Found, metrics: Mapping[str, float]) -> list[dict[str, Any
         }.items():  # fmt: skip
             value = metrics.get(f"{key}/{name}")
             row[column] = "" if value is None else f"{value:.1%}"
+        for column, name in {"replies": "cost/replies", "tokens": "cost/tokens"}.items():
+            row[column] = int(metrics[f"{key}/{name}"]) if f"{key}/{name}" in metrics else ""
         row["ties"], row["failed"] = (int(metrics[f"{key}/{name}"]) for name in ("ties", "failures"))
         row["p"] = f"{metrics[f'{key}/p_value']:.2g}"
         rows.append(row)

@@ -11,7 +11,7 @@ from rlhf_tasks import contracts, lineage
 from rlhf_tasks.config import Judging, UserError
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.judges.comparing import Comparing
-from rlhf_tasks.judges.llm import Llm
+from rlhf_tasks.judges.llm import Llm, Trace
 from rlhf_tasks.judges.local import Local, Ranker
 from rlhf_tasks.judges.mixtures import RULES, Mixed
 from rlhf_tasks.judges.scoring import Function, Gold, RewardModel, Scoring
@@ -36,8 +36,14 @@ class Once:
         return self._judge.facets(prompts, answers)
 
 
-def build(settings: Judging, source: str, device: torch.device, names: Sequence[str] = ()) -> list[Judge]:
-    """The judges of `judge.judges`, or those called `names` of them.
+def build(
+    settings: Judging,
+    source: str,
+    device: torch.device,
+    names: Sequence[str] = (),
+    trace: Trace | None = None,
+) -> list[Judge]:
+    """The judges of `judge.judges`, or those called `names` of them; `trace` shows what llm judges say.
 
     Raises:
         UserError: for one that cannot be made: an unknown name, a missing key, model, prompt or function.
@@ -46,18 +52,16 @@ def build(settings: Judging, source: str, device: torch.device, names: Sequence[
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise UserError(f"judge.judges has no judge {', '.join(unknown)}; it has {', '.join(known)}")
-    wanted = set(names or known)
-    parts = {n for one in settings.judges if isinstance(one, config.Mixture) and one.name in wanted
-             for n in one.judges}  # fmt: skip
+    wanted, asked = set(names or known), _asked(settings, names)
     gold = {one.name for one in settings.judges if isinstance(one, config.GoldJudge)}
-    if source != "synthetic" and gold & (wanted | parts):
+    if source != "synthetic" and gold & asked:
         raise UserError(
             f"judge.judges: gold knows the synthetic task only, data.source is {source!r}; use reward_model"
         )
     made: dict[str, Judge] = {
-        one.name: Once(single(one, device, settings.max_failure_share))
+        one.name: Once(single(one, device, settings.max_failure_share, trace, settings.num_traces))
         for one in settings.judges
-        if not isinstance(one, config.Mixture) and one.name in wanted | parts
+        if not isinstance(one, config.Mixture) and one.name in asked
     }
     for one in settings.judges:
         if isinstance(one, config.Mixture) and one.name in wanted:
@@ -65,7 +69,20 @@ def build(settings: Judging, source: str, device: torch.device, names: Sequence[
     return [made[name] for name in known if name in wanted]
 
 
-def single(one: config.Judge, device: torch.device, max_failure_share: float) -> Judge:
+def _asked(settings: Judging, names: Sequence[str]) -> set[str]:
+    """Those called `names`, by default all, and what the mixtures among them are made of."""
+    wanted = set(names) or {judge.name for judge in settings.judges}
+    mixtures = (j for j in settings.judges if isinstance(j, config.Mixture) and j.name in wanted)
+    return wanted | {part for mixture in mixtures for part in mixture.judges}
+
+
+def single(
+    one: config.Judge,
+    device: torch.device,
+    max_failure_share: float,
+    trace: Trace | None = None,
+    num_traces: int = 0,
+) -> Judge:
     """Any judge but a mixture.
 
     Raises:
@@ -78,25 +95,29 @@ def single(one: config.Judge, device: torch.device, max_failure_share: float) ->
     if isinstance(one, config.FunctionJudge):
         return Scoring(one.name, Function(one.function))
     if isinstance(one, config.LlmJudge):
-        return Comparing(one.name, Llm(one, max_failure_share, lineage.home()), max_failure_share)
+        llm = Llm(one, max_failure_share, lineage.home(), trace=trace, num_traces=num_traces)
+        return Comparing(one.name, llm, max_failure_share)
     if isinstance(one, config.LocalJudge):
         return Comparing(one.name, Local(one, device), max_failure_share)
     assert isinstance(one, config.PairRmJudge), "a mixture is made of judges that are there"
     return Comparing(one.name, Ranker(one, device), max_failure_share)
 
 
-def optimised(settings: Judging, policy: Path) -> dict[str, str]:
+def optimised(settings: Judging, policy: Path, names: Sequence[str] = ()) -> dict[str, str]:
     """Judges that are the very reward which PPO was given for `policy`: name → folder.
 
-    They are known by their weights, whatever the folder is called. Empty for a policy that does not say what
-    it was made from.
+    Of those that are asked when `names` judge (parts of a mixture too), by default of all. They are known
+    by their weights, whatever the folder is called. Empty for a policy that does not say what it was made
+    from.
     """
+    asked = _asked(settings, names)
     given = contracts.parents_of(policy).get("reward")
     return {
         one.name: one.path
         for one in settings.judges
         if given is not None
         and isinstance(one, config.RewardModelJudge)
+        and one.name in asked
         and contracts.is_made(Path(one.path))
         and contracts.fingerprint(Path(one.path)) == given
     }

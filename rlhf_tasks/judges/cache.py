@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rlhf_tasks import checkpoint
 
 
 class Cache:
@@ -33,19 +34,12 @@ class Cache:
     def __contains__(self, key: str) -> bool:
         return key in self._known
 
-    def __getitem__(self, key: str) -> dict[str, Any]:
-        return self._known[key]
+    def get(self, key: str) -> dict[str, Any] | None:
+        return self._known.get(key)
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
         kept = {"key": key, **record}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            size = os.fstat(handle).st_size
-            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-            os.write(handle, b"\n" * torn + json.dumps(kept).encode() + b"\n")
-        finally:
-            os.close(handle)
+        checkpoint.append_line(self._path, json.dumps(kept))
         self._known[key] = kept
 
 

@@ -12,10 +12,11 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import openai
 
@@ -38,6 +39,13 @@ _VERDICT = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])\W*
 Request = Mapping[str, Any]
 
 
+class Trace(Protocol):
+    def __call__(
+        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+    ) -> None:
+        """Show one call of a model, with times in milliseconds since 1970."""
+
+
 class Malformed(ValueError):
     """A reply that does not speak the protocol; says what came."""
 
@@ -57,8 +65,17 @@ class Llm:
         UserError: if the key is not in the environment, or the prompt is none.
     """
 
-    def __init__(self, settings: LlmJudge, max_failure_share: float, home: Path) -> None:
+    def __init__(
+        self,
+        settings: LlmJudge,
+        max_failure_share: float,
+        home: Path,
+        *,
+        trace: Trace | None = None,
+        num_traces: int = 0,
+    ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
+        self._trace, self._num_traces = trace, num_traces
         self._prompt, self._key = prompts.load(settings.prompt), _key(settings)
         self._cache = Cache(home / FILE)
         self.spent = Spent()
@@ -72,7 +89,41 @@ class Llm:
             f"judge {self._settings.name}: of {len(set(keys))} replies {len(todo)} were asked for; spent so "
             f"far: {self.spent.requests} requests, {self.spent.tokens} tokens"
         )
-        return [read(self._cache[key]) if key in self._cache else Reply.failed(failed[key]) for key in keys]
+        records = [self._cache.get(key) for key in keys]
+        replies = [
+            Reply.failed(failed[key]) if record is None else read(record)
+            for key, record in zip(keys, records, strict=True)
+        ]
+        self._show(asked, records, replies)
+        return replies
+
+    def _show(
+        self,
+        asked: Sequence[Request],
+        records: Sequence[Mapping[str, Any] | None],
+        replies: Sequence[Reply],
+    ) -> None:
+        """Trace as many replies as are left to show; of one that is kept, at the time it was asked for."""
+        if self._trace is None:
+            return
+        shown = list(zip(asked, records, replies, strict=True))[: self._num_traces]
+        self._num_traces -= len(shown)
+        now = round(time.time() * 1000)
+        for request, found, reply in shown:
+            record = found or {}
+            outputs = {"text": record.get("text", ""), "tokens": reply.num_tokens}
+            if reply.failure:
+                outputs["failure"] = reply.failure
+            else:
+                outputs["first_is_better"] = reply.probability
+            start = record.get("asked_at", now)
+            self._trace(
+                f"judge {self._settings.name}",
+                request,
+                outputs,
+                start=start,
+                end=start + record.get("milliseconds", 0),
+            )
 
     def _request(self, text: str) -> dict[str, Any]:
         request: dict[str, Any] = {
@@ -145,10 +196,12 @@ class Llm:
         settings = self._settings
         longest = (settings.max_retries + 1) * (settings.timeout_seconds + LONGEST_WAIT_SECONDS)
         self.spent.requests += 1
+        asked_at = round(time.time() * 1000)
         try:
             async with asyncio.timeout(longest):  # the client times each silence; a reply may drip for ever
                 came = await client.chat.completions.with_raw_response.create(**request)
-            record = reply_of(came.text)
+            took = round(time.time() * 1000) - asked_at
+            record = reply_of(came.text) | {"asked_at": asked_at, "milliseconds": took}
         except REFUSED as error:
             raise UserError(self._refusal(error)) from None
         except openai.APIStatusError as error:

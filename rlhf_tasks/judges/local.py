@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import models
@@ -43,7 +43,8 @@ class Local:
 
     def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
         ids = [self._ids(prompts.filled(self._prompt, question)) for question in questions]
-        return _judged(ids, self._model, self._max_tokens, self._batch, self._probabilities)
+        longest = num_readable(self._model, self._tokenizer)
+        return _judged(ids, longest, self._model, self._max_tokens, self._batch, self._probabilities)
 
     def _batch(self, ids: Sequence[Ids]) -> Batch:
         """Padded on the left: the last column is what the verdict follows."""
@@ -94,7 +95,8 @@ class Ranker:
     def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
         texts = [prompts.filled(self._prompt, question) for question in questions]
         ids: list[Ids] = self._tokenizer(texts)["input_ids"]
-        return _judged(ids, self._model, self._max_tokens, self._batch, self._probabilities)
+        longest = num_readable(self._model, self._tokenizer)
+        return _judged(ids, longest, self._model, self._max_tokens, self._batch, self._probabilities)
 
     def _batch(self, ids: Sequence[Ids]) -> Batch:
         """Padded on the right, as encoders are trained."""
@@ -115,16 +117,31 @@ def _single_tokens(tokenizer: PreTrainedTokenizerBase, letter: str) -> Ids:
     return sorted({ids[0] for ids in found if len(ids) == 1 and ids[0] != tokenizer.unk_token_id})
 
 
+def num_readable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Tokens of the longest text that a model can read; infinite where nothing says so.
+
+    A table of positions with a padding index, as RoBERTa's, counts from behind that index: of 514 rows it
+    has 512 for tokens. A tokenizer may know of a lower limit; one that knows none gives a huge number.
+    """
+    declared = getattr(model.config, "max_position_embeddings", None)
+    limits = [math.inf if declared is None else declared, tokenizer.model_max_length]
+    for name, module in model.named_modules():
+        is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        if is_table and module.padding_idx is not None:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min(limits)
+
+
 @torch.no_grad()
 def _judged(
     ids: Sequence[Ids],
+    longest: float,
     model: PreTrainedModel,
     max_tokens: int,
     batched: Callable[[Sequence[Ids]], Batch],
     probabilities: Callable[[Batch], Tensor],
 ) -> list[Reply]:
-    longest = getattr(model.config, "max_position_embeddings", None)
-    fits = [i for i, row in enumerate(ids) if longest is None or len(row) <= longest]
+    fits = [i for i, row in enumerate(ids) if len(row) <= longest]
     replies = [Reply.failed(f"longer than the judge's {longest} tokens") for _ in ids]
     device = next(model.parameters()).device
     for rows in micro_batches([(0, len(ids[i])) for i in fits], max_tokens):

@@ -8,7 +8,9 @@ numbers give the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from markupsafe import Markup
@@ -17,7 +19,17 @@ from rlhf_tasks.report.inputs import Curve
 
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 38
-MAX_BUCKETS = 240  # a line holds at most twice as many points: the extremes of each bucket
+MAX_BUCKETS = 120  # of a line with more than twice as many points
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with its title, what to look for, and the names of its lines."""
+
+    title: str
+    note: str
+    svg: Markup
+    legend: Sequence[str]
 
 
 def number(value: float) -> str:
@@ -62,17 +74,28 @@ def tick_labels(values: Sequence[float]) -> list[str]:
     return [f"{v / unit:.{decimals}f}{suffix if v else ''}".replace("-", "−") for v in values]
 
 
-def _thinned(curve: Curve) -> Iterator[tuple[float, float]]:
-    """The points, or of a long curve each bucket's lowest and highest, so that no spike is lost."""
-    points = list(zip(curve.x, curve.y, strict=True))
-    if len(points) <= 2 * MAX_BUCKETS:
-        yield from points
-        return
-    for k in range(MAX_BUCKETS):
-        start, end = (k * len(points) // MAX_BUCKETS, (k + 1) * len(points) // MAX_BUCKETS)
-        bucket = range(start, end)
-        extremes = {min(bucket, key=lambda i: points[i][1]), max(bucket, key=lambda i: points[i][1])}
-        yield from (points[i] for i in sorted(extremes))
+def _condensed(curve: Curve) -> Curve:
+    """The curve, or of a long one each bucket's mean in a band from its lowest to its highest.
+
+    So no spike is lost, and a noisy curve still shows where it goes.
+    """
+    count = len(curve.x)
+    if count <= 2 * MAX_BUCKETS:
+        return curve
+    ends = [k * count // MAX_BUCKETS for k in range(MAX_BUCKETS + 1)]
+    parts = [slice(start, end) for start, end in pairwise(ends)]
+
+    def means(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(statistics.fmean(values[part]) for part in parts)
+
+    low, high = curve.low or curve.y, curve.high or curve.y
+    return replace(
+        curve,
+        x=means(curve.x),
+        y=means(curve.y),
+        low=tuple(min(low[part]) for part in parts),
+        high=tuple(max(high[part]) for part in parts),
+    )
 
 
 def line_chart(
@@ -82,19 +105,22 @@ def line_chart(
     *,
     band: tuple[float, float] | None = None,
     guide: float | None = None,
+    diagonal: bool = False,
 ) -> Markup:
     """Curves over one x axis, named `axis`; `band` shades a range of y, `guide` is a dashed line at y.
 
-    `label` is the figure's text for those who do not see it; the curves' ends are added to it.
+    A curve's own band is drawn around it; `diagonal` is the dashed line on which y is x. `label` is the
+    figure's text for those who do not see it; the curves' ends are added to it.
 
     Raises:
         ValueError: if no curve has a point.
     """
     xs = [x for curve in curves for x in curve.x]
-    ys = [y for curve in curves for y in curve.y]
+    ys = [y for curve in curves for y in (*curve.y, *curve.low, *curve.high)]
     if not xs:
         raise ValueError(f"nothing to draw in {label!r}")
     shown = [*ys, *(band or ()), *([guide] if guide is not None else [])]
+    shown += [min(xs), max(xs)] if diagonal else []
     y_ticks = ticks(min(shown), max(shown))
     low_x, high_x = min(xs), max(xs)
     span_x = (high_x - low_x) or 1.0
@@ -117,8 +143,13 @@ def line_chart(
     parts += _x_axis([(to_x(x), text) for x, text in zip(x_ticks, tick_labels(x_ticks), strict=True)], axis)
     if guide is not None:
         parts.append(_line("guide", LEFT, to_y(guide), WIDTH - RIGHT, to_y(guide)))
-    for order, curve in enumerate(curves):
-        points = [(to_x(x), to_y(y)) for x, y in _thinned(curve)]
+    if diagonal:
+        parts.append(_line("guide", to_x(low_x), to_y(low_x), to_x(high_x), to_y(high_x)))
+    drawn = [_condensed(curve) for curve in curves]
+    for order, curve in enumerate(drawn):
+        parts += _ribbon(order, curve, to_x, to_y)
+    for order, curve in enumerate(drawn):
+        points = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.y, strict=True)]
         parts += _curve(order, points)
     ends = "; ".join(
         f"{c.name} from {number(c.y[0])} to {number(c.y[-1])}, lowest {number(min(c.y))}, "
@@ -127,6 +158,21 @@ def line_chart(
         if c.y
     )
     return _svg("chart", WIDTH, HEIGHT, f"{label}, by {axis}: {ends}", parts)
+
+
+def _ribbon(
+    order: int, curve: Curve, to_x: Callable[[float], float], to_y: Callable[[float], float]
+) -> list[Markup]:
+    """The band around a curve; of a single point a whisker."""
+    if not curve.low:
+        return []
+    if len(curve.x) == 1:
+        x = to_x(curve.x[0])
+        return [_line(f"line s{order}", x, to_y(curve.low[0]), x, to_y(curve.high[0]))]
+    above = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.high, strict=True)]
+    below = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.low, strict=True)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*above, *reversed(below)])
+    return [Markup('<polygon class="ribbon s{}" points="{}"/>').format(order, path)]
 
 
 def _curve(order: int, points: list[tuple[float, float]]) -> list[Markup]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from rlhf_tasks import lineage
 from rlhf_tasks.config import STAGES, UserError
 
 Rows = list[dict[str, Any]]
@@ -19,12 +20,17 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over steps or episodes: finite points in file order, and how many were not finite."""
+    """One metric over steps or episodes: finite points in file order, and how many were not finite.
+
+    `low` and `high`, where they are given, are a band around each point.
+    """
 
     name: str
     x: tuple[float, ...]
     y: tuple[float, ...]
-    num_not_finite: int
+    num_not_finite: int = 0
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,12 @@ class Inputs:
     metrics: Mapping[str, Mapping[str, float]]
     curves: Mapping[str, Curves]
     lineage: Mapping[str, Mapping[str, Any]]
+    outs: Mapping[str, Sequence[str]]
+    """Of each stage, by dvc.yaml."""
     answers: Rows
     verdicts: Rows
+    calibration: Rows
+    lengths: Rows
     ppo_samples: Rows
     gate: Mapping[str, Any] | None
     """evaluation/verdict.json: empty where the gate is off, None where it is missing."""
@@ -76,10 +86,18 @@ def read(root: Path) -> Inputs:
         metrics={s: _json(p) for s in reported if (p := there(f"metrics/{s}.json"))},
         curves={s: _curves(p) for s in curved if (p := there(f"plots/{s}.csv"))},
         lineage={s: _json(p) for s in reported if (p := there(f"models/lineage/{s}.json"))},
+        outs=_outs(root),
         answers=_rows(there("evaluation/judge/answers.parquet"), ("index", "prompt")),
         verdicts=_rows(
             there("evaluation/judge/verdicts.parquet"),
             ("judge", "a", "b", "index", "verdict", "score_a", "score_b"),
+        ),
+        calibration=_rows(
+            there("evaluation/judge/calibration.parquet"),
+            ("model", "origin", "confidence", "right", "low", "high", "pairs"),
+        ),
+        lengths=_rows(
+            there("evaluation/judge/lengths.parquet"), ("judge", "who", "length", "score", "low", "high")
         ),
         ppo_samples=_rows(
             there("evaluation/ppo/samples.parquet"), ("episode", "prompt", "response", "score")
@@ -87,6 +105,12 @@ def read(root: Path) -> Inputs:
         gate=_json(p) if (p := there("evaluation/verdict.json")) else None,
         missing=tuple(missing),
     )
+
+
+def _outs(root: Path) -> dict[str, Sequence[str]]:
+    if not (root / "dvc.yaml").exists():
+        return {}
+    return {stage: node.outs for stage, node in lineage.graph(root).items()}
 
 
 def _json(path: Path) -> dict[str, Any]:

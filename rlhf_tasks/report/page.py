@@ -14,7 +14,8 @@ import jinja2
 from markupsafe import Markup
 
 from rlhf_tasks.config import flatten
-from rlhf_tasks.report import charts
+from rlhf_tasks.report import agreement, chain, charts, trust
+from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curves, Inputs, Rows
 from rlhf_tasks.statistics import Verdict, verdict
 
@@ -22,7 +23,9 @@ KL_BAND = (0.0, 10.0)  # nats; where PPO's objective/kl should end
 NUM_SAMPLES = 5  # of each kind: won most, lost most
 NUM_TRAINING_SAMPLES = 3  # of an episode, for the first, middle and last that were kept
 ANSWERERS = ("reference", "sft", "policy")
-NAMES = {"reference": "Reference", "sft": "SFT", "policy": "Policy"}
+LANGUAGE_MODELS = ("base", "sft", "policy")
+RETENTION = ("perplexity/", "choice/")
+NAMES = {"base": "Base", "reference": "Reference", "sft": "SFT", "policy": "Policy"}
 OPTIMISED = "the reward that PPO optimised: its word is no evidence that the policy got better"
 JUDGES = {"gold": "Gold judge", "reward_model": "Reward model"}
 FACTS = ("accuracy", "margin", "calibration", "length_correlation", "correlation", "agreement")
@@ -58,20 +61,13 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Figure:
-    title: str
-    note: str
-    svg: Markup
-    legend: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Sample:
-    """A judged prompt: (who, answer, score or None) for each answerer, and the policy's lead."""
+    """A judged prompt: (who, answer, score or None) for each answerer, the policy's lead, and it in words."""
 
     index: int
     prompt: str
     lead: float
+    words: str
     answers: Sequence[tuple[str, str, float | None]]
 
 
@@ -98,6 +94,11 @@ _LOSS_FIGURES = (
 
 def render(inputs: Inputs) -> str:
     """The whole page, as one HTML document that loads nothing. The same inputs give the same text."""
+    return document("page.html", context(inputs))
+
+
+def document(template: str, variables: Mapping[str, Any]) -> str:
+    """A template of this folder, filled; its `style` is the style sheet."""
     here = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here),
@@ -108,7 +109,7 @@ def render(inputs: Inputs) -> str:
     )
     environment.filters |= {"number": charts.number, "percent": charts.percent, "named": _name}
     style = Markup((here / "page.css").read_text(encoding="utf-8"))  # our own file, so trusted
-    return environment.get_template("page.html").render(style=style, **context(inputs))
+    return environment.get_template(template).render(style=style, **variables)
 
 
 def context(inputs: Inputs) -> dict[str, Any]:
@@ -127,17 +128,26 @@ def context(inputs: Inputs) -> dict[str, Any]:
         "kl": _kl(inputs.metrics.get("ppo", {})),
         "rates": _grouped(rates, optimised),
         "rate_scale": charts.rate_scale(),
-        "measures": _measures(judge),
-        "answerers": ANSWERERS,
+        "agreements": agreement.agreements(judge, _judge_name),
+        "biases": agreement.biases(judge, lambda key: NAMES.get(key, _judge_name(key))),
+        "tables": [
+            ("Answers to the judged prompts", ANSWERERS, _measures(judge)),
+            ("What the language model still knows", LANGUAGE_MODELS, _retained(judge)),
+        ],
         "ppo_figures": [
             *_win_figures(inputs.curves.get("judge")),
             *_ppo_figures(inputs.curves.get("ppo")),
         ],
         "loss_figures": list(_loss_figures(inputs.curves)),
         "facts": _facts(inputs.metrics),
+        "trust_figures": [
+            *trust.calibration(inputs.calibration, judge),
+            *trust.lengths(inputs.lengths, JUDGES, {who: NAMES[who] for who in reversed(ANSWERERS)}),
+        ],
         "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
         "training_samples": _training_samples(inputs.ppo_samples),
         "metrics": inputs.metrics,
+        "chain": chain.links(inputs.lineage, inputs.outs),
         "lineage": {stage: _flat(tree) for stage, tree in inputs.lineage.items()},
         "missing": inputs.missing,
     }
@@ -195,14 +205,24 @@ def _kl(ppo: Mapping[str, float]) -> dict[str, Any] | None:
     }
 
 
-def _measures(judge: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _measures(judge: Mapping[str, float]) -> dict[str, dict[str, str]]:
     """`gold/policy/coverage`, `rouge_l/policy`, …: measure → answerer → value."""
-    table: dict[str, dict[str, float]] = {}
-    for key, value in judge.items():
+    return _by_who({k: v for k, v in judge.items() if not k.startswith(RETENTION)}, ANSWERERS)
+
+
+def _retained(judge: Mapping[str, float]) -> dict[str, dict[str, str]]:
+    """`perplexity/sft_text/base`, `choice/base` with its interval, …: measure → model → value."""
+    return _by_who({k: v for k, v in judge.items() if k.startswith(RETENTION)}, LANGUAGE_MODELS)
+
+
+def _by_who(values: Mapping[str, float], names: Collection[str]) -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = {}
+    for key in values:
         parts = key.split("/")
-        who = [part for part in parts if part in ANSWERERS]
-        if len(who) == 1:
-            table.setdefault("/".join(p for p in parts if p not in ANSWERERS), {})[who[0]] = value
+        who = [part for part in parts if part in names]
+        if len(who) == 1 and not _is_end(values, key):
+            measure = "/".join(p for p in parts if p not in names)
+            table.setdefault(measure, {})[who[0]] = _with_interval(values, key)
     return table
 
 
@@ -258,34 +278,75 @@ def _figure(
         yield Figure(title, note, svg, [curve.name for curve in drawn])
 
 
-def _facts(metrics: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float]]:
+def _facts(metrics: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str]]:
     """Numbers that say how far the reward model can be trusted, from its stage and the judge's."""
-    reward = [(k, v) for k, v in metrics.get("reward", {}).items() if any(word in k for word in FACTS)]
-    return reward + [(k, v) for k, v in metrics["judge"].items() if "agreement" in k]
+    reward = {k: v for k, v in metrics.get("reward", {}).items() if any(word in k for word in FACTS)}
+    judge = {k: v for k, v in metrics["judge"].items() if k.startswith(("agreement/", "reward_gap/"))}
+    return [
+        (key, _with_interval(own, key)) for own in (reward, judge) for key in own if not _is_end(own, key)
+    ]
+
+
+def _is_end(values: Mapping[str, float], key: str) -> bool:
+    """Whether this is the low or high end of another value's interval."""
+    stem, _, end = key.rpartition("/")
+    return end in ("low", "high") and stem in values
+
+
+def _with_interval(values: Mapping[str, float], key: str) -> str:
+    text = charts.number(values[key])
+    if f"{key}/low" not in values or f"{key}/high" not in values:
+        return text
+    return f"{text} ({charts.number(values[f'{key}/low'])} to {charts.number(values[f'{key}/high'])})"
 
 
 def _samples(inputs: Inputs, judge: str) -> tuple[list[Sample], list[Sample]]:
     """Prompts with the policy's greatest lead over the reference, and those with its greatest lag."""
     answers = {row["index"]: row for row in inputs.answers}
-    leads = [
-        (row["score_a"] - row["score_b"], row["index"])
+    rows = {
+        row["index"]: row
         for row in inputs.verdicts
-        if (row["judge"], row["a"], row["b"]) == (judge, "policy", "reference")
-        and row["index"] in answers
-        and row["score_a"] is not None
-        and row["score_b"] is not None
-    ]
+        if (row["judge"], row["a"], row["b"]) == (judge, "policy", "reference") and row["index"] in answers
+    }
+    leads = [(lead, index) for index, row in rows.items() if (lead := _lead(row)) is not None]
     won = sorted((-lead, index) for lead, index in leads if lead > 0)[:NUM_SAMPLES]
     lost = sorted((lead, index) for lead, index in leads if lead < 0)[:NUM_SAMPLES]
     return (
-        [_sample(answers[index], -lead, judge) for lead, index in won],
-        [_sample(answers[index], lead, judge) for lead, index in lost],
+        [_sample(answers[index], -lead, judge, rows[index]) for lead, index in won],
+        [_sample(answers[index], lead, judge, rows[index]) for lead, index in lost],
     )
 
 
-def _sample(row: Mapping[str, Any], lead: float, judge: str) -> Sample:
+def _lead(row: Mapping[str, Any]) -> float | None:
+    """How far A is ahead: by score; by probability over both orders, beyond ½; by the bare verdict.
+
+    None where the judge failed; 0 for a tie.
+    """
+    if row["verdict"] is None or math.isnan(row["verdict"]):
+        return None
+    if row["score_a"] is not None and row["score_b"] is not None:
+        return float(row["score_a"] - row["score_b"])
+    if _orders(row) and row["verdict"] != 0.5:
+        return sum(_orders(row)) / 2 - 0.5
+    return float(row["verdict"]) - 0.5
+
+
+def _orders(row: Mapping[str, Any]) -> list[float]:
+    """Probability that A is better, A shown first and second; empty of a judge that was not shown both."""
+    given = [row.get(name) for name in ("a_shown_first", "a_shown_second")]
+    return [] if None in given else [float(p) for p in given if p is not None]
+
+
+def _lead_in_words(row: Mapping[str, Any], lead: float) -> str:
+    side = "ahead" if lead > 0 else "behind"
+    if row["score_a"] is not None and row["score_b"] is not None:
+        return f"{side} by {charts.number(abs(lead))}"
+    return f"{side} with {charts.percent(abs(lead) + 0.5)}" if _orders(row) else side
+
+
+def _sample(row: Mapping[str, Any], lead: float, judge: str, verdict: Mapping[str, Any]) -> Sample:
     answers = [(who, row[who] or "", row.get(f"{judge}/{who}")) for who in ANSWERERS if who in row]
-    return Sample(row["index"], row["prompt"], lead, answers)
+    return Sample(row["index"], row["prompt"], lead, _lead_in_words(verdict, lead), answers)
 
 
 def _training_samples(rows: Rows) -> Rows:

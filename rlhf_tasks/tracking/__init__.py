@@ -53,6 +53,11 @@ class Tracker(Protocol):
     def event(self, name: str, text: str, *, step: int) -> None:
         """Something to be seen at once: a tag of that name, and a row of the table `events`."""
 
+    def trace(
+        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+    ) -> None:
+        """A call of a model, with times in milliseconds since 1970; an output `failure` marks one."""
+
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Keep a copy of a file with the run; not for checkpoints, which DVC keeps."""
 
@@ -108,6 +113,11 @@ class NullTracker:
     def event(self, name: str, text: str, *, step: int) -> None:
         pass
 
+    def trace(
+        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+    ) -> None:
+        pass
+
     def artifact(self, path: Path, folder: str | None = None) -> None:
         pass
 
@@ -131,6 +141,7 @@ class SpoolTracker:
         self._stage, self._spool = stage, spool
         self._history = History(curves.axis(stage))
         self._tables: dict[str, list[dict[str, Any]]] = {}
+        self._num_traces = 0
         self._told = False
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
@@ -151,6 +162,20 @@ class SpoolTracker:
     def event(self, name: str, text: str, *, step: int) -> None:
         self._spool.append("event", name=name, text=text, step=step)
         self.table("events", [{self._history.axis: step, "event": name, "text": text}])
+
+    def trace(
+        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+    ) -> None:
+        self._spool.append(
+            "trace",
+            name=name,
+            number=self._num_traces,
+            inputs=dict(inputs),
+            outputs=dict(outputs),
+            start=start,
+            end=end,
+        )
+        self._num_traces += 1
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         name = f"{folder}/{path.name}" if folder else path.name

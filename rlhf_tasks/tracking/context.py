@@ -31,7 +31,8 @@ HTTP_BOUNDS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-}  # MLflow's own would block for minutes
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
+}  # MLflow's own would block for minutes, and lose traces at the courier's end
 
 
 def is_main_rank() -> bool:

@@ -2,7 +2,7 @@
 
 A run that goes on after its process was killed gets another part: KEY.jsonl, KEY.2.jsonl, …
 
-Kinds of line: `run` (the first: who, where, parameters, inputs), `metrics`, `event`, `artifact`,
+Kinds of line: `run` (the first: who, where, parameters, inputs), `metrics`, `event`, `trace`, `artifact`,
 `headlines`, `tags`, `end`. Each has `time` in milliseconds since 1970, so that a second delivery sends
 the very same points.
 """

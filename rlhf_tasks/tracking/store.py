@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mlflow
 from filelock import FileLock
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -22,6 +23,7 @@ MAX_PARAM, MAX_TAG = 6000, 5000  # characters
 MAX_DIGEST = 36  # `….dir` just fits
 PIPELINE = "pipeline"  # stands for the stage in the spool of a flow
 REASON = "rlhf.reason"  # why a run was killed or failed
+TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
 
@@ -194,6 +196,7 @@ class StageRun:
         `last`: False once the run has gone on elsewhere: this was not its end.
         """
         self._send_metrics([r for r in records if r["kind"] == "metrics"])
+        self._send_traces([r for r in records if r["kind"] == "trace"])
         for name, record in {r["file"]: r for r in records if r["kind"] == "artifact"}.items():
             self.client.log_artifact(self.run, str(files / name), record["folder"])
             if record["table"] and name not in self._tables:
@@ -221,6 +224,52 @@ class StageRun:
         ]
         for start in range(0, len(metrics), BATCH_METRICS):
             self.client.log_batch(self.run, metrics=metrics[start : start + BATCH_METRICS])
+
+    def _send_traces(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Calls of models into the run's experiment.
+
+        Best effort: MLflow says in the courier's log what of them it did not take, and raises nothing.
+        """
+        if not records:
+            return
+        mlflow.set_tracking_uri(self.client.tracking_uri)  # the exporter of traces asks for it globally
+        experiment = str(self.client.get_run(self.run).info.experiment_id)
+        known = self._traces(experiment) if self.replay else set()
+        for record in records:
+            number = str(record["number"])
+            if number in known:
+                continue
+            span = self.client.start_trace(
+                record["name"],
+                span_type="LLM",
+                inputs=record["inputs"],
+                tags={TRACE_TAG: number},
+                experiment_id=experiment,
+                start_time_ns=record["start"] * 1_000_000,
+                run_id=self.run,
+            )
+            self.client.end_trace(
+                span.trace_id,
+                outputs=record["outputs"],
+                status="ERROR" if record["outputs"].get("failure") else "OK",
+                end_time_ns=record["end"] * 1_000_000,
+            )
+
+    def _traces(self, experiment: str) -> set[str]:
+        """The numbers of those that MLflow has."""
+        found, token = set[str](), None
+        while True:
+            page = self.client.search_traces(
+                locations=[experiment],
+                run_id=self.run,
+                max_results=MAX_TRACES,
+                include_spans=False,
+                page_token=token,
+            )
+            found |= {trace.info.tags[TRACE_TAG] for trace in page if TRACE_TAG in trace.info.tags}
+            token = page.token
+            if not token:
+                return found
 
     def _steps(self, name: str) -> set[int]:
         if name not in self._held:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks import cli, console, judges
+from rlhf_tasks import cli, console, contracts, judges, models
 from rlhf_tasks.config import UserError
-from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.judge import command
 from tests import small
@@ -72,12 +73,68 @@ def test_fewer_examples_can_be_asked_for(models_here: Path, capsys: pytest.Captu
 
 
 def test_a_judge_that_ppo_optimised_for_this_policy_is_told_loudly(
-    models_here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(judges, "optimised", lambda settings, policy: {"reward_model": "models/reward"})
+    policy, optimised = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
+    models.save(
+        models.load_causal(policy), load_tokenizer(policy), policy, card="a card",
+        identity=contracts.identity("policy", {"reward": optimised}),
+    )  # fmt: skip
     run("models/policy", num_examples=3)
     told = "WARNING: judge reward_model is the reward model that PPO optimised for models/policy"
     assert told in capsys.readouterr().out
+    run("models/policy", num_examples=3, names=["gold"])
+    assert "WARNING" not in capsys.readouterr().out, "that judge was not asked"
+    both = {"kind": "all_of", "name": "both", "judges": ["gold", "reward_model"]}
+    settings = small.view("judge", VIEW | {"judge.judges": [small.GOLD, small.HELDOUT, both]}).judge
+    assert judges.optimised(settings, policy, ["both"]) == {"reward_model": "models/reward_heldout"}
+
+
+def test_the_same_prompt_twice_has_each_its_own_reference(models_here: Path) -> None:
+    rows = read_table("prompts", "test")
+    twin = rows[0] | {"reference": " my stuff"}
+    small.write_rows(Path(), "prompts", "test", [rows[0], twin])
+    found = run("reference", write_answers({rows[0]["prompt"]: rows[0]["reference"]}), names=["gold"])
+    assert found["gold/reference_vs_theirs.jsonl/win_rate"] == pytest.approx(0.25)  # a tie and a loss
+
+
+@pytest.mark.parametrize("name", ["verdicts.jsonl", "new/verdicts.parquet"])
+def test_every_verdict_is_written_with_what_was_judged(models_here: Path, name: str) -> None:
+    found = run("models/policy", "models/sft", num_examples=4, out=Path(name))
+    if name.endswith(".parquet"):
+        rows = pq.read_table(name).to_pylist()
+    else:
+        rows = [json.loads(line) for line in Path(name).read_text(encoding="utf-8").splitlines()]
+    assert [(row["judge"], row["index"]) for row in rows] == [
+        (judge, i) for judge in ("gold", "reward_model") for i in range(4)
+    ]
+    golds = [row for row in rows if row["judge"] == "gold"]
+    points = [gold(row["prompt"], row["answer_a"]).score - gold(row["prompt"], row["answer_b"]).score
+              for row in golds]  # fmt: skip
+    assert [row["verdict"] for row in golds] == [1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points]
+    rate = sum(row["verdict"] for row in golds) / 4
+    assert found["gold/models/policy_vs_models/sft/win_rate"] == pytest.approx(rate)
+
+
+def test_a_failed_verdict_is_written_as_null(models_here: Path) -> None:
+    Path("half.py").write_text(
+        "def half(prompts, answers):\n    return [float('nan')] + [float(len(a)) for a in answers[1:]]\n",
+        encoding="utf-8",
+    )
+    settings = VIEW | {
+        "judge.judges": [{"kind": "function", "name": "half", "function": "half:half"}],
+        "judge.max_failure_share": 0.5,
+    }
+    view = small.view("judge", settings)
+    command.run(view, "models/sft", "reference", num_examples=4, names=[], out=Path("v.jsonl"))
+    first, *others = [json.loads(line) for line in Path("v.jsonl").read_text("utf-8").splitlines()]
+    assert (first["verdict"], first["failure"]) == (None, "no finite score")
+    assert all(row["failure"] is None and row["verdict"] in (0, 0.5, 1) for row in others)
+
+
+def test_verdicts_of_another_kind_of_file_are_refused_before_anything_runs(models_here: Path) -> None:
+    with pytest.raises(UserError, match=r"--out v\.csv: verdicts are written as \.jsonl or \.parquet"):
+        run("models/sft", out=Path("v.csv"))
 
 
 @pytest.mark.parametrize(

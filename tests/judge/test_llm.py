@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -336,7 +336,8 @@ def test_a_torn_line_of_the_cache_costs_that_line_only(tmp_path: Path) -> None:
     assert "two" not in again
     again.add("three", {"text": "B"})
     found = Cache(file)
-    assert (found["one"]["text"], found["three"]["text"]) == ("A", "B")
+    kept = [found.get(key) or {} for key in ("one", "three")]
+    assert [record.get("text") for record in kept] == ["A", "B"]
 
 
 KILLED = """
@@ -405,3 +406,32 @@ def test_the_probability_is_that_of_the_verdicts_own_token(tokens: list[str], pr
     text = "".join(token for token in tokens if token != "<|end|>")
     body = {"choices": [{"message": {"content": text}, "logprobs": {"content": listed}}]}
     assert llm.read(llm.reply_of(json.dumps(body))).probability == pytest.approx(probability)
+
+
+# -------------------------------------------------------------------------------------- traces
+
+
+def test_the_first_replies_are_traced_once_with_what_was_asked_and_said(
+    server: Server, tmp_path: Path
+) -> None:
+    """A reply that is kept is shown at the time it was asked for; a failure says why."""
+    told: list[dict[str, Any]] = []
+
+    def trace(
+        name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+    ) -> None:
+        told.append({"name": name, "inputs": inputs, "outputs": outputs, "start": start, "end": end})
+
+    asked = questions(3)
+    server.reply = lambda body: endpoint.completion("B" if "prompt 0" in str(body["messages"]) else "Hm")
+    for _ in range(2):
+        judge = Llm(settings(server, tmp_path), 1.0, tmp_path / "home", trace=trace, num_traces=2)
+        judge(asked, ANY)
+        judge(asked, ANY)
+    first, failed, *again = told
+    assert again == [first, failed], "the second process showed what was kept, and two of it"
+    assert first["name"] == "judge gpt"
+    assert first["inputs"]["messages"][0]["content"].startswith("prompt 0")
+    assert first["outputs"] == {"text": "B", "tokens": 10, "first_is_better": 0.0}
+    assert failed["outputs"]["failure"] == "no verdict but 'Hm'"
+    assert 0 <= first["end"] - first["start"] < 60_000

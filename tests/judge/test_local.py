@@ -134,6 +134,27 @@ def test_a_ranker_says_how_probable_the_first_answer_is_the_better_one(
         assert reply.probability == pytest.approx(float(expected), abs=1e-5)
 
 
+@pytest.mark.parametrize(("declared", "most"), [(None, 13), (9, 9)])
+def test_a_ranker_with_a_padding_position_reads_as_far_as_its_positions_go(
+    tmp_path: Path, declared: int | None, most: int
+) -> None:
+    """RoBERTa's first token stands at padding_idx + 1: of 16 positions with padding at 2, 13 are left."""
+    tokens, folder = words(), tmp_path / "model"
+    if declared is not None:
+        tokens.model_max_length = declared
+    shape = AutoConfig.for_model(
+        "roberta", vocab_size=len(tokens), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=16, num_labels=1, pad_token_id=2,
+    )  # fmt: skip
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    template = len(tokens(text(Question("", "", "")))["input_ids"])
+    fitting, too_long = (Question("a " * (most - template + more), "", "") for more in (0, 1))
+    read, failed = ranker(tmp_path, folder)([fitting, too_long], 2)
+    assert (read.failure, read.num_tokens) == ("", most)
+    assert failed.failure == f"longer than the judge's {most} tokens"
+
+
 def test_what_is_no_ranker_is_refused(tmp_path: Path) -> None:
     folder = toy.foreign(str(tmp_path / "three"), "llama", labels=3)
     with pytest.raises(UserError, match="has 3 labels; a ranker has one"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,9 +13,10 @@ import torch
 
 from rlhf_tasks import console, contracts, judges, models
 from rlhf_tasks.config import UserError
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
-from rlhf_tasks.judge import stage, summary
+from rlhf_tasks.judge import labels, stage, summary, trust
+from rlhf_tasks.judge.labels import Label, Pair
 from rlhf_tasks.judges.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -172,6 +174,22 @@ def test_a_judge_that_compares_adds_what_only_it_can_say(
     assert {(r["score_a"], r["a_shown_first"], r["a_shown_second"]) for r in rows} == {(None, 1.0, 0.0)}
 
 
+def test_judges_are_compared_with_what_people_said(models_here: Path) -> None:
+    rows = read_table("prompts", "test")[:4]
+    pairs = [Pair(row["prompt"], "policy", "sft", row["reference"], " my stuff") for row in rows]
+    for pair, outcome in zip(pairs, (1.0, 1.0, 0.0, None), strict=True):
+        labels.add(Path("labels.jsonl"), Label(pair, outcome))
+    found = stage.run(small.view("judge", SETTINGS | {"judge.labels": "labels.jsonl"}), NullTracker())
+    scores = [
+        gold(pair.prompt, pair.answer_a).score > gold(pair.prompt, pair.answer_b).score for pair in pairs
+    ]
+    assert scores[:3] == [True, True, True], "a reference is better than next to nothing"
+    assert found["human/labels"] == 3, "what was passed over is no label"
+    assert found["human/gold/agreement"] == pytest.approx(2 / 3)
+    assert found["human/gold/kappa"] == 0, "who always says the same agrees by chance"
+    assert "human/reward_model/kappa" in found
+
+
 class Listener(NullTracker):
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +226,7 @@ def test_without_reward_models_the_gold_judge_judges_alone(
 ) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    for folder in stage.REWARDS.values():
+    for folder in trust.REWARDS.values():
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / "README.md").write_text("none", encoding="utf-8")
@@ -218,3 +236,32 @@ def test_without_reward_models_the_gold_judge_judges_alone(
     assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
     unwanted = ("agreement", "reward", "perplexity", "choice")
     assert [key for key in found if any(word in key for word in unwanted)] == []
+
+
+class Tables(NullTracker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.tables[name] = [dict(row) for row in rows]
+
+
+def test_every_verdict_is_a_row_of_a_table_with_what_was_judged(models_here: Path) -> None:
+    tracker = Tables()
+    stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD]}), tracker)
+    rows = tracker.tables["verdicts"]
+    assert len(rows) == 3 * 10
+    for row in rows:
+        ours, theirs = (gold(row["prompt"], row[answer]).score for answer in ("answer_a", "answer_b"))
+        assert row["verdict"] == (ours > theirs) + 0.5 * (ours == theirs)
+    assert [row["pair"] for row in tracker.tables["win_rates"]] == [
+        "sft vs reference", "policy vs reference", "policy vs sft"
+    ]  # fmt: skip
+    bins = pq.read_table(stage.OUT / "calibration.parquet").to_pylist()
+    origins = {(row["model"], row["origin"]) for row in bins}
+    assert {(m, "given") for m in trust.REWARDS} <= origins
+    lengths = pq.read_table(stage.OUT / "lengths.parquet").to_pylist()
+    assert {(row["judge"], row["who"]) for row in lengths} == {
+        ("gold", who) for who in ("reference", "sft", "policy")
+    }

@@ -80,13 +80,37 @@ def test_a_band_covers_its_range_of_the_axis() -> None:
     assert float(found[2]) == pytest.approx((charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2, abs=0.1)
 
 
-def test_a_long_line_is_thinned_and_keeps_its_spike() -> None:
-    steps = 20_000
-    points = [(float(k), 100.0 if k == 12_345 else math.sin(k)) for k in range(steps)]
-    thinned = drawn(charts.line_chart("x", "step", [curve(*points)]))
-    assert len(thinned) <= 2 * charts.MAX_BUCKETS
-    assert min(y for _, y in thinned) == charts.TOP  # 100 is the top tick
-    assert [x for x, _ in thinned] == sorted(x for x, _ in thinned)
+def test_a_long_line_is_its_mean_in_a_band_that_keeps_the_spike() -> None:
+    steps = 24_000  # 200 to a bucket
+    points = [(float(k), 100.0 if k == 12_345 else float(k % 2)) for k in range(steps)]
+    svg = charts.line_chart("x", "step", [curve(*points)])
+    line = drawn(svg)
+    assert len(line) == charts.MAX_BUCKETS
+    assert [x for x, _ in line] == sorted(x for x, _ in line)
+    found = re.search(r'<polygon class="ribbon s0" points="([^"]+)"', svg)
+    assert found
+    heights = [float(pair.split(",")[1]) for pair in found[1].split()]
+    assert min(heights) == charts.TOP, "100 is the top tick"
+    floor, height = charts.HEIGHT - charts.BOTTOM, charts.HEIGHT - charts.BOTTOM - charts.TOP
+    spiked, *others = sorted(y for _, y in line)
+    assert spiked == pytest.approx(floor - height * 0.995 / 100, abs=0.06), "(100 + 99 · 1 + 100 · 0) / 200"
+    assert others == pytest.approx([floor - height * 0.5 / 100] * len(others), abs=0.06)
+    assert "highest 100" in svg
+
+
+def test_a_curves_own_band_and_the_diagonal_stand_where_the_numbers_are() -> None:
+    one = Curve("m", (0.0, 1.0), (0.4, 0.6), low=(0.2, 0.4), high=(0.6, 1.0))
+    svg = charts.line_chart("x", "confidence", [one], diagonal=True)
+    left, right, floor = charts.LEFT, charts.WIDTH - charts.RIGHT, charts.HEIGHT - charts.BOTTOM
+    height = floor - charts.TOP
+
+    def y(value: float) -> str:
+        return f"{floor - height * value:.1f}"
+
+    expected = [(left, 0.6), (right, 1.0), (right, 0.4), (left, 0.2)]
+    corners = " ".join(f"{x:.1f},{y(value)}" for x, value in expected)
+    assert f'<polygon class="ribbon s0" points="{corners}"/>' in svg
+    assert f'<line class="guide" x1="{left:.1f}" y1="{y(0)}" x2="{right:.1f}" y2="{y(1)}"/>' in svg
 
 
 def test_one_point_is_a_dot_and_none_is_refused() -> None:

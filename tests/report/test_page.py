@@ -253,3 +253,95 @@ def test_the_stage_writes_one_file_and_hands_it_to_the_tracker(
     assert [path.name for path in Path("reports").iterdir()] == ["index.html"]
     assert tracker.artifacts == [Path("reports/index.html")]
     assert Path("reports/index.html").read_text(encoding="utf-8") == written(whole)
+
+
+def test_samples_of_a_judge_that_compares_are_those_it_was_surest_of(whole: Path) -> None:
+    """Probability that the policy's answer is better, in both orders; a verdict that turned is a tie."""
+    orders = {0: (0.9, 0.8), 1: (0.9, 0.2), 2: (0.6, 0.7), 3: (0.2, 0.1)}
+    rows = [
+        {"judge": "gpt", "a": "policy", "b": "reference", "index": i, "score_a": None, "score_b": None,
+         "verdict": 1.0 if min(p, q) > 0.5 else 0.0 if max(p, q) < 0.5 else 0.5,
+         "a_shown_first": p, "a_shown_second": q}
+        for i, (p, q) in orders.items()
+    ]  # fmt: skip
+    workspace.put_rows(whole / "evaluation/judge/verdicts.parquet", rows)
+    only = {f"gpt/policy_vs_reference/{key}": 0.6 for key in ("win_rate", "low", "high")}
+    workspace.put_text(whole / "metrics/judge.json", json.dumps(only))
+    won, lost = page.context(inputs.read(whole))["sample_groups"]
+    assert [(s.index, s.words) for s in won[1]] == [(0, "ahead with 85.0%"), (2, "ahead with 65.0%")]
+    assert [(s.index, s.words) for s in lost[1]] == [(3, "behind with 85.0%")]
+
+
+def test_samples_of_a_mixture_go_by_its_bare_verdict(whole: Path) -> None:
+    rows = [
+        {"judge": "both", "a": "policy", "b": "reference", "index": i, "verdict": outcome,
+         "score_a": None, "score_b": None, "a_shown_first": None, "a_shown_second": None}
+        for i, outcome in enumerate((1.0, 0.5, 0.0, float("nan")))
+    ]  # fmt: skip
+    workspace.put_rows(whole / "evaluation/judge/verdicts.parquet", rows)
+    only = {f"both/policy_vs_reference/{key}": 0.5 for key in ("win_rate", "low", "high")}
+    workspace.put_text(whole / "metrics/judge.json", json.dumps(only))
+    won, lost = page.context(inputs.read(whole))["sample_groups"]
+    assert [(s.index, s.words) for s in won[1] + lost[1]] == [(0, "ahead"), (2, "behind")]
+
+
+def test_what_the_base_model_knew_stands_beside_what_is_left(whole: Path) -> None:
+    """A measure that has an interval shows it; the interval has no row of its own."""
+    known = {f"choice/{who}": 0.5 for who in ("base", "sft", "policy")}
+    known |= {"choice/base/low": 0.4, "choice/base/high": 0.6, "perplexity/general/base": 12.0}
+    workspace.put_text(whole / "metrics/judge.json", json.dumps(workspace.JUDGE_METRICS | known))
+    answers, retained = page.context(inputs.read(whole))["tables"]
+    assert retained[2] == {
+        "choice": {"base": "0.5 (0.4 to 0.6)", "sft": "0.5", "policy": "0.5"},
+        "perplexity/general": {"base": "12"},
+    }
+    assert answers[2]["gold/coverage"] == {"policy": "0.8432", "sft": "0.6218"}
+
+
+def test_calibration_and_length_are_drawn_by_model_origin_and_contender(whole: Path) -> None:
+    document = Document(written(whole))
+    spoken = " ".join(a["aria-label"] or "" for a in document.of("svg") if a.get("role") == "img")
+    assert "Calibration of the reward model that PPO optimises, by confidence: given pairs from 0.5" in spoken
+    assert "Score by length: Gold judge, by characters: Policy from 0.2 to 0.8" in spoken
+    assert "Expected calibration error: given pairs 12.5%." in document.text
+    assert len(re.findall('<polygon class="ribbon', written(whole))) == 2
+
+
+def test_the_chain_names_who_made_what_a_stage_read(whole: Path) -> None:
+    (whole / "params.yaml").write_text("{}", encoding="utf-8")
+    (whole / "dvc.yaml").write_text(
+        "stages:\n"
+        "  sft: {cmd: rlhf sft, deps: [data/sft], outs: [models/sft, models/lineage/sft.json]}\n"
+        "  ppo: {cmd: rlhf ppo, deps: [models/sft], outs: [models/policy]}\n",
+        encoding="utf-8",
+    )
+    for stage_name, read in {
+        "sft": {"data/sft": "d" * 32},
+        "ppo": {"models/sft": "abcdef0123456789"},
+    }.items():
+        tree = {"rlhf.run": f"{stage_name}-1", "inputs": read, "git.rev": "f" * 40, "git.dirty": True}
+        workspace.put_text(whole / f"models/lineage/{stage_name}.json", json.dumps(tree))
+    links = {link.stage: link for link in page.context(inputs.read(whole))["chain"]}
+    assert [(i.path, i.digest, i.maker) for i in links["ppo"].read] == [("models/sft", "abcdef0123", "sft")]
+    assert [(i.path, i.digest) for i in links["sft"].made] == [("models/sft", "abcdef0123")]
+    assert [(i.path, i.digest) for i in links["ppo"].made] == [("models/policy", "")]
+    assert links["ppo"].run == "ppo-1"
+    assert (links["ppo"].code, links["ppo"].dirty) == ("ffffffffff", True)
+    assert 'reads <code>models/sft</code> <code class="quiet">abcdef0123</code> of <a href="#of-sft">' in (
+        written(whole)
+    )
+
+
+def test_judges_agreement_with_people_and_each_other_is_told(whole: Path) -> None:
+    told = {
+        "human/gold/kappa": 0.61, "human/gold/kappa/low": 0.5, "human/gold/kappa/high": 0.7,
+        "human/gold/agreement": 0.8, "human/gold/agreement/low": 0.7, "human/gold/agreement/high": 0.9,
+        "kappa/gold_and_gpt": -0.1, "kappa/gold_and_gpt/low": -0.2, "kappa/gold_and_gpt/high": 0.0,
+        "gpt/policy_vs_sft/position_bias": 0.25, "gpt/policy_vs_sft/first_share": 0.6,
+        "gpt/policy_vs_sft/cost/replies": 40, "gpt/policy_vs_sft/cost/tokens": 1234,
+    }  # fmt: skip
+    workspace.put_text(whole / "metrics/judge.json", json.dumps(workspace.JUDGE_METRICS | told))
+    text = Document(written(whole)).text
+    assert "Gold judge and people 0.61 0.50 to 0.70 80.0% (70.0% to 90.0%)" in text
+    assert "Gold judge and gpt −0.10 −0.20 to 0.00" in text
+    assert "gpt: Policy against SFT 25.0% 60.0% 40 1,234" in text

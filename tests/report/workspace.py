@@ -25,7 +25,8 @@ JUDGE_METRICS = {
     "gold/policy/coverage": 0.8432,
     "gold/sft/coverage": 0.6218,
     "rouge_l/policy": 0.3154,
-    "reward_model/agreement_policy": 0.7654,
+    "agreement/reward/policy_samples": 0.7654,
+    "calibration/reward/given": 0.125,
 }
 
 
@@ -94,6 +95,18 @@ def put_all(root: Path) -> None:
         )
     put_rows(root / "evaluation/judge/answers.parquet", answers())
     put_rows(root / "evaluation/judge/verdicts.parquet", verdicts())
+    bins = [
+        {"model": "reward", "origin": "given", "confidence": c, "right": r, "low": r - 0.1, "high": r + 0.1,
+         "pairs": 20}
+        for c, r in ((0.55, 0.5), (0.95, 0.8))
+    ]  # fmt: skip
+    put_rows(root / "evaluation/judge/calibration.parquet", bins)
+    lengths = [
+        {"judge": "gold", "who": "policy", "length": n, "score": s, "low": s - 0.1, "high": s + 0.1,
+         "answers": 20}
+        for n, s in ((10.0, 0.2), (30.0, 0.8))
+    ]  # fmt: skip
+    put_rows(root / "evaluation/judge/lengths.parquet", lengths)
     samples = [
         {"episode": e, "prompt": "a post", "response": f"said at {e}", "score": 0.5} for e in (256, 768)
     ]

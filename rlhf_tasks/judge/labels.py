@@ -1,0 +1,105 @@
+"""What people said of pairs of answers: JSON lines that only ever grow, and how far judges agree with them.
+
+A label holds the texts that were judged, so that it stays true when the models change:
+
+    {"prompt": …, "a": "policy", "b": "sft", "answer_a": …, "answer_b": …, "outcome": 1 | 0.5 | 0 | null}
+
+`outcome` is 1 where A was called better, 0 where B was, ½ for a tie and null for a pair that was passed over.
+`seed`, `by` and `when` may stand beside. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_tasks import checkpoint, statistics
+from rlhf_tasks.config import UserError
+
+OUTCOMES = (1.0, 0.5, 0.0, None)
+TEXTS = ("prompt", "a", "b", "answer_a", "answer_b")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to a prompt, and whose they are."""
+
+    prompt: str
+    a: str
+    b: str
+    answer_a: str
+    answer_b: str
+
+    @property
+    def key(self) -> tuple[str, frozenset[str]]:
+        """The same for the same texts, whichever way round."""
+        return self.prompt, frozenset((self.answer_a, self.answer_b))
+
+
+@dataclass(frozen=True)
+class Label:
+    pair: Pair
+    outcome: float | None
+
+
+def read(path: Path) -> list[Label]:
+    """All labels of a file, in order; none where there is no file. A line that a crash tore is left out.
+
+    Raises:
+        UserError: naming a line that is whole, and no label.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if (
+            not isinstance(row, dict)
+            or not all(isinstance(row.get(name), str) for name in TEXTS)
+            or row.get("outcome", "none") not in OUTCOMES
+        ):
+            raise UserError(
+                f"{path}:{number}: is no label; it needs the texts {', '.join(TEXTS)}, and an `outcome` of 1 "
+                "(A is better), 0.5, 0 or null"
+            )
+        outcome = None if row["outcome"] is None else float(row["outcome"])
+        found.append(Label(Pair(*(row[name] for name in TEXTS)), outcome))
+    return found
+
+
+def add(path: Path, label: Label, **more: str | int) -> None:
+    """Write one label down to the disk; what more is known of it stands beside."""
+    row = {**asdict(label.pair), "outcome": label.outcome, **more}
+    checkpoint.append_line(path, json.dumps(row, ensure_ascii=False))
+
+
+def decided(labels: Sequence[Label]) -> list[Label]:
+    """Without the pairs that were passed over."""
+    return [label for label in labels if label.outcome is not None]
+
+
+def agreement(judge: str, labels: Sequence[Label], outcomes: statistics.Floats) -> dict[str, float]:
+    """`human/JUDGE/kappa`, and `human/JUDGE/agreement`: the share of people's decisions that it shares.
+
+    `outcomes` (N,) are the judge's on the pairs of the N labels, NaN where it failed. Agreement leaves out
+    the ties of people; a tie of the judge counts half. Empty where the judge failed on all.
+    """
+    people = np.array([label.outcome for label in labels], dtype=np.float64)
+    both = ~np.isnan(outcomes)
+    if not both.any():
+        return {}
+    kappa, key = statistics.kappa(people, outcomes), f"human/{judge}"
+    found = {f"{key}/kappa": kappa.value, f"{key}/kappa/low": kappa.low, f"{key}/kappa/high": kappa.high}
+    if (people[both] != 0.5).any():
+        share = statistics.agreement(outcomes, people)
+        found |= {
+            f"{key}/agreement": share.value,
+            f"{key}/agreement/low": share.low,
+            f"{key}/agreement/high": share.high,
+        }
+    return found
