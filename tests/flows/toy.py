@@ -123,8 +123,13 @@ class Service:
         )
 
     def up(self) -> subprocess.CompletedProcess[str]:
-        ports = [str(daemons.free_port(23000 + 100 * (os.getpid() % 90) + 50 * i)) for i in range(2)]
-        return self.command("up", "--prefect-port", ports[0], "--mlflow-port", ports[1])
+        """With ports of this process's own, for what does not run yet."""
+        words = []
+        for number, name in enumerate(("prefect", "mlflow")):
+            if not self.daemon(name).is_running():
+                port = daemons.free_port(23000 + 100 * (os.getpid() % 90) + 50 * number)
+                words += [f"--{name}-port", str(port)]
+        return self.command("up", *words)
 
     def daemon(self, name: str) -> daemons.Daemon:
         return daemons.Daemon(name, self.root / ".rlhf/service")
