@@ -149,7 +149,7 @@ class Service:
         address = f"{self.url('prefect')}/api{path}"
 
         def answer() -> httpx.Response | None:
-            found = httpx.request(method, address, json=body, timeout=60, auth=self.login)
+            found = httpx.request(method, address, json=body, timeout=WAIT_SECONDS, auth=self.login)
             return None if found.status_code == httpx.codes.SERVICE_UNAVAILABLE else found
 
         return until(answer, f"{method} {path}").json()
