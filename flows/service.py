@@ -111,6 +111,8 @@ class Service:
         folder = self.home / "service"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
+            for name, asked in ports.items():
+                self._check_port(name, asked)  # of both, before anything starts
             for name in ("prefect", "mlflow"):
                 self._start_server(name, ports[name])
             os.environ.update(self.environment(os.environ))
@@ -141,12 +143,21 @@ class Service:
                 raise UserError(_taken(name, port)) from None
             raise
 
-    def _port(self, name: str, asked: int | None, before: int | None) -> int:
-        """The port asked for; else the one of before, so that links and bookmarks stay good, or the next."""
-        if asked is not None and not is_free(asked):
+    def _check_port(self, name: str, asked: int | None) -> None:
+        """Raises UserError if a server cannot have the port that is asked for."""
+        daemon = self.daemon(name)
+        known = daemon.known().get("port")
+        if asked is None or (daemon.is_running() and asked == known):
+            return
+        if daemon.is_running():
+            raise UserError(
+                f"{name} runs on port {known}; `make down` first, to have it on --{name}-port {asked}"
+            )
+        if not is_free(asked) and not daemon.listens(asked):
             raise UserError(_taken(name, asked))
-        if asked is not None:
-            return asked
+
+    def _port(self, name: str, before: int | None) -> int:
+        """The port of before, so that links and bookmarks stay good, or the next free one."""
         first = before or PORTS[name]
         port = free_port(first)
         if port != first:
@@ -155,15 +166,11 @@ class Service:
 
     def _start_server(self, name: str, asked: int | None) -> None:
         daemon = self.daemon(name)
-        known = daemon.known().get("port")
         if daemon.is_running():
-            if asked not in (None, known):
-                raise UserError(
-                    f"{name} runs on port {known}; `make down` first, to have it on --{name}-port {asked}"
-                )
             return
+        before = daemon.known().get("port")
         daemon.stop(END_SECONDS[name])  # what is left of it
-        port = self._port(name, asked, known)
+        port = asked or self._port(name, before)
         if name == "mlflow":
             command = dashboard.server_command(self.home, port)
             environment = dashboard.server_environment(os.environ)

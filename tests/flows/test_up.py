@@ -75,7 +75,8 @@ def test_a_strangers_server_on_our_port_is_not_ours(
         assert f"mlflow: runs, and does not answer, http://127.0.0.1:{stranger}" in said
         assert "worker: does not run" in said
         with pytest.raises(UserError, match=r"mlflow runs on port \d+; `make down` first"):
-            here._start_server("mlflow", 1)
+            here.up({"prefect": None, "mlflow": 1}, None)
+        assert not here.daemon("prefect").is_running(), "nothing starts half"
     finally:
         here.daemon("mlflow").stop(0.5)
 
