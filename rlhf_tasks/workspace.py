@@ -1,7 +1,8 @@
 """Isolated runs: a git worktree of the project that shares its DVC cache. No torch here.
 
-    .rlhf/workspaces/NAME       of the main checkout; removed when the run is over
-    .rlhf/workspaces/NAME.lock  held by the process that works in it: what a vanished one left is told by it
+    .rlhf/workspaces/NAME            of the main checkout; removed when the run is over
+    .rlhf/workspaces/NAME@HOST.lock  held by the process that works in it: one that vanished is told by it, on
+                                     its own machine only, since not every shared disk tells locks to others
 
 A workspace holds one commit, the parameters that the run was given, and the data at `data.path` as it
 lies in the main checkout now (it need not be in git). The user's working tree is never written to. What
@@ -11,6 +12,7 @@ comes of a run is a DVC experiment, which `dvc exp show` lists and `dvc exp appl
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -109,10 +111,10 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
     inside = root.resolve().relative_to(Path(_git(root, "rev-parse", "--show-toplevel")).resolve())
     workspace = Workspace(root, top, top / inside, _lock(root, name))
     with _worktrees(root):
-        try:
-            workspace.lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"a process still works in the workspace {name}; wait for its end") from None
+        if _is_held(root, name):
+            raise UserError(f"a process still works in the workspace {name}; wait for its end")
+        _remove(root, name)
+        workspace.lock.acquire(timeout=0)
     try:
         with _worktrees(root):
             _git(root, "worktree", "add", "--quiet", "--detach", str(top), revision)
@@ -147,10 +149,11 @@ def remove(root: Path, name: str) -> None:
 
 
 def remove_left(root: Path) -> list[str]:
-    """Take away all workspaces whose process has vanished; their names."""
+    """Take away all workspaces whose process, one of this machine, has vanished; their names."""
+    own = f"@{platform.node()}.lock"
     with _worktrees(root):
-        tops = [path for path in sorted((home(root) / FOLDER).glob("*")) if path.is_dir()]
-        left = [top.name for top in tops if not _is_held(root, top.name)]
+        names = [path.name.removesuffix(own) for path in sorted((home(root) / FOLDER).glob(f"*{own}"))]
+        left = [name for name in names if not _is_held(root, name)]
         _remove(root, *left)
     return left
 
@@ -158,7 +161,8 @@ def remove_left(root: Path) -> list[str]:
 def _remove(root: Path, *names: str) -> None:
     for name in names:
         shutil.rmtree(home(root) / FOLDER / name, ignore_errors=True)
-        (home(root) / FOLDER / f"{name}.lock").unlink(missing_ok=True)
+        for lock in (home(root) / FOLDER).glob(f"{name}@*.lock"):
+            lock.unlink(missing_ok=True)
     _git(root, "worktree", "prune")  # what was tidied up by hand, too
 
 
@@ -358,7 +362,7 @@ def _worktrees(root: Path) -> FileLock:
 def _lock(root: Path, name: str) -> FileLock:
     """Held by the process that works in the workspace; changed hands only under `_worktrees`."""
     (home(root) / FOLDER).mkdir(parents=True, exist_ok=True)
-    return FileLock(home(root) / FOLDER / f"{name}.lock", thread_local=False)
+    return FileLock(home(root) / FOLDER / f"{name}@{platform.node()}.lock", thread_local=False)
 
 
 def _needs_commit(root: Path) -> None:

@@ -95,8 +95,15 @@ def test_what_a_killed_run_left_is_replaced(root: Path) -> None:
 def test_what_vanished_processes_left_goes_and_what_is_worked_in_stays(root: Path) -> None:
     kept, left = create(root, "kept"), create(root, "left")
     left.lock.release()
+    elsewhere = (
+        root / ".rlhf/workspaces/elsewhere"
+    )  # worked in by another machine, for all that is known here
+    elsewhere.mkdir()
+    elsewhere.with_name("elsewhere@another-host.lock").touch()
     assert workspace.remove_left(root) == ["left"]
     assert kept.folder.exists()
+    assert elsewhere.exists()
+    workspace.remove(root, "elsewhere")
     with pytest.raises(UserError, match="a process still works in the workspace kept"):
         create(root, "kept")
     kept.remove()
