@@ -35,7 +35,7 @@ from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import settings
+from flows import hooks, settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
@@ -158,10 +158,14 @@ def _deploy(
 
 
 def crash_lost_runs() -> None:
-    """Runs that no worker works on any more, to be called while there is none: they can be retried then."""
+    """Runs that no worker works on any more, to be called while there is none: they can be retried then.
+
+    What such a run left behind is taken away, as a worker would have done.
+    """
     where = WorkPoolFilter(name=WorkPoolFilterName(any_=[settings.POOL]))
     states = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=states, work_pool_filter=where):
+            hooks.clean_run(str(run.id))
             lost: State[Any] = Crashed(message="its worker is gone: retry it, and it goes on")
             client.set_flow_run_state(run.id, lost, force=True)

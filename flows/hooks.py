@@ -28,6 +28,11 @@ def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
 
     Prefect wants these names of the arguments. The run's courier closes it in MLflow by itself.
     """
-    daemons.end_carriers(STAGE_RUN, str(flow_run.id), signal.SIGINT, GRACE_SECONDS)
+    clean_run(str(flow_run.id))
+
+
+def clean_run(flow_run: str) -> None:
+    """The same for whoever knows only its id; in the project's folder."""
+    daemons.end_carriers(STAGE_RUN, flow_run, signal.SIGINT, GRACE_SECONDS)
     if (Path.cwd() / "dvc.yaml").exists():  # not where a worker only makes jobs for other machines
-        workspace.remove(Path.cwd(), workspace_name(str(flow_run.id)))
+        workspace.remove(Path.cwd(), workspace_name(flow_run))

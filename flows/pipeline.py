@@ -9,8 +9,7 @@ working folder.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
 from flows import hooks, promotion, request, results, settings, stages, watch
-from rlhf_tasks import lineage, workspace
+from rlhf_tasks import daemons, lineage, workspace
 from rlhf_tasks.config import Config, Service, UserError
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import STAGE_RUN
@@ -46,6 +45,7 @@ def pipeline(
     seed: request.Seed | None = None,
     overrides: request.Overrides | None = None,
     where: request.Where = "workspace",
+    revision: request.Revision | None = None,
     name: request.ExperimentName | None = None,
     push: bool = False,
 ) -> State[Any]:
@@ -57,9 +57,10 @@ def pipeline(
         preset: Values written over those of params.yaml before the run; `rlhf preset` lists them.
         seed: Instead of params.yaml's; the same seed gives the same run.
         overrides: Single values on top, by dotted key: any key of params.yaml.
-        where: workspace: a git worktree of the last commit, whose result is a DVC experiment. checkout: the
-            working tree itself, like a plain `dvc repro`; takes no changes.
-        name: Of the DVC experiment; by default the flow run's name.
+        where: workspace: a git worktree of a commit, whose result is a DVC experiment. checkout: the working
+            tree itself, like a plain `dvc repro`; takes no changes.
+        revision: The workspace's commit, by hash, branch or tag; by default the last one.
+        name: Of the workspace's DVC experiment; by default the flow run's name.
         push: Send what the run made to the DVC remote at the end.
 
     Raises:
@@ -67,26 +68,28 @@ def pipeline(
     """
     root, run = Path.cwd(), str(flow_run.get_id())
     try:
-        request.check_name(name)
+        commit = request.commit_of(root, where, revision, name)
         asked = Request(preset, seed, overrides)
-        text, values, changes = request.settle(root, asked, isolated=where == "workspace")
-        if where == "workspace":
+        text, values, changes = request.settle(root, asked, commit)
+        if commit is not None:
             workspace.check_data(values.data.path)
     except UserError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
-    data = watch.fingerprint(root, values)  # as the run finds it, not as it may have become meanwhile
-    revision = lineage.git_revision() or "none"  # likewise
+    # As the run finds it, not as it may have become meanwhile.
+    revision = commit or lineage.git_revision() or "none"
+    data = watch.fingerprint(root, values)
+    unseen = workspace.unseen(root, values.data.path) if commit is not None else []
     given, name = name is not None, name or request.default_name(str(flow_run.get_name()), run)
-    tags = {"dvc.exp": name, "prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
+    tags = {"prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
-        _place(root, run, where, text, values) as place,
-        tracking.open_run(run, values.tracking, tags) as told,
+        _place(root, run, commit, text, values, unseen) as place,
+        tracking.open_run(run, values.tracking, tags | _experiment_tag(place, name)) as told,
     ):
         folder = place.folder if isinstance(place, Workspace) else place
         how = run_stages(folder, values.service, stage_environment(place, run, name))
         experiment = _saved(place, name, given) if isinstance(place, Workspace) else None
-        notes = _notes(root, experiment, where, told)
+        notes = _notes(commit, experiment, unseen, told)
         unpushed = send(folder) if push else None
         if unpushed:
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
@@ -124,16 +127,16 @@ def run_stages(folder: Path, service: Service, environment: dict[str, str]) -> d
 
 
 @contextmanager
-def _place(root: Path, run: str, where: str, text: str, values: Config) -> Iterator[Workspace | Path]:
+def _place(
+    root: Path, run: str, commit: str | None, text: str, values: Config, unseen: Sequence[str]
+) -> Iterator[Workspace | Path]:
     """Where the run works: a workspace, removed at its end however it ends, or the checkout."""
     logger = get_run_logger()
-    if where == "workspace":
-        logger.info(
-            "sees commit %s and the data at %s as it is now", lineage.git_revision(), values.data.path
-        )
-        if unseen := workspace.unseen(root):
+    if commit is not None:
+        logger.info("sees commit %s and the data at %s as it is now", commit, values.data.path)
+        if unseen:
             logger.warning("does not see the uncommitted changes of %s", ", ".join(unseen))
-        place = workspace.create(root, hooks.workspace_name(run), text, values)
+        place = workspace.create(root, hooks.workspace_name(run), text, values, commit)
         try:
             yield place
         finally:
@@ -154,29 +157,40 @@ def _place(root: Path, run: str, where: str, text: str, values: Config) -> Itera
 
 def stage_environment(place: Workspace | Path, run: str, name: str) -> dict[str, str]:
     """This environment, `rlhf` on the path, and the flow run as the parent of all its stages in MLflow."""
-    here = str(Path(sys.executable).parent)
-    path = os.pathsep.join([here, os.environ.get("PATH", os.defpath)])
     own = {k: v for k, v in os.environ.items() if not k.startswith(PREFECT_OWN)}
     names = {
         "RLHF_PARENT_RUN": tracking.key(run),
         "PREFECT__FLOW_RUN_ID": run,
-        "DVC_EXP_NAME": name,
         STAGE_RUN: run,
+        **({"DVC_EXP_NAME": name} if isinstance(place, Workspace) else {}),
     }
     code = place.environment() if isinstance(place, Workspace) else {}
-    return {**settings.QUIET, **own, "PATH": path, "PYTHONUNBUFFERED": "1", **names, **code}
+    return {
+        **settings.QUIET,
+        **own,
+        "PATH": daemons.environment_path(os.environ),
+        "PYTHONUNBUFFERED": "1",
+        **names,
+        **code,
+    }
 
 
 def _saved(place: Workspace, name: str, given: bool) -> str | None:
     """The experiment's commit; None where nothing differs from the commit, and no name was asked for."""
-    return place.save(name) if given or workspace.unseen(place.folder, all_files=True) else None
+    return place.save(name) if given or place.differs() else None
 
 
-def _notes(root: Path, experiment: str | None, where: str, told: tracking.Pipeline) -> list[str]:
+def _experiment_tag(place: Workspace | Path, name: str) -> dict[str, str]:
+    return {"dvc.exp": name} if isinstance(place, Workspace) else {}
+
+
+def _notes(
+    commit: str | None, experiment: str | None, unseen: Sequence[str], told: tracking.Pipeline
+) -> list[str]:
     notes = []
-    if where == "workspace" and (unseen := workspace.unseen(root)):
+    if unseen:
         notes.append(f"this run saw the commit, not the uncommitted changes of {', '.join(unseen)}")
-    if where == "workspace" and experiment is None:
+    if commit is not None and experiment is None:
         notes.append("nothing differs from the commit, so there is no experiment of it")
     if trouble := told.trouble():
         notes.append(f"MLflow cannot be reached ({trouble}); `rlhf sync` sends it what it lacks")

@@ -20,16 +20,20 @@ Seed = Annotated[int, Field(ge=0)]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
 Where = Literal["workspace", "checkout"]
 ExperimentName = Annotated[str, Field(pattern=NAME)]
+Revision = Annotated[str, Field(min_length=1, examples=["HEAD", "v1.0", "3f2a9c1"])]
 
 
-def settle(root: Path, request: Request, *, isolated: bool) -> tuple[str, Config, list[str]]:
+def settle(root: Path, request: Request, commit: str | None) -> tuple[str, Config, list[str]]:
     """The text of params.yaml that the run is to see, what it says, and what it changes.
+
+    `commit`: the run's; None for one in the checkout.
 
     Raises:
         UserError: for values that config refuses, and for stages that dvc.yaml does not have.
     """
-    if isolated:
-        text, settings, changes = request.settle(workspace.committed(root, "params.yaml"))
+    if commit is not None:
+        text, settings, changes = request.settle(workspace.committed(root, "params.yaml", commit))
+        stages = lineage.graph_in(workspace.committed(root, "dvc.yaml", commit), text)
     else:
         if request.overlays():
             raise UserError(
@@ -38,7 +42,7 @@ def settle(root: Path, request: Request, *, isolated: bool) -> tuple[str, Config
             )
         file = root / "params.yaml"
         text, settings, changes = file.read_text(encoding="utf-8"), config.load(file), []
-    stages = lineage.graph(root)
+        stages = lineage.graph(root)
     unknown = [name for name in settings.service.stages if name not in stages]
     if unknown:
         raise UserError(
@@ -51,6 +55,24 @@ def default_name(flow_run: str, run: str) -> str:
     """An experiment's name from the flow run's, which people may write as they like, and its id's end."""
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_run).strip("-_")
     return f"{slug or 'run'}-{run[-4:]}"
+
+
+def commit_of(root: Path, where: Where, revision: str | None, name: str | None) -> str | None:
+    """The hash of the commit that the run works on; None for one in the checkout.
+
+    Raises:
+        UserError: for a revision or a name that cannot be, or is of no use where the run works.
+    """
+    check_name(name)
+    if where == "workspace":
+        return workspace.resolve(root, revision)
+    given = [what for what, value in (("revision", revision), ("name", name)) if value is not None]
+    if given:
+        raise UserError(
+            f"{' and '.join(given)} cannot be given for a run in the checkout, which takes the working tree "
+            "as it is and makes no experiment: set `where` to workspace, or leave that out"
+        )
+    return None
 
 
 def check_name(name: str | None) -> None:

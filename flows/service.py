@@ -2,7 +2,7 @@
 
     python -m flows.service up [--prefect-port N] [--mlflow-port N] [--gpu-slots N]
     python -m flows.service down
-    python -m flows.service status
+    python -m flows.service status                    what runs, and whether it does its work
     python -m flows.service deploy [--pool NAME]      to the server of PREFECT_API_URL, wherever it is
     python -m flows.service work                      the same, and a worker in the foreground
 
@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -25,16 +26,18 @@ import httpx
 from filelock import FileLock
 
 from flows import settings
-from rlhf_tasks import console, lineage
+from rlhf_tasks import console, daemons, lineage, workspace
 from rlhf_tasks.config import UserError
-from rlhf_tasks.daemons import HOST, Daemon, free_port
+from rlhf_tasks.daemons import HOST, Daemon, free_port, is_free
 from rlhf_tasks.tracking import dashboard
 from rlhf_tasks.tracking.courier import sync
 from rlhf_tasks.tracking.spool import pending
 
 READY_SECONDS = 180.0  # seconds of a machine at rest are minutes of a busy one
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs keep their state first
-HEALTH = {"mlflow": "/health", "prefect": "/api/health"}
+HEALTH = {"prefect": "/api/health", "mlflow": "/health"}
+PORTS = {"prefect": 4200, "mlflow": 5000}
+WORKER = "service"  # its name in the pool
 
 
 @dataclass(frozen=True)
@@ -64,50 +67,110 @@ class Service:
         return f"http://{HOST}:{self.daemon(name).known()['port']}"
 
     def is_healthy(self, name: str) -> bool:
+        """Whether our own program does its work: alive, and the one that answers on its port.
+
+        The worker's answer is its heartbeat, of which the server tells.
+        """
+        daemon = self.daemon(name)
+        if not daemon.is_running():
+            return False
         try:
-            return httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
+            if name == "worker":
+                return self._is_heard(daemon.known()["started"])
+            answers = httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
         except httpx.HTTPError:
             return False
+        return answers and daemon.listens(daemon.known()["port"])
+
+    def _is_heard(self, since: float) -> bool:
+        """Whether the worker has told the server of itself since a time, and lately."""
+        wanted = {"workers": {"status": {"any_": ["ONLINE"]}}}
+        path = f"{self.daemon('worker').known().get('prefect')}/api/work_pools/{settings.POOL}/workers/filter"
+        answer = httpx.post(path, json=wanted, timeout=10.0)
+        heard = [
+            datetime.fromisoformat(worker["last_heartbeat_time"]).timestamp()
+            for worker in (answer.json() if answer.is_success else [])
+            if worker["name"] == WORKER
+        ]
+        return max(heard, default=0.0) >= since
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """For whatever talks to the servers."""
         told = settings.prefect(self.home, self.url("prefect"))
         told[settings.MLFLOW_URL] = self.url("mlflow")
-        here = str(Path(sys.executable).parent)
-        path = os.pathsep.join([here, base.get("PATH", os.defpath)])
-        return {**settings.QUIET, **base, **told, "PATH": path}
+        return {**settings.QUIET, **base, **told, "PATH": daemons.environment_path(base)}
 
     # ---------------------------------------------------------------------------------- starting
 
-    def up(self, ports: Mapping[str, int], gpu_slots: int | None) -> None:
-        """Start what does not run yet, and bring the deployments up to date."""
+    def up(self, ports: Mapping[str, int | None], gpu_slots: int | None) -> None:
+        """Start what does not run yet, and bring the deployments up to date.
+
+        Raises:
+            UserError: for a port asked for that cannot be had, and if something does not come up.
+        """
         folder = self.home / "service"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
+            for name, asked in ports.items():
+                self._check_port(name, asked)  # of both, before anything starts
             for name in ("prefect", "mlflow"):
                 self._start_server(name, ports[name])
             os.environ.update(self.environment(os.environ))
             from flows import deployments  # only now: Prefect reads its settings from the environment
 
             for name in ("prefect", "mlflow"):
-                self.daemon(name).await_ready(partial(self.is_healthy, name), READY_SECONDS)
+                self._await(name)
             deployments.apply(self.root, gpu_slots)
             if pending(self.home / "spool"):
                 sync(self.home)  # of runs whose courier was ended with the service
-            if not self.daemon("worker").is_running():
-                self.daemon("worker").stop(END_SECONDS["worker"])  # what it left running
+            addresses = {name: self.url(name) for name in HEALTH}
+            if not self.daemon("worker").runs_as(**addresses):
+                # What it left running ends first; or it talks to where the servers no longer are.
+                self.daemon("worker").stop(END_SECONDS["worker"])
                 deployments.crash_lost_runs()
-                self._start_worker()
+                self._start_worker(addresses)
+            workspace.remove_left(self.root)
+            self._await("worker")
         self.say()
 
-    def _start_server(self, name: str, first: int) -> None:
+    def _await(self, name: str) -> None:
+        daemon = self.daemon(name)
+        port = daemon.known().get("port")
+        try:
+            daemon.await_ready(partial(self.is_healthy, name), READY_SECONDS)
+        except UserError:
+            if port is not None and not is_free(port) and not daemon.listens(port):
+                raise UserError(_taken(name, port)) from None
+            raise
+
+    def _check_port(self, name: str, asked: int | None) -> None:
+        """Raises UserError if a server cannot have the port that is asked for."""
+        daemon = self.daemon(name)
+        known = daemon.known().get("port")
+        if asked is None or (daemon.is_running() and asked == known):
+            return
+        if daemon.is_running():
+            raise UserError(
+                f"{name} runs on port {known}; `make down` first, to have it on --{name}-port {asked}"
+            )
+        if not is_free(asked) and not daemon.listens(asked):
+            raise UserError(_taken(name, asked))
+
+    def _port(self, name: str, before: int | None) -> int:
+        """The port of before, so that links and bookmarks stay good, or the next free one."""
+        first = before or PORTS[name]
+        port = free_port(first)
+        if port != first:
+            console.say(f"{_taken(name, first)}: now {port}")
+        return port
+
+    def _start_server(self, name: str, asked: int | None) -> None:
         daemon = self.daemon(name)
         if daemon.is_running():
             return
-        # Where it was before, so that links and bookmarks stay good; what is left of it ends first.
-        first = daemon.known().get("port", first)
-        daemon.stop(END_SECONDS[name])
-        port = free_port(first)
+        before = daemon.known().get("port")
+        daemon.stop(END_SECONDS[name])  # what is left of it
+        port = asked or self._port(name, before)
         if name == "mlflow":
             command = dashboard.server_command(self.home, port)
             environment = dashboard.server_environment(os.environ)
@@ -118,10 +181,9 @@ class Service:
             environment = {**settings.QUIET, **os.environ, **told}
         daemon.start(command, environment, self.root, port=port)
 
-    def _start_worker(self) -> None:
-        daemon = self.daemon("worker")
-        words = ["-m", "prefect", "worker", "start", "--pool", settings.POOL, "--type", "process"]
-        daemon.start([sys.executable, *words], self.environment(os.environ), self.root)
+    def _start_worker(self, addresses: Mapping[str, str]) -> None:
+        command = [*worker_command(settings.POOL), "--name", WORKER]
+        self.daemon("worker").start(command, self.environment(os.environ), self.root, **addresses)
 
     # ----------------------------------------------------------------------- looking, and ending
 
@@ -131,18 +193,31 @@ class Service:
         console.say(f"logs: {self.home / 'service'}; `make down` ends it")
 
     def status(self) -> int:
-        """Say what runs; 0 if all does."""
-        names = ("prefect", "mlflow", "worker")
-        running = {name: self.daemon(name).is_running() for name in names}
-        for name, runs in running.items():
-            where = f", {self.url(name)}" if runs and name in HEALTH else ""
-            console.say(f"{name}: {'runs' if runs else 'does not run'}{where}")
-        return 0 if all(running.values()) else 1
+        """Say what runs, and whether it does its work; 0 if all does."""
+        healthy = {name: self.is_healthy(name) for name in ("prefect", "mlflow", "worker")}
+        for name, is_well in healthy.items():
+            daemon = self.daemon(name)
+            where = f", {self.url(name)}" if name in HEALTH and daemon.is_running() else ""
+            if is_well:
+                console.say(f"{name}: healthy{where}")
+            elif daemon.is_running():
+                console.say(f"{name}: runs, and does not answer{where}; see {daemon.log}")
+            else:
+                console.say(f"{name}: does not run")
+        return 0 if all(healthy.values()) else 1
 
     def down(self) -> None:
         """End all of it; runs in progress keep their state, and go on when they are run again."""
         ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
         console.say(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+
+
+def _taken(name: str, port: int) -> str:
+    return f"port {port} is in use by another program, so {name} cannot have it; --{name}-port gives another"
+
+
+def worker_command(pool: str) -> list[str]:
+    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
 
 
 def elsewhere(pool: str, *, work: bool) -> int:
@@ -161,8 +236,7 @@ def elsewhere(pool: str, *, work: bool) -> int:
     deployments.apply(Path.cwd(), None, pool)
     console.say(f"deployments are registered at {os.environ['PREFECT_API_URL']} for the pool {pool}")
     if work:
-        words = ["-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
-        os.execv(sys.executable, [sys.executable, *words])
+        os.execv(sys.executable, worker_command(pool))
     return 0
 
 
@@ -170,8 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.service", description="the service of a project")
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="start servers, worker and deployments")
-    up.add_argument("--prefect-port", type=int, default=4200, help="the next free one is taken")
-    up.add_argument("--mlflow-port", type=int, default=5000, help="the next free one is taken")
+    for name, port in PORTS.items():
+        told = f"by default where it was before, at first {port}, or the next free one"
+        up.add_argument(f"--{name}-port", type=int, help=told)
     up.add_argument("--gpu-slots", type=int, help="of the concurrency limit `gpu` (at first: 1)")
     commands.add_parser("down", help="end all of it")
     commands.add_parser("status", help="what runs, and where")

@@ -31,6 +31,13 @@ from rlhf_tasks.tracking.context import STAGE_RUN
 LEASE_SECONDS = 60.0  # of a slot whose holder vanished
 EXIT_MISTAKE = 2  # `rlhf STAGE` for what the user can mend
 UNCHANGED, RESTORED = "didn't change, skipping", "is cached - skipping run"  # DVC's words; from its run cache
+HINTS = (
+    "To track the changes with git, run:",
+    "\tgit add ",
+    "To enable auto staging, run:",
+    "\tdvc config core.autostage ",
+    "Use `dvc push` ",
+)  # of DVC for people at a terminal
 DRAIN_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
@@ -145,7 +152,7 @@ def run(
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.rstrip())
-            if logged:
+            if logged and is_told(lines[-1]):
                 logger.info("%s", lines[-1])
 
     with subprocess.Popen(
@@ -173,6 +180,11 @@ def run(
             raise
         listener.join(DRAIN_SECONDS)
     return status, lines
+
+
+def is_told(line: str) -> bool:
+    """Whether a line is for the log."""
+    return bool(line) and not line.startswith(HINTS)
 
 
 def _hears_interrupts() -> None:

@@ -1,8 +1,9 @@
 """`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one comparison at the end.
 
 Each run ends as a DVC experiment whose name is a digest of all that decides its result: commit, settled
-parameters, data. What has one is done, so that a sweep that broke off goes on where it was. The runs
-go to a deployment's work pool and keep its limits: another `deployment` puts them on other machines.
+parameters, data. What has one is done, so that a sweep that broke off goes on where it was. All runs are
+of the commit that the sweep began with: what is committed meanwhile is for the next one. The runs go to a
+deployment's work pool and keep its limits: another `deployment` puts them on other machines.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed, Failed
+from prefect.variables import Variable
 from pydantic import Field
 
 from flows import request, results, settings, watch
-from rlhf_tasks import comparison, lineage, workspace
+from rlhf_tasks import comparison, workspace
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.workspace import Request
@@ -64,6 +66,7 @@ def sweep(
     seeds: Seeds = [1, 2, 3],  # noqa: B006  Prefect shows it in the form
     preset: request.PresetName | None = None,
     name: request.ExperimentName = "sweep",
+    revision: request.Revision | None = None,
     metrics: list[str] | None = None,
     curves: list[str] = list(CURVES),  # noqa: B006
     parallel: Annotated[int, Field(ge=1)] = 2,
@@ -77,6 +80,8 @@ def sweep(
         seeds: Every setting is run with each.
         preset: Values written over those of params.yaml before all of it.
         name: Of the sweep; its experiments are called by it and a digest.
+        revision: The commit of all runs, by hash, branch or tag; by default that of the sweep of this name
+            which broke off, if one did, else the last one.
         metrics: The table's columns, such as ppo/objective/kl; by default the headlines and win rates.
         curves: The figure's panels: columns of plots/ppo.csv.
         parallel: Runs started at once; the limit `gpu` holds besides.
@@ -85,22 +90,29 @@ def sweep(
     root, run = Path.cwd(), str(flow_run.get_id())
     try:
         request.check_name(name)
-        wanted, values = cells(root, name, preset, combinations(grid, settings_list), seeds)
+        begun = Variable.get(variable(name), None)
+        commit = workspace.resolve(root, revision or begun)
+        wanted, values = cells(root, name, preset, combinations(grid, settings_list), seeds, commit)
     except UserError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
+    Variable.set(variable(name), commit, overwrite=True)
+    if commit != workspace.resolve(root, None):
+        get_run_logger().warning("all runs are of commit %s; `revision: HEAD` takes the last one", commit)
     done = [cell for cell in wanted if workspace.experiment(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are done already", len(done), len(wanted))
     with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
-        failed = run_cells([c for c in wanted if c not in done], deployment, preset, parallel)
+        failed = run_cells([c for c in wanted if c not in done], deployment, preset, commit, parallel)
         found = [comparison.read(root, c.setting, c.seed, c.experiment) for c in wanted if c not in failed]
         rows = compare(found, metrics, curves, name, told)
     show_figure(run, values)
     if failed:
         lost = ", ".join(f"{cell.setting}, seed {cell.seed}" for cell in failed)
         return Failed(
-            message=f"{len(failed)} of {len(wanted)} runs failed ({lost}); a new run does these only"
+            message=f"{len(failed)} of {len(wanted)} runs failed ({lost}); a new run does these only, of the "
+            "same commit (`revision: HEAD`: all, of the last one)"
         )
+    Variable.unset(variable(name))
     return Completed(message=f"{len(rows)} setting(s), {len(wanted)} runs, {len(done)} of them done before")
 
 
@@ -120,8 +132,18 @@ def combinations(
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
+def variable(name: str) -> str:
+    """The Prefect variable that holds the commit of a sweep which has not come to its end."""
+    return f"rlhf_sweep_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
 def cells(
-    root: Path, name: str, preset: str | None, listed: Sequence[Mapping[str, Any]], seeds: Sequence[int]
+    root: Path,
+    name: str,
+    preset: str | None,
+    listed: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    commit: str,
 ) -> tuple[list[Cell], Config]:
     """All runs of the sweep, checked before any starts, and the config of the first.
 
@@ -134,27 +156,29 @@ def cells(
         for seed in seeds:
             asked = Request(preset, seed, dict(overrides))
             try:
-                _, values, _ = request.settle(root, asked, isolated=True)
+                _, values, _ = request.settle(root, asked, commit)
             except UserError as error:
                 problems.append(f"{setting}: {error}")
                 break
             first = first or values
-            found.append(Cell(setting, seed, overrides, f"{name}-{_digest(root, values)}"))
+            found.append(Cell(setting, seed, overrides, f"{name}-{_digest(root, values, commit)}"))
     if problems or first is None:
         raise UserError("\n".join(problems) or "the sweep has no setting")
     return found, first
 
 
-def _digest(root: Path, values: Config) -> str:
+def _digest(root: Path, values: Config, commit: str) -> str:
     tree = {
-        "commit": lineage.git_revision(),
+        "commit": commit,
         "data": watch.fingerprint(root, values),
         "params": values.model_dump(mode="json", exclude=HOW_NOT_WHAT),
     }
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def run_cells(todo: Sequence[Cell], deployment: str, preset: str | None, parallel: int) -> list[Cell]:
+def run_cells(
+    todo: Sequence[Cell], deployment: str, preset: str | None, commit: str, parallel: int
+) -> list[Cell]:
     """Run them, some at once; those that failed. A cancelled sweep cancels its runs."""
     waiting, running, failed = list(todo), dict[Any, Cell](), list[Cell]()
     with get_client(sync_client=True) as client:
@@ -164,7 +188,7 @@ def run_cells(todo: Sequence[Cell], deployment: str, preset: str | None, paralle
                     cell = waiting.pop(0)
                     parameters = {
                         "preset": preset, "seed": cell.seed, "overrides": dict(cell.overrides),
-                        "name": cell.experiment,
+                        "name": cell.experiment, "revision": commit,
                     }  # fmt: skip
                     started: Any = run_deployment(
                         deployment, parameters=parameters, timeout=0, as_subflow=True

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import State, StateType
 from prefect.deployments import run_deployment
 from prefect.runtime import flow_run
-from prefect.states import Completed
+from prefect.states import Completed, Failed
 from prefect.variables import Variable
 
 from flows import request, settings
-from rlhf_tasks import lineage
+from rlhf_tasks import lineage, workspace
 from rlhf_tasks.config import Config
 from rlhf_tasks.workspace import Request
+
+TRIES = 3  # runs for one change of the data
 
 
 def fingerprint(root: Path, values: Config) -> str:
@@ -53,24 +55,43 @@ def note(values: Config, data: str) -> None:
 def data_watch(
     preset: request.PresetName | None = None, deployment: str = f"{settings.PIPELINE}/pipeline"
 ) -> State[Any]:
-    """Look once.
+    """Look once. A run of a change that failed is run again at the next look, a few times.
 
     Args:
         preset: Values written over those of params.yaml, here and in the run.
         deployment: What a change runs.
     """
     root = Path.cwd()
-    _, values, _ = request.settle(root, Request(preset), isolated=True)
+    commit = workspace.resolve(root, None)
+    _, values, _ = request.settle(root, Request(preset), commit)
     now = fingerprint(root, values)
     last: Any = Variable.get(variable(values), {})
     before = last.get("data")
     get_run_logger().info("data %s: %s, at the last completed run %s", values.data.path, now, before)
     if now == before:
         return Completed(message="the data is that of the last completed run")
-    # The same change asks for one run only, however often it is looked at before that run is done.
-    key = f"{now}-after-{last.get('flow_run')}"
-    parameters = {"preset": preset}
-    started: Any = run_deployment(
-        deployment, parameters=parameters, timeout=0, as_subflow=False, idempotency_key=key
+    return ask_for_run(deployment, preset, f"{now}-after-{last.get('flow_run')}")
+
+
+def ask_for_run(deployment: str, preset: str | None, change: str) -> State[Any]:
+    """One run for one change, however often it is looked at; another one only after one that failed.
+
+    Prefect makes one run per key and answers with it ever after: no other record of the tries is needed.
+    """
+    failed: list[str] = []
+    for number in range(1, TRIES + 1):
+        run: Any = run_deployment(
+            deployment,
+            parameters={"preset": preset},
+            timeout=0,
+            as_subflow=False,
+            idempotency_key=f"{change}-try-{number}",
+        )
+        if run.state is None or run.state.type not in (StateType.FAILED, StateType.CRASHED):
+            again = f", after {', '.join(failed)} failed" if failed else ""
+            return Completed(message=f"the data changed: its run is {run.name}{again}")
+        failed.append(run.name)
+    return Failed(
+        message=f"the data changed, and its runs {', '.join(failed)} failed; once one is retried by hand and "
+        "completes, or the data changes again, this goes on"
     )
-    return Completed(message=f"the data changed: its run is {started.name}")

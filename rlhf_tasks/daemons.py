@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -66,10 +67,27 @@ class Daemon:
         except (KeyError, psutil.Error):
             return False
 
+    def runs_as(self, **facts: Any) -> bool:
+        """Whether it runs, started with these facts."""
+        known = self.known()
+        return self.is_running() and all(known.get(name) == value for name, value in facts.items())
+
+    def listens(self, port: int) -> bool:
+        """Whether it is the daemon, or what it started, that listens on this port, and not a stranger."""
+        for process in carriers(TOKEN, str(self.known().get("token"))):
+            with suppress(psutil.Error):
+                for connection in process.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
+                        return True
+        return False
+
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, **facts: Any
     ) -> None:
-        """Start it in a session of its own; `facts` are kept with its pid."""
+        """Start it in a session of its own; `facts` are kept with its pid.
+
+        What an earlier start left running is to be ended first (`stop`).
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         token = f"{self.name}-{secrets.token_hex(8)}"
         with self.log.open("ab") as log:
@@ -154,6 +172,17 @@ def _await_end(variable: str, value: str, seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def is_free(port: int) -> bool:
+    """Whether nobody listens on the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
 def free_port(first: int) -> int:
     """`first`, or the next port that nobody listens on.
 
@@ -161,11 +190,11 @@ def free_port(first: int) -> int:
         UserError: if none of the next ones is free.
     """
     for port in range(first, first + PORTS_TRIED):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
+        if is_free(port):
             return port
     raise UserError(f"ports {first} to {first + PORTS_TRIED - 1} are all in use; give another one")
+
+
+def environment_path(base: Mapping[str, str]) -> str:
+    """PATH with the commands of this Python's environment first (`rlhf`, `dvc`), activated or not."""
+    return os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])

@@ -55,11 +55,17 @@ def graph(root: Path = Path()) -> dict[str, Node]:
     Raises:
         UserError: without a dvc.yaml.
     """
+    params = root / "params.yaml"
     try:
-        tree = _yaml(root / "dvc.yaml")
+        text = (root / "dvc.yaml").read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError("dvc.yaml does not exist here; run from the project's folder") from None
-    values = flatten(_yaml(root / "params.yaml")) if (root / "params.yaml").exists() else {}
+    return graph_in(text, params.read_text(encoding="utf-8") if params.exists() else "{}")
+
+
+def graph_in(text: str, params: str) -> dict[str, Node]:
+    """The same of the texts of a dvc.yaml and a params.yaml."""
+    tree, values = _yaml(text), flatten(_yaml(params))
     return {
         name: Node(
             cmd=str(stage.get("cmd", "")),
@@ -74,8 +80,8 @@ def graph(root: Path = Path()) -> dict[str, Node]:
     }
 
 
-def _yaml(path: Path) -> Any:
-    return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+def _yaml(text: str) -> Any:
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def _paths(entries: list[Any]) -> list[str]:
@@ -94,21 +100,25 @@ def locked(root: Path = Path()) -> dict[str, str]:
 
 def locked_by(stage: str, root: Path = Path()) -> dict[str, str]:
     """`{path: md5}` of what one stage read and wrote, as dvc.lock has it; empty where it does not."""
-    file = root / "dvc.lock"
-    entry = (_yaml(file)["stages"] if file.exists() else {}).get(stage, {})
+    entry = _entry(stage, root)
     return {e["path"]: e["md5"] for kind in ("deps", "outs") for e in entry.get(kind, []) if "md5" in e}
 
 
 def locked_params(stage: str, root: Path = Path()) -> dict[str, Any]:
     """The parameters that one stage ran with, as dvc.lock has them; empty where it does not."""
+    return dict(_entry(stage, root).get("params", {}).get("params.yaml", {}))
+
+
+def _entry(stage: str, root: Path) -> dict[str, Any]:
     file = root / "dvc.lock"
-    entry = (_yaml(file)["stages"] if file.exists() else {}).get(stage, {})
-    return dict(entry.get("params", {}).get("params.yaml", {}))
+    text = file.read_text(encoding="utf-8") if file.exists() else "stages: {}"
+    entry: dict[str, Any] = _yaml(text)["stages"].get(stage, {})
+    return entry
 
 
 def locked_in(text: str) -> dict[str, str]:
     """The same of the text of a dvc.lock."""
-    tree = YAML(typ="safe", pure=True).load(text)
+    tree = _yaml(text)
     return {
         entry["path"]: entry["md5"]
         for stage in tree["stages"].values()

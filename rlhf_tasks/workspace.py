@@ -1,16 +1,18 @@
 """Isolated runs: a git worktree of the project that shares its DVC cache. No torch here.
 
-    .rlhf/workspaces/NAME       of the main checkout; removed when the run is over
+    .rlhf/workspaces/NAME            of the main checkout; removed when the run is over
+    .rlhf/workspaces/NAME@HOST.lock  held by the process that works in it: one that vanished is told by it, on
+                                     its own machine only, since not every shared disk tells locks to others
 
-A workspace holds the commit checked out in the main checkout, the parameters that the run was given,
-and the data at `data.path` as it lies in the main checkout now (it need not be in git). The user's
-working tree is never written to. What comes of a run is a DVC experiment, which `dvc exp show` lists
-and `dvc exp apply` brings back.
+A workspace holds one commit, the parameters that the run was given, and the data at `data.path` as it
+lies in the main checkout now (it need not be in git). The user's working tree is never written to. What
+comes of a run is a DVC experiment, which `dvc exp show` lists and `dvc exp apply` brings back.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from rlhf_tasks import lineage, presets
 from rlhf_tasks.config import Config, UserError
@@ -58,6 +60,7 @@ class Workspace:
     root: Path
     top: Path
     folder: Path
+    lock: FileLock
 
     @property
     def name(self) -> str:
@@ -76,6 +79,10 @@ class Workspace:
             dvc(self.folder, "exp", "save", "--force", "--name", name, *self._uncached())
         return experiment(self.root, name) or ""
 
+    def differs(self) -> bool:
+        """Whether anything in it differs from its commit."""
+        return bool(_changed(self.folder))
+
     def _uncached(self) -> list[str]:
         """Metrics and curves, which git holds: at the first run it does not know them yet."""
         outs = [out for node in lineage.graph(self.folder).values() for out in node.outs]
@@ -85,33 +92,40 @@ class Workspace:
     def remove(self) -> None:
         """Take it away, whatever is in it; nothing happens if it is gone."""
         remove(self.root, self.name)
+        self.lock.release()
 
 
-def create(root: Path, name: str, params: str, settings: Config) -> Workspace:
-    """A workspace of the commit checked out in `root`, with these parameters and the data of now.
+def create(root: Path, name: str, params: str, settings: Config, revision: str = "HEAD") -> Workspace:
+    """A workspace of a commit, with these parameters and the data of now.
 
-    One of the same name, left by a run that was killed, is removed first.
+    What vanished processes left is removed first, one of the same name with it.
 
     Raises:
-        UserError: if the project is in no git repository, or has no commit, or its data lies outside by a
-            relative path.
+        UserError: if the project is in no git repository, or has no commit; if its data lies outside by a
+            relative path; for inputs that are here and cannot be carried, by name.
     """
     _needs_commit(root)
     check_data(settings.data.path)
-    remove(root, name)
+    remove_left(root)
     top = home(root) / FOLDER / name
-    top.parent.mkdir(parents=True, exist_ok=True)
-    with _worktrees(root):
-        _git(root, "worktree", "add", "--quiet", "--detach", str(top), "HEAD")
     inside = root.resolve().relative_to(Path(_git(root, "rev-parse", "--show-toplevel")).resolve())
-    workspace = Workspace(root, top, top / inside)
-    (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
-    local = root / ".dvc/config.local"  # the remotes' secrets
-    if local.exists():
-        shutil.copy(local, workspace.folder / ".dvc/config.local")
-    dvc(workspace.folder, "config", "--local", "cache.dir", str(cache(root)))
-    dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
-    _bring(settings.data.path, root, workspace.folder)
+    workspace = Workspace(root, top, top / inside, _lock(root, name))
+    with _worktrees(root):
+        if _is_held(root, name):
+            raise UserError(f"a process still works in the workspace {name}; wait for its end")
+        _remove(root, name)
+        workspace.lock.acquire(timeout=0)
+    try:
+        with _worktrees(root):
+            _git(root, "worktree", "add", "--quiet", "--detach", str(top), revision)
+        (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
+        _configure(root, workspace.folder)
+        dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
+        _bring(settings.data.path, root, workspace.folder)
+        _check_inputs(root, workspace.folder)
+    except BaseException:
+        workspace.remove()
+        raise
     return workspace
 
 
@@ -130,35 +144,76 @@ def check_data(path: str) -> None:
 
 def remove(root: Path, name: str) -> None:
     """Take a workspace away by name, and what git knows of it."""
-    top = home(root) / FOLDER / name
-    if top.exists():
-        shutil.rmtree(top, ignore_errors=True)
     with _worktrees(root):
-        _git(root, "worktree", "prune")
+        _remove(root, name)
 
 
-def unseen(root: Path, *, all_files: bool = False) -> list[str]:
+def remove_left(root: Path) -> list[str]:
+    """Take away all workspaces whose process, one of this machine, has vanished; their names."""
+    own = f"@{platform.node()}.lock"
+    with _worktrees(root):
+        names = [path.name.removesuffix(own) for path in sorted((home(root) / FOLDER).glob(f"*{own}"))]
+        left = [name for name in names if not _is_held(root, name)]
+        _remove(root, *left)
+    return left
+
+
+def _remove(root: Path, *names: str) -> None:
+    for name in names:
+        shutil.rmtree(home(root) / FOLDER / name, ignore_errors=True)
+        for lock in (home(root) / FOLDER).glob(f"{name}@*.lock"):
+            lock.unlink(missing_ok=True)
+    _git(root, "worktree", "prune")  # what was tidied up by hand, too
+
+
+def _is_held(root: Path, name: str) -> bool:
+    try:
+        with _lock(root, name).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def unseen(root: Path, data: str) -> list[str]:
     """Files of the working tree that differ from the commit: an isolated run does not see these changes.
 
-    What runs write themselves is left aside, but for `all_files`.
+    Left aside: what runs write themselves, and the data at this path, which is seen as it is now.
     """
-    untold = () if all_files else lineage.UNTOLD
+    given = [] if Path(data).is_absolute() else [f":!{data}"]
+    return _changed(root, *lineage.UNTOLD, *given)
+
+
+def _changed(root: Path, *untold: str) -> list[str]:
     lines = _git(root, "status", "--porcelain", "--", ".", *untold, strip=False).splitlines()
     return [line[2:].strip() for line in lines]
 
 
-def committed(root: Path, path: str) -> str:
-    """The text of a file in the commit checked out.
+def resolve(root: Path, revision: str | None) -> str:
+    """The hash of a commit; None: the one checked out.
 
     Raises:
-        UserError: if it is not committed.
+        UserError: if git does not know it, or the project is in no git repository.
+    """
+    _needs_commit(root)
+    found = commit(root, revision or "HEAD")
+    if found is None:
+        raise UserError(f"revision={revision!r} is no commit, branch or tag that git knows in {root}")
+    return found
+
+
+def committed(root: Path, path: str, revision: str = "HEAD") -> str:
+    """The text of a file in a commit.
+
+    Raises:
+        UserError: if it is not committed there.
     """
     _needs_commit(root)
     try:
-        return _git(root, "show", f"HEAD:./{path}", strip=False)
+        return shown(root, revision, path)
     except UserError:
+        where = "" if revision == "HEAD" else f" in {revision}"
         raise UserError(
-            f"{path} is not committed, and an isolated run sees only what is; commit it"
+            f"{path} is not committed{where}, and an isolated run sees only what is; commit it"
         ) from None
 
 
@@ -196,7 +251,7 @@ def paths(root: Path, revision: str, under: str) -> list[str]:
 
 
 def shown(root: Path, revision: str, path: str) -> str:
-    """The text of a file in a commit."""
+    """The text of a file in a commit; UserError if it is not there."""
     return _git(root, "show", f"{revision}:./{path}", strip=False)
 
 
@@ -205,11 +260,79 @@ def home(root: Path) -> Path:
     return root / ".rlhf"
 
 
+def _configure(root: Path, folder: Path) -> None:
+    """DVC's settings: those of the commit and the user's own, the shared cache, and as absolute paths what
+    they tell relative to the project's folder (a remote in `../store`)."""
+    from dvc.config import Config as DvcConfig
+    from dvc.config import ConfigError as DvcConfigError
+    from dvc.config_schema import RelPath
+
+    there, here = root.resolve() / ".dvc", folder.resolve() / ".dvc"
+    if not here.is_dir():  # DVC would look for it further up, and find the main checkout's
+        raise UserError(".dvc is not committed beside dvc.yaml; `git add .dvc` and commit it")
+    if (there / "config.local").exists():  # the remotes' secrets
+        shutil.copy(there / "config.local", here)
+    try:
+        config = DvcConfig(dvc_dir=str(here))
+        with config.edit("local") as own:
+            for level in ("repo", "local"):
+                for name, remote in config.load_one(level)["remote"].items():
+                    for key, value in remote.items():
+                        if isinstance(value, RelPath):
+                            told = os.path.relpath(value, here)
+                            own["remote"].setdefault(name, {})[key] = os.path.normpath(there / told)
+            own["cache"]["dir"] = str(cache(root))
+    except DvcConfigError as error:
+        raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) cannot be used: {error}") from None
+
+
+def _check_inputs(root: Path, folder: Path) -> None:
+    """Raises UserError naming the stages' inputs that the main checkout has and the workspace cannot see."""
+    graph = lineage.graph(folder)
+    made = [out for node in graph.values() for out in node.outs]
+    deps = dict.fromkeys(dep for node in graph.values() for dep in node.deps)
+    given = [
+        dep
+        for dep in deps
+        if not Path(dep).is_absolute() and not any(Path(dep).is_relative_to(out) for out in made)
+    ]
+    lost = [dep for dep in given if os.path.lexists(root / dep) and not (folder / dep).exists()]
+    lost += [f"{dep}/{name}" for dep in given for name in _uncarried(folder / dep)]
+    if lost:
+        raise UserError(
+            f"an isolated run cannot see {', '.join(lost)}: it sees what is in git, in the DVC cache and at "
+            "data.path; commit it, and make links that lead out of the repository absolute"
+        )
+
+
+def _uncarried(folder: Path) -> list[str]:
+    """What below a folder no copy can hold: links that lead nowhere or back up, pipes, sockets."""
+    lost = []
+    for at, folders, files in os.walk(folder, followlinks=True):
+        up = [Path(at).resolve(), *Path(at).resolve().parents]
+        back = [name for name in folders if Path(at, name).is_symlink() and Path(at, name).resolve() in up]
+        folders[:] = [name for name in folders if name not in back]
+        lost += [Path(at, name) for name in back]
+        lost += [Path(at, name) for name in files if not Path(at, name).is_file()]
+    return [path.relative_to(folder).as_posix() for path in lost]
+
+
 def _bring(path: str, root: Path, folder: Path) -> None:
-    """The data as it is now: it may be outside git, or newer than the commit."""
+    """The data as it is now: it may be outside git, or newer than the commit.
+
+    Links are followed: relative ones would lead elsewhere from here.
+
+    Raises:
+        UserError: naming what no copy can hold.
+    """
     source, target = root / path, folder / path
     if Path(path).is_absolute() or not source.exists():
         return
+    if lost := _uncarried(source):
+        raise UserError(
+            f"data.path={path!r} has {', '.join(lost)}: links that lead nowhere or back up, or no files; "
+            "take them out"
+        )
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
     else:
@@ -225,7 +348,7 @@ def _bring(path: str, root: Path, folder: Path) -> None:
 def _link(source: str, target: str) -> None:
     """The same bytes under a second name, without a copy where the disk allows it; stages only read them."""
     try:
-        os.link(source, target)
+        os.link(Path(source).resolve(), target)
     except OSError:
         shutil.copy2(source, target)
 
@@ -234,6 +357,12 @@ def _worktrees(root: Path) -> FileLock:
     """Two runs that begin at once must not list and make worktrees at the same time."""
     home(root).mkdir(exist_ok=True)
     return FileLock(home(root) / "worktrees.lock")
+
+
+def _lock(root: Path, name: str) -> FileLock:
+    """Held by the process that works in the workspace; changed hands only under `_worktrees`."""
+    (home(root) / FOLDER).mkdir(parents=True, exist_ok=True)
+    return FileLock(home(root) / FOLDER / f"{name}@{platform.node()}.lock", thread_local=False)
 
 
 def _needs_commit(root: Path) -> None:

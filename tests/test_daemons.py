@@ -86,6 +86,20 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
         assert port < daemons.free_port(port) < port + daemons.PORTS_TRIED
 
 
+def test_a_strangers_port_is_not_the_daemons(daemon: Daemon) -> None:
+    port = daemons.free_port(20000 + os.getpid() % 10000)
+    start(
+        daemon, f"import socket, time; s = socket.create_server(('{daemons.HOST}', {port})); time.sleep(60)"
+    )
+    daemon.await_ready(lambda: daemon.listens(port), 20)
+    with socket.create_server((daemons.HOST, 0)) as stranger:
+        assert not daemon.listens(stranger.getsockname()[1])
+    assert daemon.runs_as(port=1)
+    assert not daemon.runs_as(port=2)
+    daemon.stop(0.5)
+    assert not daemon.runs_as(port=1)
+
+
 def test_carriers_are_told_by_the_environment_they_were_started_with() -> None:
     words = [sys.executable, "-c", "import time; time.sleep(60)"]
     process = subprocess.Popen(words, env={**os.environ, "RLHF_TEST_MARK": str(os.getpid())})

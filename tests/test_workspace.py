@@ -26,9 +26,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def create(root: Path, name: str = "one", overrides: dict[str, Any] | None = None) -> Workspace:
+def create(
+    root: Path, name: str = "one", overrides: dict[str, Any] | None = None, revision: str = "HEAD"
+) -> Workspace:
     text, settings, _ = Request(overrides=overrides).settle(workspace.committed(root, "params.yaml"))
-    return workspace.create(root, name, text, settings)
+    return workspace.create(root, name, text, settings, revision)
 
 
 def repro(folder: Path) -> None:
@@ -72,7 +74,7 @@ def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: 
 def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
     (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
     (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
-    assert workspace.unseen(root) == ["given/rows.txt", "second.sh"]
+    assert workspace.unseen(root, "given") == ["second.sh"]
     place = create(root)
     assert (place.folder / "given/rows.txt").read_text(encoding="utf-8") == "newer\n"
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
@@ -81,11 +83,90 @@ def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
 def test_what_a_killed_run_left_is_replaced(root: Path) -> None:
     left = create(root)
     (left.folder / "rubbish").touch()
+    left.lock.release()  # as the kernel does for a killed process
     again = create(root)
     assert again.top == left.top
     assert not (again.folder / "rubbish").exists()
+    again.lock.release()
     shutil.rmtree(again.top)  # somebody tidied up by hand
     create(root).remove()
+
+
+def test_what_vanished_processes_left_goes_and_what_is_worked_in_stays(root: Path) -> None:
+    kept, left = create(root, "kept"), create(root, "left")
+    left.lock.release()
+    elsewhere = (
+        root / ".rlhf/workspaces/elsewhere"
+    )  # worked in by another machine, for all that is known here
+    elsewhere.mkdir()
+    elsewhere.with_name("elsewhere@another-host.lock").touch()
+    assert workspace.remove_left(root) == ["left"]
+    assert kept.folder.exists()
+    assert elsewhere.exists()
+    workspace.remove(root, "elsewhere")
+    with pytest.raises(UserError, match="a process still works in the workspace kept"):
+        create(root, "kept")
+    kept.remove()
+    assert list((root / ".rlhf/workspaces").iterdir()) == []
+
+
+def test_a_run_sees_the_commit_it_is_given(root: Path) -> None:
+    before = workspace.resolve(root, None)
+    toy.write_script(root, ["exit 1"])
+    place = create(root, revision=before)
+    assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
+    with pytest.raises(UserError, match="revision='no-such' is no commit, branch or tag"):
+        workspace.resolve(root, "no-such")
+
+
+def test_a_remote_told_relative_to_the_project_is_the_same_from_a_workspace(root: Path) -> None:
+    workspace.dvc(root, "remote", "add", "--default", "store", "../store")
+    workspace.dvc(root, "remote", "add", "--local", "own", "own-store")
+    toy.commit(root)
+    place = create(root)
+    repro(place.folder)
+    workspace.dvc(place.folder, "push")
+    workspace.dvc(place.folder, "push", "--remote", "own")
+    assert (root.parent / "store/files").is_dir()
+    assert (root / "own-store/files").is_dir()
+    assert "config" not in toy.git(place.folder, "status", "--porcelain"), "no experiment holds such paths"
+
+
+def test_links_in_the_data_are_followed(root: Path) -> None:
+    outside = root.parent / "corpus"
+    (outside / "more").mkdir(parents=True)
+    (outside / "rows.txt").write_text("linked\n", encoding="utf-8")
+    (outside / "more/rows.txt").write_text("more\n", encoding="utf-8")
+    (root / "given/rows.txt").unlink()
+    (root / "given/rows.txt").symlink_to("../../corpus/rows.txt")
+    (root / "given/more").symlink_to("../../corpus/more")
+    place = create(root)
+    for name, text in {"rows.txt": "linked\n", "more/rows.txt": "more\n"}.items():
+        assert (place.folder / "given" / name).read_text(encoding="utf-8") == text
+        assert not (place.folder / "given" / name).is_symlink()
+
+
+def test_data_that_no_copy_can_hold_is_named(root: Path) -> None:
+    (root / "given/away.txt").symlink_to("nowhere.txt")
+    (root / "given/up").symlink_to("..")
+    os.mkfifo(root / "given/pipe")
+    with pytest.raises(UserError, match=r"data.path='given' has up, .*away\.txt.*; take them out") as told:
+        create(root)
+    assert "pipe" in str(told.value)
+    assert list((root / ".rlhf/workspaces").iterdir()) == []
+
+
+def test_inputs_that_only_the_working_tree_has_are_named(root: Path) -> None:
+    (root.parent / "shared.sh").write_text(toy.SECOND, encoding="utf-8")
+    (root / "second.sh").unlink()
+    (root / "second.sh").symlink_to("../shared.sh")
+    file = root / "dvc.yaml"
+    text = file.read_text(encoding="utf-8").replace("deps: [given]", "deps: [given, extra.txt]")
+    file.write_text(text, encoding="utf-8")
+    toy.commit(root)
+    (root / "extra.txt").touch()
+    with pytest.raises(UserError, match=r"cannot see extra\.txt, second\.sh: it sees what is in git"):
+        create(root)
 
 
 def test_a_project_below_the_repositorys_top_works_too(tmp_path: Path) -> None:

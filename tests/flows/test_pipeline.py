@@ -8,17 +8,21 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import FailedRun
+from prefect.states import Completed, Crashed, Failed, Running
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import hooks, request, results, stages, sweep, watch
 from flows import pipeline as flows_pipeline
-from rlhf_tasks import config
+from rlhf_tasks import comparison, config
 from rlhf_tasks.config import UserError
 from rlhf_tasks.workspace import Request
 from tests.flows import toy
@@ -66,7 +70,30 @@ def test_wrong_parameters_end_it_before_anything_starts(root: Path) -> None:
         flows_pipeline.pipeline(overrides={"ppo.kl_cof": 1.0})
     with pytest.raises(FailedRun, match="takes it as it is"):
         flows_pipeline.pipeline(where="checkout", seed=3)
+    with pytest.raises(FailedRun, match="name cannot be given for a run in the checkout"):
+        flows_pipeline.pipeline(where="checkout", name="mine")
+    with pytest.raises(FailedRun, match="is no commit, branch or tag"):
+        flows_pipeline.pipeline(revision="no-such")
     assert not (root / ".rlhf").exists()
+
+
+def test_a_run_of_a_commit_tells_what_it_did_not_see_at_its_start(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[results.Outcome] = []
+    monkeypatch.setattr(results, "show", lambda outcome, *_: told.append(outcome))
+    toy.write_script(root, ["touch ../../../later.txt", toy.SECOND.strip()])
+    commit = toy.git(root, "rev-parse", "HEAD").strip()
+    toy.write_script(root, ["exit 1"])
+    (root / "second.sh").write_text("exit 2", encoding="utf-8")
+    (root / "given/rows.txt").write_text("seen\n", encoding="utf-8")
+    flows_pipeline.pipeline(revision=commit[:12], name="early")
+    assert (root / "later.txt").exists()
+    (outcome,) = told
+    assert outcome.notes == ["this run saw the commit, not the uncommitted changes of second.sh"]
+    assert outcome.revision == commit
+    assert outcome.experiment is not None
+    assert toy.git(root, "rev-parse", f"{outcome.experiment}^").strip() == commit
 
 
 def test_only_one_run_at_a_time_works_in_the_checkout(root: Path) -> None:
@@ -83,7 +110,7 @@ def test_the_form_is_typed_and_described() -> None:
         fields = flow.parameters.model_dump()["properties"]
         assert [name for name, field in fields.items() if not field.get("description")] == []
     schema = flows_pipeline.pipeline.parameters.model_dump()["properties"]
-    assert set(schema) == {"preset", "seed", "overrides", "where", "name", "push"}
+    assert set(schema) == {"preset", "seed", "overrides", "where", "revision", "name", "push"}
     assert "smoke" in str(schema["preset"])
     assert schema["where"]["enum"] == ["workspace", "checkout"]
 
@@ -92,7 +119,7 @@ def test_stages_of_service_must_exist(root: Path) -> None:
     toy.write_params(root, service={"stages": {"pppo": {"retries": 1}}})
     toy.commit(root)
     with pytest.raises(UserError, match="names pppo; the stages of"):
-        request.settle(root, Request(), isolated=True)
+        request.settle(root, Request(), "HEAD")
 
 
 def test_care_is_what_is_told_for_all_and_what_differs(root: Path) -> None:
@@ -118,6 +145,16 @@ def test_what_dvc_tells_of_one_stage_is_not_what_the_stage_prints() -> None:
     assert stages.verdict("ppo", restored) == stages.RESTORED
 
 
+def test_what_dvc_advises_people_at_a_terminal_is_not_logged(root: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "dvc", "repro"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+    assert "git add" in said
+    told = [line for line in said.splitlines() if stages.is_told(line)]
+    assert [line for line in told if "git" in line or "autostage" in line or "push" in line] == []
+    assert "Running stage 'second':" in told
+
+
 def test_data_has_another_fingerprint_exactly_when_its_content_differs(root: Path) -> None:
     values = config.load(root / "params.yaml")
     before = watch.fingerprint(root, values)
@@ -133,16 +170,115 @@ def test_a_sweep_is_checked_whole_and_named_by_what_decides_its_results(root: Pa
     assert listed == [
         {"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
     ]  # fmt: skip
-    cells, _ = sweep.cells(root, "s", None, listed, [1, 2])
+    cells, _ = sweep.cells(root, "s", None, listed, [1, 2], "HEAD")
     assert len({cell.experiment for cell in cells}) == 8
-    assert cells == sweep.cells(root, "s", None, listed, [1, 2])[0]
+    assert cells == sweep.cells(root, "s", None, listed, [1, 2], "HEAD")[0]
     other = [{**overrides, "service.retries": 5} for overrides in listed]
-    again, _ = sweep.cells(root, "s", None, other, [1, 2])
+    again, _ = sweep.cells(root, "s", None, other, [1, 2], "HEAD")
     assert [c.experiment for c in again] == [c.experiment for c in cells], "retries decide no result"
     with pytest.raises(UserError, match=r"(?s)ppo.kl_coef=-1.*nothing=1"):
-        sweep.cells(root, "s", None, [{"ppo.kl_coef": -1}, {"nothing": 1}], [1])
+        sweep.cells(root, "s", None, [{"ppo.kl_coef": -1}, {"nothing": 1}], [1], "HEAD")
     with pytest.raises(UserError, match="either grid"):
         sweep.combinations(None, None)
+
+
+class Sweep:
+    """A sweep without a pipeline: its runs fail as told, and a commit is made while they run."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.fails = root, True
+        self.commits: list[str] = []
+        monkeypatch.setattr(sweep, "run_cells", self._run)
+        monkeypatch.setattr(
+            comparison, "read", lambda root, setting, seed, run: comparison.Result(setting, seed, run, {}, {})
+        )
+
+    def _run(self, todo: list[sweep.Cell], *given: Any) -> list[sweep.Cell]:
+        self.commits.append(given[2])
+        toy.write_script(self.root, [f"exit {len(self.commits)}"])
+        return todo if self.fails else []
+
+    def run(self, **asked: Any) -> str:
+        state = sweep.sweep(settings_list=[{"ppo.gamma": 0.9}], seeds=[1], return_state=True, **asked)
+        return str(state.message)
+
+
+def test_a_sweep_that_broke_off_goes_on_with_its_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Sweep(root, monkeypatch)
+    first = toy.git(root, "rev-parse", "HEAD").strip()
+    assert "a new run does these only, of the same commit" in made.run()
+    made.run()
+    assert made.commits == [first, first]
+    last = toy.git(root, "rev-parse", "HEAD").strip()
+    made.run(revision="HEAD")
+    made.run(name="another")
+    made.fails = False
+    assert made.run() == "1 setting(s), 1 runs, 0 of them done before"
+    assert made.commits[2] == made.commits[4] == last, "asked for, and gone on with"
+    newest = toy.git(root, "rev-parse", "HEAD").strip()
+    made.run()
+    assert made.commits[5] == newest, "one that came to its end is not gone on with"
+
+
+def test_all_runs_of_a_sweep_are_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def start(deployment: str, *, parameters: dict[str, Any], **_: Any) -> FlowRun:
+        asked.append(parameters)
+        return FlowRun(flow_id=uuid.uuid4(), state=Completed())
+
+    monkeypatch.setattr(sweep, "run_deployment", start)
+    monkeypatch.setattr(sweep, "get_client", lambda **_: Answers(Completed()))
+    monkeypatch.setattr(sweep, "POLL_SECONDS", 0.0)
+    todo = [sweep.Cell("a", seed, {}, f"s-{seed}") for seed in (1, 2, 3)]
+    assert sweep.run_cells(todo, "any", None, "c0ffee", 2) == []
+    assert [(run["seed"], run["revision"], run["name"]) for run in asked] == [
+        (seed, "c0ffee", f"s-{seed}") for seed in (1, 2, 3)
+    ]
+
+
+class Answers:
+    """A client whose runs all have the same state."""
+
+    def __init__(self, state: State[Any]) -> None:
+        self._state = state
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read_flow_run(self, identity: uuid.UUID) -> FlowRun:
+        return FlowRun(flow_id=identity, state=self._state)
+
+
+def test_a_change_of_data_is_tried_a_few_times_and_a_finished_run_never_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: dict[str, FlowRun] = {}
+
+    def start(deployment: str, *, idempotency_key: str, **_: Any) -> FlowRun:
+        """As Prefect's server: a key that it knows makes no run."""
+        name = f"run-{len(made) + 1}"
+        return made.setdefault(idempotency_key, FlowRun(flow_id=uuid.uuid4(), name=name, state=Running()))
+
+    def look(change: str = "a") -> str:
+        return str(watch.ask_for_run("any", None, change).message)
+
+    monkeypatch.setattr(watch, "run_deployment", start)
+    assert look() == look() == "the data changed: its run is run-1"
+    made["a-try-1"].state = Failed()
+    assert look() == look() == "the data changed: its run is run-2, after run-1 failed"
+    made["a-try-2"].state = Crashed()
+    assert look().startswith("the data changed: its run is run-3")
+    made["a-try-3"].state = Completed()
+    look()
+    assert len(made) == 3
+    made["a-try-3"].state = Failed()
+    assert "its runs run-1, run-2, run-3 failed" in look()
+    assert len(made) == watch.TRIES
+    assert look("b") == "the data changed: its run is run-4"
 
 
 def test_win_rates_are_told_with_their_intervals() -> None:

@@ -113,6 +113,8 @@ class Service:
     """The service of a project, and Prefect's API as its UI uses it."""
 
     root: Path
+    login: tuple[str, str] | None = None
+    """Of servers that ask for one."""
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -125,8 +127,13 @@ class Service:
         )
 
     def up(self) -> subprocess.CompletedProcess[str]:
-        ports = [str(daemons.free_port(23000 + 100 * (os.getpid() % 90) + 50 * i)) for i in range(2)]
-        return self.command("up", "--prefect-port", ports[0], "--mlflow-port", ports[1])
+        """With ports of this process's own, for what does not run yet."""
+        words = []
+        for number, name in enumerate(("prefect", "mlflow")):
+            if not self.daemon(name).is_running():
+                port = daemons.free_port(23000 + 100 * (os.getpid() % 90) + 50 * number)
+                words += [f"--{name}-port", str(port)]
+        return self.command("up", *words)
 
     def daemon(self, name: str) -> daemons.Daemon:
         return daemons.Daemon(name, self.root / ".rlhf/service")
@@ -140,9 +147,14 @@ class Service:
         return f"http://127.0.0.1:{self.daemon(name).known()['port']}"
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        answer = httpx.request(method, f"{self.url('prefect')}/api{path}", json=body, timeout=30)
-        assert answer.status_code != 503 or method == "GET", answer.text
-        return answer.json()
+        """The API's answer; asked again while its database is locked (503), as Prefect's own client does."""
+        address = f"{self.url('prefect')}/api{path}"
+
+        def answer() -> httpx.Response | None:
+            found = httpx.request(method, address, json=body, timeout=WAIT_SECONDS, auth=self.login)
+            return None if found.status_code == httpx.codes.SERVICE_UNAVAILABLE else found
+
+        return until(answer, f"{method} {path}").json()
 
     def start(self, deployment: str = "rlhf-pipeline/pipeline", **parameters: Any) -> str:
         """A run of the deployment, as the UI makes one; its id."""
@@ -184,7 +196,8 @@ class Service:
     def mlflow(self, flow_run: str) -> dict[str, Any]:
         """The pipeline's run as the MLflow server tells it: `info` and `data`."""
         search = {"experiment_ids": ["1"], "filter": f"tags.`rlhf.pipeline` = 'prefect-{flow_run}'"}
-        answer = httpx.post(f"{self.url('mlflow')}/api/2.0/mlflow/runs/search", json=search, timeout=30)
+        address = f"{self.url('mlflow')}/api/2.0/mlflow/runs/search"
+        answer = httpx.post(address, json=search, timeout=30, auth=self.login)
         found: dict[str, Any] = answer.json()["runs"][0]
         return found
 
