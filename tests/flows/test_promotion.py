@@ -34,7 +34,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     made = toy.make(
         tmp_path / "project",
-        promotion={},
         service={"retries": 0, "grace_seconds": 20.0, "gpu_slots": 0},
     )
     yaml = toy.STAGES.replace("    outs: [second.txt]", "    outs: [second.txt, models/policy]")
@@ -75,17 +74,13 @@ def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
 
 
 def test_there_is_something_to_promote_only_with_gate_registry_and_policy(root: Path) -> None:
-    def due() -> bool:
-        return promotion.is_due(config.load(root / "params.yaml"), root)
-
-    assert due()
-    toy.write_params(root)
-    assert not due(), "promotion: null"
-    toy.write_params(root, promotion={}, tracking={"enabled": False})
-    assert not due()
-    toy.write_params(root, promotion={})
+    values = config.load(root / "params.yaml")
+    assert promotion.is_due(values, root)
+    assert not promotion.is_due(values.model_copy(update={"promotion": None}), root)
+    untracked = values.tracking.model_copy(update={"enabled": False})
+    assert not promotion.is_due(values.model_copy(update={"tracking": untracked}), root)
     (root / "dvc.yaml").write_text(toy.STAGES, encoding="utf-8")
-    assert not due(), "no stage makes models/policy"
+    assert not promotion.is_due(values, root), "no stage makes models/policy"
 
 
 def test_the_verdict_stands_on_the_page_of_results(root: Path) -> None:

@@ -79,8 +79,6 @@ def write_params(folder: Path, **changes: Any) -> None:
     yaml = YAML()
     tree = yaml.load((ROOT / "params.yaml").read_text(encoding="utf-8"))
     tree["data"]["path"] = "given"
-    if "promotion" not in changes:
-        tree["promotion"] = None
     tree["service"] |= {"stages": {}, "retry_delay_seconds": 0.1, "grace_seconds": 5.0}
     for section, values in changes.items():
         tree[section] |= values
