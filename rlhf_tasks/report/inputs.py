@@ -55,6 +55,8 @@ class Inputs:
     calibration: Rows
     lengths: Rows
     ppo_samples: Rows
+    trips: Rows | None
+    """What PPO's guards said; None where evaluation/ppo/guards.json is missing."""
     gate: Mapping[str, Any] | None
     """evaluation/verdict.json: empty where the gate is off, None where it is missing."""
     missing: tuple[str, ...]
@@ -102,6 +104,7 @@ def read(root: Path) -> Inputs:
         ppo_samples=_rows(
             there("evaluation/ppo/samples.parquet"), ("episode", "prompt", "response", "score")
         ),
+        trips=_json(p)["trips"] if (p := there("evaluation/ppo/guards.json")) else None,
         gate=_json(p) if (p := there("evaluation/verdict.json")) else None,
         missing=tuple(missing),
     )

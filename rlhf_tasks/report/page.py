@@ -145,6 +145,7 @@ def context(inputs: Inputs) -> dict[str, Any]:
             *trust.lengths(inputs.lengths, JUDGES, {who: NAMES[who] for who in reversed(ANSWERERS)}),
         ],
         "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
+        "trips": inputs.trips,
         "training_samples": _training_samples(inputs.ppo_samples),
         "metrics": inputs.metrics,
         "chain": chain.links(inputs.lineage, inputs.outs),
@@ -246,8 +247,8 @@ def _win_figures(curves: Curves | None) -> Iterator[Figure]:
         return
     names = tuple(name for name in curves.by_name if name.endswith("/win_rate"))
     note = (
-        "Over the references, as training went, on the validation prompts by which models/reward_heldout "
-        "chose the checkpoint: its own rate flatters that choice."
+        "Over the references, as training went, on the validation prompts by which the "
+        "checkpoint was chosen: who chose it, models/reward_heldout or ppo.select_by's judge, flatters it."
     )
     yield from _figure(curves, "Win rate", names, note, guide=0.5)
 

@@ -345,3 +345,10 @@ def test_judges_agreement_with_people_and_each_other_is_told(whole: Path) -> Non
     assert "Gold judge and people 0.61 0.50 to 0.70 80.0% (70.0% to 90.0%)" in text
     assert "Gold judge and gpt −0.10 −0.20 to 0.00" in text
     assert "gpt: Policy against SFT 25.0% 60.0% 40 1,234" in text
+
+
+def test_what_the_guards_said_is_told(whole: Path) -> None:
+    assert "No guard tripped." in page.render(inputs.read(whole))
+    trip = {"episode": 512, "guard": "kl_high", "said": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
+    workspace.put_text(whole / "evaluation/ppo/guards.json", json.dumps({"trips": [trip]}))
+    assert "At episode 512, kl_high: objective/kl_k1 = 11.4 exceeds 10." in page.render(inputs.read(whole))

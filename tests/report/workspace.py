@@ -111,3 +111,4 @@ def put_all(root: Path) -> None:
         {"episode": e, "prompt": "a post", "response": f"said at {e}", "score": 0.5} for e in (256, 768)
     ]
     put_rows(root / "evaluation/ppo/samples.parquet", samples)
+    put_text(root / "evaluation/ppo/guards.json", json.dumps({"trips": []}))
