@@ -26,6 +26,7 @@ from rlhf_tasks.config import UserError
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service", "promotion"}  # sections that name no result
 MAX_SHOWN = 60  # characters of a setting
+UNKNOWN = "?"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Result:
     """By stage a dict per point, its x axis first."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """By dotted key, as text: those that decide what comes out, the seed left aside."""
+    identity: str = ""
+    """A commit, a folder or MLflow's id: one run may be asked for by several names."""
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -86,7 +89,7 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
     if made is not None:
         return _of_commit(root, made, asked)
     metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}
-    return _result(asked, metrics, record.curves, record.parameters)
+    return _result(asked, metrics, record.curves, record.parameters, record.run)
 
 
 def _experiment(root: Path, name: str) -> str | None:
@@ -97,16 +100,17 @@ def _experiment(root: Path, name: str) -> str | None:
 def _of_commit(root: Path, revision: str, name: str) -> Result:
     paths = [path for kind in ("metrics/", "plots/") for path in workspace.paths(root, revision, kind)]
     paths += workspace.paths(root, revision, "params.yaml")
-    return _of_files(name, paths, lambda path: workspace.shown(root, revision, path))
+    return _of_files(name, paths, lambda path: workspace.shown(root, revision, path), revision)
 
 
 def _of_folder(folder: Path, name: str) -> Result:
     found = [*folder.glob("metrics/*.json"), *folder.glob("plots/*.csv"), *folder.glob("params.yaml")]
     paths = sorted(path.relative_to(folder).as_posix() for path in found)
-    return _of_files(name, paths, lambda path: (folder / path).read_text(encoding="utf-8"))
+    identity = str(folder.resolve())
+    return _of_files(name, paths, lambda path: (folder / path).read_text(encoding="utf-8"), identity)
 
 
-def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str]) -> Result:
+def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str], identity: str) -> Result:
     metrics: dict[str, float] = {}
     curves: dict[str, Sequence[Mapping[str, float]]] = {}
     parameters: dict[str, Any] = {}
@@ -119,7 +123,7 @@ def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str]) -> Re
         else:
             tree = config.flatten(json.loads(text(path)))
             metrics |= {f"{stage}/{key}": value for key, value in tree.items()}
-    return _result(name, metrics, curves, parameters)
+    return _result(name, metrics, curves, parameters, identity)
 
 
 def _result(
@@ -127,29 +131,56 @@ def _result(
     metrics: Mapping[str, float],
     curves: Mapping[str, Sequence[Mapping[str, float]]],
     parameters: Mapping[str, Any],
+    identity: str,
 ) -> Result:
-    texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in parameters.items()}
+    texts = {key: _text(value) for key, value in parameters.items()}
     kept = {k: v for k, v in texts.items() if k != "seed" and k.split(".")[0] not in HOW_NOT_WHAT}
-    return Result("", int(texts.get("seed", 0)), name, metrics, curves, kept)
+    finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
+    return Result("", int(texts.get("seed", 0)), name, finite, curves, kept, identity)
+
+
+def _text(value: Any) -> str:
+    """One text for a value, whether it comes from YAML (`12`) or, as text, from MLflow (`12.0`)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return str(value)
+    return value if isinstance(value, str) else json.dumps(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return {key: _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def settled(results: Sequence[Result]) -> list[Result]:
     """The same with their settings: the parameters in which they differ; runs that differ in none share one.
 
-    Only parameters that all of them know are looked at: MLflow has those of the stages that ran.
+    MLflow has the parameters of the stages that ran: a run that does not tell one of those is a setting of
+    its own.
     """
-    known = set.intersection(*(set(result.parameters) for result in results)) if results else set()
-    first = results[0].parameters if results else {}
-    differing = sorted(key for key in known if any(r.parameters[key] != first[key] for r in results))
+    keys = differing([result.parameters for result in results])
     return [
-        replace(result, setting=", ".join(f"{key}={result.parameters[key]}" for key in differing) or "all")
+        replace(result, setting=", ".join(f"{k}={result.parameters.get(k, UNKNOWN)}" for k in keys) or "all")
         for result in results
     ]
 
 
+def differing(parameters: Sequence[Mapping[str, str]]) -> list[str]:
+    """The keys that have several values among those who tell them, in order."""
+    keys = {key for known in parameters for key in known}
+    return sorted(key for key in keys if len({known[key] for known in parameters if key in known}) > 1)
+
+
 def _rows(text: str) -> list[dict[str, float]]:
+    """The points that are finite: no mean has a place for the others."""
     return [
-        {name: float(cell) for name, cell in row.items() if cell} for row in csv.DictReader(io.StringIO(text))
+        {name: float(cell) for name, cell in row.items() if cell and math.isfinite(float(cell))}
+        for row in csv.DictReader(io.StringIO(text))
     ]
 
 
@@ -166,9 +197,10 @@ def table(results: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any
 
 
 def cell(results: Sequence[Result], name: str) -> str:
-    """Mean and standard deviation of one metric over the runs of a setting."""
+    """Mean and standard deviation of one metric over the runs of a setting, and over how many if not all."""
     values = [result.metrics[name] for result in results if name in result.metrics]
-    return f"{statistics.fmean(values):.4g} ± {_deviation(values):.2g}" if values else "–"
+    some = f" ({len(values)} of {len(results)})" if len(values) < len(results) else ""
+    return f"{statistics.fmean(values):.4g} ± {_deviation(values):.2g}{some}" if values else "–"
 
 
 def band(

@@ -175,4 +175,4 @@ def _keep(watch: Watch, loop: Loop) -> None:
     with whole(LOOKED_AT) as folder:
         pq.write_table(pa.Table.from_pylist(watch.samples), folder / "samples.parquet")
         pq.write_table(pa.Table.from_pylist(watch.answers), folder / "answers.parquet")
-        write_json(folder / "guards.json", {"trips": loop.trips})
+        write_json(folder / "guards.json", {"trips": loop.trips if loop.watchdog else None})

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from rlhf_tasks.config import Tracking, UserError
-from rlhf_tasks.tracking.context import HTTP_BOUNDS
+from rlhf_tasks.tracking.context import bound_requests
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -100,8 +100,7 @@ class Registry:
             raise UserError(
                 "tracking.enabled is false, and the champion is kept in MLflow's registry; set it to true"
             )
-        for variable, value in HTTP_BOUNDS.items():
-            os.environ.setdefault(variable, value)
+        bound_requests()
         from mlflow.tracking import MlflowClient
 
         from rlhf_tasks.tracking.store import embedded_uri

@@ -47,8 +47,12 @@ def run(root: Path, asked: Sequence[str], out: Path) -> None:
         UserError: for a run that is unknown, or more settings than a figure can show.
     """
     drawn = [*dict.fromkeys(metric for _, metric, *_ in PANELS), WIN_RATE]
-    found = [comparison.find(root, one, drawn) for one in dict.fromkeys(asked)]
-    results = comparison.settled(found)
+    found: dict[str, Result] = {}
+    for name in asked:
+        result = comparison.find(root, name, drawn)
+        if found.setdefault(result.identity, result).experiment != name:
+            console.say(f"{name} is the same run as {found[result.identity].experiment}: it counts once")
+    results = comparison.settled(list(found.values()))
     checkpoint.write_text(out, page.document("comparison.html", context(results)))
     groups = _groups(results)
     rows = [[name, *(_cell(own, name) for own in groups.values())] for name in _headlines(results)]
@@ -93,11 +97,9 @@ def _groups(results: Sequence[Result]) -> dict[str, list[Result]]:
 def _parameters(groups: Mapping[str, Sequence[Result]]) -> list[tuple[str, list[str]]]:
     """The parameters in which the settings differ, with the value of each."""
     firsts = [own[0].parameters for own in groups.values()]
-    known = set.intersection(*(set(parameters) for parameters in firsts))
     return [
-        (key, [parameters[key] for parameters in firsts])
-        for key in sorted(known)
-        if len({parameters[key] for parameters in firsts}) > 1
+        (key, [parameters.get(key, comparison.UNKNOWN) for parameters in firsts])
+        for key in comparison.differing(firsts)
     ]
 
 
@@ -110,8 +112,8 @@ def _headlines(results: Sequence[Result]) -> list[str]:
 def _cell(results: Sequence[Result], name: str) -> str:
     """One run: its value, with its interval if it has one; several: mean ± standard deviation."""
     own = [result for result in results if name in result.metrics]
-    if len(own) != 1:
-        return comparison.cell(own, name)
+    if len(own) != 1 or len(results) > 1:
+        return comparison.cell(results, name)
     metrics = own[0].metrics
     stem = name.removesuffix(WIN_RATE) if name.endswith(WIN_RATE) else name
     text = charts.number(metrics[name])

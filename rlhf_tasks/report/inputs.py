@@ -56,7 +56,7 @@ class Inputs:
     lengths: Rows
     ppo_samples: Rows
     trips: Rows | None
-    """What PPO's guards said; None where evaluation/ppo/guards.json is missing."""
+    """What PPO's guards said; None without guards, or without evaluation/ppo/guards.json."""
     gate: Mapping[str, Any] | None
     """evaluation/verdict.json: empty where the gate is off, None where it is missing."""
     missing: tuple[str, ...]

@@ -121,6 +121,12 @@ def courier_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {"MLFLOW_DISABLE_TELEMETRY": "true", **HTTP_BOUNDS, **kept, "OMP_NUM_THREADS": "1"}
 
 
+def bound_requests() -> None:
+    """A server that does not answer is told within seconds; a variable that is set already stays."""
+    for name, value in HTTP_BOUNDS.items():
+        os.environ.setdefault(name, value)
+
+
 def _git_tags() -> dict[str, str]:
     return {"git.rev": lineage.git_revision() or "none", "git.dirty": str(lineage.git_dirty()).lower()}
 

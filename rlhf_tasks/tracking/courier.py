@@ -64,8 +64,7 @@ def sync(home: Path) -> tuple[int, dict[str, str]]:
 
 def _attempt(spool: Spool) -> str | None:
     """Deliver from the beginning to the run's end; None, or why that failed."""
-    for name, value in context.HTTP_BOUNDS.items():
-        os.environ.setdefault(name, value)
+    context.bound_requests()
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 

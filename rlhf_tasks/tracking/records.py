@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from sqlalchemy.exc import SQLAlchemyError
 
 from rlhf_tasks.config import UserError
-from rlhf_tasks.tracking import curves
+from rlhf_tasks.tracking import context, curves
 from rlhf_tasks.tracking.store import embedded_uri
 
 NAMED_BY = ("tags.`rlhf.run`", "tags.`rlhf.pipeline`", "attributes.run_name")
@@ -25,6 +26,8 @@ IDENTITY = re.compile(r"[0-9a-f]{32}")
 class Record:
     """What MLflow has of a run, by stage."""
 
+    run: str
+    """MLflow's id."""
     experiment: str | None
     """The DVC experiment that came of it (tag `dvc.exp`)."""
     parameters: Mapping[str, str]
@@ -44,6 +47,7 @@ def find(uri: str | None, home: Path, asked: str, drawn: Sequence[str]) -> Recor
     """
     if "'" in asked or (uri is None and not (home / "mlflow.db").exists()):
         return None
+    context.bound_requests()
     client = MlflowClient(uri or embedded_uri(home))
     try:
         run = _found(client, asked)
@@ -80,6 +84,7 @@ def _record(client: MlflowClient, run: Run, drawn: Sequence[str]) -> Record:
     for part in parts.values():
         parameters |= part.data.params
     return Record(
+        run.info.run_id,
         run.data.tags.get("dvc.exp"),
         parameters,
         {stage: _final(part.data.metrics) for stage, part in parts.items()},
@@ -100,5 +105,6 @@ def _history(client: MlflowClient, stage: str, run: Run, drawn: Sequence[str]) -
     for name in run.data.metrics:
         if name.endswith(tuple(drawn)) and not name.startswith("final/"):
             for point in client.get_metric_history(run.info.run_id, name):
-                rows.setdefault(point.step, {axis: point.step})[name] = point.value
+                if math.isfinite(point.value):
+                    rows.setdefault(point.step, {axis: point.step})[name] = point.value
     return [rows[step] for step in sorted(rows)]

@@ -100,3 +100,36 @@ def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixt
     assert "no-such-run is no run that MLflow or git knows here; give an MLflow run's id" in said
     assert said.count("\n") == 1
     assert not Path("comparison.html").exists()
+
+
+def test_a_run_that_does_not_tell_what_others_differ_in_is_a_setting_of_its_own() -> None:
+    silent = Result("", 1, "cached", {}, {}, {"ppo.lam": "0.95"})
+    settings = [one.setting for one in comparison.settled([*RUNS, silent])]
+    assert settings == ["ppo.kl_coef=0.03", "ppo.kl_coef=0.03", "ppo.kl_coef=0.1", "ppo.kl_coef=?"]
+    context = compared.context(comparison.settled([*RUNS, silent]))
+    assert context["parameters"] == [("ppo.kl_coef", ["0.03", "0.1", "?"])]
+
+
+def test_what_is_not_finite_is_left_out_and_counted() -> None:
+    values = {"a": 0.5, "b": float("nan"), "c": 1.5}
+    runs = [comparison._result(name, {"ppo/x": v}, {}, {}, name) for name, v in values.items()]
+    assert comparison.cell(runs, "ppo/x") == "1 ± 0.71 (2 of 3)"
+    assert comparison._rows("episode,x,y\n1,inf,2\n2,nan,3\n") == [
+        {"episode": 1.0, "y": 2.0},
+        {"episode": 2.0, "y": 3.0},
+    ]
+
+
+def test_a_number_is_one_value_however_it_was_written() -> None:
+    """YAML says 12, MLflow, which keeps what the types made of it, "12.0"."""
+    pairs = [(12, "12.0"), (0.03, "0.03"), ([0.9, 1], "[0.9, 1.0]"), (None, "null"), ("gpt_neox", "gpt_neox")]
+    for yaml, mlflow in pairs:
+        told = [comparison._result("x", {}, {}, {"k": v}, "").parameters["k"] for v in (yaml, mlflow)]
+        assert told[0] == told[1]
+
+
+def test_a_run_asked_for_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/ppo.json").write_text(json.dumps({"objective/kl": 1.0}), encoding="utf-8")
+    compared.run(tmp_path, [str(tmp_path), f"{tmp_path}/."], tmp_path / "out.html")
+    assert "1 run(s)" in capsys.readouterr().out
