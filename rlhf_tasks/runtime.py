@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
 from rlhf_tasks.resume import Files
 
+PATIENCE = timedelta(hours=2)  # of processes for one that asks a slow judge; a dead one ends them all at once
 ENGINE = "engine"  # DeepSpeed's name for a checkpoint within its folder
 
 
@@ -45,7 +47,10 @@ class Runtime:
                 "DS_ACCELERATOR", "cpu"
             )  # else DeepSpeed warns at import that it found no GPU
         transformers.utils.logging.disable_progress_bar()  # bars of milliseconds, between our own
-        self.accelerator = Accelerator(mixed_precision=launch.mixed_precision)
+        self.accelerator = Accelerator(
+            mixed_precision=launch.mixed_precision,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:

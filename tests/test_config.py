@@ -91,6 +91,16 @@ def test_a_missing_key_is_named() -> None:
         ({"preferences.label_noise": 0.5}, "less than 0.5"),
         ({"ppo.select_by": {"judge": small.GOLD, "max_failure_share": 0.05}}, "'gold' found using 'kind'"),
         ({"ppo.select_by": {"judge": small.HELDOUT, "max_failure_share": 0.05}}, "needs no judge"),
+        (
+            {
+                "ppo.scorers": [{"kind": "function", "function": "m:f", "weight": 1.0}],
+                "ppo.select_by": {
+                    "judge": {"kind": "function", "name": "f", "function": "m:f"},
+                    "max_failure_share": 0.05,
+                },
+            },
+            "what is optimised does not choose",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], why: str) -> None:

@@ -304,6 +304,14 @@ class Ppo(Section):
                 "would hold the policy; use k2 or k3",
             ),
             *self._idle(),
+            (
+                self.select_by is not None
+                and self.select_by.judge.kind == "function"
+                and self.select_by.judge.function
+                in {s.function for s in self.scorers if s.kind == "function"},
+                "select_by: its function is one of scorers, and what is optimised does not choose; give "
+                "another judge",
+            ),
             (not kinds, "scorers is empty: name at least one, if only {kind: dummy}"),
             (
                 shared and self.critic_init != "sft",

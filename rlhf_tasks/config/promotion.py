@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_tasks.config.judge import FunctionJudge, Judge, Judging, Mixture, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
@@ -24,7 +24,7 @@ class Promotion(Section):
     second_judge: str | None = Field(
         description="must confirm it, by the same bounds; null: one judge decides"
     )
-    over_sft: Fraction | None = Field(description="the win rate's 95% interval must lie above")
+    over_sft: Fraction = Field(description="the win rate's 95% interval must lie above")
     over_champion: Fraction | None = Field(description="the same, where there is a champion")
     max_kl: PositiveFloat | None = Field(description="nats per response from SFT, at the checkpoint kept")
     max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
@@ -32,18 +32,9 @@ class Promotion(Section):
     )
     max_choice_drop: Fraction | None = Field(description="SFT's share of right choices less the policy's")
     max_failure_share: Fraction | None = Field(description="of the verdicts that the gate goes by")
-    min_examples: PositiveInt | None = Field(
-        description="verdicts of each judge on each pair, without failures"
+    min_examples: PositiveInt = Field(
+        description="verdicts of each judge on each pair, without failures; of a few the interval says little"
     )
-
-    @model_validator(mode="after")
-    def _somebody_is_to_be_beaten(self) -> Self:
-        if self.over_sft is None and self.over_champion is None:
-            raise ValueError(
-                "over_sft and over_champion are both null, so that any policy would pass; give one of them a "
-                "bound such as 0.5, or set promotion to null"
-            )
-        return self
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -75,16 +66,20 @@ def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]
                 "whether the policy got better; name another judge"
             )
     if promotion.second_judge is not None:
-        both = parts(judging.judges, promotion.judge) & parts(judging.judges, promotion.second_judge)
+        first, second = (
+            {one.name: _asked(one) for one in judging.judges if one.name in parts(judging.judges, name)}
+            for name in promotion.named
+        )
+        both = sorted(name for name, asked in second.items() if asked in first.values())
         if both:
             yield (
                 f"promotion.second_judge={promotion.second_judge!r} and promotion.judge={promotion.judge!r} "
-                f"both go by {', '.join(sorted(both))}; name one that judges by itself, or set it to null"
+                f"both go by what {', '.join(both)} says; name one that judges by itself, or set it to null"
             )
     for key in ("max_perplexity_growth", "max_choice_drop"):
         if getattr(promotion, key) is not None and judging.retention is None:
             yield f"promotion.{key} needs judge.retention, which measures it; set one, or the other to null"
-    if promotion.min_examples is not None and promotion.min_examples > judging.num_examples:
+    if promotion.min_examples > judging.num_examples:
         yield (
             f"promotion.min_examples={promotion.min_examples} is more than judge.num_examples="
             f"{judging.num_examples}, so that nothing could pass"
@@ -94,6 +89,12 @@ def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]
             "promotion.max_kl: with ppo.reference_sync the KL is told from a reference that follows the "
             "policy, not from SFT; set promotion.max_kl to null"
         )
+
+
+def _asked(judge: Judge) -> dict[str, Any]:
+    """All that decides what a judge says: two of different names may be one."""
+    known = judge.model_dump(exclude={"name"})
+    return known | ({"path": Path(known["path"]).as_posix()} if "path" in known else {})
 
 
 def _optimised(judging: Judging, ppo: Ppo, names: set[str]) -> Iterator[str]:

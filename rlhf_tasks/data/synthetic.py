@@ -12,6 +12,7 @@ All text here is the project's own.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,8 +116,11 @@ def gold(prompt: str, summary: str) -> GoldScore:
 
     coverage: share of the post's facts that the summary names. faithfulness: 1 − (facts it names that
     the post does not tell) / (number of facts). brevity: 1 − TOO_LONG_PENALTY × words above LENGTH_BUDGET.
+    All NaN for a prompt that tells no fact, one of another task: it cannot tell.
     """
     facts = {word for word in prompt.partition("POST:")[2].split() if word in SLOT_OF}
+    if not facts:
+        return GoldScore(math.nan, math.nan, math.nan)
     words = summary.split()
     claims = {word for word in words if word in SLOT_OF}
     return GoldScore(

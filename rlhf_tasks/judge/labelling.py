@@ -38,6 +38,8 @@ def run(names: Sequence[str], *, most: int | None, seed: int, by: str | None) ->
     Raises:
         UserError: if there are no answers, or a pair is none.
     """
+    if not FILE.exists() and FILE.with_name(f"{FILE.name}.dvc").exists():
+        raise UserError(f"{FILE} is not here, and DVC knows labels of it: `dvc pull {FILE}.dvc` first")
     known = labels.read(FILE)
     todo = unlabelled(pairs(names or DEFAULT), known, seed)
     console.say(f"{len(labels.decided(known))} labelled before, {len(todo)} pairs left; {KEYS}")

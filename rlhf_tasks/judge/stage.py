@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     """
     rt = Runtime(config.launch, config.seed)
     panel = judges.build(config.judge, config.data.source, rt.device, trace=tracker.trace)
+    labelled = labels.decided(labels.read(Path(config.judge.labels)))
     probes = None if config.judge.retention is None else Probes(config.judge.retention)
     metrics = _warn(config, tracker)
     contest = _contest(rt, config)
@@ -73,7 +74,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                 }
         metrics |= _of_contenders(judge, contest, columns)
     progress.log([judge for judge in panel if judge.name in config.judge.scoring], tracker)
-    metrics |= summary.kappas(found) | _human(config, panel)
+    metrics |= summary.kappas(found) | _human(labelled, panel)
     trusted, bins, lengths = _trusted(rt, config, contest, found, columns)
     metrics |= trusted
     if rt.is_main:
@@ -153,9 +154,8 @@ def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[fl
     return metrics | {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
 
 
-def _human(config: StageView, panel: list[Judge]) -> dict[str, float]:
+def _human(labelled: Sequence[labels.Label], panel: list[Judge]) -> dict[str, float]:
     """How far each judge agrees with what people said of pairs, if they did: `human/…`."""
-    labelled = labels.decided(labels.read(Path(config.judge.labels)))
     if not labelled:
         return {}
     pairs = [label.pair for label in labelled]

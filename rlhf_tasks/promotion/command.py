@@ -38,8 +38,7 @@ def promote(model: str, *, again: bool = False) -> int:
     """
     settings = config.load()
     criteria = _criteria(settings)
-    if not Path(model).is_dir():
-        raise UserError(f"{model} is no folder; give a checkpoint such as models/policy")
+    _check_policy(Path(model))
     home = lineage.home()
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -61,6 +60,11 @@ def _promote(settings: Config, criteria: Promotion, model: str, home: Path, agai
     registry.challenge(version)
     measured = _measured(settings, criteria, model, md5)
     if champion is not None and criteria.over_champion is not None:
+        if not champion.md5:
+            raise UserError(
+                f"version {champion.number} of {criteria.model} is {CHAMPION} and has no tag dvc.md5: `rlhf "
+                "promote` did not register it, and nobody knows its weights; move the alias, or remove it"
+            )
         theirs = weights.bring(root, home, champion.md5, champion.tags)
         measured |= _contest(settings, criteria, model, os.path.relpath(theirs), "champion")
     suspects = {one for name in criteria.named for one in parts(settings.judge.judges, name)}
@@ -86,6 +90,16 @@ def _promote(settings: Config, criteria: Promotion, model: str, home: Path, agai
     return DONE
 
 
+def _check_policy(folder: Path) -> None:
+    """Before anything is registered; no torch, so that only what the files say is looked at."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no checkpoint (it has no config.json); give one such as models/policy")
+    identity = folder / "rlhf.json"
+    kind = json.loads(identity.read_text(encoding="utf-8")).get("kind") if identity.exists() else None
+    if kind in ("reward", "reward_heldout"):
+        raise UserError(f"{folder} is a reward model; give a policy such as models/policy")
+
+
 def rollback() -> int:
     """Give `champion` back to the version that had it before; the exit status comes back.
 
@@ -99,7 +113,10 @@ def rollback() -> int:
         with FileLock(home / "promotion.lock"):
             left, now = Registry.open(settings.tracking, home, criteria.model).give_back(_now())
     except Unreachable as error:
-        console.say(f"Deferred: MLflow does not answer ({error}); the same command goes on later")
+        console.say(
+            f"Deferred: MLflow does not answer ({error}). It may have been done all the same: look at who is "
+            f"{CHAMPION} before you give the command again, which goes back by one more"
+        )
         return DEFERRED
     console.say(
         f"Rolled back: {criteria.model} version {now.number} is {CHAMPION} again; version {left.number} is "
@@ -131,10 +148,17 @@ def _measured(settings: Config, criteria: Promotion, model: str, md5: str) -> di
         found = evidence.read(Path())
     else:
         console.say(f"the metrics here are not of {model}: it is judged against {SFT} now")
-        found = _contest(settings, criteria, model, SFT, "sft") if criteria.over_sft is not None else {}
+        found = _contest(settings, criteria, model, SFT, "sft")
+        found |= evidence.kl(Path()) if evidence.is_trained(Path(), md5) else {}
     from rlhf_tasks.judges import optimised
 
-    return found | {f"{name}/is_optimised_reward": 1.0 for name in optimised(settings.judge, Path(model))}
+    suspects = set(optimised(settings.judge, Path(model)))
+    if evidence.is_trained(Path(), md5):
+        functions = evidence.rewards(Path())
+        suspects |= {
+            j.name for j in settings.judge.judges if j.kind == "function" and j.function in functions
+        }
+    return found | {f"{name}/is_optimised_reward": 1.0 for name in suspects}
 
 
 def _contest(settings: Config, criteria: Promotion, model: str, against: str, name: str) -> dict[str, float]:

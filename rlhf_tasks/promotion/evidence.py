@@ -12,7 +12,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -22,6 +24,7 @@ from rlhf_tasks.config import UserError
 JUDGE, PPO, CURVE = Path("metrics/judge.json"), Path("metrics/ppo.json"), Path("plots/ppo.csv")
 POLICY = "models/policy"
 KL = "objective/kl_k1"  # whatever ppo.kl_estimator says
+BESIDE = ("labels", "num_traces", "num_samples_shown")  # keys of `judge` that change no verdict
 
 
 def read(root: Path) -> dict[str, float]:
@@ -30,23 +33,46 @@ def read(root: Path) -> dict[str, float]:
     Raises:
         UserError: for a file that is there and cannot be read.
     """
-    found: dict[str, float] = {}
     try:
-        if (root / JUDGE).exists():
-            found |= json.loads((root / JUDGE).read_text(encoding="utf-8"))
+        found = json.loads((root / JUDGE).read_text(encoding="utf-8")) if (root / JUDGE).exists() else {}
+    except ValueError as error:
+        raise UserError(f"{JUDGE} cannot be read ({error}); run `rlhf judge` again") from None
+    return found | kl(root)
+
+
+def kl(root: Path) -> dict[str, float]:
+    """`kl` of the weights that were kept; empty where it is not known.
+
+    Raises:
+        UserError: for a file that is there and cannot be read.
+    """
+    try:
         if (root / PPO).exists() and (root / CURVE).exists():
             kept = json.loads((root / PPO).read_text(encoding="utf-8")).get("selected_episode")
             with (root / CURVE).open(encoding="utf-8", newline="") as file:
                 curve = [
                     (float(row["episode"]), float(row[KL])) for row in csv.DictReader(file) if row.get(KL)
                 ]
-            kl = None if kept is None else kl_at(kept, curve)
-            found |= {} if kl is None else {"kl": kl}
+            found = None if kept is None else kl_at(kept, curve)
+            return {} if found is None else {"kl": found}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{JUDGE}, {PPO} or {CURVE} cannot be read ({error}); run `rlhf judge` or `rlhf ppo` again"
-        ) from None
-    return found
+        raise UserError(f"{PPO} or {CURVE} cannot be read ({error}); run `rlhf ppo` again") from None
+    return {}
+
+
+def is_trained(root: Path, md5: str) -> bool:
+    """Whether PPO's files here tell of the policy with these bytes, by dvc.lock."""
+    ppo = lineage.locked_by("ppo", root)
+    here = all(
+        (root / path).exists() and lineage.digest(root / path) == ppo.get(str(path)) for path in (PPO, CURVE)
+    )
+    return here and ppo.get(POLICY) == md5
+
+
+def rewards(root: Path) -> set[str]:
+    """The functions that PPO optimised when it made the policy of dvc.lock."""
+    scorers = lineage.locked_params("ppo", root).get("ppo", {}).get("scorers", [])
+    return {scorer["function"] for scorer in scorers if "function" in scorer}
 
 
 def is_of(root: Path, md5: str) -> bool:
@@ -55,12 +81,15 @@ def is_of(root: Path, md5: str) -> bool:
     They do not where PPO has run again and the judge has not, where git has brought back other metrics, or
     where params.yaml asks for other judges by now.
     """
-    judge, ppo = lineage.locked_by("judge", root), lineage.locked_by("ppo", root)
-    found = {path: lineage.digest(root / path) for path in (JUDGE, PPO, CURVE) if (root / path).exists()}
-    said = {JUDGE: judge.get(str(JUDGE)), PPO: ppo.get(str(PPO)), CURVE: ppo.get(str(CURVE))}
+    judge = lineage.locked_by("judge", root)
+    here = (root / JUDGE).exists() and lineage.digest(root / JUDGE) == judge.get(str(JUDGE))
     asked = YAML(typ="safe", pure=True).load((root / "params.yaml").read_text(encoding="utf-8"))["judge"]
-    same_judges = lineage.locked_params("judge", root).get("judge") == asked
-    return said == found and judge.get(POLICY) == ppo.get(POLICY) == md5 and same_judges
+    same_judges = _decisive(lineage.locked_params("judge", root).get("judge", {})) == _decisive(asked)
+    return is_trained(root, md5) and here and judge.get(POLICY) == md5 and same_judges
+
+
+def _decisive(judge: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in judge.items() if key not in BESIDE}
 
 
 def kl_at(episode: float, curve: list[tuple[float, float]]) -> float | None:

@@ -130,14 +130,11 @@ def _criteria(
         low = _of(measured, f"{judge}/policy_vs_{b}/low")
         yield from _asked(f"over_{b}/{judge}", title, low, ">", bounds[b])
     yield from _cost(settings, measured)
-    if pairs:
-        stems = [f"{judge}/policy_vs_{b}" for judge, b in pairs]
-        share = _with(lambda *all: max(all), *(_failure_share(measured, stem) for stem in stems))
-        yield from _asked(
-            "failure_share", "share of failed verdicts", share, "<=", settings.max_failure_share
-        )
-        fewest = _with(lambda *all: min(all), *(_of(measured, f"{stem}/examples") for stem in stems))
-        yield from _asked("examples", "judged examples", fewest, ">=", settings.min_examples)
+    stems = [f"{judge}/policy_vs_{b}" for judge, b in pairs]
+    share = _with(lambda *all: max(all), *(_failure_share(measured, stem) for stem in stems))
+    yield from _asked("failure_share", "share of failed verdicts", share, "<=", settings.max_failure_share)
+    fewest = _with(lambda *all: min(all), *(_of(measured, f"{stem}/examples") for stem in stems))
+    yield from _asked("examples", "judged examples", fewest, ">=", settings.min_examples)
     told = [name for name in sorted(suspects) if measured.get(f"{name}/is_optimised_reward")]
     title = "judges that are the optimised reward" + (f" ({', '.join(told)})" if told else "")
     yield Criterion("optimised_judges", title, float(len(told)), "<=", 0.0)

@@ -167,8 +167,10 @@ class Registry:
                 self._tag(known.number, tags)
                 return Version(known.number, {**known.tags, **tags})
             self._make_model()
+            outside = ".." in Path(path).parts  # which MLflow's server takes for a trick
+            shown = Path(path).name if outside else path.strip("/")
             found = self.client.create_model_version(
-                self.name, f"dvc:/{path.strip('/')}/{md5}", run_id=run, tags={**tags, MD5: md5},
+                self.name, f"dvc:/{shown}/{md5}", run_id=run, tags={**tags, MD5: md5},
                 await_creation_for=0,
             )  # fmt: skip
             return _version(found)

@@ -86,9 +86,10 @@ def _links(cache: Path, md5: str, target: Path) -> bool:
 
     Links, since a second copy may be many gigabytes.
     """
-    if not _blob(cache, md5).exists():
+    try:
+        entries = json.loads(_blob(cache, md5).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
-    entries = json.loads(_blob(cache, md5).read_text(encoding="utf-8"))
     if not all(_blob(cache, entry["md5"]).exists() for entry in entries):
         return False
     with whole(target) as folder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable
 
@@ -161,3 +162,7 @@ def test_references_and_demonstrations_come_from_imperfect_writers() -> None:
     faithfulness = sum(f.faithfulness for f in found) / len(found)
     assert 0.5 < coverage < 0.95
     assert 0.7 < faithfulness < 0.99
+
+
+def test_a_prompt_of_another_task_has_no_gold_score() -> None:
+    assert math.isnan(gold_scores(["def f(x): return x"], ["Return x."])[0])

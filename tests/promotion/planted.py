@@ -66,6 +66,7 @@ def pipeline(
     shutil.rmtree(policy, ignore_errors=True)
     policy.mkdir(parents=True)
     (policy / "weights").write_text(weights, encoding="utf-8")
+    (policy / "config.json").write_text("{}", encoding="utf-8")
     for name in ("metrics", "plots", "models/lineage", "evaluation"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     put(folder / "metrics/judge.json", metrics)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
+from ruamel.yaml import YAML
 
 from rlhf_tasks import checkpoint, cli, config, lineage
 from rlhf_tasks.config import StageView
@@ -204,7 +205,7 @@ def test_a_champion_whose_weights_are_gone_is_a_mistake_to_mend(
 
 def test_mistakes_are_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["promote", "models/none"]) == 2
-    assert "models/none is no folder" in capsys.readouterr().err
+    assert "models/none is no checkpoint" in capsys.readouterr().err
     assert cli.main(["rollback"]) == 2
     assert "has no champion" in capsys.readouterr().err
     planted.params(project, {"promotion": None})
@@ -336,3 +337,43 @@ def test_the_stage_without_a_gate_writes_that(project: Path) -> None:
     planted.params(project, {"promotion": None})
     assert verdict_of_stage() == {}
     assert Path("evaluation/verdict.json").read_text(encoding="utf-8") == "{}\n"
+
+
+def test_what_is_no_policy_is_refused_before_anything_is_registered(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted.pipeline(project, "one")
+    reward = project / "models/reward"
+    reward.mkdir()
+    assert cli.main(["promote", "models/reward"]) == 2
+    assert "models/reward is no checkpoint (it has no config.json)" in capsys.readouterr().err
+    (reward / "config.json").write_text("{}", encoding="utf-8")
+    (reward / "rlhf.json").write_text('{"kind": "reward"}', encoding="utf-8")
+    assert cli.main(["promote", "models/reward"]) == 2
+    assert "models/reward is a reward model" in capsys.readouterr().err
+    assert client(project).search_registered_models() == []
+
+
+def test_a_champion_of_someone_else_s_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = client(project)
+    store.create_registered_model(NAME)
+    store.create_model_version(NAME, "somewhere", await_creation_for=0)
+    store.set_registered_model_alias(NAME, "champion", "1")
+    planted.pipeline(project, "one")
+    assert cli.main(["promote"]) == 2
+    assert "is champion and has no tag dvc.md5" in capsys.readouterr().err
+
+
+def test_a_judge_that_the_policy_was_trained_to_please_does_not_count_though_params_say_otherwise_now(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = {"kind": "function", "name": "gold", "function": "mine:short"}
+    planted.params(project, {"judge.judges": [judge, planted.shipped()["judge"]["judges"][1]]})
+    planted.pipeline(project, "one")
+    lock = YAML(typ="safe", pure=True).load(Path("dvc.lock").read_text(encoding="utf-8"))
+    scorers = [{"kind": "function", "weight": 1.0, "function": "mine:short"}]
+    lock["stages"]["ppo"]["params"] = {"params.yaml": {"ppo": {"scorers": scorers}}}
+    with Path("dvc.lock").open("w", encoding="utf-8") as file:
+        YAML().dump(lock, file)
+    assert cli.main(["promote"]) == 3
+    assert "judges that are the optimised reward (gold)" in capsys.readouterr().out

@@ -77,8 +77,11 @@ def test_judges_that_were_changed_since_have_not_judged_it(tmp_path: Path) -> No
     md5 = planted.pipeline(tmp_path)
     planted.params(tmp_path, {"promotion.max_kl": 1.0, "ppo.kl_coef": 0.5})
     assert evidence.is_of(tmp_path, md5), "a knob of others"
+    planted.params(tmp_path, {"judge.labels": "data/labels.jsonl", "judge.num_samples_shown": 1})
+    assert evidence.is_of(tmp_path, md5), "what changes no verdict"
     planted.params(tmp_path, {"judge.temperature": 0.5})
     assert not evidence.is_of(tmp_path, md5)
+    assert evidence.is_trained(tmp_path, md5), "its KL is known all the same"
 
 
 def test_without_a_lock_nobody_can_say(tmp_path: Path) -> None:

@@ -128,12 +128,11 @@ def test_a_criterion_that_is_null_is_not_asked_for() -> None:
             "max_perplexity_growth",
             "max_choice_drop",
             "max_failure_share",
-            "min_examples",
             "second_judge",
         )
     )
     keys = [c.key for c in decide({"kl": None}, **off).criteria]
-    assert keys == ["over_sft/gold", "optimised_judges"]
+    assert keys == ["over_sft/gold", "examples", "optimised_judges"]
 
 
 class Spy(Mapping[str, float]):
@@ -198,8 +197,17 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
     ("changes", "said"),
     [
         ({"promotion.judge": "best"}, "promotion.judge='best' is no judge of judge.judges"),
-        ({"promotion.second_judge": "gold"}, "both go by gold"),
-        ({"promotion.over_sft": None, "promotion.over_champion": None}, "any policy would pass"),
+        ({"promotion.second_judge": "gold"}, "both go by what gold says"),
+        ({"promotion.over_sft": None}, "promotion.over_sft: Input should be a valid number"),
+        (
+            {
+                "judge.judges": [
+                    {**HELDOUT, "name": "gold", "path": "./models/reward_heldout"},
+                    HELDOUT,
+                ]
+            },
+            "both go by what reward_model says",
+        ),
         ({"promotion.min_examples": 2000}, "more than judge.num_examples=1000"),
         ({"judge.retention": None}, "promotion.max_choice_drop needs judge.retention"),
         ({"ppo.reference_sync": {"every": 2, "alpha": 0.6}}, "set promotion.max_kl to null"),
