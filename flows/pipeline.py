@@ -193,7 +193,7 @@ def _notes(
     if commit is not None and experiment is None:
         notes.append("nothing differs from the commit, so there is no experiment of it")
     if trouble := told.trouble():
-        notes.append(f"MLflow cannot be reached ({trouble}); `rlhf sync` sends it what it lacks")
+        notes.append(f"MLflow does not have all of this run ({trouble}); `rlhf sync` sends it what it lacks")
     return notes
 
 
