@@ -315,4 +315,4 @@ class StageRun:
     def _is_of_the_past(self, record: Mapping[str, Any]) -> bool:
         """Whether the pipeline came to its end after this: then it is not this that tells how."""
         parent = self.client.get_run(self.parent).info
-        return parent.status != "RUNNING" and (parent.end_time or 0) > record["time"]
+        return parent.status != "RUNNING" and bool((parent.end_time or 0) > record["time"])

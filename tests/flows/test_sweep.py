@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Completed, Running
+from prefect.variables import Variable
 
 from flows import sweep, watch
 from rlhf_tasks import config
@@ -103,10 +104,10 @@ def test_sweeps_of_one_name_have_a_commit_each_whatever_their_seeds() -> None:
 def test_a_commit_that_is_gone_is_told_with_where_it_came_from(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep.Variable, "get", lambda *_: "0" * 40)
+    monkeypatch.setattr(Variable, "get", lambda *_: "0" * 40)
     with pytest.raises(UserError, match=r"the sweep s broke off on commit 0+, .* `revision: HEAD`"):
         sweep.begun_with(root, "s", "any")
-    monkeypatch.setattr(sweep.Variable, "get", lambda *_: None)
+    monkeypatch.setattr(Variable, "get", lambda *_: None)
     assert sweep.begun_with(root, "s", "any") == toy.git(root, "rev-parse", "HEAD").strip()
 
 
