@@ -84,7 +84,7 @@ def pipeline(
     tags = {"prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
         _place(root, run, commit, text, values, unseen) as place,
-        tracking.open_run(run, values.tracking, tags | _experiment_tag(place, name)) as told,
+        tracking.open_run(run, values.tracking, tags) as told,
     ):
         folder = place.folder if isinstance(place, Workspace) else place
         how = run_stages(folder, values.service, stage_environment(place, run, name))
@@ -93,7 +93,7 @@ def pipeline(
         unpushed = send(folder) if push else None
         if unpushed:
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
-        told.tags(_identity(folder, how, experiment, revision))
+        told.tags(_identity(folder, how, name, experiment, revision))
         verdict = _verdict(folder, values, stage_environment(place, run, name))
         if verdict is not None:
             told.tags({"promotion": f"{verdict.name}: {verdict.message}"})
@@ -180,10 +180,6 @@ def _saved(place: Workspace, name: str, given: bool) -> str | None:
     return place.save(name) if given or place.differs() else None
 
 
-def _experiment_tag(place: Workspace | Path, name: str) -> dict[str, str]:
-    return {"dvc.exp": name} if isinstance(place, Workspace) else {}
-
-
 def _notes(
     commit: str | None, experiment: str | None, unseen: Sequence[str], told: tracking.Pipeline
 ) -> list[str]:
@@ -193,7 +189,7 @@ def _notes(
     if commit is not None and experiment is None:
         notes.append("nothing differs from the commit, so there is no experiment of it")
     if trouble := told.trouble():
-        notes.append(f"MLflow cannot be reached ({trouble}); `rlhf sync` sends it what it lacks")
+        notes.append(f"MLflow does not have all of this run ({trouble}); `rlhf sync` sends it what it lacks")
     return notes
 
 
@@ -223,9 +219,8 @@ def _verdict(folder: Path, values: Config, environment: dict[str, str]) -> State
     """The state of the promotion; None where there is nothing to promote."""
     if not promotion.is_due(values, folder):
         return None
-    care = values.service
-    bound: Any = promotion.promote.with_options(timeout_seconds=care.timeout_seconds)
-    state: State[Any] = bound(folder, environment, care, return_state=True)
+    bound: Any = promotion.promote.with_options(timeout_seconds=values.service.timeout_seconds)
+    state: State[Any] = bound(folder, environment, values, return_state=True)
     if state.is_completed():
         return state
     error = state.result(raise_on_failure=False)
@@ -242,13 +237,15 @@ def _shown(verdict: State[Any] | None, folder: Path) -> tuple[str | None, list[d
     return f"{verdict.name}: {verdict.message}", rows
 
 
-def _identity(folder: Path, how: dict[str, str], experiment: str | None, revision: str) -> dict[str, str]:
+def _identity(
+    folder: Path, how: dict[str, str], name: str, experiment: str | None, revision: str
+) -> dict[str, str]:
     """How the pipeline's run in MLflow is found from DVC and git, and back."""
     locked = lineage.locked(folder)
     outs = {out: locked[out] for node in lineage.graph(folder).values() for out in node.outs if out in locked}
     return {
         "git.rev": revision,
-        **({"dvc.exp_rev": experiment} if experiment else {}),
+        **({"dvc.exp": name, "dvc.exp_rev": experiment} if experiment else {}),
         **{f"dvc.how.{stage}": told for stage, told in how.items()},
         **{f"dvc.out.{path}": md5 for path, md5 in outs.items()},
     }

@@ -15,9 +15,10 @@ from prefect.states import Completed
 
 from flows import stages
 from rlhf_tasks import lineage
-from rlhf_tasks.config import Config, Service
+from rlhf_tasks.config import Config
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.command import DEFERRED, DONE, REFUSED, verdict_file
+from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
 
 POLICY = "models/policy"
 NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
@@ -29,13 +30,38 @@ def is_due(values: Config, folder: Path) -> bool:
     return values.promotion is not None and values.tracking.enabled and POLICY in made
 
 
+def champion_already(values: Config, folder: Path) -> str | None:
+    """What is to be said if the policy there is champion; None if it is not.
+
+    Raises:
+        Unreachable: if MLflow does not answer.
+        UserError: if it refuses.
+    """
+    criteria, md5 = values.promotion, lineage.locked(folder).get(POLICY)
+    if criteria is None or md5 is None:
+        return None
+    champion = Registry.open(values.tracking, lineage.home(), criteria.model).champion()
+    if champion is None or champion.md5 != md5:
+        return None
+    return f"{criteria.model} version {champion.number} ({POLICY}) is {CHAMPION} already"
+
+
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
-def promote(folder: Path, environment: dict[str, str], service: Service) -> State[Any]:
+def promote(folder: Path, environment: dict[str, str], values: Config) -> State[Any]:
     """Promoted, Refused or Deferred, always completed: the policy is there whatever the gate says.
 
-    Deferred, too, where the gate could not be asked: `rlhf promote` does it later.
+    Deferred, too, where the gate could not be asked: `rlhf promote` does it later. A slot of the limit is
+    waited for only where there is something to judge.
     """
-    command = [sys.executable, "-m", "rlhf_tasks.cli", "promote"]
+    try:
+        known = champion_already(values, folder)
+    except Unreachable as error:
+        return Completed(
+            name="Deferred", message=f"MLflow does not answer ({error}); `rlhf promote` does it later"
+        )
+    if known is not None:
+        return Completed(name="Promoted", message=known)
+    command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
     with stages.slots(service.gpu_slots):
         status, lines = stages.run(command, folder, environment, service.grace_seconds)
     said = next((line for line in reversed(lines) if line), "it said nothing")

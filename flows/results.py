@@ -103,8 +103,8 @@ def run_links(tracking: Tracking, keys: Mapping[str, str], parent: str) -> dict[
             if runs:
                 run = runs[0]["info"]["run_id"]
                 found[stage] = f"{shown}/#/experiments/{identity}/runs/{run}"
-    except httpx.HTTPError:
-        return {}
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return {}  # the last ones: what answers is no MLflow
     return found
 
 

@@ -72,20 +72,22 @@ class Service:
         The worker's answer is its heartbeat, of which the server tells.
         """
         daemon = self.daemon(name)
+        server = self.daemon("prefect") if name == "worker" else daemon
         if not daemon.is_running():
             return False
         try:
             if name == "worker":
-                return self._is_heard(daemon.known()["started"])
-            answers = httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
-        except httpx.HTTPError:
-            return False
-        return answers and daemon.listens(daemon.known()["port"])
+                answers = self._is_heard(daemon.known()["started"])
+            else:
+                answers = httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
+            return answers and server.listens(server.known()["port"])
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+            return False  # nobody answers, or a stranger does
 
     def _is_heard(self, since: float) -> bool:
         """Whether the worker has told the server of itself since a time, and lately."""
         wanted = {"workers": {"status": {"any_": ["ONLINE"]}}}
-        path = f"{self.daemon('worker').known().get('prefect')}/api/work_pools/{settings.POOL}/workers/filter"
+        path = f"{self.url('prefect')}/api/work_pools/{settings.POOL}/workers/filter"
         answer = httpx.post(path, json=wanted, timeout=10.0)
         heard = [
             datetime.fromisoformat(worker["last_heartbeat_time"]).timestamp()
@@ -108,6 +110,10 @@ class Service:
         Raises:
             UserError: for a port asked for that cannot be had, and if something does not come up.
         """
+        if ports["prefect"] is not None and ports["prefect"] == ports["mlflow"]:
+            raise UserError(
+                f"--prefect-port and --mlflow-port are both {ports['prefect']}; give each server its own"
+            )
         folder = self.home / "service"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
@@ -207,8 +213,14 @@ class Service:
         return 0 if all(healthy.values()) else 1
 
     def down(self) -> None:
-        """End all of it; runs in progress keep their state, and go on when they are run again."""
-        ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
+        """End all of it; runs in progress keep their state, and go on when they are run again.
+
+        A `make up` in progress comes to its end first: it would start what was just ended.
+        """
+        folder = self.home / "service"
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
         console.say(f"ended: {', '.join(ended)}" if ended else "nothing was running")
 
 
@@ -224,11 +236,18 @@ def elsewhere(pool: str, *, work: bool) -> int:
     """For a server that others run: register this project's deployments, and be their worker if wanted.
 
     Raises:
-        UserError: if no server is named, or the pool is not there.
+        UserError: if no server is named, it does not answer, or the pool is not there.
     """
     if "PREFECT_API_URL" not in os.environ:
         raise UserError("PREFECT_API_URL is not set: it names the server, as http://127.0.0.1:4200/api")
     lineage.graph()
+    address = os.environ["PREFECT_API_URL"]
+    try:
+        httpx.get(f"{address}/health", timeout=10.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(
+            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or name another"
+        ) from None
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
     from flows import deployments
@@ -246,8 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up = commands.add_parser("up", help="start servers, worker and deployments")
     for name, port in PORTS.items():
         told = f"by default where it was before, at first {port}, or the next free one"
-        up.add_argument(f"--{name}-port", type=int, help=told)
-    up.add_argument("--gpu-slots", type=int, help="of the concurrency limit `gpu` (at first: 1)")
+        up.add_argument(f"--{name}-port", type=_port, help=told)
+    up.add_argument("--gpu-slots", type=_slots, help="of the concurrency limit `gpu` (at first: 1)")
     commands.add_parser("down", help="end all of it")
     commands.add_parser("status", help="what runs, and where")
     deploy = commands.add_parser("deploy", help="register the deployments at the server of PREFECT_API_URL")
@@ -268,7 +287,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"rlhf service: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("rlhf service: interrupted; `make down` ends what has started", file=sys.stderr)
+        return 130
     return 0
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= daemons.LAST_PORT:
+        raise argparse.ArgumentTypeError(f"ports go from 1 to {daemons.LAST_PORT} (given: {text})")
+    return value
+
+
+def _slots(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more (given: {text})")
+    return value
 
 
 if __name__ == "__main__":

@@ -90,29 +90,38 @@ def sweep(
     root, run = Path.cwd(), str(flow_run.get_id())
     try:
         request.check_name(name)
-        begun = Variable.get(variable(name), None)
-        commit = workspace.resolve(root, revision or begun)
-        wanted, values = cells(root, name, preset, combinations(grid, settings_list), seeds, commit)
+        listed, data = combinations(grid, settings_list), Data(root)
+        kept = variable(name, preset, listed)
+        commit = begun_with(root, name, kept) if revision is None else workspace.resolve(root, revision)
+        wanted, values = cells(root, name, preset, listed, seeds, commit, data)
     except UserError as error:
         get_run_logger().error("%s", error)
         return Failed(message=str(error))
-    Variable.set(variable(name), commit, overwrite=True)
+    Variable.set(kept, commit, overwrite=True)
     if commit != workspace.resolve(root, None):
         get_run_logger().warning("all runs are of commit %s; `revision: HEAD` takes the last one", commit)
     done = [cell for cell in wanted if workspace.experiment(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are done already", len(done), len(wanted))
-    with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
-        failed = run_cells([c for c in wanted if c not in done], deployment, preset, commit, parallel)
-        found = [comparison.read(root, c.setting, c.seed, c.experiment) for c in wanted if c not in failed]
-        rows = compare(found, metrics, curves, name, told)
+    try:
+        with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
+            todo = [cell for cell in wanted if cell not in done]
+            failed = run_cells(todo, deployment, preset, commit, parallel, data)
+            found = [
+                comparison.read(root, c.setting, c.seed, c.experiment) for c in wanted if c not in failed
+            ]
+            rows = compare(found, metrics, curves, name, told)
+            if failed:
+                lost = ", ".join(f"{cell.setting}, seed {cell.seed}" for cell in failed)
+                raise SweepFailed(
+                    f"{len(failed)} of {len(wanted)} runs failed ({lost}); a new run does these only, of the "
+                    "same commit (`revision: HEAD`: all, of the last one)"
+                )
+    except SweepFailed as error:  # the sweep's run in MLflow has ended as FAILED by it
+        get_run_logger().error("%s", error)
+        show_figure(run, values)
+        return Failed(message=str(error))
     show_figure(run, values)
-    if failed:
-        lost = ", ".join(f"{cell.setting}, seed {cell.seed}" for cell in failed)
-        return Failed(
-            message=f"{len(failed)} of {len(wanted)} runs failed ({lost}); a new run does these only, of the "
-            "same commit (`revision: HEAD`: all, of the last one)"
-        )
-    Variable.unset(variable(name))
+    Variable.unset(kept)
     return Completed(message=f"{len(rows)} setting(s), {len(wanted)} runs, {len(done)} of them done before")
 
 
@@ -132,9 +141,59 @@ def combinations(
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def variable(name: str) -> str:
-    """The Prefect variable that holds the commit of a sweep which has not come to its end."""
-    return f"rlhf_sweep_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+def variable(name: str, preset: str | None, listed: Sequence[Mapping[str, Any]]) -> str:
+    """The Prefect variable that holds the commit of a sweep which has not come to its end.
+
+    Sweeps of one name but of other settings have others; more seeds are the same sweep.
+    """
+    told = json.dumps([name, preset, list(map(dict, listed))], sort_keys=True)
+    return f"rlhf_sweep_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+
+
+def begun_with(root: Path, name: str, kept: str) -> str:
+    """The commit of this sweep if it broke off, else the last one.
+
+    Raises:
+        UserError: if git has lost that of the sweep.
+    """
+    begun: Any = Variable.get(kept, None)
+    if begun is not None and workspace.commit(root, begun) is None:
+        raise UserError(
+            f"the sweep {name} broke off on commit {begun}, which git in {root} does not know any more; "
+            "`revision: HEAD` does all of it, of the last one"
+        )
+    return workspace.resolve(root, begun)
+
+
+class SweepFailed(Exception):
+    """Not all of the sweep could be done; the message says what, and what to do."""
+
+
+class Data:
+    """The fingerprints of all data that the sweep reads, as they were when it began."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._begun: dict[str, tuple[Config, str]] = {}
+
+    def fingerprint(self, values: Config) -> str:
+        place = watch.variable(values) + str(values.data.hub)
+        if place not in self._begun:
+            self._begun[place] = values, watch.fingerprint(self._root, values)
+        return self._begun[place][1]
+
+    def check(self, ended: Sequence[Cell] = ()) -> None:
+        """Raises SweepFailed if any of it differs now; `ended`: the runs that may have seen either."""
+        for values, begun in self._begun.values():
+            if watch.fingerprint(self._root, values) != begun:
+                names = " ".join(cell.experiment for cell in ended)
+                unsure = (
+                    f"; `dvc exp remove {names}` first: which data they saw is not known" if names else ""
+                )
+                raise SweepFailed(
+                    f"the data at {values.data.path} changed since the sweep began, so its runs are not "
+                    f"to be compared: start it again, and all is run on the data as it is then{unsure}"
+                )
 
 
 def cells(
@@ -144,6 +203,7 @@ def cells(
     listed: Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
     commit: str,
+    data: Data,
 ) -> tuple[list[Cell], Config]:
     """All runs of the sweep, checked before any starts, and the config of the first.
 
@@ -161,30 +221,35 @@ def cells(
                 problems.append(f"{setting}: {error}")
                 break
             first = first or values
-            found.append(Cell(setting, seed, overrides, f"{name}-{_digest(root, values, commit)}"))
+            found.append(Cell(setting, seed, overrides, f"{name}-{_digest(values, commit, data)}"))
     if problems or first is None:
         raise UserError("\n".join(problems) or "the sweep has no setting")
     return found, first
 
 
-def _digest(root: Path, values: Config, commit: str) -> str:
+def _digest(values: Config, commit: str, data: Data) -> str:
     tree = {
         "commit": commit,
-        "data": watch.fingerprint(root, values),
+        "data": data.fingerprint(values),
         "params": values.model_dump(mode="json", exclude=HOW_NOT_WHAT),
     }
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def run_cells(
-    todo: Sequence[Cell], deployment: str, preset: str | None, commit: str, parallel: int
+    todo: Sequence[Cell], deployment: str, preset: str | None, commit: str, parallel: int, data: Data
 ) -> list[Cell]:
-    """Run them, some at once; those that failed. A cancelled sweep cancels its runs."""
+    """Run them, some at once; those that failed. A sweep that ends before cancels its runs.
+
+    Raises:
+        SweepFailed: if the data changed.
+    """
     waiting, running, failed = list(todo), dict[Any, Cell](), list[Cell]()
     with get_client(sync_client=True) as client:
         try:
             while waiting or running:
                 while waiting and len(running) < parallel:
+                    data.check()
                     cell = waiting.pop(0)
                     parameters = {
                         "preset": preset, "seed": cell.seed, "overrides": dict(cell.overrides),
@@ -195,12 +260,14 @@ def run_cells(
                     )
                     running[started.id] = cell
                 time.sleep(POLL_SECONDS)
+                ended = list[Cell]()
                 for identity in list(running):
                     state = client.read_flow_run(identity).state
                     if state is not None and state.is_final():
                         cell = running.pop(identity)
-                        if not state.is_completed():
-                            failed.append(cell)
+                        (ended if state.is_completed() else failed).append(cell)
+                if ended:
+                    data.check(ended)
         except BaseException:
             for identity in running:
                 with suppress(ObjectNotFound):

@@ -20,7 +20,7 @@ from prefect.variables import Variable
 
 from flows import request, settings
 from rlhf_tasks import lineage, workspace
-from rlhf_tasks.config import Config
+from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.workspace import Request
 
 TRIES = 3  # runs for one change of the data
@@ -62,8 +62,11 @@ def data_watch(
         deployment: What a change runs.
     """
     root = Path.cwd()
-    commit = workspace.resolve(root, None)
-    _, values, _ = request.settle(root, Request(preset), commit)
+    try:
+        _, values, _ = request.settle(root, Request(preset), workspace.resolve(root, None))
+    except UserError as error:
+        get_run_logger().error("%s", error)
+        return Failed(message=str(error))
     now = fingerprint(root, values)
     last: Any = Variable.get(variable(values), {})
     before = last.get("data")
@@ -76,6 +79,8 @@ def data_watch(
 def ask_for_run(deployment: str, preset: str | None, change: str) -> State[Any]:
     """One run for one change, however often it is looked at; another one only after one that failed.
 
+    To cancel it is to decide against it: that is told at each look, and nothing is run.
+
     Prefect makes one run per key and answers with it ever after: no other record of the tries is needed.
     """
     failed: list[str] = []
@@ -87,6 +92,12 @@ def ask_for_run(deployment: str, preset: str | None, change: str) -> State[Any]:
             as_subflow=False,
             idempotency_key=f"{change}-try-{number}",
         )
+        if run.state is not None and run.state.type in (StateType.CANCELLED, StateType.CANCELLING):
+            by_hand = f"prefect deployment run {deployment}" + (f" --param preset={preset}" if preset else "")
+            return Failed(
+                message=f"the data changed, and its run {run.name} was cancelled, so it is not run again by "
+                f"itself: `{by_hand}` does it; once that completes, or the data changes again, this goes on"
+            )
         if run.state is None or run.state.type not in (StateType.FAILED, StateType.CRASHED):
             again = f", after {', '.join(failed)} failed" if failed else ""
             return Completed(message=f"the data changed: its run is {run.name}{again}")

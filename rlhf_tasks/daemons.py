@@ -30,6 +30,7 @@ from rlhf_tasks.config import UserError
 
 HOST = "127.0.0.1"
 PORTS_TRIED = 50
+LAST_PORT = 65535
 POLL_SECONDS = 0.1
 LOG_LINES = 15
 KILL_SECONDS = 2.0
@@ -187,12 +188,15 @@ def free_port(first: int) -> int:
     """`first`, or the next port that nobody listens on.
 
     Raises:
-        UserError: if none of the next ones is free.
+        UserError: if none of the next ones is free, or there is no such port.
     """
-    for port in range(first, first + PORTS_TRIED):
+    if not 1 <= first <= LAST_PORT:
+        raise UserError(f"port {first} is given; ports go from 1 to {LAST_PORT}")
+    last = min(first + PORTS_TRIED - 1, LAST_PORT)
+    for port in range(first, last + 1):
         if is_free(port):
             return port
-    raise UserError(f"ports {first} to {first + PORTS_TRIED - 1} are all in use; give another one")
+    raise UserError(f"ports {first} to {last} are all in use; give another one")
 
 
 def environment_path(base: Mapping[str, str]) -> str:

@@ -164,20 +164,27 @@ def _stage_of_key(root: Path, name: str) -> str | None:
 
 
 def _named_by_run(root: Path, asked: str) -> str | None:
-    """The experiment of a flow run, by its spool; or the experiment or key of an MLflow run, by its tags."""
+    """What a flow run's spool or an MLflow run's tags name: a key, an experiment that there is, a commit."""
     if flow := FLOW_ID.fullmatch(asked):
         spool = workspace.home(root) / "spool"
+        tags = dict[str, str]()
         for file in [*spool.glob(f"flow-{flow[2]}*.jsonl"), *spool.glob(f"delivered/flow-{flow[2]}*.jsonl")]:
             for line in file.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
-                if record["kind"] == "tags" and "dvc.exp" in record["values"]:
-                    return str(record["values"]["dvc.exp"])
+                tags |= record["values"] if record["kind"] == "tags" else {}
+        return _experiment_or_commit(root, tags)
     if MLFLOW_ID.fullmatch(asked):
         from rlhf_tasks.tracking.store import tags_of
 
         tags = tags_of(config.load(root / "params.yaml").tracking.uri, workspace.home(root), asked)
-        return tags.get("rlhf.run") or tags.get("dvc.exp")
+        return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
+
+
+def _experiment_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
+    """The commit where nothing differed from it, so that nothing was saved."""
+    name = tags.get("dvc.exp")
+    return name if name and workspace.experiment(root, name) else tags.get("git.rev")
 
 
 def lines(chain: Chain) -> Iterator[str]:

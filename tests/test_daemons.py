@@ -86,6 +86,12 @@ def test_a_port_that_is_taken_is_passed_over() -> None:
         assert port < daemons.free_port(port) < port + daemons.PORTS_TRIED
 
 
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_port_that_cannot_be_is_told(port: int) -> None:
+    with pytest.raises(UserError, match=f"port {port} is given; ports go from 1 to 65535"):
+        daemons.free_port(port)
+
+
 def test_a_strangers_port_is_not_the_daemons(daemon: Daemon) -> None:
     port = daemons.free_port(20000 + os.getpid() % 10000)
     start(

@@ -62,6 +62,16 @@ def test_every_name_leads_to_the_same_chain(root: Path, asked: str) -> None:
     assert chain.links[1].made["rlhf.run"] == KEY
 
 
+@pytest.mark.parametrize("name", [{}, {"dvc.exp": "never-saved"}])
+def test_a_flow_run_that_saved_nothing_leads_to_its_commit(root: Path, name: dict[str, str]) -> None:
+    head = toy.git(root, "rev-parse", "HEAD").strip()
+    told = {"kind": "tags", "values": {"git.rev": head, **name}}
+    file = root / f".rlhf/spool/delivered/flow-{FLOW}.jsonl"
+    file.write_text(json.dumps(told) + "\n", encoding="utf-8")
+    chain = provenance.find(root, FLOW)
+    assert (chain.revision, chain.experiment) == (head, None)
+
+
 def test_the_text_goes_from_data_to_verdict_and_its_commands_work(
     root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 import mlflow
 import psutil
 import pytest
+from filelock import FileLock
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, lineage, tracking
 from rlhf_tasks.config import Stage, StageView, UserError
 from rlhf_tasks.tracking import context, courier, curves, dashboard, records
+from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.spool import Spool, pending, table_json
 from rlhf_tasks.tracking.store import Store, embedded_uri
 
@@ -171,10 +173,97 @@ def test_a_pipeline_whose_dvc_process_is_gone_is_closed(home: Path, monkeypatch:
     monkeypatch.setattr(context, "parent", lambda process, key: left)
     with tracking.open_run("sft", view()):
         pass
-    deliver(home)
+    with monkeypatch.context() as patch:
+        patch.setattr(context, "is_alive", lambda name: True)
+        deliver(home)
     assert runs(home)["pipeline"].info.status == "RUNNING"
     Store.open({"home": str(home), "uri": None, "experiment": "rlhf"})
+    pipeline = runs(home)["pipeline"].info
+    assert (pipeline.status, pipeline.end_time) == ("FINISHED", runs(home)["sft"].info.end_time)
+
+
+def test_a_late_delivery_leaves_a_finished_flow_finished(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking_pipeline, "start_courier", lambda spool: subprocess.Popen(["true"]))
+    monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
+    with tracking_pipeline.open_run("1", config.load().tracking, {}) as flow:
+        with pytest.raises(RuntimeError), tracking.open_run("sft", view(), key="sft-k"):
+            raise RuntimeError("boom")
+        with tracking.open_run("sft", view(), key="sft-l"):
+            pass
+        assert flow.trouble() == "nobody delivers sft-k"
+    assert courier.follow(Spool(home / "spool", "flow-1"))
     assert runs(home)["pipeline"].info.status == "FINISHED"
+    monkeypatch.setattr(context, "is_alive", lambda name: False)
+    assert courier.sync(home) == (2, {})
+    assert runs(home)["pipeline"].info.status == "FINISHED"
+    assert "rlhf.reason" not in runs(home)["pipeline"].data.tags
+
+
+def test_what_a_flow_has_not_sent_is_trouble_unless_somebody_sends_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking_pipeline, "start_courier", lambda spool: subprocess.Popen(["true"]))
+    with tracking_pipeline.open_run("1", config.load().tracking, {}) as flow:
+        with tracking.open_run("sft", view(), key="alone"):
+            pass
+        assert flow.trouble() is None, "a stage of another pipeline"
+        monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
+        with tracking.open_run("ppo", view("ppo"), key="ppo-k"):
+            pass
+        spool = Spool(home / "spool", "ppo-k")
+        with FileLock(spool.lock):
+            assert flow.trouble() is None
+            spool.trouble.write_text("refused\n", encoding="utf-8")
+            assert flow.trouble() == "refused"
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_late_delivery_leaves_a_failed_pipeline_failed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    """Of a dvc process whose PPO failed; its PPO delivered in time, or all of it late."""
+    mine = context.process_name(psutil.Process())
+    parent = {"key": f"dvc-{mine}", "owner": "dvc", "process": mine}
+    monkeypatch.setattr(context, "parent", lambda process, key: parent)
+    with tracking.open_run("sft", view(), key="sft-k"):
+        pass
+    with pytest.raises(RuntimeError), tracking.open_run("ppo", view("ppo"), key="ppo-k"):
+        raise RuntimeError("boom")
+    if in_time:
+        assert courier.follow(Spool(home / "spool", "ppo-k"))
+    monkeypatch.setattr(context, "is_alive", lambda name: False)
+    assert courier.sync(home) == (1 if in_time else 2, {})
+    pipeline = runs(home)["pipeline"]
+    assert pipeline.info.status == "FAILED"
+    assert pipeline.data.tags["rlhf.reason"] == "ppo: RuntimeError: boom"
+
+
+def test_a_late_delivery_alone_leaves_no_pipeline_running(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = context.process_name(psutil.Process())
+    parent = {"key": f"dvc-{mine}", "owner": "dvc", "process": mine}
+    monkeypatch.setattr(context, "parent", lambda process, key: parent)
+    with tracking.open_run("sft", view()):
+        pass
+    monkeypatch.setattr(context, "is_alive", lambda name: False)
+    assert courier.sync(home) == (1, {})
+    assert runs(home)["pipeline"].info.status == "FINISHED"
+
+
+def test_of_a_run_on_another_machine_its_own_end_tells_that_it_is_over(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"key": "dvc-there", "owner": "dvc", "process": "there:1:1"}
+    monkeypatch.setattr(context, "parent", lambda process, key: there)
+    with tracking.open_run("sft", view()):
+        pass
+    with pytest.raises(RuntimeError), tracking.open_run("ppo", view("ppo")):
+        raise RuntimeError("boom")
+    with tracking.open_run("sft", view()):
+        pass
+    deliver(home)
+    assert runs(home)["pipeline"].info.status == "FAILED"
 
 
 def test_a_process_that_vanishes_leaves_a_failed_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +299,7 @@ def test_sync_sends_only_the_steps_that_mlflow_lacks(home: Path, monkeypatch: py
             tracker.metrics({"train/loss": float(step)}, step=step)
     spool = Spool(home / "spool", "k")
     records, _ = spool.read()
-    run = Store.open(records[0]).stage_run(records[0], last=True)
+    run = Store.open(records[0]).stage_run(records[0], last=True, live=True)
     run.send(records[1:3], spool.files)  # cut off after steps 1 and 2
     sent: list[int] = []
     log_batch = MlflowClient.log_batch
@@ -491,7 +580,7 @@ def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(
             tracker.trace("judge gpt", {"model": "m"}, {"failure": "no verdict"}, start=5, end=5)
             spool = pending(home / "spool")[0]
             records, _ = spool.read()
-            store = Store.open(records[0]).run(records[0], last=True)
+            store = Store.open(records[0]).run(records[0], last=True, live=True)
             assert not store.send(records, spool.files), "some of it, then the courier dies"
             tracker.trace("judge gpt", {"model": "m"}, said, start=9, end=10)
         deliver(home)

@@ -94,13 +94,17 @@ def process_name(process: psutil.Process) -> str:
     return f"{platform.node()}:{process.pid}:{int(process.create_time() * 100)}"
 
 
+def is_local(name: str) -> bool:
+    """Whether the process lives, or lived, on this machine."""
+    return name.rsplit(":", 2)[0] == platform.node()
+
+
 def is_alive(name: str) -> bool:
     """False only if the process lived on this machine and is gone."""
-    host, pid, _ = name.rsplit(":", 2)
-    if host != platform.node():
+    if not is_local(name):
         return True
     try:
-        process = psutil.Process(int(pid))
+        process = psutil.Process(int(name.rsplit(":", 2)[1]))
         return process_name(process) == name and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

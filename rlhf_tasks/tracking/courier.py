@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,34 @@ def _attempt(spool: Spool) -> str | None:
 
     try:
         records, offset = spool.read()
-        process = records[0]["process"]
-        run = Store.open(records[0]).run(records[0], last=spool.is_last)
+        header, heard, live = records[0], records[-1]["time"], _is_live(spool, records)
+        store = Store.open(header)
+        run = store.run(header, last=spool.is_last, live=live)
         while not run.send(records, spool.files, last=spool.is_last):
-            if not records and not context.is_alive(process):
-                spool.append("end", status="FAILED", reason=VANISHED, device="unknown", outs={})
-            elif not records:
+            if records:
+                heard = records[-1]["time"]
+            elif context.is_alive(header["process"]):
                 time.sleep(POLL_SECONDS)
+                heard = round(time.time() * 1000)
+            else:
+                told = {"status": "FAILED", "reason": VANISHED, "device": "unknown", "outs": {}}
+                spool.append("end", **told, time=heard)
             records, offset = spool.read(offset)
+        if not live:
+            store.close_left_parents()
     except (MlflowException, SQLAlchemyError, OSError) as error:
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return None
+
+
+def _is_live(spool: Spool, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether what the run belongs to goes on: a dvc process, or else the run's own.
+
+    Of a process on another machine only the run's own end tells.
+    """
+    owner = records[0]["parent"].get("process", records[0]["process"])
+    told = context.is_local(owner) or records[-1]["kind"] != "end"
+    return spool.is_last and told and context.is_alive(owner)
 
 
 def _is_over(spool: Spool) -> bool:

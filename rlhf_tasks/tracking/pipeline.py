@@ -19,7 +19,7 @@ import psutil
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.tracking import context, start_courier
-from rlhf_tasks.tracking.spool import Spool
+from rlhf_tasks.tracking.spool import Spool, pending
 
 WAIT_SECONDS = 10.0  # for the courier, at the flow's end
 STAGE = "pipeline"  # in the spool's first line
@@ -33,7 +33,7 @@ class Pipeline(Protocol):
         """Keep a copy of a file with the run."""
 
     def trouble(self) -> str | None:
-        """Why MLflow does not take what is sent; None if it does."""
+        """Why MLflow does not have all that was sent of the run and of its stages; None if it does."""
 
 
 class NullPipeline:
@@ -63,8 +63,15 @@ class SpoolPipeline:
         self._spool.append("artifact", file=path.name, folder=folder)
 
     def trouble(self) -> str | None:
-        with suppress(FileNotFoundError):
-            return self._spool.trouble.read_text(encoding="utf-8").strip()
+        parent = self._spool.read()[0][0]["parent"]["key"]
+        for spool in [self._spool, *pending(self._spool.folder)]:
+            with suppress(FileNotFoundError):  # delivered meanwhile
+                if spool.read()[0][0]["parent"].get("key") != parent:
+                    continue
+                if spool.trouble.exists():
+                    return spool.trouble.read_text(encoding="utf-8").strip()
+                if spool != self._spool and not spool.is_followed():
+                    return f"nobody delivers {spool.name}"
         return None
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 
 @dataclass(frozen=True)
 class Spool:
@@ -90,6 +92,15 @@ class Spool:
             data = file.read()
         end = data.rfind(b"\n") + 1
         return [json.loads(line) for line in data[:end].splitlines()], offset + end
+
+    def is_followed(self) -> bool:
+        """Whether somebody delivers it now."""
+        self.lock.parent.mkdir(exist_ok=True)
+        try:
+            with FileLock(self.lock, timeout=0):
+                return False
+        except Timeout:
+            return True
 
     def close(self) -> None:
         """All is delivered: the lines move aside, the copies go."""

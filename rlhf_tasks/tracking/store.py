@@ -69,21 +69,23 @@ class Store:
         found = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
         return found[0].info.run_id if found else None
 
-    def run(self, header: Mapping[str, Any], *, last: bool) -> StageRun | PipelineRun:
-        """Whose spool it is: a stage's, or a flow's."""
+    def run(self, header: Mapping[str, Any], *, last: bool, live: bool) -> StageRun | PipelineRun:
+        """Whose spool it is: a stage's, or a flow's. `last` and `live` as for a stage."""
         if header["stage"] != PIPELINE:
-            return self.stage_run(header, last=last)
+            return self.stage_run(header, last=last, live=live)
         with self.lock:
-            return PipelineRun(self.client, self._parent(header))
+            return PipelineRun(self.client, self._parent(header, live=live))
 
-    def stage_run(self, header: Mapping[str, Any], *, last: bool) -> StageRun:
+    def stage_run(self, header: Mapping[str, Any], *, last: bool, live: bool) -> StageRun:
         """The stage's run, made, with parameters, tags and inputs; or found again.
 
         `last`: False for what is delivered late of a run that has gone on since; its status stays.
+        `live`: False for what is delivered late of a pipeline that is over: that stays over.
         """
         with self.lock:
             known = self.find("rlhf.run", header["key"])
-            parent = self._parent(header) if last or known is None else self._parent_of(known)
+            anew = last or known is None
+            parent = self._parent(header, live=live) if anew else self._parent_of(str(known))
             if known is not None and last:
                 self._reopen(known)
                 self.client.set_tag(known, MLFLOW_PARENT_RUN_ID, parent)
@@ -111,8 +113,8 @@ class Store:
             self.client.log_inputs(identity, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
         return identity
 
-    def _parent(self, header: Mapping[str, Any]) -> str:
-        """The pipeline's run, made or found, with the stage's parameters added, and RUNNING (again)."""
+    def _parent(self, header: Mapping[str, Any], *, live: bool) -> str:
+        """The pipeline's run, made or found, with the stage's parameters added; RUNNING (again) if `live`."""
         parent = header["parent"]
         if "id" in parent:
             return str(parent["id"])
@@ -126,7 +128,8 @@ class Store:
             )
             run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
             identity = str(run.info.run_id)
-        self._reopen(identity)
+        if live:
+            self._reopen(identity)
         known = self.client.get_run(identity).data.params
         self._log_params(identity, {k: v for k, v in header["parameters"].items() if k not in known})
         return identity
@@ -139,12 +142,22 @@ class Store:
             self.client.log_batch(run, params=params[start : start + BATCH_PARAMS])
 
     def close_left_parents(self) -> None:
-        """Pipelines whose dvc process is gone without a `report` stage (it was cached, or not asked for)."""
+        """Pipelines whose dvc process is gone without a `report` stage (it was cached, or not asked for).
+
+        Their end is that of their last stage: one that is delivered later may tell of a later one.
+        """
         running = "attributes.status = 'RUNNING' and tags.`rlhf.pipeline` LIKE '%'"
         for run in self.client.search_runs([self.experiment], running):
             process = run.data.tags.get("rlhf.process")
             if process and not context.is_alive(process):
-                self.client.set_terminated(run.info.run_id, "FINISHED")
+                end = self._last_end(run.info.run_id) or run.info.start_time
+                self.client.set_terminated(run.info.run_id, "FINISHED", end_time=end)
+
+    def _last_end(self, parent: str) -> int | None:
+        """In milliseconds, of its stages; None if none has ended."""
+        wanted = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
+        stages = self.client.search_runs([self.experiment], wanted)
+        return max((stage.info.end_time for stage in stages if stage.info.end_time), default=None)
 
 
 @dataclass
@@ -163,12 +176,19 @@ class PipelineRun:
             elif record["kind"] == "artifact":
                 self.client.log_artifact(self.run, str(files / record["file"]), record["folder"])
             elif record["kind"] == "end":
-                if last and record["reason"]:
-                    self.client.set_tag(self.run, REASON, record["reason"][:MAX_TAG])
                 if last:
-                    self.client.set_terminated(self.run, record["status"], end_time=record["time"])
+                    _terminate(self.client, self.run, record, record["reason"])
                 return True
         return False
+
+
+def _terminate(client: MlflowClient, run: str, record: Mapping[str, Any], reason: str) -> None:
+    """Close a pipeline's run as a spool's end tells, and with no other reason than that one."""
+    if reason:
+        client.set_tag(run, REASON, reason[:MAX_TAG])
+    elif REASON in client.get_run(run).data.tags:
+        client.delete_tag(run, REASON)
+    client.set_terminated(run, record["status"], end_time=record["time"])
 
 
 def _dataset(path: str, md5: str) -> DatasetInput:
@@ -284,11 +304,15 @@ class StageRun:
             tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
         self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
         self.client.set_terminated(self.run, record["status"], end_time=record["time"])
-        if not self.owns_parent:
+        if not self.owns_parent or self._is_of_the_past(record):
             return
         if record["status"] != "FINISHED":
-            reason = f"{self.header['stage']}: {record['reason']}"[:MAX_TAG]
-            self.client.set_tag(self.parent, REASON, reason)
-            self.client.set_terminated(self.parent, record["status"], end_time=record["time"])
+            reason = f"{self.header['stage']}: {record['reason']}"
+            _terminate(self.client, self.parent, record, reason)
         elif self.header["last"] or self.header["parent"]["owner"] == "stage":
-            self.client.set_terminated(self.parent, "FINISHED", end_time=record["time"])
+            _terminate(self.client, self.parent, record, "")
+
+    def _is_of_the_past(self, record: Mapping[str, Any]) -> bool:
+        """Whether the pipeline came to its end after this: then it is not this that tells how."""
+        parent = self.client.get_run(self.parent).info
+        return parent.status != "RUNNING" and bool((parent.end_time or 0) > record["time"])

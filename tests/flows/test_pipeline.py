@@ -170,14 +170,14 @@ def test_a_sweep_is_checked_whole_and_named_by_what_decides_its_results(root: Pa
     assert listed == [
         {"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
     ]  # fmt: skip
-    cells, _ = sweep.cells(root, "s", None, listed, [1, 2], "HEAD")
+    cells, _ = sweep.cells(root, "s", None, listed, [1, 2], "HEAD", sweep.Data(root))
     assert len({cell.experiment for cell in cells}) == 8
-    assert cells == sweep.cells(root, "s", None, listed, [1, 2], "HEAD")[0]
+    assert cells == sweep.cells(root, "s", None, listed, [1, 2], "HEAD", sweep.Data(root))[0]
     other = [{**overrides, "service.retries": 5} for overrides in listed]
-    again, _ = sweep.cells(root, "s", None, other, [1, 2], "HEAD")
+    again, _ = sweep.cells(root, "s", None, other, [1, 2], "HEAD", sweep.Data(root))
     assert [c.experiment for c in again] == [c.experiment for c in cells], "retries decide no result"
     with pytest.raises(UserError, match=r"(?s)ppo.kl_coef=-1.*nothing=1"):
-        sweep.cells(root, "s", None, [{"ppo.kl_coef": -1}, {"nothing": 1}], [1], "HEAD")
+        sweep.cells(root, "s", None, [{"ppo.kl_coef": -1}, {"nothing": 1}], [1], "HEAD", sweep.Data(root))
     with pytest.raises(UserError, match="either grid"):
         sweep.combinations(None, None)
 
@@ -220,7 +220,7 @@ def test_a_sweep_that_broke_off_goes_on_with_its_commit(root: Path, monkeypatch:
     assert made.commits[5] == newest, "one that came to its end is not gone on with"
 
 
-def test_all_runs_of_a_sweep_are_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_runs_of_a_sweep_are_told_its_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def start(deployment: str, *, parameters: dict[str, Any], **_: Any) -> FlowRun:
@@ -231,7 +231,7 @@ def test_all_runs_of_a_sweep_are_told_its_commit(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sweep, "get_client", lambda **_: Answers(Completed()))
     monkeypatch.setattr(sweep, "POLL_SECONDS", 0.0)
     todo = [sweep.Cell("a", seed, {}, f"s-{seed}") for seed in (1, 2, 3)]
-    assert sweep.run_cells(todo, "any", None, "c0ffee", 2) == []
+    assert sweep.run_cells(todo, "any", None, "c0ffee", 2, sweep.Data(root)) == []
     assert [(run["seed"], run["revision"], run["name"]) for run in asked] == [
         (seed, "c0ffee", f"s-{seed}") for seed in (1, 2, 3)
     ]

@@ -18,6 +18,7 @@ from flows import pipeline as flows_pipeline
 from flows import promotion, results, stages
 from rlhf_tasks import config, lineage
 from rlhf_tasks.promotion.command import verdict_file
+from rlhf_tasks.promotion.registry import MD5, Registry, Unreachable, Version
 from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
 
@@ -66,11 +67,44 @@ def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
     root: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int, state: str, message: str
 ) -> None:
     monkeypatch.setattr(stages, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(promotion, "champion_already", lambda *_: None)
     gate_says(root, text, status)
     values = config.load(root / "params.yaml")
-    found: Any = promotion.promote.fn(root, {**toy.environment(), STAGE_RUN: "x"}, values.service)
+    found: Any = promotion.promote.fn(root, {**toy.environment(), STAGE_RUN: "x"}, values)
     assert (found.is_completed(), found.name) == (True, state)
     assert found.message.startswith(message)
+
+
+def test_no_slot_is_waited_for_where_there_is_nothing_to_judge(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = config.load(root / "params.yaml")
+    champion = Version("3", {MD5: "b.dir"})
+
+    class Known:
+        def champion(self) -> Version:
+            return champion
+
+    def away(*_: object) -> Known:
+        raise Unreachable("refused")
+
+    def slots(number: int) -> None:
+        raise AssertionError("a slot was asked for")
+
+    monkeypatch.setattr(stages, "slots", slots)
+    monkeypatch.setattr(lineage, "locked", lambda _: {promotion.POLICY: "b.dir"})
+    monkeypatch.setattr(Registry, "open", lambda *_: Known())
+    found: Any = promotion.promote.fn(root, {}, values)
+    assert (found.name, found.message) == (
+        "Promoted",
+        "rlhf-policy version 3 (models/policy) is champion already",
+    )
+    champion = Version("4", {MD5: "another.dir"})
+    with pytest.raises(AssertionError, match="a slot was asked for"):
+        promotion.promote.fn(root, {}, values)
+    monkeypatch.setattr(Registry, "open", away)
+    found = promotion.promote.fn(root, {}, values)
+    assert (found.name, found.message.split(";")[0]) == ("Deferred", "MLflow does not answer (refused)")
 
 
 def test_there_is_something_to_promote_only_with_gate_registry_and_policy(root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -11,11 +12,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from flows import service
+from flows import results, service
 from flows.service import Service
 from rlhf_tasks import daemons
-from rlhf_tasks.config import UserError
+from rlhf_tasks.config import Tracking, UserError
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
@@ -23,15 +25,26 @@ pytestmark = [pytest.mark.e2e]
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made = toy.make(tmp_path / "project")
-    monkeypatch.chdir(made)
-    return made
+    (tmp_path / "dvc.yaml").write_text(toy.STAGES, encoding="utf-8")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 class Healthy(BaseHTTPRequestHandler):
+    """Answers each request, and with what nobody asked for."""
+
+    body = b"<html>"
+
     def do_GET(self) -> None:
         self.send_response(200)
+        self.send_header("Content-Length", str(len(self.body)))
         self.end_headers()
+        self.wfile.write(self.body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -93,3 +106,82 @@ def test_our_own_server_is_healthy_while_it_answers(root: Path) -> None:
         assert not here.is_healthy("mlflow")
     finally:
         here.daemon("mlflow").stop(0.5)
+
+
+HEARD = b'[{"name": "service", "last_heartbeat_time": "2999-01-01T00:00:00+00:00"}]'
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[1]", b'[{"name": "service"}]', b"{}", b"7", HEARD])
+def test_a_strangers_word_of_the_worker_is_not_believed(
+    root: Path, stranger: int, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    monkeypatch.setattr(Healthy, "body", body)
+    here, words = Service.here(), [sys.executable, "-c", "import time; time.sleep(60)"]
+    for name in ("prefect", "worker"):
+        here.daemon(name).start(words, dict(os.environ), root, port=stranger)
+    try:
+        assert not here.is_healthy("worker")
+    finally:
+        for name in ("prefect", "worker"):
+            here.daemon(name).stop(0.5)
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"experiment": 7}', b"{}"])
+def test_a_result_has_no_links_where_a_stranger_answers_for_mlflow(
+    stranger: int, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    monkeypatch.setattr(Healthy, "body", body)
+    tracking = Tracking(enabled=True, experiment="rlhf", uri=f"http://{daemons.HOST}:{stranger}")
+    assert results.run_links(tracking, {"sft": "k"}, "p") == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["up", "--prefect-port", "0"], "ports go from 1 to 65535 (given: 0)"),
+        (["up", "--mlflow-port", "70000"], "ports go from 1 to 65535 (given: 70000)"),
+        (["up", "--gpu-slots", "0"], "must be 1 or more (given: 0)"),
+        (
+            ["up", "--mlflow-port", "4001", "--prefect-port", "4001"],
+            "are both 4001; give each server its own",
+        ),
+    ],
+)
+def test_a_number_that_cannot_be_is_told(
+    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    try:
+        status = service.main(words)
+    except SystemExit as end:
+        status = int(str(end.code))
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
+def test_deploy_without_a_server_is_one_message(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert service.main(["deploy"]) == 2
+    said = capsys.readouterr().err
+    assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_down_waits_for_an_up_in_progress(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / ".rlhf/service").mkdir(parents=True)
+    down = threading.Thread(target=service.main, args=(["down"],))
+    with FileLock(root / ".rlhf/service/lock"):
+        down.start()
+        down.join(0.5)
+        assert down.is_alive()
+    down.join(60)
+    assert "nothing was running" in capsys.readouterr().out
+
+
+def test_ctrl_c_in_up_is_no_traceback(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Service, "up", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert service.main(["up"]) == 130
+    assert "`make down` ends what has started" in capsys.readouterr().err
