@@ -124,7 +124,7 @@ def judge(out: Path) -> None:
         "faithfulness": sum(f.faithfulness for f in facets) / len(facets),
         "kl": metrics["objective/kl"],
         "length": sum(map(len, responses)) / len(responses),
-        "trips": Path("log").read_text(encoding="utf-8").count("guard "),
+        "trips": metrics["guards/trips"],
     }
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
