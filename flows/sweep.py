@@ -37,7 +37,6 @@ from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.workspace import Request
 
 POLL_SECONDS = 1.0
-HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that name no result
 CURVES = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg")
 TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
 
@@ -231,7 +230,7 @@ def _digest(values: Config, commit: str, data: Data) -> str:
     tree = {
         "commit": commit,
         "data": data.fingerprint(values),
-        "params": values.model_dump(mode="json", exclude=HOW_NOT_WHAT),
+        "params": values.model_dump(mode="json", exclude=comparison.HOW_NOT_WHAT),
     }
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -8,43 +8,22 @@ else is a fault, with its traceback.
 from __future__ import annotations
 
 import argparse
-import importlib
+import functools
 import math
 import os
 import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import TYPE_CHECKING
 
-from rlhf_tasks import checkpoint, config, console, launch, lineage, resume, tracking
+from rlhf_tasks import config, console, launch, lineage, stages, tracking
 from rlhf_tasks.config import STAGES, Stage, StageView, UserError
-from rlhf_tasks.tracking import curves
 
-MODULES: Mapping[Stage, str] = {
-    "prepare": "rlhf_tasks.data.prepare",
-    "base": "rlhf_tasks.base",
-    "sft": "rlhf_tasks.sft",
-    "preferences": "rlhf_tasks.preferences",
-    "reward": "rlhf_tasks.reward",
-    "ppo": "rlhf_tasks.ppo.stage",
-    "judge": "rlhf_tasks.judge.stage",
-    "verdict": "rlhf_tasks.promotion.stage",
-    "report": "rlhf_tasks.report.stage",
-}
-SUMMARIES: Mapping[Stage, str] = {
-    "prepare": "read, check and split the data; make the tokenizer",
-    "base": "train a small base model, or fetch one",
-    "sft": "supervised fine-tuning on completions",
-    "preferences": "pairs for the reward model: given ones, and compared samples of the SFT policy",
-    "reward": "train the reward model, and the held-out one",
-    "ppo": "train the policy against the reward model",
-    "judge": "win rates of reference, SFT and policy answers",
-    "verdict": "whether the policy may be promoted, by the criteria of `promotion`",
-    "report": "one page of all of it",
-}
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
@@ -52,7 +31,6 @@ QUIET = {
     "DVC_NO_ANALYTICS": "1",
     "TOKENIZERS_PARALLELISM": "true",
 }  # set unless the user has
-SHOWN_METRICS = 20
 
 
 class Terminated(KeyboardInterrupt):
@@ -91,89 +69,96 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated("terminated (SIGTERM)")
 
 
-# --------------------------------------------------------------------------------------- stages
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf", description="RLHF, a stage at a time; `dvc repro` runs them all."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for stage in STAGES:
+        if stage == "judge":
+            _add_judge(commands)
+        else:
+            _add(commands, stage, functools.partial(_stage, stage), stages.SUMMARIES[stage])
+    for add in (
+        _add_generate, _add_preset, _add_promote, _add_rollback, _add_sync, _add_lineage, _add_label,
+        _add_compare, _add_mlflow,
+    ):  # fmt: skip
+        add(commands)
+    return parser
 
 
-def run_stage(stage: Stage) -> int:
-    """Check, then run one stage here or in launched workers, and write what belongs to every stage."""
-    settings = config.load()
-    check_inputs(stage)
-    if launch.is_needed(stage, settings.launch):
-        return launch.run(stage, settings.launch)
-    start = time.monotonic()
-    view, is_main = StageView(settings, stage), tracking.context.is_main_rank()
-    with resume.claim(view, main=is_main) as claim:
-        with tracking.open_run(stage, view, key=claim.key) as tracker:
-            metrics = _run_module(stage, view, tracker)
-            if not is_main:
-                return 0
-            write_results(stage, claim.key, metrics, tracker.history())
-            tracker.final(metrics)
-        claim.clear()
-    _say_summary(stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
+def _add(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str, description: str = ""
+) -> argparse.ArgumentParser:
+    added = commands.add_parser(name, help=text, description=description or text)
+    added.set_defaults(command=run)
+    return added
+
+
+def _stage(stage: Stage, options: argparse.Namespace) -> int:
+    return stages.run(stage)
+
+
+# ------------------------------------------------------------------- each command, and what it takes
+
+
+def _add_judge(commands: Commands) -> None:
+    judge = _add(
+        commands, "judge", _judge, stages.SUMMARIES["judge"],
+        "Without MODEL the stage: reference, SFT and policy against each other. With it, the win rate of any "
+        "checkpoint or file of answers on the test prompts, by the judges of params.yaml.",
+    )  # fmt: skip
+    kinds = "a checkpoint folder, HUB/ID@COMMIT, or a .jsonl file of `prompt` and `completion`"
+    judge.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
+    judge.add_argument("--against", metavar="MODEL", help="the same, or `reference` (default)")
+    judge.add_argument(
+        "--num-examples", type=_positive_int, metavar="N", help="test prompts (default: judge.num_examples)"
+    )
+    judge.add_argument(
+        "--judge",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of judge.judges; may be repeated (default: all)",
+    )
+    judge.add_argument(
+        "--out", type=Path, metavar="FILE", help="write every verdict too: FILE.jsonl or FILE.parquet"
+    )
+
+
+def _judge(options: argparse.Namespace) -> int:
+    """The stage, or one contender against another."""
+    if options.model is None:
+        if options.against or options.num_examples or options.judge or options.out:
+            raise UserError(
+                "--against, --num-examples, --judge and --out go with a MODEL, such as `rlhf judge "
+                "models/policy`; the stage takes all from params.yaml"
+            )
+        return stages.run("judge")
+    view = StageView(config.load(), "judge")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rlhf_tasks.judge import command
+
+    command.run(
+        view,
+        options.model,
+        options.against or command.REFERENCE,
+        num_examples=options.num_examples,
+        names=options.judge,
+        out=options.out,
+    )
     return 0
 
 
-def _run_module(stage: Stage, view: StageView, tracker: tracking.Tracker) -> dict[str, float]:
-    try:
-        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, tracker)
-    except KeyboardInterrupt:
-        raise  # no failure: the others end by it too
-    except BaseException as error:
-        launch.report(error)
-        raise
-    return metrics
-
-
-def check_inputs(stage: Stage) -> None:
-    """Raises UserError naming each missing input and the stage that makes it."""
-    graph = lineage.graph()
-    if stage not in graph:
-        raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
-    makers = {out: name for name, node in graph.items() for out in node.outs}
-    missing = [
-        f"{path} (made by `rlhf {makers[path]}`)" if path in makers else path
-        for path in graph[stage].inputs
-        if not Path(path).exists()
-    ]
-    if missing:
-        advice = "run `dvc repro`, which runs what is needed in order"
-        raise UserError(f"stage {stage} lacks {', '.join(missing)}; {advice}")
-
-
-def write_results(
-    stage: Stage, key: str, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
-) -> None:
-    """metrics/STAGE.json (if declared), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
-
-    Raises:
-        ValueError: a metric that is no finite number.
-    """
-    wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
-    if wrong:
-        raise ValueError(f"stage {stage} ended with metrics that are no finite numbers: {', '.join(wrong)}")
-    if f"metrics/{stage}.json" in lineage.graph()[stage].outs:
-        checkpoint.write_json(Path("metrics") / f"{stage}.json", dict(sorted(metrics.items())))
-    if stage in curves.CURVES:
-        text = curves.csv_text(history, curves.axis(stage))
-        checkpoint.write_text(Path("plots") / f"{stage}.csv", text)
-    lineage.write(stage, key)
-
-
-def _say_summary(stage: Stage, metrics: Mapping[str, float], seconds: float, *, tracked: bool) -> None:
-    shown = sorted(metrics.items())[:SHOWN_METRICS]
-    title = f"{stage}: done in {console.duration(seconds)}"
-    if shown:
-        console.table(title, ["metric", "value"], shown)
-    else:
-        console.say(title)
-    outs = [path for path in lineage.graph()[stage].outs if Path(path).exists()]
-    console.say(f"wrote {', '.join(outs)}")
-    more = "`dvc metrics show`" + (", and curves in MLflow: `make mlflow`" if tracked else "")
-    console.say(f"more: {more}")
-
-
-# ------------------------------------------------------------------------------ other commands
+def _add_generate(commands: Commands) -> None:
+    text = "answers of a checkpoint, to --prompt, stdin, or line by line"
+    generate = _add(commands, "generate", _generate, text)
+    generate.add_argument("model", type=Path, metavar="MODEL", help="a folder such as models/policy")
+    generate.add_argument("--prompt", metavar="TEXT", help="exactly what the model is to see")
+    generate.add_argument("--temperature", type=_positive_float, default=1.0)
+    generate.add_argument("--max-new-tokens", type=_positive_int, default=64)
+    generate.add_argument("--num-samples", type=_positive_int, default=1, help="answers per prompt")
+    generate.add_argument("--seed", type=int, default=1)
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -212,41 +197,13 @@ def _generate(options: argparse.Namespace) -> int:
             answer(line.replace("\\n", "\n"))
 
 
-def _judge(options: argparse.Namespace) -> int:
-    """The stage, or one contender against another."""
-    if options.model is None:
-        if options.against or options.num_examples or options.judge or options.out:
-            raise UserError(
-                "--against, --num-examples, --judge and --out go with a MODEL, such as `rlhf judge "
-                "models/policy`; the stage takes all from params.yaml"
-            )
-        return run_stage("judge")
-    view = StageView(config.load(), "judge")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from rlhf_tasks.judge import command
-
-    command.run(
-        view,
-        options.model,
-        options.against or command.REFERENCE,
-        num_examples=options.num_examples,
-        names=options.judge,
-        out=options.out,
+def _add_preset(commands: Commands) -> None:
+    preset = _add(commands, "preset", _preset, "apply presets to params.yaml, comments kept")
+    preset.add_argument("names", nargs="*", metavar="NAME", help="later ones win")
+    preset.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="single values on top"
     )
-    return 0
-
-
-def _promote(options: argparse.Namespace) -> int:
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from rlhf_tasks.promotion import command
-
-    return command.promote(options.model, again=options.again)
-
-
-def _rollback(options: argparse.Namespace) -> int:
-    from rlhf_tasks.promotion import command
-
-    return command.rollback()
+    preset.add_argument("--list", action="store_true", help="show all presets (also: no name)")
 
 
 def _preset(options: argparse.Namespace) -> int:
@@ -260,6 +217,36 @@ def _preset(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_promote(commands: Commands) -> None:
+    text = "put a policy to the gate, and make it champion if it passes (exit status 3: refused)"
+    promote = _add(commands, "promote", _promote, text)
+    promote.add_argument(
+        "model", nargs="?", default="models/policy", metavar="MODEL", help="a folder (default: models/policy)"
+    )
+    promote.add_argument("--again", action="store_true", help="also one that was rolled back")
+
+
+def _promote(options: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rlhf_tasks.promotion import command
+
+    return command.promote(options.model, again=options.again)
+
+
+def _add_rollback(commands: Commands) -> None:
+    _add(commands, "rollback", _rollback, "make the champion before the present one champion again")
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    from rlhf_tasks.promotion import command
+
+    return command.rollback()
+
+
+def _add_sync(commands: Commands) -> None:
+    _add(commands, "sync", _sync, "deliver to MLflow what could not be delivered before")
+
+
 def _sync(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.courier import sync
 
@@ -271,6 +258,16 @@ def _sync(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_lineage(commands: Commands) -> None:
+    text = "from raw data to the verdict: what a model or a run came from, and what brings it back"
+    _add(commands, "lineage", _lineage, text).add_argument(
+        "asked",
+        metavar="MODEL_OR_RUN",
+        help="a path such as models/policy, an experiment, a git revision, or a run (its key "
+        "`rlhf.run`, a flow run's id, an MLflow run's id)",
+    )
+
+
 def _lineage(options: argparse.Namespace) -> int:
     from rlhf_tasks import provenance
 
@@ -278,6 +275,21 @@ def _lineage(options: argparse.Namespace) -> int:
     for line in provenance.lines(provenance.find(Path.cwd(), options.asked)):
         print(line)
     return 0
+
+
+def _add_label(commands: Commands) -> None:
+    text = "judge pairs of answers yourself, blind: a key each, resumable; judges are compared with it"
+    label = _add(commands, "label", _label, text)
+    label.add_argument(
+        "--pairs",
+        action="append",
+        default=[],
+        metavar="A_vs_B",
+        help="of policy, sft, reference; may be repeated (default: policy_vs_reference, policy_vs_sft)",
+    )
+    label.add_argument("--num-examples", type=_positive_int, metavar="N", help="pairs (default: all)")
+    label.add_argument("--seed", type=int, default=1, help="of the order, and of which is shown first")
+    label.add_argument("--by", metavar="NAME", help="write who labelled, and when (default: neither)")
 
 
 def _label(options: argparse.Namespace) -> int:
@@ -291,78 +303,9 @@ def _label(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(options: argparse.Namespace) -> int:
-    lineage.graph()  # a project is here, before anything is asked of git
-    from rlhf_tasks.report import comparison
-
-    comparison.run(Path.cwd(), options.runs, options.out)
-    return 0
-
-
-def _mlflow(options: argparse.Namespace) -> int:
-    """The dashboard, on loopback only, over the embedded store."""
-    from rlhf_tasks.tracking.dashboard import serve
-
-    return serve(lineage.home(), options.port)
-
-
-# --------------------------------------------------------------------------------------- parser
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf", description="RLHF, a stage at a time; `dvc repro` runs them all."
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for stage in STAGES:
-        added = commands.add_parser(stage, help=SUMMARIES[stage], description=SUMMARIES[stage])
-        added.set_defaults(command=lambda options, stage=stage: run_stage(cast(Stage, stage)))
-        if stage == "judge":
-            _add_contenders(added)
-    _add_generate(commands)
-    preset = commands.add_parser("preset", help="apply presets to params.yaml, comments kept")
-    preset.add_argument("names", nargs="*", metavar="NAME", help="later ones win")
-    preset.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="single values on top"
-    )
-    preset.add_argument("--list", action="store_true", help="show all presets (also: no name)")
-    preset.set_defaults(command=_preset)
-    text = "put a policy to the gate, and make it champion if it passes (exit status 3: refused)"
-    promote = commands.add_parser("promote", help=text, description=text)
-    promote.add_argument(
-        "model", nargs="?", default="models/policy", metavar="MODEL", help="a folder (default: models/policy)"
-    )
-    promote.add_argument("--again", action="store_true", help="also one that was rolled back")
-    promote.set_defaults(command=_promote)
-    text = "make the champion before the present one champion again"
-    rollback = commands.add_parser("rollback", help=text, description=text)
-    rollback.set_defaults(command=_rollback)
-    sync = commands.add_parser("sync", help="deliver to MLflow what could not be delivered before")
-    sync.set_defaults(command=_sync)
-    text = "from raw data to the verdict: what a model or a run came from, and what brings it back"
-    chain = commands.add_parser("lineage", help=text, description=text)
-    chain.add_argument(
-        "asked",
-        metavar="MODEL_OR_RUN",
-        help="a path such as models/policy, an experiment, a git revision, or a run (its key "
-        "`rlhf.run`, a flow run's id, an MLflow run's id)",
-    )
-    chain.set_defaults(command=_lineage)
-    text = "judge pairs of answers yourself, blind: a key each, resumable; judges are compared with it"
-    label = commands.add_parser("label", help=text, description=text)
-    label.add_argument(
-        "--pairs",
-        action="append",
-        default=[],
-        metavar="A_vs_B",
-        help="of policy, sft, reference; may be repeated (default: policy_vs_reference, policy_vs_sft)",
-    )
-    label.add_argument("--num-examples", type=_positive_int, metavar="N", help="pairs (default: all)")
-    label.add_argument("--seed", type=int, default=1, help="of the order, and of which is shown first")
-    label.add_argument("--by", metavar="NAME", help="write who labelled, and when (default: neither)")
-    label.set_defaults(command=_label)
+def _add_compare(commands: Commands) -> None:
     text = "runs side by side in one page: results, curves, seeds of one setting as mean and band"
-    compare = commands.add_parser("compare", help=text, description=text)
+    compare = _add(commands, "compare", _compare, text)
     compare.add_argument(
         "runs",
         nargs="+",
@@ -373,47 +316,26 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--out", type=Path, default=Path("comparison.html"), metavar="FILE", help="default: comparison.html"
     )
-    compare.set_defaults(command=_compare)
-    mlflow = commands.add_parser("mlflow", help="the MLflow dashboard on this machine")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    lineage.graph()  # a project is here, before anything is asked of git
+    from rlhf_tasks.report import comparison
+
+    comparison.run(Path.cwd(), options.runs, options.out)
+    return 0
+
+
+def _add_mlflow(commands: Commands) -> None:
+    mlflow = _add(commands, "mlflow", _mlflow, "the MLflow dashboard on this machine")
     mlflow.add_argument("--port", type=int, default=5000, help="the next free one is taken (default: 5000)")
-    mlflow.set_defaults(command=_mlflow)
-    return parser
 
 
-def _add_contenders(judge: argparse.ArgumentParser) -> None:
-    judge.description = (
-        "Without MODEL the stage: reference, SFT and policy against each other. With it, the win rate of any "
-        "checkpoint or file of answers on the test prompts, by the judges of params.yaml."
-    )
-    kinds = "a checkpoint folder, HUB/ID@COMMIT, or a .jsonl file of `prompt` and `completion`"
-    judge.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
-    judge.add_argument("--against", metavar="MODEL", help="the same, or `reference` (default)")
-    judge.add_argument(
-        "--num-examples", type=_positive_int, metavar="N", help="test prompts (default: judge.num_examples)"
-    )
-    judge.add_argument(
-        "--judge",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="of judge.judges; may be repeated (default: all)",
-    )
-    judge.add_argument(
-        "--out", type=Path, metavar="FILE", help="write every verdict too: FILE.jsonl or FILE.parquet"
-    )
-    judge.set_defaults(command=_judge)
+def _mlflow(options: argparse.Namespace) -> int:
+    """The dashboard, on loopback only, over the embedded store."""
+    from rlhf_tasks.tracking.dashboard import serve
 
-
-def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "answers of a checkpoint, to --prompt, stdin, or line by line"
-    generate = commands.add_parser("generate", help=text, description=text)
-    generate.add_argument("model", type=Path, metavar="MODEL", help="a folder such as models/policy")
-    generate.add_argument("--prompt", metavar="TEXT", help="exactly what the model is to see")
-    generate.add_argument("--temperature", type=_positive_float, default=1.0)
-    generate.add_argument("--max-new-tokens", type=_positive_int, default=64)
-    generate.add_argument("--num-samples", type=_positive_int, default=1, help="answers per prompt")
-    generate.add_argument("--seed", type=int, default=1)
-    generate.set_defaults(command=_generate)
+    return serve(lineage.home(), options.port)
 
 
 def _positive_int(text: str) -> int:

@@ -24,7 +24,7 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config, lineage, workspace
 from rlhf_tasks.config import UserError
 
-HOW_NOT_WHAT = {"launch", "resume", "tracking", "service", "promotion"}  # sections that name no result
+HOW_NOT_WHAT = {"launch", "resume", "tracking", "service", "promotion"}  # change no weight and no win rate
 MAX_SHOWN = 60  # characters of a setting
 UNKNOWN = "?"
 

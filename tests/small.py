@@ -121,12 +121,12 @@ def ppo(**changes: Any) -> Ppo:
 # -------------------------------------------------------------------------- parameters, workspaces
 
 
-def params(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed; no gate unless it is asked for."""
+def params(changes: Mapping[str, Any] | None = None, *, gate: bool = False) -> dict[str, Any]:
+    """The shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed; its gate only if that is asked for."""
     tree: dict[str, Any] = YAML(typ="safe", pure=True).load(
         (ROOT / "params.yaml").read_text(encoding="utf-8")
     )
-    if not any(key.startswith("promotion") for key in changes or {}):
+    if not gate and not any(key.startswith("promotion") for key in changes or {}):
         tree["promotion"] = None
     for key, value in (changes or {}).items():
         *path, last = key.split(".")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import cli, config, presets
+from rlhf_tasks import cli, config, presets, stages
 from rlhf_tasks.config import StageView, UserError
 from rlhf_tasks.tracking import Tracker
 
@@ -40,7 +40,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "stage_of_the_test", module)
         modules = dict.fromkeys(("sft", "prepare"), "stage_of_the_test")
-        monkeypatch.setattr(cli, "MODULES", modules)
+        monkeypatch.setattr(stages, "MODULES", modules)
 
     yield install
     signal.signal(signal.SIGTERM, before)

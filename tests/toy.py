@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_tasks import cli, config, presets
+from rlhf_tasks import config, presets, stages
 from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.tracking import NullTracker
 
@@ -143,7 +143,7 @@ def foreign(
 
 def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = None) -> dict[str, float]:
     """One stage in this process."""
-    module = importlib.import_module(cli.MODULES[stage])
+    module = importlib.import_module(stages.MODULES[stage])
     metrics: dict[str, float] = module.run(StageView(settings, stage), tracker or NullTracker(stage))
     return metrics
 

@@ -24,7 +24,8 @@ TAKEN = (
     "perplexity", "repetition", "reward_gap",
 )  # fmt: skip
 """First parts of the stage's other metric keys."""
-SHIPPED_MODELS = ("models/reward", "models/reward_heldout")
+OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
+"""What a scorer of kind reward_model gives PPO to optimise, and what it does not."""
 
 
 def _free(name: str) -> str:
@@ -211,4 +212,4 @@ class Judging(Section):
 
 
 def _shipped(judge: RewardModelJudge) -> bool:
-    return Path(judge.path).as_posix() in SHIPPED_MODELS
+    return Path(judge.path).as_posix() in (OPTIMISED, HELDOUT)

@@ -8,12 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_tasks.config.judge import FunctionJudge, Judge, Judging, Mixture, RewardModelJudge
+from rlhf_tasks.config.judge import OPTIMISED, FunctionJudge, Judge, Judging, Mixture, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
-
-OPTIMISED = "models/reward"
-"""What a scorer of kind reward_model gives PPO to optimise."""
 
 
 class Promotion(Section):

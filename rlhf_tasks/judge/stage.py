@@ -15,6 +15,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from rlhf_tasks import console, contracts, judges, statistics
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import StageView
+from rlhf_tasks.config.judge import OPTIMISED
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.judge import labels, progress, summary, trust
 from rlhf_tasks.judge.answers import Answers, sample
@@ -183,7 +184,7 @@ def _trusted(
     scores = _scores(columns)
     if "reward" in rewards and _is_optimised(trust.REWARDS["reward"]):
         own = {who: rewards["reward"].scores(contest.prompts, texts) for who, texts in contest.texts.items()}
-        scores |= {(trust.OPTIMISED, who): values for who, values in own.items()}
+        scores |= {(OPTIMISED, who): values for who, values in own.items()}
         metrics |= _reward_gaps(own, found)
     return metrics, bins, trust.by_length(scores, contest.texts)
 

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import ArrayLike
 
 from rlhf_tasks import contracts, statistics
+from rlhf_tasks.config.judge import HELDOUT, OPTIMISED
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.judges.scoring import RewardModel
 
-OPTIMISED = "models/reward"
-REWARDS = {"reward": Path(OPTIMISED), "reward_heldout": Path("models/reward_heldout")}
+REWARDS = {"reward": Path(OPTIMISED), "reward_heldout": Path(HELDOUT)}
 NUM_BINS = 10
 MIN_IN_BIN = 20  # pairs, where there are enough for several bins
 NUM_LENGTHS = 8  # bins of answers by length

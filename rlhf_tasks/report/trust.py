@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlhf_tasks.config.judge import OPTIMISED
 from rlhf_tasks.report import charts
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curve, Rows
 
 MODELS = {"reward": "the reward model that PPO optimises", "reward_heldout": "the held-out reward model"}
 ORIGINS = {"given": "given pairs", "sft_samples": "SFT samples", "policy_samples": "policy samples"}
-OPTIMISED = "models/reward"  # stands for the judge in rows of what PPO optimised
 
 
 def calibration(rows: Rows, judge: Mapping[str, float]) -> Iterator[Figure]:

@@ -11,6 +11,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_tasks import lineage
+from tests import small
 
 ROOT = Path(__file__).parents[2]
 BETTER: Mapping[str, float] = {
@@ -33,17 +34,8 @@ def over_champion(low: float = 0.55, second: float = 0.53) -> dict[str, float]:
 
 
 def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The shipped params.yaml with `{"promotion.max_kl": 5.0, …}` changed."""
-    tree: dict[str, Any] = YAML(typ="safe", pure=True).load(
-        (ROOT / "params.yaml").read_text(encoding="utf-8")
-    )
-    for key, value in (changes or {}).items():
-        *path, last = key.split(".")
-        section = tree
-        for part in path:
-            section = section[part]
-        section[last] = value
-    return tree
+    """The shipped params.yaml, gate and all, with `{"promotion.max_kl": 5.0, …}` changed."""
+    return small.params(changes, gate=True)
 
 
 def params(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
