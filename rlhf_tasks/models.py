@@ -250,10 +250,6 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
     return model
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return bool(_adapted(model))
-
-
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it was before its adapters, while it lasts: PPO's reference without a copy.

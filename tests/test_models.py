@@ -380,7 +380,5 @@ def test_a_merged_reward_model_keeps_its_head_and_its_zero(family: Family, tmp_p
 def test_what_has_no_adapters_is_merged_already() -> None:
     model = small.causal()
     assert models.merged(model) is model
-    assert not models.has_adapters(model)
     with models.without_adapters(model):
         assert torch.equal(logits_of(model), logits_of(small.causal()))
-    assert models.has_adapters(models.with_lora(model, LORA, seed=1))

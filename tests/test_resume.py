@@ -28,7 +28,8 @@ from ruamel.yaml import YAML
 from rlhf_tasks import base, config, launch, lineage, resume, reward, sft
 from rlhf_tasks.config import Stage, StageView, UserError
 from rlhf_tasks.ppo import stage as ppo
-from rlhf_tasks.resume import Files, State
+from rlhf_tasks.resume import Files, State, claims
+from rlhf_tasks.resume.state import state_folder
 from rlhf_tasks.tracking import NullTracker
 from tests import small, toy
 
@@ -300,7 +301,7 @@ def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path
     assert loaded(changed) is None
     identity = lineage.identity("sft", changed.declared())
     assert identity is not None
-    snapshot.parents[1].rename(resume._folder("sft", identity))
+    snapshot.parents[1].rename(state_folder("sft", identity))
     with pytest.raises(UserError, match=rf"sft\.learning_rate \({was} → 0\.5\), data/sft;"):
         loaded(changed)
 
@@ -359,7 +360,7 @@ def test_the_very_same_training_waits_for_the_other(
 def test_a_launched_worker_is_told_that_the_same_is_trained_already(
     view: StageView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume, "WORKER_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(claims, "WORKER_WAIT_SECONDS", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     entered, leave = threading.Event(), threading.Event()
 
