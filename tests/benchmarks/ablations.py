@@ -122,7 +122,7 @@ def judge(out: Path) -> None:
         "win_rate": statistics.rate(statistics.outcomes(gold_scores(prompts, texts), references)).value,
         "coverage": sum(f.coverage for f in facets) / len(facets),
         "faithfulness": sum(f.faithfulness for f in facets) / len(facets),
-        "kl": metrics["objective/kl"],
+        "kl": metrics["objective/kl_k1"],  # the same estimator for all
         "length": sum(map(len, responses)) / len(responses),
         "trips": metrics["guards/trips"],
     }
