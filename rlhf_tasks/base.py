@@ -12,7 +12,7 @@ from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import Split, StageView
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.runtime import Runtime
-from rlhf_tasks.supervised import Fit, LanguageModelling, evaluate, resumed
+from rlhf_tasks.supervised import Fit, LanguageModelling, evaluate, plain, resumed
 from rlhf_tasks.tracking import Tracker
 
 TOKENIZER = Path("data/tokenizer")
@@ -62,7 +62,6 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
-    """Plain text, of all prompts: the first token is given, all others are predicted; no answers among it."""
+    """All prompts; no answers among them."""
     prompts = {row["prompt"]: None for role in ROLES for row in read_table(role, split)}
-    ids = encode(tokenizer, list(prompts))
-    return LanguageModelling([i[:1] for i in ids], [i[1:] for i in ids], tokenizer.pad_token_id)
+    return plain(encode(tokenizer, list(prompts)), tokenizer.pad_token_id)

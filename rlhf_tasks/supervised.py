@@ -83,6 +83,11 @@ def demonstrations(tokenizer: PreTrainedTokenizerBase, split: Split) -> Language
     )
 
 
+def plain(texts: Sequence[Ids], pad: int) -> LanguageModelling:
+    """Text that answers nothing: the first token is given, all others are predicted."""
+    return LanguageModelling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
+
+
 def lm_sums(logits: Tensor, batch: Batch) -> Sums:
     """Σ of −log p and of right guesses over the real response tokens; logits (B, R, V)."""
     right = (logits.argmax(-1) == batch.responses) & batch.response_mask

@@ -197,6 +197,12 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
             {"ppo.truncation": "eos_trick_subtract", "ppo.missing_eos_score": 1.0},
             "a positive one would reward unfinished answers",
         ),
+        (
+            {"ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}, "ppo.vf_coef": 0.0},
+            "with vf_coef=0 the critic learns nothing",
+        ),
+        ({"ppo.critic_warmup": {"max_updates": 3, "settled": 1.0}}, "ppo.critic_warmup.settled: "),
+        ({"ppo.kl_in": "loss", "ppo.kl_estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probs"),
         ({"ppo.scorers": []}, "scorers is empty"),
         ({"ppo.scorers": [DUMMY, DUMMY]}, "can stand there once"),

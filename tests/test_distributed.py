@@ -189,7 +189,7 @@ JUDGE = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
     [
         {"lora": {"r": 2, "alpha": 4.0, "value": False}},
         {"lora": {"r": 2, "alpha": 4.0, "value": True}, "gradient_checkpointing": True},
-        {"value_model": "shared", "critic_init": "sft", "ptx": {"coef": 0.1}},
+        {"value_model": "shared", "critic_init": "sft", "ptx": {"coef": 0.1, "text": None}},
         {"select_by": {"judge": JUDGE, "max_failure_share": 0.5}},
     ],
     ids=["lora", "lora-value-checkpointing", "shared-ptx", "referee"],

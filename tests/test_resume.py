@@ -41,7 +41,7 @@ SMALL: Mapping[str, Any] = {
     "ppo.total_episodes": 160, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
     "ppo.response_length": 8, "ppo.num_selections": 3, "ppo.num_selection_prompts": 8,
     "ppo.num_sample_generations": 3, "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
-    "ppo.ptx": {"coef": 0.1}, "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "ppo.ptx": {"coef": 0.1, "text": None}, "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
     "ppo.reference_sync": {"every": 2, "alpha": 0.5},
     "tracking.enabled": False, "resume.every_seconds": 1e-6,
 }  # fmt: skip

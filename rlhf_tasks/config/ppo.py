@@ -111,15 +111,18 @@ class CriticWarmup(Section):
     """The critic alone learns first, on rollouts of the frozen policy, until its loss settles."""
 
     max_updates: PositiveInt
-    settled: PositiveFloat = Field(
+    settled: Annotated[float, Field(gt=0, lt=1)] = Field(
         description="ends when two updates in a row do not lower the value loss by this share of it"
     )
 
 
 class Ptx(Section):
-    """+ coef · LM loss on SFT demonstrations, as many rows as the minibatch: InstructGPT's PPO-ptx."""
+    """+ coef · LM loss on other text, as many rows as the minibatch: InstructGPT's PPO-ptx."""
 
     coef: PositiveFloat
+    text: str | None = Field(
+        description="a file of pretraining text, empty lines between documents; null: the demonstrations"
+    )
 
 
 class PolicyLora(Lora):
@@ -221,7 +224,10 @@ class Ppo(Section):
 
     guards: Guards | None
 
-    num_sample_generations: Count
+    num_sample_generations: Count = Field(
+        description="times a few answers to validation prompts are shown and kept: before training, at its "
+        "end, and evenly between; 1: at the end"
+    )
     num_selections: PositiveInt = Field(
         description="times the policy is tried on validation prompts; the weights that do best are kept"
     )
@@ -286,8 +292,16 @@ class Ppo(Section):
             ),
             (
                 self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1,
-                "kl_penalty: with one optimiser step the policy has not moved when its KL is measured; use "
-                "more minibatches or epochs",
+                "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
+                "gradient is zero; use more minibatches or epochs",
+            ),
+            (
+                self.critic_warmup is not None and self.vf_coef == 0,
+                "critic_warmup: with vf_coef=0 the critic learns nothing; give vf_coef, or set it to null",
+            ),
+            (
+                self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None,
+                "kl_in=loss with kl_coef=0 is no penalty at all; give kl_coef, or set kl_in to reward",
             ),
             (
                 self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0,

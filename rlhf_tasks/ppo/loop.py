@@ -41,10 +41,11 @@ class Loop:
         """What `guards.action: roll_back` goes back to."""
         self._newest: State = {}
         """Good too, if the next rollout shows nothing wrong with its policy."""
+        self._has_begun = False
         settings = self.settings
         self.watchdog = None if settings.guards is None else Watchdog(settings.guards)
         self._selections = _spread(settings.num_selections, self.trainer.num_updates)
-        self._shown = _spread(settings.num_sample_generations, self.trainer.num_updates)
+        self._shown = _shown(settings.num_sample_generations, self.trainer.num_updates)
 
     @property
     def settings(self) -> Ppo:
@@ -60,19 +61,23 @@ class Loop:
         bar = console.progress("ppo", self.settings.total_episodes, unit="episodes")
         with resume.open(self.rt, self.config, "ppo") as snapshots, bar as meter:
             state = snapshots.load()
-            if state is None:
-                self.metrics = self._look(0, select=True, show=self.settings.num_sample_generations > 0)
-                self.tracker.metrics(self.metrics, step=0)
-                self._keep_good()
-            else:
+            if state is not None:
                 self.load_state_dict(state)
                 meter.skip(self.trainer.update * self.settings.rollout_batch_size)
             while self.trainer.update < self.trainer.num_updates:
                 try:
+                    if not self._has_begun:
+                        self._begin()
                     self._updates(meter, snapshots)
                 except NonFiniteError as error:
                     self._handle(self._kept(error))
         return self.metrics | {"guards/trips": float(len(self.trips))}
+
+    def _begin(self) -> None:
+        self.metrics = self._look(0, select=True, show=0 in self._shown)
+        self.tracker.metrics(self.metrics, step=0)
+        self._keep_good()
+        self._has_begun = True
 
     def _updates(self, meter: console.Meter, snapshots: resume.Loop) -> None:
         for found in self.trainer.updates():
@@ -80,17 +85,20 @@ class Loop:
             episode = int(found["episode"])
             if "lr" in found:
                 self._after_update(episode + self.undone, found, meter)
-            else:  # the critic's warm-up
-                self.tracker.metrics(found, step=episode)
+            else:  # the critic's warm-up, on an axis of its own episodes
+                self.tracker.metrics({key: found[key] for key in found.keys() - {"episode"}}, step=episode)
                 self._keep_good()
             if snapshots.due():
                 snapshots.save(self.num_rollouts, self.state_dict())
 
     def _after_update(self, episode: int, found: Metrics, meter: console.Meter) -> None:
         update = self.trainer.update
-        found |= self._look(episode, select=update in self._selections, show=update in self._shown)
         self.metrics = found | {"episode": float(episode)}
         self.tracker.metrics(self.metrics, step=episode)
+        looked = self._look(episode, select=update in self._selections, show=update in self._shown)
+        if looked:
+            self.metrics |= looked
+            self.tracker.metrics(looked, step=episode)
         meter.advance(
             self.settings.rollout_batch_size,
             score=found["objective/scores"], kl=found["objective/kl"], clipfrac=found["policy/clipfrac_avg"],
@@ -104,8 +112,8 @@ class Loop:
 
     def _look(self, episode: int, *, select: bool, show: bool) -> Metrics:
         metrics = self.watch.select(episode) if select else {}
-        if show and self.rt.is_main:
-            rows = self.watch.show(episode)
+        rows = self.watch.show(episode) if show else []  # by all: NaN must stop all of them
+        if rows and self.rt.is_main:
             self.tracker.table("samples", rows)
             console.table(
                 f"samples at episode {episode}", ["query", "response", "score"],
@@ -129,13 +137,14 @@ class Loop:
             self._newest = on_cpu(self._place())
 
     def _kept(self, error: NonFiniteError) -> Trip:
-        """The batch of a step that was not taken, written out for inspection."""
+        """What was no number, written out for inspection."""
         folder = lineage.home() / "faults"
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"ppo-update-{self.trainer.update + 1}-rank-{self.rt.rank}.pt"
+        update = self.trainer.update
+        file = folder / f"ppo-after-update-{update}-rank-{self.rt.rank}.pt"
         torch.save(error.batch, file)
         return Trip(
-            "non_finite", f"{error} (update {self.trainer.update + 1}; the step was not taken; see {file})",
+            "non_finite", f"{error} (after update {update}; no step was taken on it; see {file})",
             "steps are too big, or a scorer gives extreme numbers",
         )  # fmt: skip
 
@@ -153,7 +162,7 @@ class Loop:
         if action == "warn" and trip.name != "non_finite":
             console.say(f"guard {trip}")
             return False
-        if guards is None or action != "roll_back":
+        if guards is None or action != "roll_back" or not self._good:
             raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
         if self.roll_backs == guards.max_roll_backs:
             raise GuardTripped(
@@ -189,6 +198,7 @@ class Loop:
         self.num_rollouts, self.undone = state["num_rollouts"], state["undone"]
         self.trips = list(state["trips"])
         self.tracker.load_state_dict(state["tracker"])
+        self._has_begun = True
 
     def _place(self) -> State:
         """Where training stands: all but what was told of it, and what it could go back to."""
@@ -227,3 +237,8 @@ def on_cpu(part: Any) -> Any:
 def _spread(count: int, num_updates: int) -> set[int]:
     """`count` update numbers, evenly spaced, the last update among them."""
     return {max(1, round((i + 1) * num_updates / count)) for i in range(count)}
+
+
+def _shown(count: int, num_updates: int) -> set[int]:
+    """`count` update numbers, evenly spaced from 0, before training, to the last."""
+    return {num_updates} if count == 1 else {round(i * num_updates / (count - 1)) for i in range(count)}

@@ -59,21 +59,24 @@ class Optimiser:
         self._demonstrations = demonstrations
 
     def __call__(self, lesson: Lesson, *, critic_only: bool = False) -> Metrics:
-        """`num_ppo_epochs` passes in `num_mini_batches` optimiser steps each; metrics are token means."""
-        settings = self._settings
-        own = settings.rollout_batch_size // self._rt.world_size
-        size = own // settings.num_mini_batches
+        """`num_ppo_epochs` passes in `num_mini_batches` optimiser steps each; metrics are token means.
+
+        The minibatches are cut out of the rollout of all processes, so that their number changes no step.
+        """
+        settings, whole = self._settings, self._settings.rollout_batch_size
+        size = whole // settings.num_mini_batches
         sums: list[Sums] = []
         ptx: list[Sums] = []
         norms: list[float] = []
-        num_epochs = before = 0
+        num_epochs = 0
         self.model.train()
         for _ in range(settings.num_ppo_epochs):
             num_epochs += 1
-            order: list[int] = torch.randperm(own, generator=self._shuffling).tolist()
+            order: list[int] = torch.randperm(whole, generator=self._shuffling).tolist()
             before = len(sums)
-            for start in range(0, own, size):
-                norms.append(self._step(lesson, order[start : start + size], sums, ptx, critic_only))
+            for start in range(0, whole, size):
+                mine = self._own(order[start : start + size])
+                norms.append(self._step(lesson, mine, sums, ptx, critic_only))
             if settings.target_kl is not None:
                 moved = token_means(self._rt, sums[before:])["policy/approxkl_avg"]
                 if moved > settings.target_kl:
@@ -83,9 +86,22 @@ class Optimiser:
         if ptx:
             metrics["loss/ptx_avg"] = token_means(self._rt, ptx)["loss"]
         if settings.kl_penalty is not None and not critic_only:
-            metrics["policy/penalty_beta"] = self.penalty.beta
-            self.penalty.update(token_means(self._rt, sums[before:])["policy/penalty_kl_avg"])
+            moved = self._penalty_kl(lesson)
+            metrics |= {"policy/penalty_beta": self.penalty.beta, "policy/penalty_kl_avg": moved}
+            self.penalty.update(moved)
         return metrics
+
+    def _own(self, rows: list[int]) -> list[int]:
+        """Of rows of the whole rollout this process's, as it numbers them: `Runtime.share` dealt them so."""
+        world, rank = self._rt.world_size, self._rt.rank
+        return [row // world for row in rows if row % world == rank]
+
+    @torch.no_grad()
+    def _penalty_kl(self, lesson: Lesson) -> float:
+        """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
+        sizes = lesson.episodes.sizes
+        found = [self._micro_batch(group, lesson) for group in self._groups(sizes, range(len(sizes)))]
+        return token_means(self._rt, found)["policy/penalty_kl_avg"]
 
     def _step(
         self, lesson: Lesson, rows: list[int], sums: list[Sums], ptx: list[Sums], critic_only: bool
@@ -103,7 +119,8 @@ class Optimiser:
 
         losses = [loss_of(group) for group in self._groups(lesson.episodes.sizes, rows)]
         if self._demonstrations is not None and not critic_only:
-            losses += self._ptx_losses(self._demonstrations, len(rows) * self._rt.world_size, ptx)
+            size = self._settings.rollout_batch_size // self._settings.num_mini_batches
+            losses += self._ptx_losses(self._demonstrations, size, ptx)
         try:
             return self._rt.step(self.model, self.optimizer, losses, self._settings.max_grad_norm)
         except NonFiniteError as error:
@@ -126,7 +143,12 @@ class Optimiser:
         return critic + 0 * actor if critic_only else critic + actor
 
     def _micro_batch(self, rows: Sequence[int], lesson: Lesson) -> Sums:
-        """One forward pass: sums over real response tokens of losses and of what else is averaged."""
+        """One forward pass: sums over real response tokens of losses and of what else is averaged.
+
+        Without rows, zeros by a pass over some other row: all processes must call the model equally often.
+        """
+        if not rows:
+            return {key: 0 * value for key, value in self._micro_batch([0], lesson).items()}
         settings, episodes = self._settings, lesson.episodes
         batch = collate([episodes.queries[i] for i in rows], [episodes.responses[i] for i in rows], self._pad)
         batch = batch.to(self._rt.device)

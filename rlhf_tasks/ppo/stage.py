@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,11 +26,12 @@ from rlhf_tasks.ppo.trainer import Trainer, stop_token
 from rlhf_tasks.ppo.watch import Watch
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.scorers import RewardScorer
-from rlhf_tasks.supervised import demonstrations
+from rlhf_tasks.supervised import LanguageModelling, demonstrations, plain
 from rlhf_tasks.tracking import Tracker
 
 BASE, SFT = Path("models/base"), Path("models/sft")
 REWARD, HELDOUT = Path("models/reward"), Path("models/reward_heldout")
+PTX_TOKENS = 256  # a row of pretraining text
 OUT, LOOKED_AT = Path("models/policy"), Path("evaluation/ppo")
 
 
@@ -51,9 +53,10 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     trainer = Trainer(
         rt, settings, ActorCritic(policy, _critic(config, policy, reward).to(rt.device)), reference, scorer,
         tokenizer, encode(tokenizer, [row["prompt"] for row in read_table("prompts", "train")]),
-        seed=config.seed, demonstrations=demonstrations(tokenizer, "train") if settings.ptx else None,
+        seed=config.seed, demonstrations=_ptx_text(settings, tokenizer, policy),
     )  # fmt: skip
-    watch = Watch(settings, policy, tokenizer, scorer, _heldout(rt, config, tokenizer), referee, config.seed)
+    heldout = _heldout(rt, config, tokenizer)
+    watch = Watch(rt, settings, policy, tokenizer, scorer, heldout, referee, config.seed)
     loop = Loop(rt, config, trainer, watch, tracker)
     metrics = loop.run()
     watch.restore()
@@ -78,9 +81,11 @@ def _check(config: StageView) -> None:
             f"ppo.stop_token={stop} is no token: the tokenizer has {len(tokenizer)}, numbered from 0"
         )
     if settings.truncation.startswith("bootstrap") and settings.critic_warmup is None:
+        shared = settings.value_model == "shared"
         console.say(
-            f"ppo.truncation={settings.truncation} rewards unfinished answers by the critic's word, and "
-            "this critic was not warmed up: set ppo.critic_warmup"
+            f"ppo.truncation={settings.truncation} rewards unfinished answers by the critic's word, and this "
+            f"critic {'starts from nothing' if shared else 'was not warmed up'}: "
+            f"{'take ppo.value_model: separate, and ' if shared else ''}set ppo.critic_warmup"
         )
 
 
@@ -110,6 +115,27 @@ def _policy(rt: Runtime, settings: Ppo, seed: int) -> tuple[PreTrainedModel, Ref
     reference = models.place(models.load_causal(SFT), rt.device)
     rt.freeze(reference)
     return policy, OwnModel(reference, moves=settings.reference_sync is not None)
+
+
+def _ptx_text(
+    settings: Ppo, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
+) -> LanguageModelling | None:
+    """What PPO-ptx goes on to learn; None without it."""
+    if settings.ptx is None:
+        return None
+    if settings.ptx.text is None:
+        return demonstrations(tokenizer, "train")
+    try:
+        text = Path(settings.ptx.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"ppo.ptx.text: {settings.ptx.text!r} cannot be read ({error})") from None
+    most = min(PTX_TOKENS, getattr(policy.config, "max_position_embeddings", PTX_TOKENS))
+    documents = encode(tokenizer, [part.strip() for part in re.split(r"\n\s*\n", text)])
+    pieces = [ids[start : start + most] for ids in documents for start in range(0, len(ids), most)]
+    rows = [piece for piece in pieces if len(piece) > 1]
+    if not rows:
+        raise UserError(f"ppo.ptx.text: {settings.ptx.text!r} holds no text")
+    return plain(rows, tokenizer.pad_token_id)
 
 
 def _critic(

@@ -45,9 +45,8 @@ class Trainer:
         self.rt, self.settings, self.reference, self.prompts = rt, settings, reference, prompts
         self.actor_critic = actor_critic
         pad = tokenizer.pad_token_id
-        self._model, self._optimizer = rt.prepare(
-            actor_critic, _optimizer(actor_critic, settings), settings.max_grad_norm
-        )
+        optimizer, self._num_policy_groups = _optimizer(actor_critic, settings)
+        self._model, self._optimizer = rt.prepare(actor_critic, optimizer, settings.max_grad_norm)
         self._shuffling = torch.Generator().manual_seed(seed)
         self._queue = Queue(len(prompts), self._shuffling)
         self.collect = Collector(
@@ -74,6 +73,8 @@ class Trainer:
 
     def _one_update(self) -> Metrics:
         settings = self.settings
+        if self.update == 0 and self.warmup_losses:
+            forget(self._optimizer, self._num_policy_groups)
         rate = learning_rate(settings, self.update, self.num_updates)
         set_learning_rate(self._optimizer, rate)
         started = time.perf_counter()
@@ -151,10 +152,26 @@ def stop_token(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id) if settings.stop_token == "eos" else settings.stop_token
 
 
-def _optimizer(actor_critic: ActorCritic, settings: Ppo) -> torch.optim.Optimizer:
-    """One AdamW for both; the critic's groups have a rate of their own if `value_learning_rate` says so."""
+def _optimizer(actor_critic: ActorCritic, settings: Ppo) -> tuple[torch.optim.Optimizer, int]:
+    """One AdamW for both, and how many of its groups, the first ones, are the policy's.
+
+    The critic's have a rate of their own if `value_learning_rate` says so.
+    """
     optimizer = adamw(actor_critic.policy, settings)
+    num_policy_groups = len(optimizer.param_groups)
     scale = (settings.value_learning_rate or settings.learning_rate) / settings.learning_rate
     for group in adamw(actor_critic.value, settings).param_groups:
         optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
-    return optimizer
+    return optimizer, num_policy_groups
+
+
+def forget(optimizer: torch.optim.Optimizer, num_groups: int) -> None:
+    """Make the first groups of an AdamW new again: their moments, and the steps that these are corrected by.
+
+    While the critic warms up, alone, the policy has gradients of zero (data parallelism wants some). Counted
+    as steps they would make the policy's first real ones too small, or, with slow moments, too large.
+    """
+    for group in optimizer.param_groups[:num_groups]:
+        for weights in group["params"]:
+            for moment in optimizer.state.get(weights, {}).values():
+                moment.zero_()

@@ -15,6 +15,7 @@ from rlhf_tasks.ppo.collect import Scorers
 from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.trainer import stop_token
+from rlhf_tasks.runtime import NonFiniteError, Runtime
 from rlhf_tasks.scorers import RewardScorer
 
 NUM_SAMPLE_PROMPTS = 4
@@ -30,6 +31,7 @@ class Watch:
 
     def __init__(
         self,
+        rt: Runtime,
         settings: Ppo,
         policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -38,7 +40,8 @@ class Watch:
         referee: Referee | None,
         seed: int,
     ) -> None:
-        self._settings, self._policy, self._tokenizer, self._seed = settings, policy, tokenizer, seed
+        self._rt, self._settings, self._policy, self._seed = rt, settings, policy, seed
+        self._tokenizer = tokenizer
         self._scorers, self._heldout, self._referee = scorers, heldout, referee
         rows = read_table("prompts", "validation")[: settings.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
@@ -112,14 +115,19 @@ class Watch:
 
     @torch.no_grad()
     def _answered(self, prompts: list[str]) -> tuple[list[Ids], Tensor, Tensor | None, dict[str, Tensor]]:
-        """The answers, their score and the held-out one under the EOS rule, and each scorer's own."""
+        """The answers, their score and the held-out one under the EOS rule, and each scorer's own.
+
+        Raises:
+            NonFiniteError: if any of it is NaN or infinite; the answers are its `batch`.
+        """
         training = self._policy.training
         self._policy.eval()
         stop = stop_token(self._settings, self._tokenizer)
-        answers = answer(
-            self._policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
-            temperature=self._settings.temperature, seed=self._seed, stop=stop,
-        )  # fmt: skip
+        with self._rt.autocast():
+            answers = answer(
+                self._policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
+                temperature=self._settings.temperature, seed=self._seed, stop=stop,
+            )  # fmt: skip
         self._policy.train(training)
         queries = encode(self._tokenizer, prompts)
         ended = torch.tensor([a[-1] == stop for a in answers])
@@ -133,9 +141,15 @@ class Watch:
                 gamma=self._settings.gamma, last_values=torch.zeros_like(scores),
             )  # fmt: skip
 
-        parts = self._scorers.parts(queries, answers)
-        heldout = None if self._heldout is None else ruled(self._heldout(queries, answers))
-        return answers, ruled(self._scorers.total(parts)), heldout, parts
+        try:
+            parts = self._scorers.parts(queries, answers)
+            heldout = None if self._heldout is None else self._heldout(queries, answers)
+            if heldout is not None and not bool(heldout.isfinite().all()):
+                raise NonFiniteError("models/reward_heldout gave NaN or infinity")
+        except NonFiniteError as error:
+            error.batch = {"prompts": prompts, "responses": answers}
+            raise
+        return answers, ruled(self._scorers.total(parts)), None if heldout is None else ruled(heldout), parts
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -51,7 +51,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "advantage_clip: 0.5": {"advantage_clip": 0.5},
     "cliprange_value: null": {"cliprange_value": None},
     "entropy_coef: 0.01": {"entropy_coef": 0.01},
-    "ptx, coef 0.1": {"ptx": {"coef": 0.1}},
+    "ptx, coef 0.1": {"ptx": {"coef": 0.1, "text": None}},
 }
 CELLS = {
     "PPO vs reference": ("win_rate", "{:.1%}"),

@@ -105,6 +105,23 @@ def test_the_ppo_penalty_keeps_the_policy_near_the_one_that_sampled() -> None:
     assert moved(kl_penalty={"beta": 20.0, "target": 0.01}) < 0.7 * moved()
 
 
+def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
+    one = trainer(
+        learning_rate=5e-3, kl_penalty={"beta": 1.0, "target": 1e-4}, **ONE_STEP | {"num_mini_batches": 2}
+    )
+    lesson = a_lesson(one)
+    metrics = one.optimise(lesson)
+    total, tokens = 0.0, 0
+    for row, (query, response) in enumerate(zip(QUERIES, lesson.episodes.responses, strict=True)):
+        new = (small.logits_alone(one.actor_critic.policy, query, response) / 0.8).log_softmax(-1)
+        ahead = new[range(len(response)), response] - lesson.episodes.logprobs[row, : len(response)]
+        total += float((ahead.exp() - 1 - ahead).sum())
+        tokens += len(response)
+    assert metrics["policy/penalty_kl_avg"] == pytest.approx(total / tokens, rel=1e-4)
+    assert total / tokens > 1.5e-4
+    assert (metrics["policy/penalty_beta"], one.optimise.penalty.beta) == (1.0, 2.0)
+
+
 def test_the_penalty_waits_for_the_critics_warm_up() -> None:
     one = trainer(kl_penalty={"beta": 1.0, "target": 0.01}, critic_warmup={"max_updates": 3, "settled": 0.01})
     one.optimise(a_lesson(one), critic_only=True)
@@ -160,7 +177,7 @@ def test_the_entropy_bonus_flattens_the_policy() -> None:
 
 def test_ptx_is_the_demonstrations_language_modelling_loss() -> None:
     """With nothing else to learn, one step is that of the LM loss on the same rows, times the coefficient."""
-    one = trainer(demonstrations=DEMONSTRATIONS, ptx={"coef": 0.3}, **ONE_STEP)
+    one = trainer(demonstrations=DEMONSTRATIONS, ptx={"coef": 0.3, "text": None}, **ONE_STEP)
     assert one.optimise._ptx is not None
     one.optimise._ptx.waiting = list(range(16))
     metrics = one.optimise(flat(a_lesson(one)))
@@ -177,7 +194,7 @@ def test_ptx_is_the_demonstrations_language_modelling_loss() -> None:
 
 
 def test_every_demonstration_is_seen_before_one_comes_again() -> None:
-    one = trainer(demonstrations=DEMONSTRATIONS, ptx={"coef": 0.3}, **ONE_STEP)
+    one = trainer(demonstrations=DEMONSTRATIONS, ptx={"coef": 0.3, "text": None}, **ONE_STEP)
     queue = one.optimise._ptx
     assert queue is not None
     assert sorted(queue.take(16) + queue.take(8)) == list(range(24))
@@ -221,6 +238,22 @@ def test_the_warm_up_moves_the_critic_alone_and_ends_where_its_loss_settles() ->
     settled = [n for n in range(3, len(found) + 1) if min(found[n - 2 : n]) > 0.7 * min(found[: n - 2])]
     assert len(found) == next(iter(settled), 12)
     assert one.update == 1, "and then training begins"
+
+
+def test_the_policy_s_first_steps_after_a_warm_up_are_adam_s_first_steps() -> None:
+    """Gradients of zero, counted as steps, would leave its moments corrected as if they were old."""
+    one = trainer(critic_warmup={"max_updates": 3, "settled": 0.01}, total_episodes=16)
+    before = copy.deepcopy(one.actor_critic.policy)
+    assert [("lr" in metrics) for metrics in one.updates()] == [False, False, False, True]
+    steps = [float(one._optimizer.state[p]["step"]) for p in one.actor_critic.policy.parameters()]
+    assert set(steps) == {4.0}, "2 epochs of 2 minibatches"
+    critic = [float(one._optimizer.state[p]["step"]) for p in one.actor_critic.value.parameters()]
+    assert set(critic) == {16.0}, "3 updates of warm-up before"
+    moved = [
+        float((p - q).detach().abs().max())
+        for p, q in zip(one.actor_critic.policy.parameters(), before.parameters(), strict=True)
+    ]
+    assert 1e-3 < max(moved) <= 4 * 1e-3 * 1.3, "each of Adam's first steps is about the rate"
 
 
 # -------------------------------------------------------------------------------- normalisation
@@ -346,7 +379,8 @@ ALL_ON: dict[str, Any] = {
     "total_episodes": 80, "adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
     "kl_penalty": {"beta": 0.5, "target": 0.001}, "reference_sync": {"every": 2, "alpha": 0.5},
     "score_scaling": {"subtract_mean": True, "clip": 2.0},
-    "critic_warmup": {"max_updates": 2, "settled": 0.9}, "ptx": {"coef": 0.1}, "schedule": "linear",
+    "critic_warmup": {"max_updates": 2, "settled": 0.9}, "ptx": {"coef": 0.1, "text": None},
+    "schedule": "linear",
     "truncation": "bootstrap", "value_learning_rate": 2e-3, "entropy_coef": 0.01, "dual_clip": 3.0,
     "cliprange_high": 0.3, "target_kl": 1.0,
 }  # fmt: skip

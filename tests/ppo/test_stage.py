@@ -14,9 +14,10 @@ import torch
 
 from rlhf_tasks import contracts, lineage, models, resume
 from rlhf_tasks.config import UserError
-from rlhf_tasks.data.batches import read_table
-from rlhf_tasks.ppo import stage, watch
+from rlhf_tasks.data.batches import encode, read_table
+from rlhf_tasks.ppo import loop, stage, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
+from rlhf_tasks.scorers import RewardScorer
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 
@@ -140,7 +141,7 @@ def test_metrics_have_the_names_of_the_field_and_samples_their_columns(models_he
         metrics["objective/scores"] + metrics["objective/non_score_reward"]
     )
     rows = pq.read_table(stage.LOOKED_AT / "samples.parquet").to_pylist()
-    assert {row["episode"] for row in rows} == {0, 24 + 8, 48}  # at the start, and at 2 of 3 updates
+    assert {row["episode"] for row in rows} == {0, 48}, "twice: before training, and at its end"
     assert list(rows[0]) == ["episode", "prompt", "response", "score", "reward_heldout"]
     answers = pq.read_table(stage.LOOKED_AT / "answers.parquet").to_pylist()
     given = {row["prompt"]: row["reference"] for row in read_table("prompts", "validation")}
@@ -169,7 +170,7 @@ def plain(series: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 EVERYTHING = {
-    "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2}, "ppo.ptx": {"coef": 0.1},
+    "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2}, "ppo.ptx": {"coef": 0.1, "text": None},
     "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
     "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
     "ppo.reference_sync": {"every": 1, "alpha": 0.5}, "resume.every_seconds": 1e-6,
@@ -295,7 +296,7 @@ def test_a_batch_that_is_no_number_is_written_out(models_here: Path, monkeypatch
         return scores * torch.nan
 
     monkeypatch.setattr("rlhf_tasks.ppo.rewards.ScoreScaler.__call__", broken)
-    with pytest.raises(GuardTripped, match=r"non_finite: .*the step was not taken; see (.*\.pt)") as caught:
+    with pytest.raises(GuardTripped, match=r"non_finite: .*no step was taken on it; see (.*\.pt)") as caught:
         run(**{"ppo.truncation": "none"})
     file = str(caught.value).split("see ")[1].split(")")[0]
     assert len(torch.load(file, weights_only=False)["responses"]) == 16
@@ -321,6 +322,60 @@ def test_a_score_that_is_no_number_trips_the_guard(
     function = {"kind": "function", "weight": 1.0, "function": "broken:score"}
     with pytest.raises(GuardTripped, match="non_finite: function broken:score gave nan"):
         run(**{"ppo.scorers": [function], "ppo.num_sample_generations": 0})
+
+
+@pytest.mark.parametrize("look", [1, 2, 4], ids=["before training", "at a selection", "at the end"])
+def test_a_look_that_finds_no_numbers_trips_the_guard_and_keeps_the_curve(
+    look: int, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at episode 0, and one after each update; the held-out model's word is checked as any other."""
+    scored, looks = RewardScorer.__call__, []
+
+    def torn(self: RewardScorer, queries: Any, responses: Any) -> torch.Tensor:
+        found = scored(self, queries, responses)
+        if len(queries) == 12:  # the selection prompts; by the optimised model, then by the held-out one
+            looks.append(0)
+        return found * torch.nan if len(looks) == 2 * look else found
+
+    monkeypatch.setattr(RewardScorer, "__call__", torn)
+    tracker = Events()
+    with pytest.raises(GuardTripped, match="non_finite: models/reward_heldout gave NaN") as caught:
+        stage.run(small.view("ppo", SETTINGS | {"ppo.num_sample_generations": 0}), tracker)
+    assert [name for name, _ in tracker.events] == ["guard.non_finite"]
+    file = str(caught.value).split("see ")[1].split(")")[0]
+    assert len(torch.load(file, weights_only=False)["responses"]) == 12
+    updates = [row["episode"] for row in tracker.history() if "objective/kl" in row]
+    assert updates == [16.0 * n for n in range(1, look)], "what was learned before is told"
+
+
+def test_samples_are_shown_as_often_as_asked_first_and_last_included() -> None:
+    assert [sorted(loop._shown(n, 8)) for n in (0, 1, 2, 3, 9)] == [
+        [], [8], [0, 8], [0, 4, 8], list(range(9)),
+    ]  # fmt: skip
+
+
+def test_ptx_learns_the_documents_of_a_file(tmp_path: Path) -> None:
+    """Cut where the model ends; nothing is learned across two of them."""
+    tokenizer, policy, file = small.tokenizer(), small.causal(), tmp_path / "text.txt"
+    documents = [" ".join(small.WORDS * 10), "w7 w8\nw9", "w6 w5"]
+    file.write_text(f"\n{documents[0]}\n\n \n{documents[1]}\n\n{documents[2]}\n", encoding="utf-8")
+    rows = stage._ptx_text(small.ppo(ptx={"coef": 0.1, "text": str(file)}), tokenizer, policy)
+    assert rows is not None
+    assert {len(query) for query in rows.queries} == {1}
+    pieces = [query + response for query, response in zip(rows.queries, rows.responses, strict=True)]
+    most = policy.config.max_position_embeddings
+    first, *others = encode(tokenizer, documents)
+    assert pieces == [*[first[n : n + most] for n in range(0, len(first), most)], *others]
+    assert len(first) > most
+
+
+@pytest.mark.parametrize("content", [None, " \n\n"])
+def test_ptx_without_a_text_is_refused(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"ppo\.ptx\.text: .*(cannot be read|holds no text)"):
+        stage._ptx_text(small.ppo(ptx={"coef": 0.1, "text": str(file)}), small.tokenizer(), small.causal())
 
 
 def test_a_token_that_is_none_cannot_stop_answers(models_here: Path) -> None:
