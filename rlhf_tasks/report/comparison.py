@@ -24,7 +24,7 @@ HEADLINES = (
 )  # fmt: skip
 # stage, metric, title, band, guide
 PANELS: tuple[tuple[str, str, str, tuple[float, float] | None, float | None], ...] = (
-    ("ppo", "objective/kl", "KL from the SFT policy", page.KL_BAND, None),
+    ("ppo", "objective/kl", "KL from the reference", page.KL_BAND, None),
     ("ppo", "objective/scores", "Reward", None, None),
     ("ppo", "objective/rlhf_reward", "Reward less the KL penalty", None, None),
     ("ppo", "eval/heldout_scores", "Held-out reward", None, None),

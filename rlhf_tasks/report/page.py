@@ -75,8 +75,9 @@ class Sample:
 _PPO_FIGURES: tuple[tuple[str, tuple[str, ...], tuple[float, float] | None, float | None, str], ...] = (
     ("Reward", ("objective/rlhf_reward", "objective/scores"), None, None,
      "Scores of the reward model, and the same less the KL penalty. Both should rise."),
-    ("KL from the SFT policy", ("objective/kl",), KL_BAND, None,
-     "Nats per response. The shaded band is 0 to 10; beyond it the reward model is out of its depth."),
+    ("KL from the reference", ("objective/kl",), KL_BAND, None,
+     "Nats per response, from the SFT policy unless ppo.reference_sync moves it. The shaded band is 0 to 10; "
+     "beyond it the reward model is out of its depth."),
     ("Clip fraction", ("policy/clipfrac_avg",), None, None, "Share of tokens whose ratio was clipped."),
     ("Probability ratio", ("val/ratio",), None, 1.0, "New over old policy; near 1 when updates are small."),
     ("Entropy", ("policy/entropy_avg",), None, None, "Nats per token; a collapse means one answer for all."),
