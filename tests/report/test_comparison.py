@@ -50,7 +50,7 @@ def test_seeds_are_a_line_with_a_band_and_a_single_run_has_its_interval() -> Non
         "ppo/objective/kl": ["3 ± 1.4", "0.5"],
     }
     (figure,) = context["figures_drawn"]
-    assert figure.title == "KL from the SFT policy"
+    assert figure.title == "KL from the reference"
     assert figure.svg.count("<polyline") == 2
     assert figure.svg.count("<polygon") == 1, "one run has no band"
     assert "A from 2 to 3" in figure.svg
