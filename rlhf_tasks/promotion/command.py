@@ -147,8 +147,8 @@ def _measured(settings: Config, criteria: Promotion, model: str, md5: str) -> di
     if evidence.is_of(Path(), md5):
         found = evidence.read(Path())
     else:
-        console.say(f"the metrics here are not of {model}: it is judged against {SFT} now")
-        found = _contest(settings, criteria, model, SFT, "sft")
+        console.say(f"the metrics here are not of {model}: it is judged, and measured, against {SFT} now")
+        found = _contest(settings, criteria, model, SFT, "sft") | _cost(settings, criteria, model)
         found |= evidence.kl(Path()) if evidence.is_trained(Path(), md5) else {}
     from rlhf_tasks.judges import optimised
 
@@ -170,6 +170,15 @@ def _contest(settings: Config, criteria: Promotion, model: str, against: str, na
     return {
         key.replace(f"/{model}_vs_{against}/", f"/policy_vs_{name}/"): value for key, value in found.items()
     }
+
+
+def _cost(settings: Config, criteria: Promotion, model: str) -> dict[str, float]:
+    """`kl` and retention, where the gate asks for any of them."""
+    if (criteria.max_kl, criteria.max_perplexity_growth, criteria.max_choice_drop) == (None, None, None):
+        return {}
+    from rlhf_tasks.promotion import cost
+
+    return cost.measured(settings, Path(model), Path(SFT))
 
 
 # --------------------------------------------------------------------------------------- origin

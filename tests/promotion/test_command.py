@@ -29,7 +29,12 @@ Contest = Callable[..., dict[str, float]]
 @pytest.fixture(autouse=True)
 def contests(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """No model is run: what a contest measures is given, and who was asked against whom is noted."""
-    told: dict[str, Any] = {"champion": planted.over_champion(), "sft": planted.BETTER, "asked": []}
+    told: dict[str, Any] = {
+        "champion": planted.over_champion(),
+        "sft": planted.BETTER,
+        "asked": [],
+        "cost": {},
+    }
 
     def contest(settings: Any, criteria: Any, model: str, against: str, name: str) -> dict[str, float]:
         weights = Path(against, "weights")
@@ -37,6 +42,9 @@ def contests(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return dict(told[name])
 
     monkeypatch.setattr(command, "_contest", contest)
+    monkeypatch.setattr(
+        "rlhf_tasks.promotion.cost.measured", lambda settings, policy, sft: dict(told["cost"])
+    )
     monkeypatch.setattr("rlhf_tasks.judges.optimised", lambda settings, policy: {})
     return told
 
@@ -167,18 +175,35 @@ def test_the_champion_itself_is_not_judged_again(project: Path, contests: dict[s
 def test_a_policy_of_which_the_metrics_do_not_tell_is_judged_now(
     project: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And refused for what cannot be measured any more."""
+    """Against models/sft, its KL and retention too; refused for what cannot be measured of it."""
     shutil.copytree("models/policy", "elsewhere")
     (project / "elsewhere/weights").write_text("foreign", encoding="utf-8")
-    contests["sft"] = {key: value for key, value in planted.BETTER.items() if "_vs_sft" in key}
+    wins = {key: value for key, value in planted.BETTER.items() if "_vs_sft" in key}
+    contests["sft"] = wins
     assert cli.main(["promote", "elsewhere"]) == 3
     assert contests["asked"] == [("sft", "models/sft")]
     shown = capsys.readouterr().out
     assert "KL is not known: kl was not measured of this policy" in shown
     assert "is not in the DVC cache" in shown
+    lost = {key: value for key, value in planted.BETTER.items() if key not in wins}
+    contests["cost"] = lost | {"kl": 11.0}
+    assert cli.main(["promote", "elsewhere"]) == 3
+    assert "KL 11 > 10" in capsys.readouterr().out
+    contests["cost"] = lost | {"kl": 9.0}
+    assert cli.main(["promote", "elsewhere/"]) == 0
+
+
+def test_what_the_gate_does_not_ask_for_is_not_measured(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*given: Any) -> dict[str, float]:
+        raise AssertionError("nobody asked for KL or retention")
+
+    monkeypatch.setattr("rlhf_tasks.promotion.cost.measured", never)
     off = ("promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop")
     planted.params(project, dict.fromkeys(off))
-    assert cli.main(["promote", "elsewhere/"]) == 0
+    (project / "models/policy/weights").write_text("foreign", encoding="utf-8")
+    assert cli.main(["promote"]) == 0
 
 
 def test_a_judge_that_ppo_optimised_for_this_policy_promotes_nothing(
