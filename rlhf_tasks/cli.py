@@ -330,7 +330,11 @@ def _parser() -> argparse.ArgumentParser:
     text = "put a policy to the gate, and make it champion if it passes (exit status 3: refused)"
     promote = commands.add_parser("promote", help=text, description=text)
     promote.add_argument(
-        "model", nargs="?", default="models/policy", metavar="MODEL", help="a folder (default: models/policy)"
+        "model",
+        nargs="?",
+        default="models/policy",
+        metavar="MODEL",
+        help="a folder, or an experiment of `dvc exp list` (default: models/policy)",
     )
     promote.add_argument("--again", action="store_true", help="also one that was rolled back")
     promote.set_defaults(command=_promote)
