@@ -361,7 +361,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A_vs_B",
         help="of policy, sft, reference; may be repeated (default: policy_vs_reference, policy_vs_sft)",
     )
-    label.add_argument("--num-examples", type=_positive_int, metavar="N", help="pairs (default: all)")
+    label.add_argument(
+        "--num-examples",
+        type=_positive_int,
+        metavar="N",
+        help="pairs, skipped ones not counted (default: all)",
+    )
     label.add_argument("--seed", type=int, default=1, help="of the order, and of which is shown first")
     label.add_argument("--by", metavar="NAME", help="write who labelled, and when (default: neither)")
     label.set_defaults(command=_label)
