@@ -24,6 +24,8 @@ TAKEN = (
     "perplexity", "repetition", "reward_gap",
 )  # fmt: skip
 """First parts of the stage's other metric keys."""
+LISTED = "judge.judges"
+"""Where judges stand in params.yaml, but for the one of ppo.select_by."""
 SHIPPED_MODELS = ("models/reward", "models/reward_heldout")
 
 
@@ -97,7 +99,7 @@ class OwnModel(Section):
 
     @model_validator(mode="after")
     def _origin(self) -> Self:
-        check_source(self.path, self.revision, f"judge.judges: path of {self.name}")
+        check_source(self.path, self.revision, f"path of judge {self.name}")
         return self
 
 
