@@ -40,11 +40,14 @@ class Request:
     overrides: dict[str, Any] | None = None
 
     def overlays(self) -> list[dict[str, Any]]:
-        single = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
-        return [
-            *([presets.read(self.preset)] if self.preset else []),
-            *(presets.nested(key, value) for key, value in single.items()),
-        ]
+        return [*self._presets(), *self._single()]
+
+    def _presets(self) -> list[dict[str, Any]]:
+        return [presets.read(self.preset)] if self.preset else []
+
+    def _single(self) -> list[dict[str, Any]]:
+        given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
+        return [presets.nested(key, value) for key, value in given.items()]
 
     def settle(self, text: str) -> tuple[str, Config, list[str]]:
         """The text of params.yaml with the changes, as a checked config, and the changes.
@@ -52,7 +55,7 @@ class Request:
         Raises:
             ConfigError: naming every problem of what was asked.
         """
-        return presets.combined(text, self.overlays(), "params.yaml with the run's changes")
+        return presets.combined(text, self._presets(), "params.yaml with the run's changes", self._single())
 
 
 @dataclass(frozen=True)
