@@ -98,8 +98,8 @@ def pipeline(
         if verdict is not None:
             told.tags({"promotion": f"{verdict.name}: {verdict.message}"})
         if verdict is not None and verdict.name == "Deferred":
-            first = f"`dvc exp apply {name}`, then " if experiment else ""
-            notes.append(f"the gate has not decided: {first}`rlhf promote` does it later")
+            whose = f" {name}" if experiment else ""
+            notes.append(f"the gate has not decided: `rlhf promote{whose}` does it later")
         keys = results.run_keys(folder, list(how))
         links = results.run_links(values.tracking, keys, tracking.key(run))
         outcome = results.Outcome(name, how, changes, revision, experiment, notes, *_shown(verdict, folder))

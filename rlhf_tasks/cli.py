@@ -221,7 +221,11 @@ def _add_promote(commands: Commands) -> None:
     text = "put a policy to the gate, and make it champion if it passes (exit status 3: refused)"
     promote = _add(commands, "promote", _promote, text)
     promote.add_argument(
-        "model", nargs="?", default="models/policy", metavar="MODEL", help="a folder (default: models/policy)"
+        "model",
+        nargs="?",
+        default="models/policy",
+        metavar="MODEL",
+        help="a folder, or an experiment of `dvc exp list` (default: models/policy)",
     )
     promote.add_argument("--again", action="store_true", help="also one that was rolled back")
 
@@ -287,7 +291,12 @@ def _add_label(commands: Commands) -> None:
         metavar="A_vs_B",
         help="of policy, sft, reference; may be repeated (default: policy_vs_reference, policy_vs_sft)",
     )
-    label.add_argument("--num-examples", type=_positive_int, metavar="N", help="pairs (default: all)")
+    label.add_argument(
+        "--num-examples",
+        type=_positive_int,
+        metavar="N",
+        help="pairs, skipped ones not counted (default: all)",
+    )
     label.add_argument("--seed", type=int, default=1, help="of the order, and of which is shown first")
     label.add_argument("--by", metavar="NAME", help="write who labelled, and when (default: neither)")
 

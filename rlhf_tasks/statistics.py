@@ -34,7 +34,7 @@ _NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95% interval, `low <= high`, and the number of prompts or pairs behind it."""
+    """A value with its 95% interval, `low <= value <= high`, and the number of prompts or pairs behind it."""
 
     value: float
     low: float
@@ -169,7 +169,8 @@ def wilson(successes: int, count: int) -> Estimate:
     scale = 1 + _Z**2 / count
     centre = (share + _Z**2 / (2 * count)) / scale
     reach = _Z / scale * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
-    return Estimate(share, max(0.0, centre - reach), min(1.0, centre + reach), count)
+    low, high = min(share, centre - reach), max(share, centre + reach)  # equal at 0 and 1 but for rounding
+    return Estimate(share, max(0.0, low), min(1.0, high), count)
 
 
 def sign_test(wins: int, losses: int) -> float:

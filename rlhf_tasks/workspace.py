@@ -16,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,14 @@ class Request:
     overrides: dict[str, Any] | None = None
 
     def overlays(self) -> list[dict[str, Any]]:
-        single = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
-        return [
-            *([presets.read(self.preset)] if self.preset else []),
-            *(presets.nested(key, value) for key, value in single.items()),
-        ]
+        return [*self._presets(), *self._single()]
+
+    def _presets(self) -> list[dict[str, Any]]:
+        return [presets.read(self.preset)] if self.preset else []
+
+    def _single(self) -> list[dict[str, Any]]:
+        given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
+        return [presets.nested(key, value) for key, value in given.items()]
 
     def settle(self, text: str) -> tuple[str, Config, list[str]]:
         """The text of params.yaml with the changes, as a checked config, and the changes.
@@ -50,7 +55,7 @@ class Request:
         Raises:
             ConfigError: naming every problem of what was asked.
         """
-        return presets.combined(text, self.overlays(), "params.yaml with the run's changes")
+        return presets.combined(text, self._presets(), "params.yaml with the run's changes", self._single())
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,33 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
     """
     _needs_commit(root)
     check_data(settings.data.path)
+    workspace = _claimed(root, name)
+    try:
+        _furnish(workspace, params, revision)
+        _bring(settings.data.path, root, workspace.folder)
+        _check_inputs(root, workspace.folder)
+    except BaseException:
+        workspace.remove()
+        raise
+    return workspace
+
+
+@contextmanager
+def visited(root: Path, name: str, params: str, revision: str) -> Iterator[Path]:
+    """The project's folder at a commit, with these parameters and what the DVC cache has of its outs.
+
+    To look at what a run left: its data is not brought, and the folder is gone when the block ends.
+    """
+    workspace = _claimed(root, name)
+    try:
+        _furnish(workspace, params, revision)
+        yield workspace.folder
+    finally:
+        workspace.remove()
+
+
+def _claimed(root: Path, name: str) -> Workspace:
+    """An empty place of this name that is this process's own; what vanished processes left goes first."""
     remove_left(root)
     top = home(root) / FOLDER / name
     inside = root.resolve().relative_to(Path(_git(root, "rev-parse", "--show-toplevel")).resolve())
@@ -115,18 +147,16 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
             raise UserError(f"a process still works in the workspace {name}; wait for its end")
         _remove(root, name)
         workspace.lock.acquire(timeout=0)
-    try:
-        with _worktrees(root):
-            _git(root, "worktree", "add", "--quiet", "--detach", str(top), revision)
-        (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
-        _configure(root, workspace.folder)
-        dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
-        _bring(settings.data.path, root, workspace.folder)
-        _check_inputs(root, workspace.folder)
-    except BaseException:
-        workspace.remove()
-        raise
     return workspace
+
+
+def _furnish(workspace: Workspace, params: str, revision: str) -> None:
+    """The files of a commit, parameters, DVC's settings, and the outs that the cache has."""
+    with _worktrees(workspace.root):
+        _git(workspace.root, "worktree", "add", "--quiet", "--detach", str(workspace.top), revision)
+    (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
+    _configure(workspace.root, workspace.folder)
+    dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
 
 
 def check_data(path: str) -> None:

@@ -53,6 +53,47 @@ def test_a_value_that_cannot_be_set_changes_nothing(
     assert Path("params.yaml").read_text(encoding="utf-8") == before
 
 
+@pytest.mark.parametrize("name", ["smoke", "docstrings"])
+def test_a_preset_that_changes_the_gate_makes_none_where_there_is_none(
+    project: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`promotion: null` is a decision; the rest of the preset holds."""
+    assert cli.main(["preset", "--set", "promotion=null"]) == 0
+    assert cli.main(["preset", name]) == 0
+    assert "promotion stays null (a preset would change " in capsys.readouterr().out
+    found = config.load()
+    assert found.promotion is None
+    assert found.judge == with_preset(name).judge
+    assert presets.read(name)["promotion"], "what was left away of the file in memory is still in the preset"
+
+
+def test_guards_that_are_off_stay_off(project: Path) -> None:
+    assert cli.main(["preset", "over_optimised", "--set", "ppo.guards=null"]) == 0
+    assert cli.main(["preset", "over_optimised"]) == 0
+    found = config.load()
+    assert (found.ppo.guards, found.ppo.kl_coef) == (None, 0.0)
+
+
+def test_a_whole_section_turns_on_what_was_off(project: Path) -> None:
+    assert config.load().ppo.ptx is None
+    assert cli.main(["preset", "ppo_max"]) == 0
+    found = config.load()
+    assert found.ppo.ptx is not None
+    assert found.ppo.critic_warmup is not None
+
+
+def test_a_value_of_a_section_that_is_off_is_refused_with_what_is_lacking(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["preset", "--set", "ppo.ptx=null", "ppo.adaptive_kl.target=3.0"]) == 2
+    told = capsys.readouterr().err
+    assert "ppo.adaptive_kl is null, which turns all of it off, so that target alone cannot be set" in told
+    assert "give horizon, clip too, as one ppo.adaptive_kl={…}" in told
+    whole = "ppo.adaptive_kl={target: 3.0, horizon: 10000, clip: 0.2}"
+    assert cli.main(["preset", "--set", whole, "ppo.adaptive_kl.target=4.0"]) == 0
+    assert config.load().ppo.adaptive_kl is not None
+
+
 def test_the_tldr_preset_asks_for_the_hashes_it_lacks(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

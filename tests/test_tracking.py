@@ -6,23 +6,31 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import mlflow
 import psutil
 import pytest
 from filelock import FileLock
+from mlflow.exceptions import MlflowException
+from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, lineage, tracking
 from rlhf_tasks.config import Stage, StageView, UserError
+from rlhf_tasks.daemons import free_port
 from rlhf_tasks.tracking import context, courier, curves, dashboard, records
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.spool import Spool, pending, table_json
 from rlhf_tasks.tracking.store import Store, embedded_uri
+from tests.flows.toy import until
 
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: refused at once
 
@@ -595,3 +603,96 @@ def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(
     assert first.data.spans[0].outputs == {"text": "A", "first_is_better": 1.0}
     states = {trace.info.tags["rlhf.trace"]: trace.info.state.value for trace in found}
     assert states == {"0": "OK", "1": "ERROR", "2": "OK"}
+
+
+def traced(home: Path, run: str, uri: str | None = None) -> list[str]:
+    client = MlflowClient(uri or embedded_uri(home))
+    experiment = client.get_experiment_by_name("rlhf")
+    assert experiment is not None
+    found = client.search_traces(locations=[str(experiment.experiment_id)], run_id=run)
+    assert all(trace.data.spans[0].inputs == {"model": "m"} for trace in found), "with all that was said"
+    return sorted(trace.info.tags["rlhf.trace"] for trace in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")
+def test_a_trace_that_was_refused_is_sent_again_and_holds_nothing_else_up(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow swallows the error; the run has its end and its metrics all the same."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    real, refused = TracingClient.start_trace, ["1"]
+
+    def refusing(self: TracingClient, info: Any) -> Any:
+        if info.tags["rlhf.trace"] in refused:
+            raise MlflowException("too busy")
+        return real(self, info)
+
+    monkeypatch.setattr(TracingClient, "start_trace", refusing)
+    try:
+        with tracking.open_run("judge", view("judge"), key="judge-1") as tracker:
+            for number in range(3):
+                tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=number, end=number + 1)
+            tracker.metrics({"gold/win_rate": 0.5}, step=1)
+        delivered, failed = courier.sync(home)
+        assert (delivered, list(failed)) == (0, ["judge-1"])
+        assert "has not taken 1 of 3 traces" in failed["judge-1"]
+        run = runs(home)["judge"]
+        assert (run.info.status, run.data.metrics) == ("FINISHED", {"gold/win_rate": 0.5})
+        refused.clear()
+        assert courier.sync(home) == (1, {})
+        assert traced(home, run.info.run_id) == ["0", "1", "2"]
+        assert runs(home)["judge"].info.status == "FINISHED"
+        assert pending(home / "spool") == []
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.filterwarnings("ignore:.*Any type hint")
+def test_a_server_takes_traces_and_those_that_it_was_away_for_later(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP: some of them delivered, the server killed, and the rest when it is there again."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    port = free_port(28600)
+    url = f"http://127.0.0.1:{port}"
+
+    @contextmanager
+    def served() -> Iterator[None]:
+        command = dashboard.server_command(home, port)
+        environment = dashboard.server_environment(os.environ)
+        with subprocess.Popen(command, env=environment, start_new_session=True) as server:
+            try:
+                until(lambda: answers(url), "MLflow")
+                yield
+            finally:
+                os.killpg(server.pid, signal.SIGKILL)
+
+    try:
+        with tracking.open_run("judge", view("judge", uri=url), key="judge-1") as tracker:
+            tracker.trace("judge gpt", {"model": "m"}, {"text": "A", "tokens": 9}, start=5, end=7)
+            with served():
+                spool = pending(home / "spool")[0]
+                records, _ = spool.read()
+                store = Store.open(records[0]).run(records[0], last=True, live=True)
+                assert not store.send(records, spool.files)
+                run = runs(home, url)["judge"].info.run_id
+                assert traced(home, run, url) == ["0"]
+            tracker.trace("judge gpt", {"model": "m"}, {"failure": "no verdict"}, start=8, end=9)
+            tracker.trace("judge gpt", {"model": "m"}, {"text": "B"}, start=9, end=12)
+        delivered, failed = courier.sync(home)
+        assert (delivered, list(failed)) == (0, ["judge-1"])
+        with served():
+            assert courier.sync(home) == (1, {})
+            assert traced(home, run, url) == ["0", "1", "2"]
+            assert runs(home, url)["judge"].info.status == "FINISHED"
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

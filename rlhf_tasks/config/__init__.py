@@ -7,7 +7,7 @@ Every problem of a file is told in one `ConfigError`, before anything is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -37,7 +37,8 @@ from rlhf_tasks.config.types import (
 __all__ = [
     "READS", "STAGES", "Care", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judging",
     "Launch", "Model", "Optimisation", "Ppo", "Promotion", "Reward", "Scratch", "Section", "Service", "Sft",
-    "Split", "Stage", "StageView", "Tracking", "UserError", "flatten", "is_hub_id", "load", "validate",
+    "Split", "Stage", "StageView", "Tracking", "UserError", "flatten", "is_hub_id", "lacking", "load",
+    "validate",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------- where and how, not what
@@ -242,6 +243,18 @@ def _sections(annotation: Any) -> list[type[Section]]:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for inner in get_args(annotation) for section in _sections(inner)]
+
+
+def lacking(path: Sequence[str], keys: Collection[str]) -> list[str]:
+    """The keys that a section at this place of params.yaml needs beside the given ones; of several kinds of
+    section those of the one that lacks fewest. Empty where no section stands."""
+    owners: list[type[Section]] = [Config]
+    for part in path:
+        found = [f for owner in owners for n, f in owner.model_fields.items() if part in (n, f.alias)]
+        owners = [section for field in found for section in _sections(field.annotation)]
+    needed = [[f.alias or n for n, f in o.model_fields.items() if f.is_required()] for o in owners]
+    rests = [[key for key in names if key not in keys] for names in needed]
+    return min(rests, key=len, default=[])
 
 
 def load(path: Path = Path("params.yaml")) -> Config:

@@ -26,6 +26,8 @@ TAKEN = (
 """First parts of the stage's other metric keys."""
 OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
 """What a scorer of kind reward_model gives PPO to optimise, and what it does not."""
+LISTED = "judge.judges"
+"""Where judges stand in params.yaml, but for the one of ppo.select_by."""
 
 
 def _free(name: str) -> str:
@@ -98,7 +100,7 @@ class OwnModel(Section):
 
     @model_validator(mode="after")
     def _origin(self) -> Self:
-        check_source(self.path, self.revision, f"judge.judges: path of {self.name}")
+        check_source(self.path, self.revision, f"path of judge {self.name}")
         return self
 
 

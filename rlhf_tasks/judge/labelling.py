@@ -33,7 +33,9 @@ FIRST, SECOND, TIE, SKIP, QUIT = "abtsq"
 
 
 def run(names: Sequence[str], *, most: int | None, seed: int, by: str | None) -> int:
-    """Ask until all pairs are labelled, `most` are, or the person quits; how many were labelled now.
+    """Ask until all pairs are labelled, `most` are now, or the person quits; how many were labelled now.
+
+    A pair that is skipped is not labelled, and counts for nothing.
 
     Raises:
         UserError: if there are no answers, or a pair is none.
@@ -41,11 +43,14 @@ def run(names: Sequence[str], *, most: int | None, seed: int, by: str | None) ->
     if not FILE.exists() and FILE.with_name(f"{FILE.name}.dvc").exists():
         raise UserError(f"{FILE} is not here, and DVC knows labels of it: `dvc pull {FILE}.dvc` first")
     known = labels.read(FILE)
+    labels.mend(FILE)
     todo = unlabelled(pairs(names or DEFAULT), known, seed)
     console.say(f"{len(labels.decided(known))} labelled before, {len(todo)} pairs left; {KEYS}")
     count = 0
     with keys(sys.stdin) as next_key:
-        for number, pair in enumerate(todo if most is None else todo[:most], start=1):
+        for number, pair in enumerate(todo, start=1):
+            if count == most:
+                break
             key = _ask(pair, number, _swapped(pair, seed), next_key)
             if key == QUIT:
                 break

@@ -11,13 +11,14 @@ A label holds the texts that were judged, so that it stays true when the models 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from rlhf_tasks import checkpoint, statistics
+from rlhf_tasks import checkpoint, console, statistics
 from rlhf_tasks.config import UserError
 
 OUTCOMES = (1.0, 0.5, 0.0, None)
@@ -47,17 +48,25 @@ class Label:
 
 
 def read(path: Path) -> list[Label]:
-    """All labels of a file, in order; none where there is no file. A line that a crash tore is left out.
+    """All labels of a file, in order; none where there is no file.
+
+    A last line that a kill left half written is left out, and told.
 
     Raises:
-        UserError: naming a line that is whole, and no label.
+        UserError: naming a line that is no label.
     """
+    data = path.read_bytes() if path.exists() else b""
+    torn = _torn(data)
+    if torn:
+        console.say(f"{path}: the last line is half written, and left out: {torn.decode(errors='replace')!r}")
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+    for number, line in enumerate(data[: len(data) - len(torn)].split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError:
-            continue
+            row = None
         if (
             not isinstance(row, dict)
             or not all(isinstance(row.get(name), str) for name in TEXTS)
@@ -70,6 +79,23 @@ def read(path: Path) -> list[Label]:
         outcome = None if row["outcome"] is None else float(row["outcome"])
         found.append(Label(Pair(*(row[name] for name in TEXTS)), outcome))
     return found
+
+
+def mend(path: Path) -> None:
+    """Cut off a last line that a kill left half written: behind another one it would be no label."""
+    data = path.read_bytes() if path.exists() else b""
+    if torn := _torn(data):
+        os.truncate(path, len(data) - len(torn))
+
+
+def _torn(data: bytes) -> bytes:
+    """The end of a file that is no whole line; empty where only the line's end is lacking."""
+    last = data.rpartition(b"\n")[2]
+    try:
+        json.loads(last)
+    except ValueError:
+        return last
+    return b""
 
 
 def add(path: Path, label: Label, **more: str | int) -> None:

@@ -82,8 +82,10 @@ def single(
     max_failure_share: float,
     trace: Trace | None = None,
     num_traces: int = 0,
+    *,
+    key: str = config.LISTED,
 ) -> Judge:
-    """Any judge but a mixture.
+    """Any judge but a mixture; `key` is where params.yaml has it, for messages.
 
     Raises:
         UserError: as `build`.
@@ -93,14 +95,14 @@ def single(
     if isinstance(one, config.RewardModelJudge):
         return Scoring(one.name, RewardModel(Path(one.path), device))
     if isinstance(one, config.FunctionJudge):
-        return Scoring(one.name, Function(one.function))
+        return Scoring(one.name, Function(one.function, key))
     if isinstance(one, config.LlmJudge):
-        llm = Llm(one, max_failure_share, lineage.home(), trace=trace, num_traces=num_traces)
+        llm = Llm(one, max_failure_share, lineage.home(), key=key, trace=trace, num_traces=num_traces)
         return Comparing(one.name, llm, max_failure_share)
     if isinstance(one, config.LocalJudge):
-        return Comparing(one.name, Local(one, device), max_failure_share)
+        return Comparing(one.name, Local(one, device, key), max_failure_share)
     assert isinstance(one, config.PairRmJudge), "a mixture is made of judges that are there"
-    return Comparing(one.name, Ranker(one, device), max_failure_share)
+    return Comparing(one.name, Ranker(one, device, key), max_failure_share)
 
 
 def optimised(settings: Judging, policy: Path, names: Sequence[str] = ()) -> dict[str, str]:

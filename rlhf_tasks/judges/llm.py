@@ -22,7 +22,7 @@ import openai
 
 from rlhf_tasks import console
 from rlhf_tasks.config import UserError
-from rlhf_tasks.config.judge import LlmJudge
+from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.judges import prompts
 from rlhf_tasks.judges.cache import Cache, key_of
 from rlhf_tasks.judges.comparing import Question, Reply
@@ -71,12 +71,13 @@ class Llm:
         max_failure_share: float,
         home: Path,
         *,
+        key: str = LISTED,
         trace: Trace | None = None,
         num_traces: int = 0,
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
         self._trace, self._num_traces = trace, num_traces
-        self._prompt, self._key = prompts.load(settings.prompt), _key(settings)
+        self._prompt, self._key = prompts.load(settings.prompt, key), _key(settings)
         self._cache = Cache(home / FILE)
         self.spent = Spent()
 
@@ -183,8 +184,8 @@ class Llm:
             if most is not None and used >= most:
                 raise UserError(
                     f"judge {self._settings.name}: its budget of {most} {name} is spent, and this comparison "
-                    f"asked for {num_asked} replies. Those that came are kept: raise the budget, or lower "
-                    "judge.num_examples, or give the same again; the same command then goes on from there"
+                    f"asked for {num_asked} replies. Those that came are kept: raise the budget, or "
+                    "judge fewer prompts, or give the same again; the same command then goes on from there"
                 )
 
     async def _ask(self, client: openai.AsyncOpenAI, key: str, request: Request) -> str:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import models
 from rlhf_tasks.config import UserError
-from rlhf_tasks.config.judge import LocalJudge, PairRmJudge
+from rlhf_tasks.config.judge import LISTED, LocalJudge, PairRmJudge
 from rlhf_tasks.data.batches import Batch, Ids, collate, load_tokenizer, micro_batches
 from rlhf_tasks.judges import prompts
 from rlhf_tasks.judges.comparing import Question, Reply
@@ -28,9 +28,9 @@ class Local:
     before; nothing is sampled.
     """
 
-    def __init__(self, settings: LocalJudge, device: torch.device) -> None:
+    def __init__(self, settings: LocalJudge, device: torch.device, key: str = LISTED) -> None:
         self._name, self._max_tokens = settings.name, settings.micro_batch_tokens
-        self._prompt = prompts.load(settings.prompt)
+        self._prompt = prompts.load(settings.prompt, key)
         folder = models.local_tokenizer(settings.path, settings.revision)
         self._tokenizer = load_tokenizer(folder)
         self._model = models.place(models.load_causal(settings.path, settings.revision), device).eval()
@@ -79,8 +79,8 @@ class Ranker:
     first. A ranker that needs code of its own (llm-blender's PairRM) is not of this kind.
     """
 
-    def __init__(self, settings: PairRmJudge, device: torch.device) -> None:
-        self._max_tokens, self._prompt = settings.micro_batch_tokens, prompts.load(settings.prompt)
+    def __init__(self, settings: PairRmJudge, device: torch.device, key: str = LISTED) -> None:
+        self._max_tokens, self._prompt = settings.micro_batch_tokens, prompts.load(settings.prompt, key)
         self._tokenizer = load_tokenizer(models.local_tokenizer(settings.path, settings.revision))
         model = models.load_classifier(settings.path, settings.revision)
         if model.config.num_labels not in (1, 2):

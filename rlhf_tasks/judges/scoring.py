@@ -83,10 +83,14 @@ class RewardModel:
 
 
 class Function:
-    """`module:function`, called with all prompts and all answers as they are; gives a float for each."""
+    """`module:function`, called with all prompts and all answers as they are; gives a float for each.
 
-    def __init__(self, function: str) -> None:
-        self._name, self._function = f"function {function}", imported(function, "judge.judges")
+    Raises:
+        UserError: naming the parameter `key`, if it cannot be imported or called.
+    """
+
+    def __init__(self, function: str, key: str) -> None:
+        self._name, self._function = f"function {function}", imported(function, key)
 
     def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
         found: list[float] = numbers(

@@ -9,6 +9,8 @@ from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.judges.verdicts import check_failures
 from rlhf_tasks.runtime import Runtime
 
+KEY = "ppo.select_by.judge"
+
 
 class Referee:
     """The first process judges, the others are told: no verdict is asked for, or paid, twice.
@@ -21,7 +23,9 @@ class Referee:
         self._rt, self._max_failure_share = rt, settings.max_failure_share
         self.name = settings.judge.name
         self._judge = (
-            judges.single(settings.judge, rt.device, settings.max_failure_share) if rt.is_main else None
+            judges.single(settings.judge, rt.device, settings.max_failure_share, key=KEY)
+            if rt.is_main
+            else None
         )
 
     def __call__(self, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]) -> float:

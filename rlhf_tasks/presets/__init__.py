@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from rlhf_tasks import checkpoint, config
-from rlhf_tasks.config import UserError
+from rlhf_tasks.config import ConfigError, UserError
 
 FOLDER = Path(__file__).parent
 
@@ -43,27 +44,46 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     """Write the presets into a parameter file, in order, its comments kept; nothing if the result is invalid.
 
     `settings` are single values on top, each `KEY=VALUE` with a dotted key and a value in YAML.
-    Returns the changes as `key: old → new`.
+    Returns the changes as `key: old → new`, and which section stays null.
     """
-    overlays = [read(name) for name in chosen] + [_setting(words) for words in settings]
+    overlays, single = [read(name) for name in chosen], [_setting(words) for words in settings]
     origin = f"params.yaml with {', '.join([*chosen, *settings])}"
     config.load(path)
-    text, _, changes = combined(path.read_text(encoding="utf-8"), overlays, origin)
+    text, _, changes = combined(path.read_text(encoding="utf-8"), overlays, origin, single)
     checkpoint.write_text(path, text)
     return changes
 
 
 def combined(
-    text: str, overlays: Sequence[Mapping[str, Any]], origin: str
+    text: str,
+    overlays: Sequence[Mapping[str, Any]],
+    origin: str,
+    single: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[str, config.Config, list[str]]:
     """A parameter file's text with overlays, comments kept; what it says; the changes `key: old → new`.
 
+    What a preset changes of a section that is null stays away, and the section off: a preset that loosens
+    the gate makes none. `single` values, on top, are meant as they are given.
+
     Raises:
-        ConfigError: naming every problem of the result.
+        ConfigError: naming every problem of the result, or a single value of a section that is null.
     """
     yaml, safe = _round_trip(), YAML(typ="safe", pure=True)
     before, tree = safe.load(text), yaml.load(text)
+    left_off = []
     for overlay in overlays:
+        fitting = copy.deepcopy(dict(overlay))
+        for path, keys in list(_of_null(tree, fitting)):
+            _take_out(fitting, path)
+            left_off.append(f"{'.'.join(path)} stays null (a preset would change {', '.join(keys)} of it)")
+        overlay_onto(tree, fitting)
+    for overlay in single:
+        for path, keys in _of_null(tree, overlay):
+            raise ConfigError(
+                f"{origin}: {'.'.join(path)} is null, which turns all of it off, so that {', '.join(keys)} "
+                f"alone cannot be set; give {', '.join(config.lacking(path, keys))} too, as one "
+                f"{'.'.join(path)}={{…}}"
+            )
         overlay_onto(tree, overlay)
     written = io.StringIO()
     yaml.dump(tree, written)
@@ -71,7 +91,26 @@ def combined(
     settings = config.validate(after, origin)
     old, new = config.flatten(before), config.flatten(after)
     changes = [f"{k}: {old.get(k)} → {new.get(k)}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
-    return written.getvalue(), settings, changes
+    return written.getvalue(), settings, changes + left_off
+
+
+def _of_null(
+    tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Sections that are null in a parameter file and of which an overlay has some keys, but not all."""
+    for key, value in overlay.items():
+        here = (*path, key)
+        if isinstance(value, Mapping) and isinstance(tree.get(key), Mapping):
+            yield from _of_null(tree[key], value, here)
+        elif isinstance(value, Mapping) and key in tree and config.lacking(here, value):
+            yield here, list(value)
+
+
+def _take_out(tree: dict[str, Any], path: Sequence[str]) -> None:
+    *sections, last = path
+    for section in sections:
+        tree = tree[section]
+    del tree[last]
 
 
 def overlay_onto(tree: MutableMapping[str, Any], overlay: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`rlhf promote [MODEL]` and `rlhf rollback`.
+"""`rlhf promote [MODEL]` and `rlhf rollback`. MODEL is a folder, or an experiment that holds a policy.
 
 Promoting goes in this order, so that a kill anywhere leaves a state from which the same command goes on:
 register the policy and call it challenger; judge it against the champion; write the verdict as a file, and
@@ -19,7 +19,8 @@ from filelock import FileLock
 from rlhf_tasks import checkpoint, config, console, lineage, workspace
 from rlhf_tasks.config import Config, Promotion, StageView, UserError
 from rlhf_tasks.config.promotion import parts
-from rlhf_tasks.promotion import evidence, gate, stage, weights
+from rlhf_tasks.promotion import evidence, experiment, gate, stage, weights
+from rlhf_tasks.promotion.evidence import POLICY
 from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
 from rlhf_tasks.tracking.courier import sync
 
@@ -28,33 +29,41 @@ DONE, REFUSED, DEFERRED = 0, 3, 4
 SFT = "models/sft"
 
 
-def promote(model: str, *, again: bool = False) -> int:
+def promote(asked: str, *, again: bool = False) -> int:
     """Put a policy to the gate, and make it champion if it passes; the exit status comes back.
 
-    `again`: also one that was rolled back.
+    `asked` is a checkpoint's folder, or else an experiment's name. `again`: also one that was rolled back.
 
     Raises:
         UserError: if there is no gate, no such policy, or no way to judge.
     """
     settings = config.load()
     criteria = _criteria(settings)
-    _check_policy(Path(model))
+    revision = None if Path(asked).exists() else experiment.find(asked)
+    if revision is None:
+        _check_policy(Path(asked))
     home = lineage.home()
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "promotion.lock"):
-            return _promote(settings, criteria, Path(model).as_posix(), home, again)
+            if revision is None:
+                return _promote(settings, criteria, Path(asked).as_posix(), home, again)
+            with experiment.entered(settings, asked, revision) as own:
+                return _promote(own, criteria, POLICY, home, again, f"{POLICY} of {asked}")
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}); the same command goes on later")
         return DEFERRED
 
 
-def _promote(settings: Config, criteria: Promotion, model: str, home: Path, again: bool) -> int:
-    root, md5 = Path.cwd(), lineage.digest(Path(model))
+def _promote(
+    settings: Config, criteria: Promotion, model: str, home: Path, again: bool, called: str | None = None
+) -> int:
+    """Of the policy in a folder below the working folder, whose metrics those there may be."""
+    root, md5, called = Path.cwd(), lineage.digest(Path(model)), called or model
     registry = Registry.open(settings.tracking, home, criteria.model)
     champion = registry.champion()
     if champion is not None and champion.md5 == md5:
-        console.say(f"Promoted: {criteria.model} version {champion.number} ({model}) is {CHAMPION} already")
+        console.say(f"Promoted: {criteria.model} version {champion.number} ({called}) is {CHAMPION} already")
         return DONE
     version = registry.register(md5, model, *_origin(root, home, model, md5, registry, settings))
     registry.challenge(version)
@@ -79,9 +88,9 @@ def _promote(settings: Config, criteria: Promotion, model: str, home: Path, agai
     }
     known = {"model": criteria.model, "version": version.number, "against": told["against"]}
     checkpoint.write_json(verdict_file(home, md5), verdict.tree() | known | {"time": told["time"]})
-    registry.record(version, told | {"criteria": _criteria_tag(verdict)}, _page(model, told, verdict))
+    registry.record(version, told | {"criteria": _criteria_tag(verdict)}, _page(called, told, verdict))
     stage.show(verdict)
-    name = f"{criteria.model} version {version.number} ({model})"
+    name = f"{criteria.model} version {version.number} ({called})"
     if not verdict.passed:
         console.say(f"Refused: {name}: {verdict.summary}")
         return REFUSED
@@ -93,11 +102,14 @@ def _promote(settings: Config, criteria: Promotion, model: str, home: Path, agai
 def _check_policy(folder: Path) -> None:
     """Before anything is registered; no torch, so that only what the files say is looked at."""
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no checkpoint (it has no config.json); give one such as models/policy")
+        raise UserError(
+            f"{folder} is no checkpoint (it has no config.json), and no experiment; give a folder such as "
+            f"{POLICY}, or a name that `dvc exp list -A` shows"
+        )
     identity = folder / "rlhf.json"
     kind = json.loads(identity.read_text(encoding="utf-8")).get("kind") if identity.exists() else None
     if kind in ("reward", "reward_heldout"):
-        raise UserError(f"{folder} is a reward model; give a policy such as models/policy")
+        raise UserError(f"{folder} is a reward model; give a policy such as {POLICY}")
 
 
 def rollback() -> int:
@@ -147,8 +159,8 @@ def _measured(settings: Config, criteria: Promotion, model: str, md5: str) -> di
     if evidence.is_of(Path(), md5):
         found = evidence.read(Path())
     else:
-        console.say(f"the metrics here are not of {model}: it is judged against {SFT} now")
-        found = _contest(settings, criteria, model, SFT, "sft")
+        console.say(f"the metrics here are not of {model}: it is judged, and measured, against {SFT} now")
+        found = _contest(settings, criteria, model, SFT, "sft") | _cost(settings, criteria, model)
         found |= evidence.kl(Path()) if evidence.is_trained(Path(), md5) else {}
     from rlhf_tasks.judges import optimised
 
@@ -170,6 +182,15 @@ def _contest(settings: Config, criteria: Promotion, model: str, against: str, na
     return {
         key.replace(f"/{model}_vs_{against}/", f"/policy_vs_{name}/"): value for key, value in found.items()
     }
+
+
+def _cost(settings: Config, criteria: Promotion, model: str) -> dict[str, float]:
+    """`kl` and retention, where the gate asks for any of them."""
+    if (criteria.max_kl, criteria.max_perplexity_growth, criteria.max_choice_drop) == (None, None, None):
+        return {}
+    from rlhf_tasks.promotion import cost
+
+    return cost.measured(settings, Path(model), Path(SFT))
 
 
 # --------------------------------------------------------------------------------------- origin
@@ -207,15 +228,16 @@ def _made(model: str, md5: str) -> dict[str, Any]:
 
 
 def _revision(root: Path, model: str, md5: str) -> tuple[str, str | None] | None:
-    """The commit checked out, or else an experiment and its name, whose dvc.lock has it."""
+    """The commit checked out, else an experiment's, whose dvc.lock has it; with its name if it is one's."""
     head = workspace.commit(root, "HEAD")
     if head is None:
         return None
-    for revision, experiment in [(head, None), *workspace.experiments(root)]:
+    known = workspace.experiments(root)
+    for revision, name in [(head, dict(known).get(head)), *known]:
         if not workspace.paths(root, revision, "dvc.lock"):
             continue
         if lineage.locked_in(workspace.shown(root, revision, "dvc.lock")).get(model) == md5:
-            return revision, experiment
+            return revision, name
     return None
 
 

@@ -209,11 +209,15 @@ class StageRun:
     replay: bool  # True: some was delivered before; ask for the steps MLflow has, and send the others
     _held: dict[str, set[int]] = field(default_factory=dict)
     _tables: list[str] = field(default_factory=list)
+    _traced: set[str] = field(default_factory=set)
 
     def send(self, records: Sequence[Mapping[str, Any]], files: Path, *, last: bool = True) -> bool:
         """Deliver in order, `files` holding the artifacts; True once the run's end is among the records.
 
         `last`: False once the run has gone on elsewhere: this was not its end.
+
+        Raises:
+            MlflowException: at the end, if MLflow lacks some of the traces; all else is delivered by then.
         """
         self._send_metrics([r for r in records if r["kind"] == "metrics"])
         self._send_traces([r for r in records if r["kind"] == "trace"])
@@ -232,6 +236,7 @@ class StageRun:
             elif record["kind"] == "end":
                 if last:
                     self._end(record)
+                self._check_traces()
                 return True
         return False
 
@@ -248,15 +253,17 @@ class StageRun:
     def _send_traces(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Calls of models into the run's experiment.
 
-        Best effort: MLflow says in the courier's log what of them it did not take, and raises nothing.
+        MLflow raises nothing for one that it does not take: it says why in the courier's log alone, and
+        `_check_traces` finds out.
         """
         if not records:
             return
         mlflow.set_tracking_uri(self.client.tracking_uri)  # the exporter of traces asks for it globally
-        experiment = str(self.client.get_run(self.run).info.experiment_id)
-        known = self._traces(experiment) if self.replay else set()
+        experiment = self._experiment()
+        known = self._traces() if self.replay else set()
         for record in records:
             number = str(record["number"])
+            self._traced.add(number)
             if number in known:
                 continue
             span = self.client.start_trace(
@@ -275,9 +282,19 @@ class StageRun:
                 end_time_ns=record["end"] * 1_000_000,
             )
 
-    def _traces(self, experiment: str) -> set[str]:
+    def _check_traces(self) -> None:
+        lost = len(self._traced - self._traces()) if self._traced else 0
+        if lost:
+            raise MlflowException(
+                f"MLflow has not taken {lost} of {len(self._traced)} traces; the courier's log says why"
+            )
+
+    def _experiment(self) -> str:
+        return str(self.client.get_run(self.run).info.experiment_id)
+
+    def _traces(self) -> set[str]:
         """The numbers of those that MLflow has."""
-        found, token = set[str](), None
+        found, token, experiment = set[str](), None, self._experiment()
         while True:
             page = self.client.search_traces(
                 locations=[experiment],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import time
 from collections import Counter
@@ -63,6 +64,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "1000")
         self.end_headers()
         self.wfile.write(b'{"choices": [')
+        self.close_connection = True
+
+    def close(self) -> None:
+        """Not a word, and this side of the line is closed, while the other may go on."""
+        self.connection.shutdown(socket.SHUT_WR)
         self.close_connection = True
 
     def drip(self) -> None:

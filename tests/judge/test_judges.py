@@ -227,7 +227,9 @@ def test_a_judge_that_ppo_optimised_is_known_by_its_weights(models_here: Path) -
 
 @pytest.mark.parametrize("name", prompts.shipped())
 def test_a_shipped_prompt_shows_all_three_and_no_brace_of_an_answer_is_filled(name: str) -> None:
-    text = prompts.filled(prompts.load(name), Question("a {first} {prompt}", "one {second}", "22"))
+    text = prompts.filled(
+        prompts.load(name, "judge.judges"), Question("a {first} {prompt}", "one {second}", "22")
+    )
     assert "a {first} {prompt}" in text
     assert text.index("one {second}") < text.index("22")
 
@@ -235,12 +237,12 @@ def test_a_shipped_prompt_shows_all_three_and_no_brace_of_an_answer_is_filled(na
 def test_a_prompt_of_the_users_own_must_show_all_three(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     with pytest.raises(UserError, match=r"cannot be read.*give hhh, ranker, tldr, or a file"):
-        prompts.load(str(file))
+        prompts.load(str(file), "judge.judges")
     file.write_text("{prompt} {first}\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"has no \{second\}"):
-        prompts.load(str(file))
+        prompts.load(str(file), "judge.judges")
     file.write_text("{prompt} {first} {second}\n\n", encoding="utf-8")
-    assert prompts.load(str(file)) == "{prompt} {first} {second}"
+    assert prompts.load(str(file), "judge.judges") == "{prompt} {first} {second}"
 
 
 def test_win_rates_by_source_leave_the_small_ones_out() -> None:

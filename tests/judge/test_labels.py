@@ -145,19 +145,57 @@ def test_agreement_is_the_share_of_decisions_and_kappa_counts_ties() -> None:
     assert "human/gold/agreement" not in labels.agreement("gold", given[3:4], np.array([1.0]))
 
 
-def test_a_torn_line_is_left_out_and_a_wrong_one_named(tmp_path: Path) -> None:
-    file = tmp_path / "labels.jsonl"
-    pair = Pair("p", "a", "b", "x", "y")
-    file.write_text('{"prompt": "to', encoding="utf-8")
-    labels.add(file, Label(pair, 0.5))
-    labels.add(file, Label(pair, None))
-    assert labels.read(file) == [Label(pair, 0.5), Label(pair, None)]
+def test_a_last_line_that_a_kill_tore_is_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever in its bytes the kill came."""
+    console.set_quiet(False)
+    file, pair = tmp_path / "labels.jsonl", Pair("é", "a", "b", "x", "y")
+    for outcome in (0.5, None):
+        labels.add(file, Label(pair, outcome))
+    whole = file.read_bytes()
+    end = whole.index(b"\n") + 1
+    for cut in range(end + 1, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        assert labels.read(file) == [Label(pair, 0.5)]
+        assert "labels.jsonl: the last line is half written, and left out: '{" in capsys.readouterr().out
+        labels.mend(file)
+        assert file.read_bytes() == whole[:end]
+    for data in (whole, whole[:-1]):
+        file.write_bytes(data)
+        labels.mend(file)
+        assert file.read_bytes() == data, "nothing but the end of the line is lacking"
+        assert labels.read(file) == [Label(pair, 0.5), Label(pair, None)]
     assert labels.decided(labels.read(file)) == [Label(pair, 0.5)]
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write('{"prompt": "p", "outcome": 1}\n')
-    with pytest.raises(UserError, match=r"labels\.jsonl:4: is no label; it needs the texts prompt, a, b"):
-        labels.read(file)
+    assert capsys.readouterr().out == ""
     assert labels.read(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "p", "outcome": 1}', "not JSON", "[]", '{"prompt": "p", "a'])
+def test_a_line_that_is_no_label_is_named(tmp_path: Path, line: str) -> None:
+    file, label = tmp_path / "labels.jsonl", Label(Pair("p", "a", "b", "x", "y"), 1.0)
+    labels.add(file, label)
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(f"\n{line}\n")
+    labels.add(file, label)
+    with pytest.raises(UserError, match=r"labels\.jsonl:3: is no label; it needs the texts prompt, a, b"):
+        labels.read(file)
+
+
+def test_labelling_goes_on_behind_a_torn_line(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    label("ab", monkeypatch)
+    with labelling.FILE.open("a", encoding="utf-8") as stream:
+        stream.write('{"prompt": "ask')
+    assert label("t", monkeypatch) == 1
+    assert [row.outcome == 0.5 for row in labels.read(labelling.FILE)] == [False, False, True]
+
+
+def test_so_many_pairs_are_labelled_as_were_asked_for_whatever_is_skipped(
+    answers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert label("sasbssab", monkeypatch, most=3) == 3
+    assert [row["outcome"] for row in written()].count(None) == 4
+    assert len(written()) == 7, "the last key was for a pair that was not asked for"
 
 
 def test_a_wrong_pair_and_missing_answers_are_one_message(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LlmJudge
@@ -21,6 +24,7 @@ from rlhf_tasks.judges import llm
 from rlhf_tasks.judges.cache import Cache
 from rlhf_tasks.judges.comparing import Comparing, Question, Reply
 from rlhf_tasks.judges.llm import Llm, Malformed, read, reply_of
+from tests import small
 from tests.judge import endpoint
 from tests.judge.endpoint import KEY, MODEL, Body, Handler, Server, completion
 
@@ -192,10 +196,20 @@ def test_a_reply_that_drips_for_ever_is_given_up(
     assert "TimeoutError" in reply.failure
 
 
-def test_a_line_that_dies_halfway_is_tried_again(server: Server, tmp_path: Path) -> None:
-    server.behaviour = lambda handler, body, attempt: handler.half() if attempt == 1 else handler.answer(body)
+@pytest.mark.parametrize("ends", ["half", "close"])
+def test_a_line_that_dies_halfway_is_tried_again(server: Server, tmp_path: Path, ends: str) -> None:
+    server.behaviour = lambda handler, body, attempt: (
+        getattr(handler, ends)() if attempt == 1 else handler.answer(body)
+    )
     asked = questions(2)
     assert made(server, tmp_path)(asked, ANY) == right(asked)
+    assert set(server.asked.values()) == {2}
+
+
+def test_a_hung_reply_is_tried_again(server: Server, tmp_path: Path) -> None:
+    server.behaviour = lambda handler, body, attempt: handler.hang() if attempt == 1 else handler.answer(body)
+    asked = questions(2)
+    assert made(server, tmp_path, timeout_seconds=2.0, max_retries=1)(asked, ANY) == right(asked)
     assert set(server.asked.values()) == {2}
 
 
@@ -383,6 +397,50 @@ def test_killed_midway_and_run_again_no_reply_is_paid_for_twice(server: Server, 
     assert "25 were asked for" in done.stdout
     assert len(server.paid) == 40
     assert set(server.paid.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_the_stage_killed_midway_and_run_again_pays_for_nothing_twice(
+    server: Server, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rlhf judge` itself: SIGKILL while replies are waited for, and the same command again."""
+    kill_at, killed = 15, threading.Event()
+
+    def behave(handler: Handler, body: Body, attempt: int) -> None:
+        if killed.is_set() or handler.number <= kill_at:
+            handler.answer(body)
+        else:
+            handler.hang()
+
+    server.behaviour = behave
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(models_here.parent))
+    judge = settings(server, models_here).model_dump(mode="json")
+    changes = {"judge.judges": [small.GOLD, judge], "judge.num_examples": 12, "judge.retention": None}
+    tree = small.params({**small.WITHOUT_REWARD, **changes, "tracking.enabled": False})
+    with (models_here / "params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(tree, file)
+    shutil.copy(ROOT / "dvc.yaml", models_here)
+    shutil.copytree(ROOT / "rlhf_tasks/judge", models_here / "rlhf_tasks/judge")  # the labels, and the deps
+    command = [sys.executable, "-P", "-m", "rlhf_tasks.cli", "judge"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    kept = models_here / ".rlhf" / llm.FILE
+    with subprocess.Popen(command, cwd=models_here, env=environment, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 600
+        while process.poll() is None and time.monotonic() < deadline:
+            if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.asked) > kill_at:
+                break
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    paid = dict(server.paid)
+    assert sum(paid.values()) == kill_at
+    assert not (models_here / "metrics/judge.json").exists()
+    killed.set()
+    subprocess.run(command, cwd=models_here, env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert "gpt/policy_vs_sft/win_rate" in json.loads((models_here / "metrics/judge.json").read_text("utf-8"))
+    assert set(server.paid.values()) == {1}, "no reply was paid for twice"
+    assert set(paid) < set(server.paid)
 
 
 @pytest.mark.parametrize(

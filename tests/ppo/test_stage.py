@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks import contracts, lineage, models, resume
-from rlhf_tasks.config import UserError
+from rlhf_tasks import config, contracts, judges, lineage, models, resume
+from rlhf_tasks.config import ConfigError, UserError
+from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import encode, read_table
 from rlhf_tasks.ppo import loop, stage, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
+from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.scorers import RewardScorer
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -92,6 +95,43 @@ def test_a_judge_that_chooses_keeps_the_weights_whose_answers_won_most_by_its_wo
 def test_a_judge_that_chooses_and_fails_stops_ppo_with_its_reason(models_here: Path) -> None:
     with pytest.raises(UserError, match="judge shorter: 12 of 12 verdicts failed"):
         run(**referee("torn_answers"))
+
+
+LOCAL = {"name": "own", "path": "models/sft", "revision": None, "micro_batch_tokens": 64}
+LLM = {
+    "base_url": "http://127.0.0.1:9/v1", "model": "m", "key_variable": None, "logprobs": False,
+    "max_reply_tokens": 1, "concurrency": 1, "timeout_seconds": 1.0, "max_retries": 0, "budget": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("judge", "said"),
+    [
+        ({"kind": "function", "name": "own", "function": "nowhere:f"}, "nowhere:f cannot be imported"),
+        ({"kind": "local", "prompt": "none.txt", **LOCAL}, "the prompt 'none.txt' cannot be read"),
+        ({"kind": "pair_rm", "prompt": "none.txt", **LOCAL}, "the prompt 'none.txt' cannot be read"),
+        ({"kind": "llm", "name": "own", "prompt": "none.txt", **LLM}, "the prompt 'none.txt' cannot be read"),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_what_is_wrong_with_a_judge_that_chooses_is_told_by_its_own_key(
+    models_here: Path, judge: dict[str, Any], said: str
+) -> None:
+    """And of the same judge in the list, by the list's."""
+    settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
+    with pytest.raises(UserError) as told:
+        Referee(small.runtime(), settings)
+    assert str(told.value).startswith(f"ppo.select_by.judge: {said}")
+    with pytest.raises(UserError, match=rf"^judge\.judges: {re.escape(said)}"):
+        judges.single(settings.judge, torch.device("cpu"), 0.5)
+
+
+def test_a_judge_without_a_revision_is_told_by_its_own_key() -> None:
+    judge = {"kind": "local", "prompt": "hhh", **LOCAL, "path": "some/one"}
+    with pytest.raises(ConfigError) as told:
+        config.validate(small.params({"ppo.select_by": {"judge": judge, "max_failure_share": 0.5}}), "test")
+    assert "ppo.select_by.judge.local: path of judge own='some/one' is no local folder" in str(told.value)
+    assert "judge.judges" not in str(told.value)
 
 
 def test_the_optimised_reward_under_another_name_does_not_choose(models_here: Path) -> None:

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_tasks import console
+from rlhf_tasks.promotion import command
 from tests.promotion import planted
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "RLHF_PARENT_RUN", "DVC_EXP_NAME", "RANK", "LOCAL_RANK")
@@ -51,3 +53,26 @@ def project(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     planted.pipeline(tmp_path)
     console.set_quiet(False)
     return tmp_path
+
+
+@pytest.fixture
+def contests(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """No model is run: what a contest measures is given, and who was asked against whom is noted."""
+    told: dict[str, Any] = {
+        "champion": planted.over_champion(),
+        "sft": planted.BETTER,
+        "asked": [],
+        "cost": {},
+    }
+
+    def contest(settings: Any, criteria: Any, model: str, against: str, name: str) -> dict[str, float]:
+        weights = Path(against, "weights")
+        told["asked"].append((name, weights.read_text(encoding="utf-8") if weights.exists() else against))
+        return dict(told[name])
+
+    monkeypatch.setattr(command, "_contest", contest)
+    monkeypatch.setattr(
+        "rlhf_tasks.promotion.cost.measured", lambda settings, policy, sft: dict(told["cost"])
+    )
+    monkeypatch.setattr("rlhf_tasks.judges.optimised", lambda settings, policy: {})
+    return told

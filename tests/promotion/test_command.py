@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -16,29 +18,14 @@ from ruamel.yaml import YAML
 from rlhf_tasks import checkpoint, cli, config, lineage
 from rlhf_tasks.config import StageView
 from rlhf_tasks.daemons import free_port
-from rlhf_tasks.promotion import command, gate, stage
+from rlhf_tasks.promotion import command, gate, registry, stage
 from rlhf_tasks.promotion.registry import Registry
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.promotion import planted
 
 NAME = "rlhf-policy"
-Contest = Callable[..., dict[str, float]]
-
-
-@pytest.fixture(autouse=True)
-def contests(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """No model is run: what a contest measures is given, and who was asked against whom is noted."""
-    told: dict[str, Any] = {"champion": planted.over_champion(), "sft": planted.BETTER, "asked": []}
-
-    def contest(settings: Any, criteria: Any, model: str, against: str, name: str) -> dict[str, float]:
-        weights = Path(against, "weights")
-        told["asked"].append((name, weights.read_text(encoding="utf-8") if weights.exists() else against))
-        return dict(told[name])
-
-    monkeypatch.setattr(command, "_contest", contest)
-    monkeypatch.setattr("rlhf_tasks.judges.optimised", lambda settings, policy: {})
-    return told
+pytestmark = pytest.mark.usefixtures("contests")
 
 
 def client(project: Path) -> MlflowClient:
@@ -167,18 +154,35 @@ def test_the_champion_itself_is_not_judged_again(project: Path, contests: dict[s
 def test_a_policy_of_which_the_metrics_do_not_tell_is_judged_now(
     project: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And refused for what cannot be measured any more."""
+    """Against models/sft, its KL and retention too; refused for what cannot be measured of it."""
     shutil.copytree("models/policy", "elsewhere")
     (project / "elsewhere/weights").write_text("foreign", encoding="utf-8")
-    contests["sft"] = {key: value for key, value in planted.BETTER.items() if "_vs_sft" in key}
+    wins = {key: value for key, value in planted.BETTER.items() if "_vs_sft" in key}
+    contests["sft"] = wins
     assert cli.main(["promote", "elsewhere"]) == 3
     assert contests["asked"] == [("sft", "models/sft")]
     shown = capsys.readouterr().out
     assert "KL is not known: kl was not measured of this policy" in shown
     assert "is not in the DVC cache" in shown
+    lost = {key: value for key, value in planted.BETTER.items() if key not in wins}
+    contests["cost"] = lost | {"kl": 11.0}
+    assert cli.main(["promote", "elsewhere"]) == 3
+    assert "KL 11 > 10" in capsys.readouterr().out
+    contests["cost"] = lost | {"kl": 9.0}
+    assert cli.main(["promote", "elsewhere/"]) == 0
+
+
+def test_what_the_gate_does_not_ask_for_is_not_measured(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*given: Any) -> dict[str, float]:
+        raise AssertionError("nobody asked for KL or retention")
+
+    monkeypatch.setattr("rlhf_tasks.promotion.cost.measured", never)
     off = ("promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop")
     planted.params(project, dict.fromkeys(off))
-    assert cli.main(["promote", "elsewhere/"]) == 0
+    (project / "models/policy/weights").write_text("foreign", encoding="utf-8")
+    assert cli.main(["promote"]) == 0
 
 
 def test_a_judge_that_ppo_optimised_for_this_policy_promotes_nothing(
@@ -234,26 +238,61 @@ class Killed(BaseException):
 STEPS = ("register", "challenge", "record", "crown")
 CALLS = (
     "create_registered_model", "create_model_version", "set_registered_model_alias", "set_model_version_tag",
-    "update_model_version", "delete_registered_model_alias",
+    "update_model_version", "delete_registered_model_alias", "delete_model_version_tag",
 )  # fmt: skip
 
 
-def test_killed_before_or_after_any_request_the_same_command_ends_alike(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+ACTS = ("promote", "promote again")
+
+
+def test_these_are_all_the_requests_that_change_the_registry() -> None:
+    """By the registry's own code: whoever adds one there must be killed at it too."""
+    text = Path(str(registry.__file__)).read_text(encoding="utf-8")
+    asked = set(re.findall(r"self\.client\.(\w+)\(", text))
+    reading = {"get_registered_model", "get_model_version", "search_model_versions", "search_runs",
+               "get_experiment_by_name"}  # fmt: skip
+    assert asked - reading == set(CALLS)
+
+
+def stands(store: MlflowClient) -> dict[str, Any]:
+    """All that the registry tells, but for the time of day and of what was challenged by the way."""
+    timed = ("champion.rolled_back", "verdict.time")
+    versions = store.search_model_versions(f"name = '{NAME}'")
+    found = {v.version: {k: "then" if k in timed else value for k, value in v.tags.items()} for v in versions}
+    return {"aliases": dict(store.get_registered_model(NAME).aliases), "versions": found}
+
+
+@pytest.mark.parametrize("act", [*(pytest.param(a, marks=pytest.mark.slow) for a in ACTS), "rollback"])
+def test_killed_before_any_request_the_same_command_ends_alike(
+    project: Path, act: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request that changes the registry is once the last one."""
+    """Every request that changes the registry is once the one that is not made any more.
+
+    "again": a champion that was rolled back has a tag to lose, and an older verdict another one.
+    """
     promote(project, "one")
+    if act != "promote":
+        promote(project, "two")
+    if act == "promote again":
+        cli.main(["rollback"])
+        client(project).set_model_version_tag(NAME, "2", "verdict.of_old", "1")
     md5 = planted.pipeline(project, "two")
     planted.cached(project / "models/policy", project / ".dvc/cache")
-    made = [0]
+    moved_to = "1" if act == "rollback" else "2"
+
+    def command_of() -> int:
+        again = act == "promote again"
+        return command.rollback() if act == "rollback" else command.promote("models/policy", again=again)
+
+    made: list[str] = []
     real = {name: getattr(MlflowClient, name) for name in CALLS}
 
-    def bounded(name: str, limit: int) -> Callable[..., Any]:
+    def bounded(name: str, limit: float) -> Callable[..., Any]:
         def call(self: MlflowClient, *words: Any, **named: Any) -> Any:
-            if made[0] == limit:
+            if len(made) == limit:
                 raise Killed
-            made[0] += 1
-            if name == "set_registered_model_alias" and words[1] == "champion":
+            made.append(name)
+            if name == "set_registered_model_alias" and words[1] == "champion" and act != "rollback":
                 assert command.verdict_file(project / ".rlhf", md5).exists()
                 version = self.get_model_version(NAME, words[2])
                 assert version.tags["verdict"] == "passed", "the alias moves after the verdict is told"
@@ -261,28 +300,34 @@ def test_killed_before_or_after_any_request_the_same_command_ends_alike(
 
         return call
 
-    limit, ended = 0, False
-    while not ended:
+    def run_until(limit: float) -> tuple[bool, MlflowClient]:
+        """Whether it came to its end, in a copy of the store."""
         database = project / f"{limit}.db"
         shutil.copyfile(project / ".rlhf/mlflow.db", database)
         planted.params(project, {"tracking.uri": f"sqlite:///{database}"})
-        store = MlflowClient(f"sqlite:///{database}")
-        made[0] = 0
+        made.clear()
         for name in CALLS:
             monkeypatch.setattr(MlflowClient, name, bounded(name, limit))
         try:
-            command.promote("models/policy")
-            ended = True
+            return command_of() == 0, MlflowClient(f"sqlite:///{database}")
         except Killed:
-            champion = store.get_registered_model(NAME).aliases["champion"]
-            assert str(champion) == "1", "whatever was done before, the alias is the last"
-        for name in CALLS:
-            monkeypatch.setattr(MlflowClient, name, real[name])
-        assert command.promote("models/policy") == 0
-        assert {k: str(v) for k, v in store.get_registered_model(NAME).aliases.items()} == {"champion": "2"}
-        assert len(store.search_model_versions(f"name = '{NAME}'")) == 2
-        limit += 1
-    assert limit > 10
+            return False, MlflowClient(f"sqlite:///{database}")
+        finally:
+            for name in CALLS:
+                monkeypatch.setattr(MlflowClient, name, real[name])
+
+    ended, store = run_until(math.inf)
+    assert ended
+    whole, asked = stands(store), list(made)
+    assert str(whole["aliases"]["champion"]) == moved_to
+    assert asked[-1] == "set_registered_model_alias", "the alias is the last"
+    assert ("delete_model_version_tag" in asked) == (act == "promote again")
+    for limit in range(len(asked)):
+        ended, store = run_until(limit)
+        assert not ended
+        assert str(store.get_registered_model(NAME).aliases["champion"]) != moved_to
+        assert command_of() == 0
+        assert stands(store) == whole, f"killed before request {limit}, {asked[limit]}"
 
 
 @pytest.mark.parametrize("step", STEPS)

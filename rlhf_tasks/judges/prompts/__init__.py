@@ -21,8 +21,8 @@ def shipped() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.txt"))
 
 
-def load(name: str) -> str:
-    """The text of a shipped prompt, or of a file.
+def load(name: str, key: str) -> str:
+    """The text of a shipped prompt, or of a file, that the parameter `key` asks for.
 
     Raises:
         UserError: if there is none, or it has no place for the prompt or an answer.
@@ -32,14 +32,11 @@ def load(name: str) -> str:
         text = file.read_text(encoding="utf-8").rstrip("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"judge.judges: the prompt {name!r} cannot be read ({error}); give {', '.join(shipped())}, "
-            "or a file"
+            f"{key}: the prompt {name!r} cannot be read ({error}); give {', '.join(shipped())}, or a file"
         ) from None
     missing = [f"{{{field}}}" for field in FIELDS if f"{{{field}}}" not in text]
     if missing:
-        raise UserError(
-            f"judge.judges: the prompt {file} has no {', '.join(missing)}: it must show all three"
-        )
+        raise UserError(f"{key}: the prompt {file} has no {', '.join(missing)}: it must show all three")
     return text
 
 

@@ -1,0 +1,68 @@
+"""A run that DVC keeps as an experiment, as if the command were given where it ran. No torch here.
+
+The user's working tree is not touched: the experiment's files, and what the DVC cache has of its outs, are
+in a worktree of their own while it is judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_tasks import lineage, presets, workspace
+from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.promotion.evidence import POLICY
+
+OF_HERE = ("judge", "promotion", "tracking")
+"""Sections of params.yaml that hold as they are now, not as it ran."""
+
+
+def find(name: str) -> str | None:
+    """The commit of an experiment; None if there is none of this name, or no git."""
+    return workspace.experiment(Path.cwd(), name) if lineage.git_revision() else None
+
+
+@contextlib.contextmanager
+def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
+    """The working folder is the experiment's while the block lasts; its parameters, but for OF_HERE.
+
+    So its metrics count if they were measured as they would be now, and else it is judged anew, with its own
+    data, SFT and reward models.
+
+    Raises:
+        UserError: if it has no policy, or some of what is judged, or judged with, is nowhere.
+    """
+    root, given = Path.cwd(), settings.model_dump(mode="json", by_alias=True)
+    text, own, _ = presets.combined(
+        workspace.committed(root, "params.yaml", revision),
+        [{section: given[section] for section in OF_HERE}],
+        f"params.yaml of {name} with the sections {', '.join(OF_HERE)} of here",
+    )
+    place = workspace.visited(root, f"promote-{name}", text, revision)
+    with place as folder, contextlib.chdir(folder):
+        _complete(name)
+        yield own
+
+
+def _complete(name: str) -> None:
+    """Pull what the cache lacks of the policy and of what stage judge reads."""
+    locked, graph = lineage.locked(), lineage.graph()
+    if POLICY not in locked:
+        raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
+    made = {out for node in graph.values() for out in node.outs if not out.startswith(workspace.GIT_HELD)}
+    read = [path for path in graph["judge"].inputs if path in made] if "judge" in graph else []
+    wanted = dict.fromkeys([POLICY, *read])
+    lost = [path for path in wanted if path in locked and not Path(path).exists()]
+    if not lost:
+        return
+    try:
+        workspace.dvc(Path.cwd(), "pull", "--quiet", *lost)
+    except UserError as error:
+        said = str(error).splitlines()[-1].removeprefix("ERROR: ")
+        parts = ", ".join(f"{path} ({locked[path]})" for path in lost)
+        raise UserError(
+            f"the DVC cache here lacks of the experiment {name}: {parts}; and `dvc pull` failed: {said}. "
+            f"Push it from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC remote that is set up "
+            f"here too) and give the command again, or make it anew: `dvc exp apply {name} && dvc repro`"
+        ) from None
