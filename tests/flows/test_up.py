@@ -157,6 +157,55 @@ def test_a_number_that_cannot_be_is_told(
     assert said in capsys.readouterr().err
 
 
+def test_the_servers_ports_are_told_apart_before_anything_starts(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, port = Service.here(), daemons.free_port(21000 + os.getpid() % 10000)
+    monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port + 1})
+    assert here._ports({"prefect": None, "mlflow": None}) == {"prefect": port, "mlflow": port + 1}
+    assert capsys.readouterr().out == ""
+    found = here._ports({"prefect": port + 1, "mlflow": None})
+    assert found["prefect"] == port + 1
+    assert found["mlflow"] > port + 1
+    assert f"port {port + 1} is in use by prefect, so mlflow cannot have it" in capsys.readouterr().out
+    found = here._ports({"prefect": None, "mlflow": port})
+    assert found["mlflow"] == port
+    assert found["prefect"] > port
+    monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port})
+    found = here._ports({"prefect": None, "mlflow": None})
+    assert found["prefect"] == port
+    assert found["mlflow"] > port
+
+
+def test_a_port_that_our_other_server_has_is_refused(root: Path) -> None:
+    here, port = Service.here(), daemons.free_port(22000 + os.getpid() % 10000)
+    words = [sys.executable, "-m", "http.server", "--bind", daemons.HOST, str(port)]
+    here.daemon("prefect").start(words, dict(os.environ), root, port=port)
+    try:
+        with pytest.raises(UserError, match=rf"port {port} is prefect's"):
+            here._ports({"prefect": None, "mlflow": port})
+        assert here._ports({"prefect": None, "mlflow": None})["prefect"] == port
+    finally:
+        here.daemon("prefect").stop(0.5)
+
+
+def test_another_server_in_the_environment_is_told_of(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Service.here()
+    here.daemon("prefect").folder.mkdir(parents=True)
+    here.daemon("prefect").file.write_text('{"port": 4201}', encoding="utf-8")
+    for told in ("", "http://127.0.0.1:4201/api"):
+        monkeypatch.setenv("PREFECT_API_URL", told)
+        here._say_other_server()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("PREFECT_API_URL", "http://team.example:4200/api")
+    here._say_other_server()
+    said = capsys.readouterr().out
+    assert "PREFECT_API_URL=http://team.example:4200/api is another server" in said
+    assert "python -m flows.service work" in said
+
+
 def test_deploy_without_a_server_is_one_message(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
