@@ -1,4 +1,7 @@
-"""The fields of the run form: typed and described, so that Prefect's UI draws them. No torch here."""
+"""The fields of the run form, typed so that Prefect's UI draws them; what is refused of them, and how.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from prefect import get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
 from pydantic import Field
 
 from rlhf_tasks import config, lineage, presets, workspace
@@ -79,3 +85,12 @@ def check_name(name: str | None) -> None:
     """Raises UserError for a name that no experiment can have."""
     if name is not None and not re.fullmatch(NAME, name):
         raise UserError(f"name={name!r}: letters, digits, - and _ are allowed, the first a letter or digit")
+
+
+def refused(error: Exception) -> State[Any]:
+    """The end of a run by what the user can mend: one message, in the log as in the state.
+
+    Whoever calls the flow gets the error itself.
+    """
+    get_run_logger().error("%s", error)
+    return Failed(message=str(error), data=error)

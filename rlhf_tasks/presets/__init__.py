@@ -59,10 +59,10 @@ def combined(
     """A parameter file's text with overlays, comments kept; what it says; the changes `key: old → new`.
 
     Raises:
-        ConfigError: naming every problem of the result.
+        ConfigError: if the text cannot be read, or naming every problem of the result.
     """
     yaml, safe = _round_trip(), YAML(typ="safe", pure=True)
-    before, tree = safe.load(text), yaml.load(text)
+    before, tree = config.parse(text, origin), yaml.load(text)
     for overlay in overlays:
         overlay_onto(tree, overlay)
     written = io.StringIO()
