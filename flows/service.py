@@ -262,8 +262,8 @@ def elsewhere(pool: str, *, work: bool) -> int:
     """For a server that others run: register this project's deployments, and be their worker if wanted.
 
     Raises:
-        UserError: if no server is named, it does not answer, the pool is not there, or the deployments are
-            those of another project.
+        UserError: if no server is named, it does not answer or refuses the login, the pool is not there, or
+            the deployments are those of another project.
     """
     if "PREFECT_API_URL" not in os.environ:
         raise UserError("PREFECT_API_URL is not set: it names the server, as http://127.0.0.1:4200/api")
@@ -277,9 +277,19 @@ def elsewhere(pool: str, *, work: bool) -> int:
         ) from None
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
+    from prefect.exceptions import PrefectHTTPStatusError
+
     from flows import deployments
 
-    deployments.apply(Path.cwd(), None, pool, makes_pool=work or pool == settings.POOL, is_shared=True)
+    try:
+        deployments.apply(Path.cwd(), None, pool, makes_pool=work or pool == settings.POOL, is_shared=True)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != httpx.codes.UNAUTHORIZED:
+            raise
+        raise UserError(
+            f"the server of PREFECT_API_URL={address} refuses the login: set PREFECT_API_AUTH_STRING to its "
+            "USER:PASSWORD"
+        ) from None
     console.say(f"deployments are registered at {os.environ['PREFECT_API_URL']} for the pool {pool}")
     if work:
         os.execv(sys.executable, worker_command(pool))

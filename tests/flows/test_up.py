@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import results, service
 from flows.service import Service
@@ -34,9 +35,10 @@ class Healthy(BaseHTTPRequestHandler):
     """Answers each request, and with what nobody asked for."""
 
     body = b"<html>"
+    status = 200
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(self.status)
         self.send_header("Content-Length", str(len(self.body)))
         self.end_headers()
         self.wfile.write(self.body)
@@ -213,6 +215,19 @@ def test_deploy_without_a_server_is_one_message(
     assert service.main(["deploy"]) == 2
     said = capsys.readouterr().err
     assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_deploy_without_a_login_is_one_message(
+    root: Path, stranger: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Healthy, "status", 401)
+    url = f"http://{daemons.HOST}:{stranger}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with temporary_settings({PREFECT_API_URL: url}):
+        assert service.main(["deploy"]) == 2
+    said = capsys.readouterr().err
+    assert f"PREFECT_API_URL={url} refuses the login: set PREFECT_API_AUTH_STRING" in said
     assert len(said.splitlines()) == 1
 
 
