@@ -52,8 +52,8 @@ def pipeline(
 ) -> State[Any]:
     """Bring every stage of dvc.yaml up to date, one after the other.
 
-    Parameters that cannot be end it as Failed before anything starts; so does a stage that fails, and
-    whatever else the user can mend. Its message is the state's, and the log's last.
+    Parameters that cannot be end it as Failed before anything starts. A stage that fails, and whatever else
+    the user can mend, ends it as Failed too, with one message in the state and in the log.
 
     Args:
         preset: Values written over those of params.yaml before the run; `rlhf preset` lists them.
