@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from rlhf_tasks import config, lineage, presets, workspace
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.workspace import Request
 
+ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # of a run's process, when it ends
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
 # What a field is for stands in the docstrings of the flows: Prefect takes the form's descriptions from there.
@@ -90,7 +92,12 @@ def check_name(name: str | None) -> None:
 def refused(error: Exception) -> State[Any]:
     """The end of a run by what the user can mend: one message, in the log as in the state.
 
-    Whoever calls the flow gets the error itself.
+    Whoever calls the flow gets the error itself. So does Prefect's engine, which would log it once more, with
+    the whole way it came.
     """
     get_run_logger().error("%s", error)
+    for name in ENGINE_LOGS:
+        logging.getLogger(name).addFilter(
+            lambda record: record.exc_info is None or record.exc_info[1] is not error
+        )
     return Failed(message=str(error), data=error)

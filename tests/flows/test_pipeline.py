@@ -19,6 +19,7 @@ import pyarrow
 import pytest
 from filelock import FileLock
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.flow_engine import run_flow
 from prefect.states import Completed, Crashed, Failed, Running
 from prefect.testing.utilities import prefect_test_harness
 from pyarrow import parquet
@@ -117,6 +118,17 @@ def test_a_mistake_that_the_workspace_finds_is_one_message_in_log_and_state(root
     assert list((root / ".rlhf/workspaces").iterdir()) == []
 
 
+def test_the_engine_of_a_worker_logs_a_mistake_no_second_time(root: Path, log: Log) -> None:
+    engine = logging.getLogger("prefect.flow_runs")
+    with pytest.raises(UserError, match="is no commit"):
+        run_flow(flows_pipeline.pipeline, parameters={"revision": "no-such"}, error_logger=engine)
+    (said,) = log.errors()
+    assert said.startswith("revision='no-such' is no commit")
+    assert [record for record in log.records if record.exc_info] == []
+    engine.error("a fault", exc_info=ValueError("told"))
+    assert log.errors()[-1] == "a fault", "all else is logged as ever"
+
+
 def test_a_failed_stage_is_told_by_the_flow_without_a_traceback(root: Path, log: Log) -> None:
     toy.write_script(root, ["echo 'rlhf: mend it'", "exit 2"])
     state: Any = flows_pipeline.pipeline(return_state=True)
@@ -127,7 +139,7 @@ def test_a_failed_stage_is_told_by_the_flow_without_a_traceback(root: Path, log:
 
 @pytest.mark.parametrize(
     ("lines", "status"),
-    [([toy.SECOND.strip()], 0), (["echo 'rlhf: mend it'", "exit 2"], 2), (["exit 3"], 1)],
+    [(["true", toy.SECOND.strip()], 0), (["echo 'rlhf: mend it'", "exit 2"], 2), (["exit 3"], 1)],
 )
 def test_the_program_ends_as_its_stages_do(root: Path, lines: list[str], status: int) -> None:
     toy.write_script(root, lines)
