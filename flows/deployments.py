@@ -1,15 +1,15 @@
 """What the Prefect server is told: work pool, concurrency limit, deployments, and what ends lost runs.
 
-Applied by `make up`; applying again changes nothing but what changed here. A schedule that a user has
-switched on stays on. Parameters belong to the deployment: those on a schedule are lost when it is
-switched.
+Applied by `make up`; applying again changes nothing but what changed here: parameters, schedules and
+limits that users gave a deployment stay. Parameters belong to the deployment: those on a schedule are lost
+when it is switched.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from prefect import Flow
 from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, WorkPoolCreate
+from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLimitCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -49,18 +49,31 @@ ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
-def apply(root: Path, gpu_slots: int | None, pool: str = settings.POOL) -> None:
+def apply(
+    root: Path,
+    gpu_slots: int | None,
+    pool: str = settings.POOL,
+    *,
+    makes_pool: bool = True,
+    is_shared: bool = False,
+) -> None:
     """Bring the server up to date for the project at `root`; `gpu_slots` None: 1, or as it is.
 
-    Another pool than the service's own must be there; its deployments have its name behind theirs.
+    The deployments of another pool than the service's own have its name behind theirs.
+
+    Args:
+        makes_pool: Make a process pool of that name if there is none.
+        is_shared: Other projects may be on this server: what is theirs is not written over.
 
     Raises:
-        UserError: if it is not.
+        UserError: if there is no such pool; for names that another project has.
     """
     with get_client(sync_client=True) as client:
-        if pool == settings.POOL:
-            _pool(client)
+        if makes_pool:
+            _pool(client, pool)
         place = _place(client, root, pool)
+        if is_shared:
+            _check_owner(client, place, root)
         _limit(client, gpu_slots)
         _automation(client)
         nightly = Cron("0 2 * * *", slug="nightly", active=False)
@@ -69,6 +82,21 @@ def apply(root: Path, gpu_slots: int | None, pool: str = settings.POOL) -> None:
         _deploy(client, place, pipeline, "nightly", "An example: nightly, with the newest data.", [nightly])
         _deploy(client, place, data_watch, "on-data-change", "Look every hour for changed data.", [hourly])
         _deploy(client, place, sweep, "sweep", "Compare settings over seeds.", [])
+
+
+def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
+    """Raises UserError if these names are those of a project in another folder."""
+    name = f"{settings.PIPELINE}/pipeline{place.suffix}"
+    try:
+        owner = client.read_deployment_by_name(name).job_variables.get("working_dir")
+    except ObjectNotFound:
+        return
+    if owner is not None and owner != place.variables.get("working_dir"):
+        raise UserError(
+            f"the deployment {name} of this server is that of the project in {owner}: give `--pool NAME`, "
+            f"and this one, in {root}, has a work pool and names of its own; if it is the same project, "
+            f"moved, `prefect deployment delete {name}` first"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,12 +119,10 @@ def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
     return Place(pool, suffix, own if kind == "process" else {})
 
 
-def _pool(client: SyncPrefectClient) -> None:
+def _pool(client: SyncPrefectClient, name: str) -> None:
     template = ProcessWorker.get_default_base_job_template()
     try:
-        client.create_work_pool(
-            WorkPoolCreate(name=settings.POOL, type="process", base_job_template=template)
-        )
+        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
     except ObjectAlreadyExists:
         return
 
@@ -140,21 +166,32 @@ def _deploy(
     description: str,
     schedules: Sequence[Schedule],
 ) -> None:
-    try:
-        known = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
-        active = {schedule.slug: schedule.active for schedule in known.schedules}
-    except ObjectNotFound:
-        active = {}
+    """Make a deployment; of one that is there only what comes from here: users change all else."""
+    runs = f"{settings.PIPELINE}/pipeline{place.suffix}"
     made: Any = flow.to_deployment(
         name=f"{name}{place.suffix}",
         description=description,
+        parameters={} if flow is pipeline else {"deployment": runs},
         tags=["rlhf"],
-        schedules=[replace(s, active=active.get(s.slug, s.active)) for s in schedules],
+        schedules=list(schedules),
         work_pool_name=place.pool,
         job_variables=place.variables,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-    made.apply()
+    try:
+        known = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
+    except ObjectNotFound:
+        made.apply()
+        return
+    own = DeploymentUpdate(
+        description=description,
+        parameters=made.parameters | known.parameters,
+        entrypoint=made.entrypoint,
+        work_pool_name=place.pool,
+        job_variables=known.job_variables | place.variables,
+        parameter_openapi_schema=flow.parameters.model_dump(),
+    )
+    client.update_deployment(known.id, own)
 
 
 def crash_lost_runs() -> None:

@@ -9,6 +9,7 @@ working folder.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
-from prefect.states import Completed, Failed
+from prefect.states import Completed
 
 from flows import hooks, promotion, request, results, settings, stages, watch
 from rlhf_tasks import daemons, lineage, workspace
@@ -51,7 +52,8 @@ def pipeline(
 ) -> State[Any]:
     """Bring every stage of dvc.yaml up to date, one after the other.
 
-    Parameters that cannot be end it as Failed before anything starts.
+    Parameters that cannot be end it as Failed before anything starts. A stage that fails, and whatever else
+    the user can mend, ends it as Failed too, with one message in the state and in the log.
 
     Args:
         preset: Values written over those of params.yaml before the run; `rlhf preset` lists them.
@@ -62,20 +64,27 @@ def pipeline(
         revision: The workspace's commit, by hash, branch or tag; by default the last one.
         name: Of the workspace's DVC experiment; by default the flow run's name.
         push: Send what the run made to the DVC remote at the end.
+    """
+    try:
+        return _run(Request(preset, seed, overrides), where, revision, name, push)
+    except (UserError, stages.StageFailed) as error:
+        return request.refused(error)
+
+
+def _run(
+    asked: Request, where: request.Where, revision: str | None, name: str | None, push: bool
+) -> State[Any]:
+    """The state in which a run ends that comes to its end.
 
     Raises:
+        UserError: for what the user can mend.
         StageFailed: if a stage fails.
     """
     root, run = Path.cwd(), str(flow_run.get_id())
-    try:
-        commit = request.commit_of(root, where, revision, name)
-        asked = Request(preset, seed, overrides)
-        text, values, changes = request.settle(root, asked, commit)
-        if commit is not None:
-            workspace.check_data(values.data.path)
-    except UserError as error:
-        get_run_logger().error("%s", error)
-        return Failed(message=str(error))
+    commit = request.commit_of(root, where, revision, name)
+    text, values, changes = request.settle(root, asked, commit)
+    if commit is not None:
+        workspace.check_data(values.data.path)
     # As the run finds it, not as it may have become meanwhile.
     revision = commit or lineage.git_revision() or "none"
     data = watch.fingerprint(root, values)
@@ -87,14 +96,14 @@ def pipeline(
         tracking.open_run(run, values.tracking, tags) as told,
     ):
         folder = place.folder if isinstance(place, Workspace) else place
-        how = run_stages(folder, values.service, stage_environment(place, run, name))
+        how = run_stages(folder, values.service, stage_environment(place, run))
         experiment = _saved(place, name, given) if isinstance(place, Workspace) else None
         notes = _notes(commit, experiment, unseen, told)
         unpushed = send(folder) if push else None
         if unpushed:
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
         told.tags(_identity(folder, how, name, experiment, revision))
-        verdict = _verdict(folder, values, stage_environment(place, run, name))
+        verdict = _verdict(folder, values, stage_environment(place, run))
         if verdict is not None:
             told.tags({"promotion": f"{verdict.name}: {verdict.message}"})
         if verdict is not None and verdict.name == "Deferred":
@@ -104,7 +113,7 @@ def pipeline(
         links = results.run_links(values.tracking, keys, tracking.key(run))
         outcome = results.Outcome(name, how, changes, revision, experiment, notes, *_shown(verdict, folder))
         results.show(outcome, folder, links)
-        watch.note(values, data)
+        watch.note(asked, values, data)
     return _end(name, how, experiment, unpushed, verdict)
 
 
@@ -119,11 +128,19 @@ def run_stages(folder: Path, service: Service, environment: dict[str, str]) -> d
             name, folder, environment, service, name in unchanged, return_state=True
         )
         if not state.is_completed():
-            state.result()  # raises what failed
+            raise _failure(name, state)
         how[name] = "cached" if state.name == "Cached" else "ran"
         description = ", ".join(f"{stage}: {told}" for stage, told in how.items())
         update_progress_artifact(progress, 100.0 * done / len(names), description=description)
     return how
+
+
+def _failure(name: str, state: State[Any]) -> BaseException:
+    """What a stage's task failed of; that it took too long is a failure of the stage."""
+    error: BaseException = state.result(raise_on_failure=False)
+    if isinstance(error, TimeoutError):
+        return stages.StageFailed(f"stage {name} was ended: {state.message}")
+    return error
 
 
 @contextmanager
@@ -155,14 +172,13 @@ def _place(
         lock.release()
 
 
-def stage_environment(place: Workspace | Path, run: str, name: str) -> dict[str, str]:
+def stage_environment(place: Workspace | Path, run: str) -> dict[str, str]:
     """This environment, `rlhf` on the path, and the flow run as the parent of all its stages in MLflow."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(PREFECT_OWN)}
     names = {
         "RLHF_PARENT_RUN": tracking.key(run),
         "PREFECT__FLOW_RUN_ID": run,
         STAGE_RUN: run,
-        **({"DVC_EXP_NAME": name} if isinstance(place, Workspace) else {}),
     }
     code = place.environment() if isinstance(place, Workspace) else {}
     return {
@@ -269,11 +285,21 @@ def _end(
     return Completed(message=f"{what}{kept}")
 
 
-def main() -> None:
+def main() -> int:
+    """A run in the working folder; its exit status: 0 done, 2 for what the user can mend, 1 for a fault."""
+    try:
+        request.settle(Path.cwd(), Request(), None)  # before Prefect starts anything
+    except UserError as error:
+        print(f"rlhf pipeline: {error}", file=sys.stderr)
+        return 2
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
-    pipeline(where="checkout")
+    state: State[Any] = pipeline(where="checkout", return_state=True)
+    if state.is_completed():
+        return 0
+    reason = state.result(raise_on_failure=False)
+    return 2 if isinstance(reason, UserError | stages.StageMistaken) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

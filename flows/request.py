@@ -1,17 +1,25 @@
-"""The fields of the run form: typed and described, so that Prefect's UI draws them. No torch here."""
+"""The fields of the run form, typed so that Prefect's UI draws them; what is refused of them, and how.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from prefect import get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
 from pydantic import Field
 
 from rlhf_tasks import config, lineage, presets, workspace
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.workspace import Request
 
+ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # of a run's process, when it ends
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
 # What a field is for stands in the docstrings of the flows: Prefect takes the form's descriptions from there.
@@ -79,3 +87,17 @@ def check_name(name: str | None) -> None:
     """Raises UserError for a name that no experiment can have."""
     if name is not None and not re.fullmatch(NAME, name):
         raise UserError(f"name={name!r}: letters, digits, - and _ are allowed, the first a letter or digit")
+
+
+def refused(error: Exception) -> State[Any]:
+    """The end of a run by what the user can mend: one message, in the log as in the state.
+
+    Whoever calls the flow gets the error itself. So does Prefect's engine, which would log it once more, with
+    the whole way it came.
+    """
+    get_run_logger().error("%s", error)
+    for name in ENGINE_LOGS:
+        logging.getLogger(name).addFilter(
+            lambda record: record.exc_info is None or record.exc_info[1] is not error
+        )
+    return Failed(message=str(error), data=error)

@@ -4,7 +4,7 @@
     python -m flows.service down
     python -m flows.service status                    what runs, and whether it does its work
     python -m flows.service deploy [--pool NAME]      to the server of PREFECT_API_URL, wherever it is
-    python -m flows.service work                      the same, and a worker in the foreground
+    python -m flows.service work [--pool NAME]        the same, and a worker in the foreground
 
 `up` puts all on loopback, all data under the main checkout's `.rlhf/`: `service/` (pids, ports, logs),
 `prefect/` (the server's database), and the MLflow store that `dvc repro` writes to. No torch here;
@@ -110,17 +110,12 @@ class Service:
         Raises:
             UserError: for a port asked for that cannot be had, and if something does not come up.
         """
-        if ports["prefect"] is not None and ports["prefect"] == ports["mlflow"]:
-            raise UserError(
-                f"--prefect-port and --mlflow-port are both {ports['prefect']}; give each server its own"
-            )
         folder = self.home / "service"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
-            for name, asked in ports.items():
-                self._check_port(name, asked)  # of both, before anything starts
-            for name in ("prefect", "mlflow"):
-                self._start_server(name, ports[name])
+            for name, port in self._ports(ports).items():
+                self._start_server(name, port)
+            self._say_other_server()
             os.environ.update(self.environment(os.environ))
             from flows import deployments  # only now: Prefect reads its settings from the environment
 
@@ -138,6 +133,15 @@ class Service:
             workspace.remove_left(self.root)
             self._await("worker")
         self.say()
+
+    def _say_other_server(self) -> None:
+        """Where a shell names another server, this one is still the project's own."""
+        told = os.environ.get("PREFECT_API_URL")
+        if told not in (None, "", f"{self.url('prefect')}/api"):
+            console.say(
+                f"PREFECT_API_URL={told} is another server than the one that is started here; `python -m "
+                "flows.service work` registers the project there, and works for it"
+            )
 
     def _await(self, name: str) -> None:
         daemon = self.daemon(name)
@@ -162,21 +166,43 @@ class Service:
         if not is_free(asked) and not daemon.listens(asked):
             raise UserError(_taken(name, asked))
 
-    def _port(self, name: str, before: int | None) -> int:
-        """The port of before, so that links and bookmarks stay good, or the next free one."""
-        first = before or PORTS[name]
-        port = free_port(first)
-        if port != first:
-            console.say(f"{_taken(name, first)}: now {port}")
-        return port
+    def _ports(self, asked: Mapping[str, int | None]) -> dict[str, int]:
+        """The port of each server, told apart before anything starts.
 
-    def _start_server(self, name: str, asked: int | None) -> None:
+        What is asked for, or the port of before, so that links and bookmarks stay good, or the next free one.
+
+        Raises:
+            UserError: for one that is asked for and cannot be had.
+        """
+        if asked["prefect"] is not None and asked["prefect"] == asked["mlflow"]:
+            raise UserError(
+                f"--prefect-port and --mlflow-port are both {asked['prefect']}; give each server its own"
+            )
+        running = {
+            name: self.daemon(name).known()["port"] for name in PORTS if self.daemon(name).is_running()
+        }
+        for name, port in asked.items():
+            for other in running:
+                if other != name and running[other] == port:
+                    raise UserError(f"port {port} is {other}'s; give another --{name}-port")
+            self._check_port(name, port)
+        found = {name: port for name, port in asked.items() if port is not None} | running
+        for name in PORTS:
+            if name not in found:
+                daemon = self.daemon(name)
+                first = daemon.known().get("port") or PORTS[name]
+                whose = next((other for other in found if found[other] == first), "another program")
+                left = whose not in found and daemon.listens(first)  # by what is left of it
+                found[name] = first if left else free_port(first, besides=found.values())
+                if found[name] != first:
+                    console.say(f"{_taken(name, first, whose)}: now {found[name]}")
+        return {name: found[name] for name in PORTS}
+
+    def _start_server(self, name: str, port: int) -> None:
         daemon = self.daemon(name)
         if daemon.is_running():
             return
-        before = daemon.known().get("port")
         daemon.stop(END_SECONDS[name])  # what is left of it
-        port = asked or self._port(name, before)
         if name == "mlflow":
             command = dashboard.server_command(self.home, port)
             environment = dashboard.server_environment(os.environ)
@@ -224,8 +250,8 @@ class Service:
         console.say(f"ended: {', '.join(ended)}" if ended else "nothing was running")
 
 
-def _taken(name: str, port: int) -> str:
-    return f"port {port} is in use by another program, so {name} cannot have it; --{name}-port gives another"
+def _taken(name: str, port: int, whose: str = "another program") -> str:
+    return f"port {port} is in use by {whose}, so {name} cannot have it; --{name}-port gives another"
 
 
 def worker_command(pool: str) -> list[str]:
@@ -236,7 +262,8 @@ def elsewhere(pool: str, *, work: bool) -> int:
     """For a server that others run: register this project's deployments, and be their worker if wanted.
 
     Raises:
-        UserError: if no server is named, it does not answer, or the pool is not there.
+        UserError: if no server is named, it does not answer or refuses the login, the pool is not there, or
+            the deployments are those of another project.
     """
     if "PREFECT_API_URL" not in os.environ:
         raise UserError("PREFECT_API_URL is not set: it names the server, as http://127.0.0.1:4200/api")
@@ -250,9 +277,19 @@ def elsewhere(pool: str, *, work: bool) -> int:
         ) from None
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
+    from prefect.exceptions import PrefectHTTPStatusError
+
     from flows import deployments
 
-    deployments.apply(Path.cwd(), None, pool)
+    try:
+        deployments.apply(Path.cwd(), None, pool, makes_pool=work or pool == settings.POOL, is_shared=True)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != httpx.codes.UNAUTHORIZED:
+            raise
+        raise UserError(
+            f"the server of PREFECT_API_URL={address} refuses the login: set PREFECT_API_AUTH_STRING to its "
+            "USER:PASSWORD"
+        ) from None
     console.say(f"deployments are registered at {os.environ['PREFECT_API_URL']} for the pool {pool}")
     if work:
         os.execv(sys.executable, worker_command(pool))
@@ -271,11 +308,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("status", help="what runs, and where")
     deploy = commands.add_parser("deploy", help="register the deployments at the server of PREFECT_API_URL")
     deploy.add_argument("--pool", default=settings.POOL, help="a work pool (default: %(default)s)")
-    commands.add_parser("work", help="register the deployments, and be a worker for them")
+    worker = commands.add_parser("work", help="register the deployments, and be a worker for them")
+    told = "a process work pool, made if there is none (default: %(default)s)"
+    worker.add_argument("--pool", default=settings.POOL, help=told)
     options = parser.parse_args(arguments)
     try:
         if options.command in ("deploy", "work"):
-            return elsewhere(getattr(options, "pool", settings.POOL), work=options.command == "work")
+            return elsewhere(options.pool, work=options.command == "work")
         service = Service.here()
         if options.command == "up":
             ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port}

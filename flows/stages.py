@@ -38,6 +38,7 @@ HINTS = (
     "\tdvc config core.autostage ",
     "Use `dvc push` ",
 )  # of DVC for people at a terminal
+OF_DVC = (">", "Running stage", "ERROR: failed to reproduce")  # around a stage's own words
 DRAIN_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
@@ -210,7 +211,7 @@ def _end(process: subprocess.Popen[str], environment: Mapping[str, str], grace_s
 def _failure(name: str, lines: list[str]) -> StageFailed:
     """The stage's own last words, and its exit status as DVC tells it."""
     found = re.search(r"exited with (\d+)", "\n".join(lines[-5:]))
-    told = [line for line in lines if line and not line.startswith((">", "Running stage"))]
+    told = [line for line in lines if line and not line.startswith(OF_DVC)]
     said = next((line for line in told if line.startswith("rlhf: ")), told[-1] if told else "it said nothing")
     if found and int(found[1]) == EXIT_MISTAKE:
         return StageMistaken(f"stage {name} refused: {said.removeprefix('rlhf: ')}")

@@ -26,7 +26,7 @@ from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.states import Cancelling, Completed, Failed
+from prefect.states import Cancelling, Completed
 from prefect.variables import Variable
 from pydantic import Field
 
@@ -52,6 +52,17 @@ class Cell:
     seed: int
     overrides: Mapping[str, Any]
     experiment: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A run that did not come to its end, and why."""
+
+    cell: Cell
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.cell.setting}, seed {self.cell.seed}: {self.why}"
 
 
 @flow(
@@ -86,39 +97,59 @@ def sweep(
         parallel: Runs started at once; the limit `gpu` holds besides.
         deployment: What runs them; one of another work pool puts them on other machines.
     """
-    root, run = Path.cwd(), str(flow_run.get_id())
     try:
         request.check_name(name)
-        listed, data = combinations(grid, settings_list), Data(root)
-        kept = variable(name, preset, listed)
-        commit = begun_with(root, name, kept) if revision is None else workspace.resolve(root, revision)
-        wanted, values = cells(root, name, preset, listed, seeds, commit, data)
-    except UserError as error:
-        get_run_logger().error("%s", error)
-        return Failed(message=str(error))
+        listed = combinations(grid, settings_list)
+        return _run(listed, seeds, preset, name, revision, metrics, curves, parallel, deployment)
+    except (UserError, SweepFailed) as error:
+        return request.refused(error)
+
+
+def _run(
+    listed: Sequence[Mapping[str, Any]],
+    seeds: Sequence[int],
+    preset: str | None,
+    name: str,
+    revision: str | None,
+    metrics: Sequence[str] | None,
+    curves: Sequence[str],
+    parallel: int,
+    deployment: str,
+) -> State[Any]:
+    """The state of a sweep that comes to its end.
+
+    Raises:
+        UserError: for what the user can mend, before any run starts.
+        SweepFailed: if some of it could not be done.
+    """
+    root, run, data = Path.cwd(), str(flow_run.get_id()), Data(Path.cwd())
+    last = workspace.resolve(root, None)
+    project = request.settle(root, Request(preset), last)[1].tracking.experiment
+    kept = variable(project, name, preset, listed)
+    commit = begun_with(root, name, kept) if revision is None else workspace.resolve(root, revision)
+    wanted, values = cells(root, name, preset, listed, seeds, commit, data)
     Variable.set(kept, commit, overwrite=True)
-    if commit != workspace.resolve(root, None):
+    if commit != last:
         get_run_logger().warning("all runs are of commit %s; `revision: HEAD` takes the last one", commit)
     done = [cell for cell in wanted if workspace.experiment(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are done already", len(done), len(wanted))
     try:
         with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
             todo = [cell for cell in wanted if cell not in done]
-            failed = run_cells(todo, deployment, preset, commit, parallel, data)
+            lost = run_cells(todo, deployment, preset, commit, parallel, data)
+            failed = [each.cell for each in lost]
             found = [
                 comparison.read(root, c.setting, c.seed, c.experiment) for c in wanted if c not in failed
             ]
-            rows = compare(found, metrics, curves, name, told)
-            if failed:
-                lost = ", ".join(f"{cell.setting}, seed {cell.seed}" for cell in failed)
-                raise SweepFailed(
-                    f"{len(failed)} of {len(wanted)} runs failed ({lost}); a new run does these only, of the "
-                    "same commit (`revision: HEAD`: all, of the last one)"
+            rows = compare(found, lost, metrics, curves, name, told)
+            if lost:
+                raise SweepIncomplete(
+                    f"{len(lost)} of {len(wanted)} runs failed ({'; '.join(map(str, lost))}); a new run does "
+                    "these only, of the same commit (`revision: HEAD`: all, of the last one)"
                 )
-    except SweepFailed as error:  # the sweep's run in MLflow has ended as FAILED by it
-        get_run_logger().error("%s", error)
+    except SweepIncomplete:  # by which the sweep's run in MLflow has ended as FAILED
         show_figure(run, values)
-        return Failed(message=str(error))
+        raise
     show_figure(run, values)
     Variable.unset(kept)
     return Completed(message=f"{len(rows)} setting(s), {len(wanted)} runs, {len(done)} of them done before")
@@ -140,12 +171,13 @@ def combinations(
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def variable(name: str, preset: str | None, listed: Sequence[Mapping[str, Any]]) -> str:
+def variable(project: str, name: str, preset: str | None, listed: Sequence[Mapping[str, Any]]) -> str:
     """The Prefect variable that holds the commit of a sweep which has not come to its end.
 
-    Sweeps of one name but of other settings have others; more seeds are the same sweep.
+    Sweeps of one name but of another project or of other settings have others; more seeds are the same
+    sweep. `project`: the experiment of MLflow.
     """
-    told = json.dumps([name, preset, list(map(dict, listed))], sort_keys=True)
+    told = json.dumps([project, name, preset, list(map(dict, listed))], sort_keys=True)
     return f"rlhf_sweep_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
@@ -165,7 +197,11 @@ def begun_with(root: Path, name: str, kept: str) -> str:
 
 
 class SweepFailed(Exception):
-    """Not all of the sweep could be done; the message says what, and what to do."""
+    """The sweep could not be done; the message says why, and what to do."""
+
+
+class SweepIncomplete(SweepFailed):
+    """Some of its runs failed; the others are compared."""
 
 
 class Data:
@@ -176,7 +212,7 @@ class Data:
         self._begun: dict[str, tuple[Config, str]] = {}
 
     def fingerprint(self, values: Config) -> str:
-        place = watch.variable(values) + str(values.data.hub)
+        place = f"{values.data.source} {values.data.path} {values.data.hub}"
         if place not in self._begun:
             self._begun[place] = values, watch.fingerprint(self._root, values)
         return self._begun[place][1]
@@ -237,13 +273,13 @@ def _digest(values: Config, commit: str, data: Data) -> str:
 
 def run_cells(
     todo: Sequence[Cell], deployment: str, preset: str | None, commit: str, parallel: int, data: Data
-) -> list[Cell]:
+) -> list[Lost]:
     """Run them, some at once; those that failed. A sweep that ends before cancels its runs.
 
     Raises:
         SweepFailed: if the data changed.
     """
-    waiting, running, failed = list(todo), dict[Any, Cell](), list[Cell]()
+    waiting, running, lost = list(todo), dict[Any, Cell](), list[Lost]()
     with get_client(sync_client=True) as client:
         try:
             while waiting or running:
@@ -264,7 +300,10 @@ def run_cells(
                     state = client.read_flow_run(identity).state
                     if state is not None and state.is_final():
                         cell = running.pop(identity)
-                        (ended if state.is_completed() else failed).append(cell)
+                        if state.is_completed():
+                            ended.append(cell)
+                        else:
+                            lost.append(Lost(cell, _why(state)))
                 if ended:
                     data.check(ended)
         except BaseException:
@@ -272,20 +311,31 @@ def run_cells(
                 with suppress(ObjectNotFound):
                     client.set_flow_run_state(identity, Cancelling())
             raise
-    return failed
+    return lost
+
+
+def _why(state: State[Any]) -> str:
+    """A state's name, and the first line of what it says."""
+    said = (state.message or "").partition("\n")[0]
+    return f"{state.name}: {said}" if said else str(state.name)
 
 
 def compare(
     found: Sequence[comparison.Result],
+    lost: Sequence[Lost],
     metrics: Sequence[str] | None,
     curves: Sequence[str],
     name: str,
     told: tracking.Pipeline,
 ) -> list[dict[str, Any]]:
-    """One table and one figure, kept with the sweep's run in MLflow and shown in Prefect."""
+    """One table and one figure, kept with the sweep's run in MLflow and shown in Prefect.
+
+    A setting's row says which of its runs are missing, and why.
+    """
     known = list(dict.fromkeys(key for result in found for key in result.metrics))
     headlines = [key for key in known if key in results.HEADLINES or key.endswith("/win_rate")]
     rows = comparison.table(found, metrics if metrics is not None else headlines or known)
+    rows = with_lost(rows, lost)
     drawn = [curve for curve in curves if any(curve in row for r in found for row in r.curves.get("ppo", ()))]
     with tempfile.TemporaryDirectory() as folder:
         file, figure = Path(folder) / "comparison.json", Path(folder) / "comparison.png"
@@ -296,6 +346,20 @@ def compare(
             told.artifact(figure)
     create_table_artifact(rows, key=TABLE_KEY, description=f"{name}: mean ± standard deviation over seeds")
     return rows
+
+
+def with_lost(rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost]) -> list[dict[str, Any]]:
+    """The rows with a column for what is missing, if anything is; a setting without a run has a row too."""
+    if not lost:
+        return [dict(row) for row in rows]
+    empty = dict.fromkeys((key for row in rows for key in row), "–")
+    known = {row["setting"]: dict(row) for row in rows}
+    for each in lost:
+        known.setdefault(each.cell.setting, {**empty, "setting": each.cell.setting, "seeds": 0})
+    for setting, row in known.items():
+        own = [f"seed {each.cell.seed}: {each.why}" for each in lost if each.cell.setting == setting]
+        row["missing"] = "; ".join(own) or "–"
+    return list(known.values())
 
 
 def show_figure(run: str, values: Config) -> None:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,8 +184,8 @@ def is_free(port: int) -> bool:
     return True
 
 
-def free_port(first: int) -> int:
-    """`first`, or the next port that nobody listens on.
+def free_port(first: int, besides: Collection[int] = ()) -> int:
+    """`first`, or the next port that nobody listens on and that is not `besides`.
 
     Raises:
         UserError: if none of the next ones is free, or there is no such port.
@@ -194,7 +194,7 @@ def free_port(first: int) -> int:
         raise UserError(f"port {first} is given; ports go from 1 to {LAST_PORT}")
     last = min(first + PORTS_TRIED - 1, LAST_PORT)
     for port in range(first, last + 1):
-        if is_free(port):
+        if port not in besides and is_free(port):
             return port
     raise UserError(f"ports {first} to {last} are all in use; give another one")
 

@@ -20,10 +20,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rlhf_tasks import checkpoint
-from rlhf_tasks.config import UserError, flatten
+from rlhf_tasks.config import UserError, flatten, parse
 
 CODE = (".py", ".html", ".css", ".js")
 PROMPTS = "rlhf_tasks/*.txt"  # texts that code reads; elsewhere a text is data
@@ -53,7 +51,7 @@ def graph(root: Path = Path()) -> dict[str, Node]:
     """The stages of dvc.yaml in the order written there; `${data.path}` is filled from params.yaml.
 
     Raises:
-        UserError: without a dvc.yaml.
+        UserError: without a dvc.yaml, and for one, or a params.yaml, that cannot be read.
     """
     params = root / "params.yaml"
     try:
@@ -65,7 +63,9 @@ def graph(root: Path = Path()) -> dict[str, Node]:
 
 def graph_in(text: str, params: str) -> dict[str, Node]:
     """The same of the texts of a dvc.yaml and a params.yaml."""
-    tree, values = _yaml(text), flatten(_yaml(params))
+    tree, values = parse(text, "dvc.yaml"), flatten(parse(params, "params.yaml"))
+    if not isinstance(tree.get("stages"), Mapping):
+        raise UserError("dvc.yaml has no `stages`; a pipeline has one or more there")
     return {
         name: Node(
             cmd=str(stage.get("cmd", "")),
@@ -80,15 +80,14 @@ def graph_in(text: str, params: str) -> dict[str, Node]:
     }
 
 
-def _yaml(text: str) -> Any:
-    return YAML(typ="safe", pure=True).load(text)
-
-
 def _paths(entries: list[Any]) -> list[str]:
     return [next(iter(entry)) if isinstance(entry, Mapping) else entry for entry in entries]
 
 
 def _filled(path: str, values: Mapping[str, Any]) -> str:
+    names = re.findall(r"\$\{([\w.]+)\}", path)
+    if unknown := [name for name in names if name not in values]:
+        raise UserError(f"dvc.yaml's {path!r} takes {', '.join(unknown)} of params.yaml, which has none")
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
 
 
@@ -112,13 +111,13 @@ def locked_params(stage: str, root: Path = Path()) -> dict[str, Any]:
 def _entry(stage: str, root: Path) -> dict[str, Any]:
     file = root / "dvc.lock"
     text = file.read_text(encoding="utf-8") if file.exists() else "stages: {}"
-    entry: dict[str, Any] = _yaml(text)["stages"].get(stage, {})
+    entry: dict[str, Any] = parse(text, "dvc.lock")["stages"].get(stage, {})
     return entry
 
 
 def locked_in(text: str) -> dict[str, str]:
     """The same of the text of a dvc.lock."""
-    tree = _yaml(text)
+    tree = parse(text, "dvc.lock")
     return {
         entry["path"]: entry["md5"]
         for stage in tree["stages"].values()
@@ -128,7 +127,10 @@ def locked_in(text: str) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path."""
+    """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path.
+
+    As DVC does, it follows a link to a file, and leaves one to a folder out.
+    """
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "md5").hexdigest()

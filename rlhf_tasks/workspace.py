@@ -29,6 +29,7 @@ from rlhf_tasks.config import Config, UserError
 
 FOLDER = "workspaces"
 GIT_HELD = ("metrics/", "plots/")
+UNBROUGHT = ("__pycache__",)  # folders below the data that are none of it
 
 
 @dataclass(frozen=True)
@@ -335,16 +336,18 @@ def _check_inputs(root: Path, folder: Path) -> None:
         )
 
 
-def _uncarried(folder: Path) -> list[str]:
-    """What below a folder no copy can hold: links that lead nowhere or back up, pipes, sockets."""
-    lost = []
-    for at, folders, files in os.walk(folder, followlinks=True):
+def files(folder: Path) -> Iterator[Path]:
+    """All below a folder that is brought to a workspace, links followed; folders only that link back up."""
+    for at, folders, names in os.walk(folder, followlinks=True):
         up = [Path(at).resolve(), *Path(at).resolve().parents]
         back = [name for name in folders if Path(at, name).is_symlink() and Path(at, name).resolve() in up]
-        folders[:] = [name for name in folders if name not in back]
-        lost += [Path(at, name) for name in back]
-        lost += [Path(at, name) for name in files if not Path(at, name).is_file()]
-    return [path.relative_to(folder).as_posix() for path in lost]
+        folders[:] = [name for name in folders if name not in (*back, *UNBROUGHT)]
+        yield from (Path(at, name) for name in (*back, *names))
+
+
+def _uncarried(folder: Path) -> list[str]:
+    """What below a folder no copy can hold: links that lead nowhere or back up, pipes, sockets."""
+    return [path.relative_to(folder).as_posix() for path in files(folder) if not path.is_file()]
 
 
 def _bring(path: str, root: Path, folder: Path) -> None:
@@ -369,7 +372,7 @@ def _bring(path: str, root: Path, folder: Path) -> None:
         target.unlink(missing_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        ignore = shutil.ignore_patterns("__pycache__")
+        ignore = shutil.ignore_patterns(*UNBROUGHT)
         shutil.copytree(source, target, copy_function=_link, ignore=ignore)
     else:
         _link(str(source), str(target))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +101,39 @@ def test_the_image_runs_as_nobody_special_and_copies_what_is_there() -> None:
         assert f"!{path}" in allowed, path
 
 
+def test_every_image_has_a_version_and_ours_is_the_projects() -> None:
+    text = (INFRA.parent / "pyproject.toml").read_text(encoding="utf-8")
+    own = f"rlhf:{tomllib.loads(text)['project']['version']}"
+    images = [service["image"] for service in compose()["services"].values()]
+    defaults = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", image) for image in images]
+    base = re.search(r"ARG BASE=(\S+)", (INFRA / "Dockerfile").read_text(encoding="utf-8"))
+    assert base is not None
+    for image in [*defaults, base[1]]:
+        assert re.search(r":\w*\.?\d+\.\d+", image) or re.search(r"RELEASE\.\d{4}-", image), image
+    kustomized = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["images"][0]
+    assert own == f"{kustomized['newName']}:{kustomized['newTag']}"
+    assert own == template()["variables"]["properties"]["image"]["default"]
+    assert own in defaults
+    assert compose()["x-image"]["build"]["args"]["BASE"] == f"${{RLHF_BASE:-{base[1]}}}"
+
+
+def test_the_image_has_what_kubernetes_jobs_are_made_with() -> None:
+    needs = (INFRA / "requirements.server.txt").read_text(encoding="utf-8")
+    (worker,) = (t for t in manifests() if t["kind"] == "Deployment" and t["metadata"]["name"] == "worker")
+    words = worker["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert words[words.index("--type") + 1] == "kubernetes"
+    assert "prefect-kubernetes" in needs
+
+
+def test_browsers_are_told_addresses_that_they_reach() -> None:
+    """Inside the cluster servers have names that no browser knows."""
+    config = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["configMapGenerator"]
+    told = dict(line.split("=", 1) for line in config[1]["literals"])
+    assert ".svc" in told["PREFECT_API_URL"]
+    for name in ("PREFECT_UI_API_URL", "RLHF_MLFLOW_URL"):
+        assert told[name].startswith("http://127.0.0.1:"), name
+
+
 # ------------------------------------------------------------------------------------ Kubernetes
 
 
@@ -125,6 +162,9 @@ def test_a_job_asks_for_its_gpus_and_gives_nothing_away() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert container["resources"]["requests"]["nvidia.com/gpu"] == 4
     assert manifest["spec"]["backoffLimit"] == 0, "Prefect retries, not Kubernetes"
+    assert {"parallelism", "completions"} <= set(pod), (
+        "Prefect's worker refuses a template without them there"
+    )
     assert_restricted(pod)
 
 
@@ -158,8 +198,12 @@ def test_the_manifests_fit_together() -> None:
             pod = spec["template"]["spec"]
             assert_restricted(pod)
             assert pod.get("serviceAccountName", "rlhf-worker") in accounts
-            texts = [entry for entry in pod["containers"][0]["env"] if SECRET.search(entry["name"])]
-            assert texts == [], f"{name} has secrets in the manifest"
+            texts = [entry["name"] for entry in pod["containers"][0]["env"] if SECRET.search(entry["name"])]
+            held = [text for text in texts if not text.endswith(("_SECRET_NAME", "_SECRET_KEY"))]
+            assert held == [], f"{name} has secrets in the manifest"
+            mounted = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]
+                       if "persistentVolumeClaim" in volume]  # fmt: skip
+            assert set(mounted) <= claims, name
         if kind == "Service":
             deployment = found["Deployment", name]["spec"]["template"]
             assert tree["spec"]["selector"].items() <= deployment["metadata"]["labels"].items()
@@ -218,6 +262,51 @@ def test_slurm_runs_each_stage_where_it_belongs(tmp_path: Path) -> None:
     assert sorted(done) == sorted(["dvc - sft", "dvc 0 ppo", "rlhf 1 ppo n1", "dvc - judge"])
     assert done[0] == "dvc - sft"
     assert done[-1] == "dvc - judge"
+
+
+STAGE = """\
+import pathlib, sys, time
+try:
+    pathlib.Path("started").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    pathlib.Path("kept").touch()
+    sys.exit(1)
+"""
+
+
+def test_slurms_warning_lets_the_stage_keep_its_state_and_queues_the_job_again(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tmp_path / "stage.py").write_text(STAGE, encoding="utf-8")
+    real = shlex.quote(sys.executable)
+    scripts = {
+        "srun": SRUN,
+        "dvc": f'#!/bin/bash\n[[ "$*" == *--dry* ]] || exec {real} stage.py\n',
+        "scontrol": '#!/bin/bash\n[ "$1" = requeue ] && echo "$2" > requeued || echo n1\n',
+        "python": "#!/bin/bash\necho judge\n",
+    }
+    for name, text in scripts.items():
+        (tools / name).write_text(text, encoding="utf-8")
+        (tools / name).chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    slurm = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "PATH": path}
+    words = ["bash", str(INFRA / "slurm/pipeline.sbatch")]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env={**os.environ, **slurm}, preexec_fn=hears_interrupts
+    ) as job:
+        toy.until((tmp_path / "started").exists, "the stage to start")
+        job.send_signal(signal.SIGINT)  # to the batch shell alone, as --signal=B:INT does
+        assert job.wait(60) == 130
+    assert (tmp_path / "kept").exists(), "the stage heard of it"
+    assert (tmp_path / "requeued").read_text(encoding="utf-8") == "7\n"
+
+
+def hears_interrupts() -> None:
+    """As Slurm starts a job, wherever the tests run."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 # --------------------------------------------------------------------------------------- remotes

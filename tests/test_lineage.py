@@ -24,6 +24,9 @@ def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
     (folder / "b").mkdir(parents=True)
     for name in ("z.txt", "b/a.txt", "b!.txt", "ü.txt"):
         (folder / name).write_text(f"content of {name}\n", encoding="utf-8")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside/c.txt").write_text("left out by DVC\n", encoding="utf-8")
+    (folder / "beside").symlink_to("../beside")
     (tmp_path / "one.txt").write_text("one\n", encoding="utf-8")
     dvc = [sys.executable, "-m", "dvc"]
     subprocess.run([*dvc, "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
@@ -73,3 +76,22 @@ def test_what_a_run_writes_itself_makes_no_tree_dirty(project: Path) -> None:
 def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist here"):
         lineage.graph(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dvc", "params", "told"),
+    [
+        ("stages: [", "{}", "dvc.yaml is not readable as YAML"),
+        ("[1]", "{}", "dvc.yaml must hold sections"),
+        ("plots: []", "{}", "dvc.yaml has no `stages`"),
+        ("stages: {}", "data: {", "params.yaml is not readable as YAML"),
+        (
+            "stages: {a: {cmd: x, deps: ['${data.path}/y']}}",
+            "data: {}",
+            r"takes data\.path of params\.yaml, which has none",
+        ),
+    ],
+)
+def test_a_graph_that_cannot_be_read_is_the_users_to_mend(dvc: str, params: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        lineage.graph_in(dvc, params)

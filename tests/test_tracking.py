@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,32 @@ def test_stages_under_dvc_live_by_its_process(monkeypatch: pytest.MonkeyPatch) -
             )
             return [shell, dvc, Ancestor(4, "make", "run")]
 
-    for name in ("RLHF_PARENT_RUN", "MLFLOW_RUN_ID"):
+    for name in ("RLHF_PARENT_RUN", "MLFLOW_RUN_ID", "DVC_EXP_NAME"):
         monkeypatch.delenv(name, raising=False)
-    found = context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")
     name = f"{platform.node()}:3:1234"
-    assert found == {"key": f"dvc-{name}", "owner": "dvc", "process": name}
+    by_dvc = {"key": f"dvc-{name}", "owner": "dvc", "process": name}
+    assert context.parent(Ancestor(1, "rlhf", "sft"), "sft-k") == by_dvc
+    monkeypatch.setenv("DVC_EXP_NAME", "mine")
+    assert context.parent(Ancestor(1, "rlhf", "sft"), "sft-k") == by_dvc | {"dvc.exp": "mine"}
     monkeypatch.setenv("MLFLOW_RUN_ID", "abc")
     assert context.parent(Ancestor(1, "rlhf", "sft"), "sft-k") == {"id": "abc", "owner": "given"}
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
+    found = context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")
+    assert found == {"key": "flow-1", "owner": "flow"}, "a flow tells itself of what it saved"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_failed_dvc_exp_run_names_no_experiment(
+    home: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    mine = context.process_name(psutil.Process())
+    parent = {"key": f"dvc-{mine}", "owner": "dvc", "process": mine, "dvc.exp": "mine"}
+    monkeypatch.setattr(context, "parent", lambda process, key: parent)
+    with suppress(RuntimeError), tracking.open_run("report", view("report")):
+        if fails:
+            raise RuntimeError("boom")
+    deliver(home)
+    assert runs(home)["pipeline"].data.tags.get("dvc.exp") == (None if fails else "mine")
 
 
 def test_a_repeated_stage_sets_a_failed_pipeline_running_again(

@@ -38,7 +38,7 @@ __all__ = [
     "READS", "STAGES", "Care", "Columns", "Config", "ConfigError", "Data", "HubSet", "HubSources", "Judging",
     "Launch", "Model", "Optimisation", "Ppo", "Promotion", "Reward", "Scratch", "Section", "Service", "Sft",
     "Split", "Stage", "StageView", "Tracking", "UserError", "flatten", "is_hub_id", "lacking", "load",
-    "validate",
+    "parse", "validate",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------- where and how, not what
@@ -264,11 +264,24 @@ def load(path: Path = Path("params.yaml")) -> Config:
         ConfigError: if it cannot be read or has any problem.
     """
     try:
-        tree = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; run from the project's folder") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not readable as YAML: {error}") from None
+    return validate(parse(text, str(path)), str(path))
+
+
+def parse(text: str, origin: str) -> Mapping[str, Any]:
+    """The tree of a YAML file's text (YAML 1.2, as DVC reads it).
+
+    Raises:
+        ConfigError: if it is no YAML, or holds no sections; `origin` names the file.
+    """
+    try:
+        tree = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise ConfigError(f"{origin} is not readable as YAML: {error}") from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} must hold sections (a mapping), but holds {type(tree).__name__}")
-    return validate(tree, str(path))
+        raise ConfigError(f"{origin} must hold sections (a mapping), but holds {type(tree).__name__}")
+    return tree

@@ -66,10 +66,11 @@ def combined(
     the gate makes none. `single` values, on top, are meant as they are given.
 
     Raises:
-        ConfigError: naming every problem of the result, or a single value of a section that is null.
+        ConfigError: if the text cannot be read, naming every problem of the result, or a single value of a
+            section that is null.
     """
     yaml, safe = _round_trip(), YAML(typ="safe", pure=True)
-    before, tree = safe.load(text), yaml.load(text)
+    before, tree = config.parse(text, origin), yaml.load(text)
     left_off = []
     for overlay in overlays:
         fitting = copy.deepcopy(dict(overlay))

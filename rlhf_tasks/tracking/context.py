@@ -62,14 +62,12 @@ def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
 def parent(process: psutil.Process, key: str) -> dict[str, str]:
     """The pipeline's run: `id` if MLflow knows it already, else `key` and the `process` it lives by.
 
-    A flow names it (`RLHF_PARENT_RUN`, or MLflow's id in `MLFLOW_RUN_ID`); stages of one `dvc` process
-    share it; a stage run by hand has one of its own.
+    A flow names it (`RLHF_PARENT_RUN`, or MLflow's id in `MLFLOW_RUN_ID`), and tells itself of the
+    experiment that it saved; stages of one `dvc` process share it, and the experiment that `dvc exp run`
+    is to save at its end; a stage run by hand has one of its own.
     """
-    tags = {
-        "prefect.flow_run_id": os.environ.get("PREFECT__FLOW_RUN_ID"),
-        "dvc.exp": os.environ.get("DVC_EXP_NAME"),
-    }
-    known = {name: value for name, value in tags.items() if value}
+    flow_run, experiment = (os.environ.get(name) for name in ("PREFECT__FLOW_RUN_ID", "DVC_EXP_NAME"))
+    known = {"prefect.flow_run_id": flow_run} if flow_run else {}
     if given := os.environ.get("RLHF_PARENT_RUN"):
         return {"key": given, "owner": "flow", **known}
     if identity := os.environ.get("MLFLOW_RUN_ID"):
@@ -77,7 +75,8 @@ def parent(process: psutil.Process, key: str) -> dict[str, str]:
     for ancestor in process.parents():
         if _is_dvc(ancestor):
             name = process_name(ancestor)
-            return {"key": f"dvc-{name}", "owner": "dvc", "process": name, **known}
+            saved = {"dvc.exp": experiment} if experiment else {}
+            return {"key": f"dvc-{name}", "owner": "dvc", "process": name, **saved, **known}
     return {"key": f"alone-{key}", "owner": "stage", "process": process_name(process), **known}
 
 

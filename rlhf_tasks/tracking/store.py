@@ -23,6 +23,7 @@ MAX_PARAM, MAX_TAG = 6000, 5000  # characters
 MAX_DIGEST = 36  # `….dir` just fits
 PIPELINE = "pipeline"  # stands for the stage in the spool of a flow
 REASON = "rlhf.reason"  # why a run was killed or failed
+EXPERIMENT = "dvc.exp"
 TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
@@ -101,8 +102,7 @@ class Store:
         known = self.client.get_run(run)
         if known.info.status != "RUNNING":
             self.client.update_run(run, status="RUNNING")
-        if REASON in known.data.tags:
-            self.client.delete_tag(run, REASON)
+        _untag(self.client, run, REASON)
 
     def _create(self, header: Mapping[str, Any], parent: str) -> str:
         tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: parent, MLFLOW_RUN_NAME: header["stage"]}
@@ -120,7 +120,7 @@ class Store:
             return str(parent["id"])
         identity = self.find("rlhf.pipeline", parent["key"])
         if identity is None:
-            kept = ("process", "dvc.exp", "prefect.flow_run_id")
+            kept = ("process", EXPERIMENT, "prefect.flow_run_id")
             tags = {("rlhf.process" if k == "process" else k): parent[k] for k in kept if k in parent}
             tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"]}
             tags[MLFLOW_RUN_NAME] = time.strftime(
@@ -186,9 +186,14 @@ def _terminate(client: MlflowClient, run: str, record: Mapping[str, Any], reason
     """Close a pipeline's run as a spool's end tells, and with no other reason than that one."""
     if reason:
         client.set_tag(run, REASON, reason[:MAX_TAG])
-    elif REASON in client.get_run(run).data.tags:
-        client.delete_tag(run, REASON)
+    else:
+        _untag(client, run, REASON)
     client.set_terminated(run, record["status"], end_time=record["time"])
+
+
+def _untag(client: MlflowClient, run: str, tag: str) -> None:
+    if tag in client.get_run(run).data.tags:
+        client.delete_tag(run, tag)
 
 
 def _dataset(path: str, md5: str) -> DatasetInput:
@@ -326,6 +331,8 @@ class StageRun:
         if record["status"] != "FINISHED":
             reason = f"{self.header['stage']}: {record['reason']}"
             _terminate(self.client, self.parent, record, reason)
+            if self.header["parent"]["owner"] == "dvc":
+                _untag(self.client, self.parent, EXPERIMENT)  # `dvc exp run` saves none of what failed
         elif self.header["last"] or self.header["parent"]["owner"] == "stage":
             _terminate(self.client, self.parent, record, "")
 

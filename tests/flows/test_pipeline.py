@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,17 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from filelock import FileLock
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import FailedRun
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.flow_engine import run_flow
 from prefect.states import Completed, Crashed, Failed, Running
 from prefect.testing.utilities import prefect_test_harness
+from pyarrow import parquet
 
 from flows import hooks, request, results, stages, sweep, watch
 from flows import pipeline as flows_pipeline
 from rlhf_tasks import comparison, config
 from rlhf_tasks.config import UserError
+from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.workspace import Request
 from tests.flows import toy
 
@@ -58,23 +63,124 @@ def test_stages_run_in_order_with_the_flow_as_parent(root: Path) -> None:
 
 def test_a_failed_stage_fails_the_flow_with_its_own_last_words(root: Path) -> None:
     toy.write_script(root, ["echo 'No space left on device'", "exit 3"])
-    with pytest.raises(stages.StageFailed, match=r"second failed \(exit status 3\)"):
+    with pytest.raises(
+        stages.StageFailed, match=r"second failed \(exit status 3\): No space left on device;"
+    ):
         run_here()
     toy.write_script(root, ["echo 'rlhf: mend it'", "exit 2"])
     with pytest.raises(stages.StageMistaken, match="second refused: mend it"):
         run_here()
 
 
+class Log(logging.Handler):
+    """What a flow and its tasks log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def errors(self) -> list[str]:
+        return [record.getMessage() for record in self.records if record.levelno >= logging.ERROR]
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    made, names = Log(), ("prefect.flow_runs", "prefect.task_runs")
+    for name in names:
+        logging.getLogger(name).addHandler(made)
+    yield made
+    for name in names:
+        logging.getLogger(name).removeHandler(made)
+
+
 def test_wrong_parameters_end_it_before_anything_starts(root: Path) -> None:
-    with pytest.raises(FailedRun, match="did you mean 'kl_coef'"):
+    with pytest.raises(UserError, match="did you mean 'kl_coef'"):
         flows_pipeline.pipeline(overrides={"ppo.kl_cof": 1.0})
-    with pytest.raises(FailedRun, match="takes it as it is"):
+    with pytest.raises(UserError, match="takes it as it is"):
         flows_pipeline.pipeline(where="checkout", seed=3)
-    with pytest.raises(FailedRun, match="name cannot be given for a run in the checkout"):
+    with pytest.raises(UserError, match="name cannot be given for a run in the checkout"):
         flows_pipeline.pipeline(where="checkout", name="mine")
-    with pytest.raises(FailedRun, match="is no commit, branch or tag"):
+    with pytest.raises(UserError, match="is no commit, branch or tag"):
         flows_pipeline.pipeline(revision="no-such")
     assert not (root / ".rlhf").exists()
+
+
+def test_a_mistake_that_the_workspace_finds_is_one_message_in_log_and_state(root: Path, log: Log) -> None:
+    os.mkfifo(root / "given/pipe")
+    state: Any = flows_pipeline.pipeline(return_state=True)
+    said = "data.path='given' has pipe: links that lead nowhere or back up, or no files; take them out"
+    assert (state.type, state.message) == (StateType.FAILED, said)
+    assert log.errors() == [said]
+    assert [record for record in log.records if record.exc_info] == [], "no traceback"
+    assert list((root / ".rlhf/workspaces").iterdir()) == []
+
+
+def test_the_engine_of_a_worker_logs_a_mistake_no_second_time(root: Path, log: Log) -> None:
+    engine = logging.getLogger("prefect.flow_runs")
+    with pytest.raises(UserError, match="is no commit"):
+        run_flow(flows_pipeline.pipeline, parameters={"revision": "no-such"}, error_logger=engine)
+    (said,) = log.errors()
+    assert said.startswith("revision='no-such' is no commit")
+    assert [record for record in log.records if record.exc_info] == []
+    engine.error("a fault", exc_info=ValueError("told"))
+    assert log.errors()[-1] == "a fault", "all else is logged as ever"
+
+
+def test_a_failed_stage_is_told_by_the_flow_without_a_traceback(root: Path, log: Log) -> None:
+    toy.write_script(root, ["echo 'rlhf: mend it'", "exit 2"])
+    state: Any = flows_pipeline.pipeline(return_state=True)
+    assert state.message == "stage second refused: mend it"
+    of_flow = [record for record in log.records if record.name == "prefect.flow_runs"]
+    assert [record for record in of_flow if record.exc_info] == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [(["true", toy.SECOND.strip()], 0), (["echo 'rlhf: mend it'", "exit 2"], 2), (["exit 3"], 1)],
+)
+def test_the_program_ends_as_its_stages_do(root: Path, lines: list[str], status: int) -> None:
+    toy.write_script(root, lines)
+    assert flows_pipeline.main() == status
+
+
+def test_the_program_tells_a_params_yaml_that_it_cannot_read_in_one_message(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text, told in [
+        ("ppo: [", "params.yaml is not readable as YAML"),
+        ("7", "must hold sections"),
+        ("ppo: {}", "ppo.kl_coef: is missing"),
+    ]:
+        (root / "params.yaml").write_text(text, encoding="utf-8")
+        assert flows_pipeline.main() == 2
+        said = capsys.readouterr().err
+        assert said.startswith("rlhf pipeline: ")
+        assert told in said
+        assert "Traceback" not in said
+
+
+def test_a_stage_that_takes_too_long_is_ended_whole_and_said_to_be(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second try, too: a timeout is a fault like others."""
+    differs = {"second": {"retries": 1, "timeout_seconds": 3.0}}
+    toy.write_params(root, tracking={"enabled": False}, service={"stages": differs})
+
+    def dvc(name: str | None, folder: Path, environment: dict[str, str], grace: float, *options: str) -> str:
+        """At once, however busy the machine."""
+        if name == "second" and "--dry" not in options:
+            stages.run(["sh", "-c", "echo $$ >> tries; exec sleep 600"], folder, environment, grace)
+        return ""
+
+    monkeypatch.setattr(stages, "_dvc", dvc)
+    with pytest.raises(stages.StageFailed, match=r"stage second was ended: .*timeout of 3\.0 second"):
+        run_here()
+    pids = (root / "tries").read_text(encoding="utf-8").split()
+    assert len(pids) == 2
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_a_run_of_a_commit_tells_what_it_did_not_see_at_its_start(
@@ -165,6 +271,30 @@ def test_data_has_another_fingerprint_exactly_when_its_content_differs(root: Pat
     assert watch.fingerprint(root, values) != before
 
 
+def test_data_below_links_is_part_of_the_data(root: Path) -> None:
+    """As a run sees it, which follows them."""
+    (root.parent / "corpus").mkdir()
+    (root.parent / "corpus/rows.txt").write_text("linked\n", encoding="utf-8")
+    (root / "given/more").symlink_to(root.parent / "corpus")
+    (root / "given/up").symlink_to("..")  # a run would refuse it; to look at it must end
+    values = config.load(root / "params.yaml")
+    before = watch.fingerprint(root, values)
+    assert watch.fingerprint(root, values) == before
+    (root.parent / "corpus/rows.txt").write_text("changed\n", encoding="utf-8")
+    assert watch.fingerprint(root, values) != before
+
+
+def test_a_new_pinned_revision_of_a_hub_set_is_new_data(root: Path) -> None:
+    values = config.load(root / "params.yaml")
+
+    def at(revision: str) -> str:
+        hub = {"sft": {"id": "some/set", "revision": revision * 40, "name": None}, "preferences": None}
+        data = values.data.model_copy(update={"hub": config.HubSources.model_validate(hub)})
+        return watch.fingerprint(root, values.model_copy(update={"data": data}))
+
+    assert at("a") == at("a") != at("b")
+
+
 def test_a_sweep_is_checked_whole_and_named_by_what_decides_its_results(root: Path) -> None:
     listed = sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.gamma": [1.0, 0.9]}, None)
     assert listed == [
@@ -193,10 +323,10 @@ class Sweep:
             comparison, "read", lambda root, setting, seed, run: comparison.Result(setting, seed, run, {}, {})
         )
 
-    def _run(self, todo: list[sweep.Cell], *given: Any) -> list[sweep.Cell]:
+    def _run(self, todo: list[sweep.Cell], *given: Any) -> list[sweep.Lost]:
         self.commits.append(given[2])
         toy.write_script(self.root, [f"exit {len(self.commits)}"])
-        return todo if self.fails else []
+        return [sweep.Lost(cell, "Failed: no disk") for cell in todo if self.fails]
 
     def run(self, **asked: Any) -> str:
         state = sweep.sweep(settings_list=[{"ppo.gamma": 0.9}], seeds=[1], return_state=True, **asked)
@@ -218,6 +348,53 @@ def test_a_sweep_that_broke_off_goes_on_with_its_commit(root: Path, monkeypatch:
     newest = toy.git(root, "rev-parse", "HEAD").strip()
     made.run()
     assert made.commits[5] == newest, "one that came to its end is not gone on with"
+
+
+def test_a_sweep_with_a_lost_run_is_failed_and_its_comparison_says_which_and_why(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy.write_params(root, tracking={"enabled": True})
+    toy.commit(root)
+    monkeypatch.setattr(tracking, "start_courier", lambda spool: subprocess.Popen(["true"]))
+    monkeypatch.setattr(
+        comparison,
+        "read",
+        lambda root, setting, seed, run: comparison.Result(
+            setting, seed, run, {"ppo/objective/kl": seed}, {}
+        ),
+    )
+    monkeypatch.setattr(
+        sweep,
+        "run_cells",
+        lambda todo, *_: [
+            sweep.Lost(c, "Failed: no disk") for c in todo if (c.setting, c.seed) != ("a=1", 1)
+        ],
+    )
+    monkeypatch.setattr(sweep, "cells", cells_of("a=1", "a=2"))
+    state: Any = sweep.sweep(grid={"ppo.gamma": [1.0]}, seeds=[1, 2], return_state=True)
+    told = "a=1, seed 2: Failed: no disk; a=2, seed 1: Failed: no disk; a=2, seed 2: Failed: no disk"
+    assert state.type == StateType.FAILED
+    assert state.message.startswith(f"3 of 4 runs failed ({told}); a new run does these only")
+    (file,) = (root / ".rlhf/spool").glob("flow-*.jsonl")
+    end = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
+    assert (end["kind"], end["status"]) == ("end", "FAILED")
+    assert told in end["reason"]
+    rows = json.loads((file.with_suffix("") / "comparison.json").read_text(encoding="utf-8"))
+    assert rows == [
+        {"setting": "a=1", "seeds": 1, "ppo/objective/kl": "1 ± 0", "missing": "seed 2: Failed: no disk"},
+        {"setting": "a=2", "seeds": 0, "ppo/objective/kl": "–",
+         "missing": "seed 1: Failed: no disk; seed 2: Failed: no disk"},
+    ]  # fmt: skip
+
+
+def cells_of(*settings: str) -> Any:
+    """Of two seeds each, whatever the sweep was asked for."""
+
+    def made(root: Path, *_: object) -> tuple[list[sweep.Cell], config.Config]:
+        cells = [sweep.Cell(s, seed, {}, f"x-{s}-{seed}") for s in settings for seed in (1, 2)]
+        return cells, config.load(root / "params.yaml")
+
+    return made
 
 
 def test_all_runs_of_a_sweep_are_told_its_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +441,7 @@ def test_a_change_of_data_is_tried_a_few_times_and_a_finished_run_never_again(
         return made.setdefault(idempotency_key, FlowRun(flow_id=uuid.uuid4(), name=name, state=Running()))
 
     def look(change: str = "a") -> str:
-        return str(watch.ask_for_run("any", None, change).message)
+        return str(watch.ask_for_run("any", {}, change).message)
 
     monkeypatch.setattr(watch, "run_deployment", start)
     assert look() == look() == "the data changed: its run is run-1"
@@ -292,6 +469,32 @@ def test_win_rates_are_told_with_their_intervals() -> None:
     assert results.win_rates(values) == [
         {"judge": "gold", "pair": "policy vs sft", "win rate": "75.0%", "95% interval": "70.0% – 80.0%"}
     ]
+
+
+def test_metrics_stand_against_those_of_the_last_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[Any] = []
+    monkeypatch.setattr(results, "create_table_artifact", lambda rows, **_: tables.append(rows))
+    monkeypatch.setattr(results, "create_markdown_artifact", lambda *_, **__: None)
+    monkeypatch.setattr(results, "last_metrics", lambda: {"first/rows": 1.0, "gone/by": 3.0})
+    (root / "metrics").mkdir()
+    (root / "metrics/first.json").write_text('{"rows": 1.5, "new": 2.0}', encoding="utf-8")
+    outcome = results.Outcome("n", {}, [], "c", None, [])
+    results.show(outcome, root, {})
+    assert tables == [[
+        {"metric": "first/new", "value": 2.0, "last run": None, "change": None},
+        {"metric": "first/rows", "value": 1.5, "last run": 1.0, "change": 0.5},
+    ]]  # fmt: skip
+
+
+def test_the_first_answers_are_shown_cut_and_in_one_line_each(root: Path) -> None:
+    file = root / results.ANSWERS
+    file.parent.mkdir(parents=True)
+    row = {"prompt": "a | b", "reference": "x\ny", "sft": "s" * 400, "policy": "p", "other": "z"}
+    parquet.write_table(pyarrow.Table.from_pylist([row] * 9), file)
+    page = results.page(results.Outcome("n", {}, [], "c", None, []), root, {}, {}, {})
+    lines = page.partition("## Answers\n\n")[2].splitlines()
+    assert lines[0] == "| prompt | reference | sft | policy |"
+    assert lines[2:] == [f"| a \\| b | x<br>y | {'s' * 300} | p |"] * 5
 
 
 @pytest.fixture

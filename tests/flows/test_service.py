@@ -55,6 +55,22 @@ def test_a_run_completes_and_all_parts_point_at_each_other(running: Service) -> 
     assert "dvc exp apply whole" in page
     assert run["info"]["run_id"] in page
     assert '"first/rows"' in running.artifact("rlhf-metrics")
+    assert float(running.artifact("rlhf-progress")) == 100.0
+
+
+def test_servers_and_worker_listen_on_loopback_and_send_nothing_home(running: Service) -> None:
+    processes = running.processes()
+    connections = [c for process in processes for c in process.net_connections(kind="inet")]
+    listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+    assert {int(running.url(name).rpartition(":")[2]) for name in ("prefect", "mlflow")} <= {
+        address.port for address in listening
+    }
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+    for name in ("prefect", "mlflow", "worker"):
+        told = psutil.Process(running.daemon(name).known()["pid"]).environ()
+        assert told["MLFLOW_DISABLE_TELEMETRY"] == "true", name
+        if name != "mlflow":
+            assert (told["PREFECT_SERVER_ANALYTICS_ENABLED"], told["DO_NOT_TRACK"]) == ("false", "1"), name
 
 
 def revision(service: Service, experiment: str) -> str:
@@ -88,7 +104,8 @@ def test_two_runs_at_once_share_the_slot_and_both_end(fresh: Service) -> None:
         fresh.root,
         ["mkdir ../../slot || exit 5", "sleep 2", "rmdir ../../slot", toy.SECOND.rstrip()],
     )
-    runs = [fresh.start(name=f"both-{seed}", seed=seed) for seed in (11, 12)]
+    once = {"service.retries": 0}  # a stage that found the slot taken would not try again
+    runs = [fresh.start(name=f"both-{seed}", seed=seed, overrides=once) for seed in (11, 12)]
     for identity in runs:
         assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
     assert {"both-11", "both-12"} <= set(fresh.experiments())
@@ -253,6 +270,7 @@ def test_an_unreachable_remote_keeps_the_run_and_names_what_is_missing(fresh: Se
     state = fresh.end(identity)
     assert (state["type"], state["name"]) == ("COMPLETED", "Unpushed")
     assert "first.txt, metrics/first.json, second.txt" in state["message"]
+    assert "Retry 2/2 will start 20" in fresh.logs(identity), "it was tried again, with a growing delay"
     assert "kept" in fresh.experiments()
     subprocess.run([*dvc, "remove", "-q", "store"], cwd=fresh.root, check=True)
     remote.unlink()
@@ -278,17 +296,47 @@ def test_a_sweep_redoes_nothing_and_ends_with_one_comparison(fresh: Service) -> 
 
 
 @pytest.mark.slow
+def test_a_sweep_with_a_failed_run_is_failed_in_mlflow_and_says_which_and_why(fresh: Service) -> None:
+    toy.write_params(fresh.root, service={"retries": 0})
+    fails = "if grep -q 'kl_coef: 0.7' params.yaml; then echo no luck; exit 3; fi"
+    toy.write_script(fresh.root, [fails, toy.SECOND.rstrip()])
+    asked = {"grid": {"ppo.kl_coef": [0.6, 0.7]}, "seeds": [1], "name": "torn"}
+    identity = fresh.start("rlhf-sweep/sweep", **asked)
+    state = fresh.end(identity)
+    said = "seed 1: Failed: stage second failed (exit status 3): no luck"  # the stage's own last words
+    assert state["type"] == "FAILED"
+    assert state["message"].startswith(f"1 of 2 runs failed (ppo.kl_coef=0.7, {said}")
+    rows = json.loads(fresh.artifact("rlhf-sweep"))
+    assert [(row["seeds"], row["missing"].partition(";")[0]) for row in rows] == [(1, "–"), (0, said)]
+    toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "FAILED", "MLflow")
+    assert said in toy.tags(fresh.mlflow(identity))["rlhf.reason"]
+    assert "Traceback" not in fresh.logs(identity)
+    toy.write_params(fresh.root)
+    toy.reset(fresh.root)
+    whole = fresh.end(fresh.start("rlhf-sweep/sweep", **asked, revision="HEAD"))
+    assert whole["message"].startswith("2 setting(s), 2 runs")
+
+
+@pytest.mark.slow
 def test_the_watch_runs_the_pipeline_only_when_the_data_changed(fresh: Service) -> None:
     watch = "rlhf-data-watch/on-data-change"
-    assert fresh.end(fresh.start(seed=41))["type"] == "COMPLETED"
+    assert fresh.end(fresh.start())["type"] == "COMPLETED"
     assert fresh.end(fresh.start(watch))["message"] == "the data is that of the last completed run"
     (fresh.root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
+    before = num_runs(fresh)
     message = fresh.end(fresh.start(watch))["message"]
     assert message.startswith("the data changed: its run is ")
-    assert fresh.end(fresh.start(watch))["message"] in (message, "the data is that of the last completed run")
+    assert fresh.end(fresh.start(watch))["type"] == "COMPLETED"
     toy.until(lambda: named(fresh, message)["state"]["type"] == "COMPLETED", "the run of the change")
     assert fresh.end(fresh.start(watch))["message"] == "the data is that of the last completed run"
+    assert num_runs(fresh) == before + 1, "one run for one change, however often it is looked at"
     toy.git(fresh.root, "checkout", "-q", "given/rows.txt")
+
+
+def num_runs(service: Service) -> int:
+    """Of the pipeline's deployment, so far."""
+    identity = service.call("GET", "/deployments/name/rlhf-pipeline/pipeline")["id"]
+    return int(service.call("POST", "/flow_runs/count", {"deployments": {"id": {"any_": [identity]}}}))
 
 
 @pytest.mark.slow
@@ -337,7 +385,10 @@ def test_an_active_schedule_makes_runs(fresh: Service) -> None:
 def test_up_twice_starts_nothing_new_and_down_leaves_nothing(tmp_path: Path) -> None:
     with toy.service(toy.make(tmp_path / "project")) as service:
         before = {name: service.daemon(name).known() for name in ("prefect", "mlflow", "worker")}
-        assert service.up().returncode == 0
+        told = service.up()
+        assert told.returncode == 0
+        assert f"Prefect: {service.url('prefect')}" in told.stdout
+        assert f"MLflow:  {service.url('mlflow')}" in told.stdout
         assert {name: service.daemon(name).known() for name in before} == before
         elsewhere = before["worker"] | {"prefect": "http://127.0.0.1:9"}
         service.daemon("worker").file.write_text(json.dumps(elsewhere), encoding="utf-8")

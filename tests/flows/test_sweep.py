@@ -91,14 +91,15 @@ def test_a_sweep_that_ends_before_its_runs_cancels_them(root: Path, monkeypatch:
 
 
 def test_sweeps_of_one_name_have_a_commit_each_whatever_their_seeds() -> None:
-    first = sweep.variable("sweep", None, [{"ppo.kl_coef": 0.1}])
-    assert first == sweep.variable("sweep", None, [{"ppo.kl_coef": 0.1}])
+    first = sweep.variable("rlhf", "sweep", None, [{"ppo.kl_coef": 0.1}])
+    assert first == sweep.variable("rlhf", "sweep", None, [{"ppo.kl_coef": 0.1}])
     others = [
-        sweep.variable("sweep", None, [{"ppo.kl_coef": 0.2}]),
-        sweep.variable("sweep", "smoke", [{"ppo.kl_coef": 0.1}]),
-        sweep.variable("other", None, [{"ppo.kl_coef": 0.1}]),
+        sweep.variable("rlhf", "sweep", None, [{"ppo.kl_coef": 0.2}]),
+        sweep.variable("rlhf", "sweep", "smoke", [{"ppo.kl_coef": 0.1}]),
+        sweep.variable("rlhf", "other", None, [{"ppo.kl_coef": 0.1}]),
+        sweep.variable("another-project", "sweep", None, [{"ppo.kl_coef": 0.1}]),
     ]
-    assert len({first, *others}) == 4
+    assert len({first, *others}) == 5
 
 
 def test_a_commit_that_is_gone_is_told_with_where_it_came_from(
@@ -122,7 +123,7 @@ def test_a_run_of_changed_data_that_was_cancelled_is_told_and_not_run_again(
 
     monkeypatch.setattr(watch, "run_deployment", start)
     for _ in range(2):
-        state = watch.ask_for_run("f/d", "smoke", "a")
+        state = watch.ask_for_run("f/d", {"preset": "smoke"}, "a")
         assert state.is_failed()
         assert "its run run-1 was cancelled" in str(state.message)
         assert "`prefect deployment run f/d --param preset=smoke` does it" in str(state.message)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import results, service
 from flows.service import Service
@@ -34,9 +35,10 @@ class Healthy(BaseHTTPRequestHandler):
     """Answers each request, and with what nobody asked for."""
 
     body = b"<html>"
+    status = 200
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(self.status)
         self.send_header("Content-Length", str(len(self.body)))
         self.end_headers()
         self.wfile.write(self.body)
@@ -157,6 +159,55 @@ def test_a_number_that_cannot_be_is_told(
     assert said in capsys.readouterr().err
 
 
+def test_the_servers_ports_are_told_apart_before_anything_starts(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, port = Service.here(), daemons.free_port(21000 + os.getpid() % 10000)
+    monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port + 1})
+    assert here._ports({"prefect": None, "mlflow": None}) == {"prefect": port, "mlflow": port + 1}
+    assert capsys.readouterr().out == ""
+    found = here._ports({"prefect": port + 1, "mlflow": None})
+    assert found["prefect"] == port + 1
+    assert found["mlflow"] > port + 1
+    assert f"port {port + 1} is in use by prefect, so mlflow cannot have it" in capsys.readouterr().out
+    found = here._ports({"prefect": None, "mlflow": port})
+    assert found["mlflow"] == port
+    assert found["prefect"] > port
+    monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port})
+    found = here._ports({"prefect": None, "mlflow": None})
+    assert found["prefect"] == port
+    assert found["mlflow"] > port
+
+
+def test_a_port_that_our_other_server_has_is_refused(root: Path) -> None:
+    here, port = Service.here(), daemons.free_port(22000 + os.getpid() % 10000)
+    words = [sys.executable, "-m", "http.server", "--bind", daemons.HOST, str(port)]
+    here.daemon("prefect").start(words, dict(os.environ), root, port=port)
+    try:
+        with pytest.raises(UserError, match=rf"port {port} is prefect's"):
+            here._ports({"prefect": None, "mlflow": port})
+        assert here._ports({"prefect": None, "mlflow": None})["prefect"] == port
+    finally:
+        here.daemon("prefect").stop(0.5)
+
+
+def test_another_server_in_the_environment_is_told_of(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Service.here()
+    here.daemon("prefect").folder.mkdir(parents=True)
+    here.daemon("prefect").file.write_text('{"port": 4201}', encoding="utf-8")
+    for told in ("", "http://127.0.0.1:4201/api"):
+        monkeypatch.setenv("PREFECT_API_URL", told)
+        here._say_other_server()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("PREFECT_API_URL", "http://team.example:4200/api")
+    here._say_other_server()
+    said = capsys.readouterr().out
+    assert "PREFECT_API_URL=http://team.example:4200/api is another server" in said
+    assert "python -m flows.service work" in said
+
+
 def test_deploy_without_a_server_is_one_message(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +215,19 @@ def test_deploy_without_a_server_is_one_message(
     assert service.main(["deploy"]) == 2
     said = capsys.readouterr().err
     assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_deploy_without_a_login_is_one_message(
+    root: Path, stranger: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Healthy, "status", 401)
+    url = f"http://{daemons.HOST}:{stranger}/api"
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    with temporary_settings({PREFECT_API_URL: url}):
+        assert service.main(["deploy"]) == 2
+    said = capsys.readouterr().err
+    assert f"PREFECT_API_URL={url} refuses the login: set PREFECT_API_AUTH_STRING" in said
     assert len(said.splitlines()) == 1
 
 

@@ -1,0 +1,207 @@
+"""What the server is told, and what the watch makes of a deployment's parameters; nobody runs anything."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.deployments import run_deployment
+from prefect.runtime import flow_run
+from prefect.testing.utilities import prefect_test_harness
+
+from flows import deployments, request, service, settings, watch
+from rlhf_tasks import config, workspace
+from rlhf_tasks.config import UserError
+from rlhf_tasks.workspace import Request
+from tests.flows import toy
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # Prefect's and its server's own
+RUNS, LOOKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/on-data-change"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=300):
+        yield
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project of another name than those of the other tests: they share a server."""
+    made = toy.make(tmp_path / "project", tracking={"experiment": f"test-{uuid.uuid4()}"})
+    monkeypatch.chdir(made)
+    return made
+
+
+def deployment(name: str) -> Any:
+    with get_client(sync_client=True) as client:
+        return client.read_deployment_by_name(name)
+
+
+def update(name: str, **values: Any) -> None:
+    with get_client(sync_client=True) as client:
+        client.update_deployment(client.read_deployment_by_name(name).id, DeploymentUpdate(**values))
+
+
+def test_applying_again_keeps_what_users_changed(root: Path) -> None:
+    deployments.apply(root, None)
+    first = deployment(LOOKS)
+    (hourly,) = first.schedules
+    assert (hourly.slug, hourly.active, hourly.schedule.interval) == ("hourly", False, timedelta(hours=1))
+    with get_client(sync_client=True) as client:
+        often = IntervalSchedule(interval=timedelta(minutes=5))
+        client.update_deployment_schedule(first.id, hourly.id, active=True, schedule=often)
+    update(LOOKS, parameters={"preset": "smoke"}, job_variables={"env": {"A": "b"}}, description="mine")
+    deployments.apply(root, None)
+    again = deployment(LOOKS)
+    assert again.id == first.id
+    assert again.parameters == {"preset": "smoke", "deployment": RUNS}
+    assert again.job_variables == {"env": {"A": "b"}, **first.job_variables}
+    assert again.description == first.description, "what comes from here is renewed"
+    (kept,) = again.schedules
+    assert (kept.id, kept.active, kept.schedule.interval) == (hourly.id, True, timedelta(minutes=5))
+
+
+def test_the_slots_of_the_limit_stay_unless_they_are_told(root: Path) -> None:
+    def slots() -> int:
+        with get_client(sync_client=True) as client:
+            return client.read_global_concurrency_limit_by_name(settings.SLOTS).limit
+
+    deployments.apply(root, 3)
+    deployments.apply(root, None)
+    assert slots() == 3
+    deployments.apply(root, 2)
+    assert slots() == 2
+
+
+def test_projects_of_one_server_have_pools_and_names_of_their_own(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    deployments.apply(root, None)
+    with pytest.raises(UserError, match=rf"is that of the project in {root}: give `--pool NAME`"):
+        deployments.apply(other, None, is_shared=True)
+    deployments.apply(root, None, is_shared=True)
+    with pytest.raises(UserError, match="there is no work pool 'two'"):
+        deployments.apply(other, None, "two", makes_pool=False)
+    deployments.apply(other, None, "two", is_shared=True)
+    assert deployment(RUNS).job_variables["working_dir"] == str(root)
+    made = deployment(f"{RUNS}-two")
+    assert (made.work_pool_name, made.job_variables["working_dir"]) == ("two", str(other))
+    for name in (f"{LOOKS}-two", f"{settings.SWEEP}/sweep-two"):
+        assert deployment(name).parameters == {"deployment": f"{RUNS}-two"}, "not those of the first project"
+
+
+def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    with get_client(sync_client=True) as client:
+        monkeypatch.setenv("PREFECT_API_URL", str(client.api_url).rstrip("/"))
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    assert service.main(["work", "--pool", "three"]) == 0
+    assert [words[words.index("--pool") + 1] for words in started] == ["three"]
+    assert deployment(f"{RUNS}-three").work_pool_name == "three"
+
+
+# ------------------------------------------------------------------------------------- the watch
+
+
+@pytest.fixture
+def asked(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The parameters of the runs that the watch asks for."""
+    deployments.apply(root, None)
+    update(RUNS, parameters={})
+    found: list[dict[str, Any]] = []
+
+    def start(name: str, **told: Any) -> Any:
+        found.append(told["parameters"])
+        return run_deployment(name, **told)
+
+    monkeypatch.setattr(watch, "run_deployment", start)
+    return found
+
+
+def look(**parameters: Any) -> str:
+    state: Any = watch.data_watch(**parameters, return_state=True)
+    return str(state.message)
+
+
+def complete(root: Path, monkeypatch: pytest.MonkeyPatch, asked: Request) -> None:
+    """As a run of this request does at its end."""
+    with monkeypatch.context() as patch:
+        patch.setattr(flow_run, "get_id", lambda: "an-id", raising=False)
+        _, values, _ = request.settle(root, asked, workspace.resolve(root, None))
+        watch.note(asked, values, watch.fingerprint(root, values))
+
+
+UNCHANGED = "the data is that of the last completed run"
+
+
+def test_watches_of_two_presets_each_have_a_last_completed_run(
+    root: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete(root, monkeypatch, Request())
+    assert look() == UNCHANGED
+    first = look(preset="smoke")
+    assert first.startswith("the data changed: its run is ")
+    assert look(preset="smoke") == first, "one run, however often it is looked at"
+    assert look(preset="trl") not in (first, UNCHANGED), "a run of its own"
+    complete(root, monkeypatch, Request("smoke"))
+    assert look(preset="smoke") == UNCHANGED
+    (root / "given/rows.txt").write_text("other\n", encoding="utf-8")
+    assert look() != UNCHANGED
+    assert asked == [{"preset": "smoke"}, {"preset": "smoke"}, {"preset": "trl"}, {}]
+
+
+def test_the_watch_looks_as_the_deployment_would_run(
+    root: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "elsewhere").mkdir()
+    given = {"preset": "smoke", "seed": 5, "overrides": {"data.path": "elsewhere"}}
+    update(RUNS, parameters=given)
+    complete(root, monkeypatch, Request())
+    complete(root, monkeypatch, Request("smoke", 5, {"data.path": "elsewhere"}))
+    assert look() == UNCHANGED
+    (root / "given/rows.txt").write_text("not looked at\n", encoding="utf-8")
+    assert look() == UNCHANGED
+    (root / "elsewhere/rows.txt").write_text("new\n", encoding="utf-8")
+    assert look().startswith("the data changed")
+    assert asked == [{}], "the deployment has them itself"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("data: [", "is not readable as YAML"),
+        ("[1]", "must hold sections"),
+        ("data: {}", "data.path: is missing"),
+    ],
+)
+def test_the_watch_says_what_it_cannot_read_and_starts_nothing(
+    root: Path, asked: list[dict[str, Any]], text: str, told: str
+) -> None:
+    (root / "params.yaml").write_text(text, encoding="utf-8")
+    toy.commit(root)
+    state: Any = watch.data_watch(return_state=True)
+    assert state.type == StateType.FAILED
+    assert told in str(state.message)
+    assert asked == []
+
+
+def test_the_watch_of_a_deployment_that_is_not_there_says_so(root: Path, asked: list[dict[str, Any]]) -> None:
+    assert "there is none of this name; `prefect deployment ls`" in look(deployment="rlhf-pipeline/pipelin")
+    assert asked == []
+
+
+def test_projects_of_one_server_have_other_variables(root: Path) -> None:
+    values = config.load(root / "params.yaml")
+    tracking = values.tracking.model_copy(update={"experiment": "another"})
+    other = values.model_copy(update={"tracking": tracking})
+    assert watch.variable(Request(), values) != watch.variable(Request(), other)
+    assert watch.variable(Request(), values) == watch.variable(Request(overrides={}), values)
