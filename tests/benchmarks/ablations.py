@@ -97,6 +97,7 @@ def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
     params["ppo"]["guards"]["action"] = "warn"
     params["ppo"]["num_sample_generations"] = 0
     params["tracking"]["enabled"] = False
+    params["promotion"] = None
     yaml.dump(params, folder / "params.yaml")
 
 
