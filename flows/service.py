@@ -255,7 +255,9 @@ def _taken(name: str, port: int, whose: str = "another program") -> str:
 
 
 def worker_command(pool: str) -> list[str]:
-    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process"]
+    """A worker that says how it is by HTTP where Prefect is told a port for that, as in a container."""
+    tells = ["--with-healthcheck"] if "PREFECT_WORKER_WEBSERVER_PORT" in os.environ else []
+    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", *tells]
 
 
 def elsewhere(pool: str, *, work: bool) -> int:

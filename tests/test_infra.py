@@ -45,7 +45,7 @@ def test_compose_waits_for_what_it_needs_to_be_healthy() -> None:
             condition = how["condition"]
             assert needed in services, name
             assert condition == "service_completed_successfully" or "healthcheck" in services[needed]
-    ones_that_stay = set(services) - {"buckets", "worker"}
+    ones_that_stay = set(services) - {"buckets"}
     assert all("healthcheck" in services[name] for name in ones_that_stay)
 
 

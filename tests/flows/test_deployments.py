@@ -105,7 +105,10 @@ def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("PREFECT_API_URL", str(client.api_url).rstrip("/"))
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     assert service.main(["work", "--pool", "three"]) == 0
-    assert [words[words.index("--pool") + 1] for words in started] == ["three"]
+    monkeypatch.setenv("PREFECT_WORKER_WEBSERVER_PORT", "8080")
+    assert service.main(["work", "--pool", "three"]) == 0
+    assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
+    assert ["--with-healthcheck" in words for words in started] == [False, True]
     assert deployment(f"{RUNS}-three").work_pool_name == "three"
 
 

@@ -33,7 +33,7 @@ INFRA = Path(__file__).parents[2] / "infra"
 SECRET = "secret-of-the-test"
 LOGIN = ("rlhf", SECRET)
 READY_SECONDS = 300.0  # of a very busy machine
-PORTS = {"postgres": 5432, "s3": 9000, "prefect": 4200, "mlflow": 5000}
+PORTS = {"postgres": 5432, "s3": 9000, "prefect": 4200, "mlflow": 5000, "worker": 8080}
 
 
 def program(name: str) -> str:
@@ -87,6 +87,8 @@ class Parts:
         environment = {variable: self.told(str(value)) for variable, value in service["environment"].items()}
         own = {"HOME": str(self.work), "PREFECT_HOME": str(self.work / "state" / name)}
         quick = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
+        if "PREFECT_WORKER_WEBSERVER_PORT" in environment:
+            environment["PREFECT_WORKER_WEBSERVER_PORT"] = str(self.ports[name])
         self.daemon(name).start(
             words, toy.environment() | own | quick | environment, self.root, port=self.ports.get(name)
         )
@@ -175,6 +177,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         made.await_answer("prefect", "/api/health")
         made.await_answer("mlflow", "/health")
         made.start("worker")
+        made.await_answer("worker", "/health")
         yield made
 
 
