@@ -82,19 +82,23 @@ def test_kl_in_the_loss_is_not_in_the_reward_too() -> None:
 def test_objective_kl_is_by_the_chosen_estimator(estimator: str, kl: float) -> None:
     _, metrics = trainer(kl_estimator=estimator).teach(episodes_by_hand())
     assert metrics["objective/kl"] == pytest.approx(kl)
+    assert metrics["objective/kl_k1"] == pytest.approx(1.5), "what guards and adaptive_kl go by"
 
 
-def test_the_adaptive_coefficient_is_used_from_the_next_rollout_on() -> None:
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_the_adaptive_coefficient_follows_k1_from_the_next_rollout_on(estimator: str) -> None:
     one = trainer(
-        reference_seed=7,
-        kl_coef=0.1,
-        adaptive_kl={"target": 0.01, "horizon": 160, "clip": 0.2},
-        total_episodes=32,
-    )
+        reference_seed=7, kl_coef=0.1, kl_estimator=estimator, total_episodes=32, **ONE_STEP,
+        adaptive_kl={"target": 0.5, "horizon": 1600, "clip": 50.0},
+    )  # fmt: skip
     first, second = one.updates()
+    error = first["objective/kl_k1"] / 0.5 - 1
+    assert abs(error) < 50, "the law is of what is not cut"
     assert first["objective/kl_coef"] == 0.1
-    assert second["objective/kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 16 / 160))
+    assert second["objective/kl_coef"] == pytest.approx(0.1 * (1 + error * 16 / 1600))
     assert first["objective/non_score_reward"] == pytest.approx(-0.1 * first["objective/kl"])
+    alike = first["objective/kl"] == pytest.approx(first["objective/kl_k1"], rel=0.01)
+    assert alike == (estimator == "k1")
 
 
 def test_the_ppo_penalty_keeps_the_policy_near_the_one_that_sampled() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf_tasks.data.batches import encode, read_table
 from rlhf_tasks.ppo import loop, stage, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.referee import Referee
+from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.scorers import RewardScorer
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -217,6 +218,73 @@ EVERYTHING = {
 }  # fmt: skip
 
 
+class Killed(BaseException):
+    pass
+
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_fault(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def scores_that_are_none(patch: pytest.MonkeyPatch) -> None:
+    """In the third rollout; those tried again count on."""
+    original, calls = ScoreScaler.__call__, []
+
+    def scaled(self: ScoreScaler, *given: Any) -> torch.Tensor:
+        calls.append(1)
+        return original(self, *given) * (torch.nan if len(calls) == 3 else 1)
+
+    patch.setattr(ScoreScaler, "__call__", scaled)
+
+
+def kl_too_high(patch: pytest.MonkeyPatch) -> None:
+    """In the third rollout; those tried again count on."""
+    original, calls = Watchdog.look, []
+
+    def look(self: Watchdog, metrics: Mapping[str, float]) -> list[Trip]:
+        calls.append(1)
+        return original(self, {**metrics, "objective/kl_k1": 99.0 if len(calls) == 3 else 0.1})
+
+    patch.setattr(Watchdog, "look", look)
+
+
+def assert_a_kill_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, after: int, changes: Mapping[str, Any], fault: Fault = no_fault
+) -> None:
+    """Killed after so many rollouts and gone on with: the bytes and curves of the uninterrupted run."""
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(small.ROOT / name, Path())
+    lineage._input_hashes.cache_clear()
+    changes = {"resume.every_seconds": 1e-6, **changes}
+    with monkeypatch.context() as patch:
+        fault(patch)
+        patch.setenv("RLHF_STATE_DIR", "uninterrupted")
+        metrics, series = run(**changes)
+    weights, samples = contracts.fingerprint(stage.OUT), pq.read_table(stage.LOOKED_AT / "samples.parquet")
+    save = resume.Snapshots.save
+
+    def saved(self: resume.Snapshots, step: int, state: resume.State) -> None:
+        save(self, step, state)
+        if step == after:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        fault(patch)
+        patch.setenv("RLHF_STATE_DIR", "killed")
+        with patch.context() as inner:
+            inner.setattr(resume.Snapshots, "save", saved)
+            with pytest.raises(Killed):
+                run(**changes)
+        again, series_again = run(**changes)
+    assert plain([again]) == plain([metrics])
+    assert plain(series_again) == plain(series)
+    assert contracts.fingerprint(stage.OUT) == weights
+    assert pq.read_table(stage.LOOKED_AT / "samples.parquet") == samples
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -231,33 +299,7 @@ EVERYTHING = {
 def test_a_killed_run_goes_on_to_the_same_bytes_and_curves(
     models_here: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rollouts: int
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(small.ROOT / name, models_here)
-    lineage._input_hashes.cache_clear()
-    changes = {"resume.every_seconds": 1e-6, **changes}
-    monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
-    metrics, series = run(**changes)
-    weights, samples = contracts.fingerprint(stage.OUT), pq.read_table(stage.LOOKED_AT / "samples.parquet")
-    monkeypatch.setenv("RLHF_STATE_DIR", "killed")
-    save = resume.Snapshots.save
-
-    def saved(self: resume.Snapshots, step: int, state: resume.State) -> None:
-        save(self, step, state)
-        if step == rollouts:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(resume.Snapshots, "save", saved)
-        with pytest.raises(Killed):
-            run(**changes)
-    again, series_again = run(**changes)
-    assert plain([again]) == plain([metrics])
-    assert plain(series_again) == plain(series)
-    assert contracts.fingerprint(stage.OUT) == weights
-    assert pq.read_table(stage.LOOKED_AT / "samples.parquet") == samples
+    assert_a_kill_changes_nothing(monkeypatch, rollouts, changes)
 
 
 FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
@@ -324,6 +366,51 @@ def test_a_roll_back_goes_to_when_all_was_well_and_raises_kl_coef(
     assert metrics["objective/kl_coef"] == pytest.approx(1e-3)
     assert metrics["guards/trips"] == 1, "what was told is not rolled back"
     assert "Back from update 4 to 2, kl_coef is now 0.001" in capsys.readouterr().out
+
+
+def roll_back() -> dict[str, Any]:
+    """Guards that nothing trips but a planted fault."""
+    calm = {
+        "kl_min": -99.0,
+        "perplexity_min": 1e-9,
+        "ratio_min": 1e-9,
+        "ratio_max": 1e9,
+        "eos_share_min": 0.0,
+    }
+    planted = guards(action="roll_back", kl_max=50.0, kl_coef_factor=10.0, **calm)
+    return {"ppo.truncation": "none", "ppo.guards": planted}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "episodes"),
+    [
+        (scores_that_are_none, "non_finite", [0, 16, 32, 48, 64]),
+        (kl_too_high, "kl_high", [0, 16, 32, 48, 64, 80]),
+    ],
+)
+def test_after_a_roll_back_the_second_update_is_tried_again(
+    fault: Fault, name: str, episodes: list[int], models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the same weights and random numbers, hence on the same answers; dearer is their KL alone."""
+    fault(monkeypatch)
+    metrics, history = run(**roll_back())
+    told = json.loads((stage.LOOKED_AT / "guards.json").read_text(encoding="utf-8"))["trips"]
+    assert [trip["guard"] for trip in told] == [name]
+    assert [row["episode"] for row in history] == episodes
+    first, again = history[2], history[-2]
+    kept = ("objective/raw_scores", "objective/entropy", "objective/ref_perplexity", "val/response_length")
+    assert {key: again[key] for key in kept} == {key: first[key] for key in kept}
+    assert again["objective/kl_coef"] == pytest.approx(10 * first["objective/kl_coef"])
+    assert metrics["loss/policy_avg"] == history[-1]["loss/policy_avg"]
+    weights = models.load_causal(stage.OUT).state_dict().values()
+    assert all(bool(value.isfinite().all()) for value in weights)
+
+
+@pytest.mark.parametrize("fault", [scores_that_are_none, kl_too_high])
+def test_a_run_killed_after_a_roll_back_goes_on_to_the_same_bytes_and_curves(
+    fault: Fault, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_a_kill_changes_nothing(monkeypatch, 3, roll_back(), fault)
 
 
 def test_roll_backs_come_to_an_end(models_here: Path) -> None:
@@ -433,16 +520,3 @@ def test_without_a_reward_model_the_last_policy_is_kept(models_here: Path) -> No
 def test_a_policy_says_which_token_ends_its_answers(models_here: Path) -> None:
     run(**{"ppo.stop_token": 7})
     assert models.load_causal(stage.OUT).generation_config.eos_token_id == 7
-
-
-def test_bootstrapping_from_a_cold_critic_is_warned_of(
-    models_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(**{"ppo.truncation": "bootstrap"})
-    assert "set ppo.critic_warmup" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("source", ["sft", "base"])
-def test_the_critic_may_start_as_another_model(models_here: Path, source: str) -> None:
-    metrics, _ = run(**{"ppo.critic_init": source})
-    assert metrics["episode"] == 48

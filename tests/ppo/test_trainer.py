@@ -18,6 +18,7 @@ from rlhf_tasks.ppo.optimise import Queue
 from rlhf_tasks.ppo.reference import OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, logprobs_of, pad_rows
 from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.supervised import LanguageModelling
 from tests import small
 from tests.small import EOS, PAD
@@ -52,11 +53,12 @@ def trainer(
     actor_critic: ActorCritic | None = None,
     reference: Reference | None = None,
     demonstrations: LanguageModelling | None = None,
+    rt: Runtime | None = None,
     **changes: Any,
 ) -> Trainer:
     """A trainer of the same weights, prompts and random numbers each time."""
     return Trainer(
-        small.runtime(), small.ppo(**changes),
+        rt or small.runtime(), small.ppo(**changes),
         actor_critic or ActorCritic(small.causal(), small.scores(seed=3)),
         reference or OwnModel(small.causal(seed=reference_seed), moves="reference_sync" in changes),
         Planted(reward), small.tokenizer(), QUERIES,
@@ -208,41 +210,101 @@ def test_the_ratio_is_1_before_the_first_step() -> None:
     assert metrics["loss/policy_avg"] == pytest.approx(0, abs=1e-5)  # −mean of white advantages
 
 
-def test_losses_and_token_means_by_a_slow_loop_over_tokens(lesson: Lesson) -> None:
-    """One pass in one step, with what an older policy and critic said: every metric from single rows."""
-    settings: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
-    old_values = lesson.episodes.values / 2
-    episodes = replace(lesson.episodes, logprobs=lesson.episodes.ref_logprobs, values=old_values)
-    policy, value = small.causal(), small.scores(seed=3)
-    found: dict[str, list[float]] = {key: [] for key in TOKEN_MEANS}
-    for row, (query, response) in enumerate(zip(QUERIES, episodes.responses, strict=True)):
+@dataclass(frozen=True)
+class Token:
+    """What is known of one token of the lesson's answers: the models' words on single rows, old and new."""
+
+    new_logprob: float
+    logprob: float
+    advantage: float
+    entropy: float
+    new_value: float
+    value: float
+    to_go: float
+
+
+def far(lesson: Lesson) -> Lesson:
+    """The same lesson, had an older policy and critic, farther away, made it."""
+    episodes = lesson.episodes
+    return replace(
+        lesson, episodes=replace(episodes, logprobs=episodes.ref_logprobs, values=episodes.values / 2)
+    )
+
+
+@pytest.fixture(scope="module")
+def tokens(lesson: Lesson) -> list[Token]:
+    """Of `far(lesson)`, every row passed through the models alone."""
+    policy, value, old, found = small.causal(), small.scores(seed=3), far(lesson), []
+    for row, (query, response) in enumerate(zip(QUERIES, old.episodes.responses, strict=True)):
         logits = small.logits_alone(policy, query, response) / 0.8
         with torch.no_grad():
             values = value(collate([query], [response], PAD))[0, len(query) - 1 : -1].tolist()
         for t, token in enumerate(response):
             log_p = logits[t].log_softmax(-1)
-            change = log_p[token].item() - episodes.logprobs[row, t].item()
-            ratio, gain = math.exp(change), lesson.advantages[row, t].item()
-            free, cut = -gain * ratio, -gain * min(max(ratio, 0.8), 1.2)
-            old, goal = episodes.values[row, t].item(), lesson.returns[row, t].item()
-            near = old + min(max(values[t] - old, -0.2), 0.2)
-            found["loss/policy_avg"].append(max(free, cut))
-            found["loss/value_avg"].append(0.5 * max((values[t] - goal) ** 2, (near - goal) ** 2))
-            found["val/clipfrac_avg"].append(float((near - goal) ** 2 > (values[t] - goal) ** 2))
-            found["policy/clipfrac_avg"].append(float(cut > free))
-            found["policy/approxkl_avg"].append(0.5 * change**2)
-            found["policy/entropy_avg"].append(-(log_p.exp() * log_p).sum().item())
-            found["val/ratio"].append(ratio)
-    metrics = trainer(**settings).optimise(replace(lesson, episodes=episodes))
-    ratios = found["val/ratio"]
-    mean = sum(ratios) / len(ratios)
-    for key in TOKEN_MEANS[:-1]:
-        assert metrics[key] == pytest.approx(sum(found[key]) / len(ratios), rel=1e-4, abs=1e-6), key
-    assert metrics["val/ratio_var"] == pytest.approx(
-        sum((r - mean) ** 2 for r in ratios) / len(ratios), rel=1e-3, abs=1e-5
-    )
-    assert 0 < metrics["policy/clipfrac_avg"] < 1, "an old policy this far off must clip some tokens"
-    assert 0 < metrics["val/clipfrac_avg"] < 1
+            found.append(Token(
+                log_p[token].item(), old.episodes.logprobs[row, t].item(), old.advantages[row, t].item(),
+                -(log_p.exp() * log_p).sum().item(), values[t], old.episodes.values[row, t].item(),
+                old.returns[row, t].item(),
+            ))  # fmt: skip
+    return found
+
+
+def token_means_by_loop(
+    tokens: Sequence[Token],
+    *,
+    cliprange: float = 0.2,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+    cliprange_value: float | None = 0.2,
+) -> dict[str, float]:
+    """TOKEN_MEANS of one step on `tokens`."""
+    found: dict[str, list[float]] = {key: [] for key in TOKEN_MEANS}
+    high = 1 + (cliprange if cliprange_high is None else cliprange_high)
+    for token in tokens:
+        change = token.new_logprob - token.logprob
+        ratio, gain = math.exp(change), token.advantage
+        free, cut = -gain * ratio, -gain * min(max(ratio, 1 - cliprange), high)
+        loss, clipped = max(free, cut), cut > free
+        if dual_clip is not None and gain < 0 and loss > -gain * dual_clip:
+            loss, clipped = -gain * dual_clip, True
+        near = token.new_value
+        if cliprange_value is not None:
+            near = token.value + min(max(near - token.value, -cliprange_value), cliprange_value)
+        off, near_off = (token.new_value - token.to_go) ** 2, (near - token.to_go) ** 2
+        found["loss/policy_avg"].append(loss)
+        found["loss/value_avg"].append(0.5 * max(off, near_off))
+        found["val/clipfrac_avg"].append(float(near_off > off))
+        found["policy/clipfrac_avg"].append(float(clipped))
+        found["policy/approxkl_avg"].append(0.5 * change**2)
+        found["policy/entropy_avg"].append(token.entropy)
+        found["val/ratio"].append(ratio)
+    means = {key: sum(x) / len(tokens) for key, x in found.items() if x}
+    off_mean = [(ratio - means["val/ratio"]) ** 2 for ratio in found["val/ratio"]]
+    return means | {"val/ratio_var": sum(off_mean) / len(tokens)}
+
+
+@pytest.mark.parametrize(
+    "clips",
+    [
+        {}, {"cliprange": 0.1}, {"cliprange_high": 0.5}, {"dual_clip": 1.1},
+        {"cliprange_value": 0.05}, {"cliprange_value": None},
+    ],
+)  # fmt: skip
+def test_losses_and_token_means_by_a_slow_loop_over_tokens(
+    clips: dict[str, Any], lesson: Lesson, tokens: list[Token]
+) -> None:
+    """One pass in one step, with what an older policy and critic said: every metric from single rows."""
+    expected, shipped = token_means_by_loop(tokens, **clips), token_means_by_loop(tokens)
+    metrics = trainer(num_mini_batches=1, num_ppo_epochs=1, **clips).optimise(far(lesson))
+    for key in TOKEN_MEANS:
+        near = 1e-3 if key == "val/ratio_var" else 1e-4
+        assert metrics[key] == pytest.approx(expected[key], rel=near, abs=near / 100), key
+    if clips:
+        loss = "loss/value_avg" if "cliprange_value" in clips else "loss/policy_avg"
+        assert abs(expected[loss] - shipped[loss]) > 0.003 * abs(shipped[loss]), "the clip binds some tokens"
+    else:
+        assert 0 < metrics["policy/clipfrac_avg"] < 1, "an old policy this far off must clip some tokens"
+        assert 0 < metrics["val/clipfrac_avg"] < 1
 
 
 def test_the_gradient_is_that_of_the_mean_token_loss(lesson: Lesson) -> None:

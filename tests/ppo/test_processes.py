@@ -1,0 +1,166 @@
+"""A rollout dealt to two processes teaches what it teaches one. The processes are threads that add up."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_tasks.ppo.rollout import Episodes, lengths_mask
+from rlhf_tasks.ppo.trainer import Metrics
+from rlhf_tasks.runtime import Runtime
+from tests import small
+from tests.ppo.test_trainer import parameters, trainer
+from tests.small import EOS
+
+NUM_ROWS, WIDTH = 16, 8
+
+
+class Meeting:
+    """Where two threads lay down what they have, and each takes what both have."""
+
+    def __init__(self) -> None:
+        self._barrier, self._laid = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2
+
+    def gathered(self, rank: int, x: Tensor) -> list[Tensor]:
+        self._laid[rank] = x.detach().clone()
+        self._barrier.wait()
+        both = list(self._laid)
+        self._barrier.wait()
+        return both
+
+    def leave(self) -> None:
+        """Who fails keeps nobody waiting."""
+        self._barrier.abort()
+
+
+class OneOfTwo(Runtime):
+    """A process in all that PPO asks of it, plainly written: sums, the largest number, summed gradients."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.world_size, self._meeting = rank, 2, meeting
+        self.accelerator, self.is_deepspeed = small.runtime().accelerator, False
+        self.device = torch.device("cpu")
+
+    def sum(self, x: Tensor) -> Tensor:
+        first, second = self._meeting.gathered(self.rank, x)
+        return first + second
+
+    def max(self, number: int) -> int:
+        return max(int(x) for x in self._meeting.gathered(self.rank, torch.tensor(number)))
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return model, optimizer
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        losses: Iterable[Callable[[], Tensor]],
+        max_grad_norm: float | None,
+    ) -> float:
+        optimizer.zero_grad()
+        for loss in losses:
+            loss().backward()
+        trained = list(model.parameters())
+        whole = self.sum(torch.cat([p.grad.flatten() for p in trained if p.grad is not None]))
+        for p, gradient in zip(trained, whole.split([p.numel() for p in trained]), strict=True):
+            p.grad = gradient.view_as(p)
+        norm = nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf)
+        optimizer.step()
+        return float(norm)
+
+
+def uneven_episodes() -> Episodes:
+    """Every other answer is of one or two tokens: dealt in turn, one process has thrice the other's."""
+    queries, long = small.rows(NUM_ROWS, seed=4, longest=WIDTH - 1)
+    responses = [[*r[:1], EOS][: 1 + i % 4 // 2] if i % 2 else (r + r)[:WIDTH] for i, r in enumerate(long)]
+    random = torch.Generator().manual_seed(2)
+
+    def numbers(mean: float, std: float, *shape: int) -> Tensor:
+        return mean + std * torch.randn(*shape, generator=random)
+
+    scores = numbers(1.0, 2.0, NUM_ROWS)
+    return Episodes(
+        queries=queries,
+        responses=responses,
+        ended=torch.tensor([r[-1] == EOS for r in responses]),
+        mask=lengths_mask([len(r) for r in responses], WIDTH),
+        logprobs=numbers(-3.0, 0.2, NUM_ROWS, WIDTH),
+        ref_logprobs=numbers(-3.0, 0.5, NUM_ROWS, WIDTH),
+        values=numbers(0.0, 1.0, NUM_ROWS, WIDTH),
+        last_values=numbers(0.0, 1.0, NUM_ROWS),
+        scores=scores,
+        parts={"planted": scores},
+    )
+
+
+def dealt(episodes: Episodes, rt: Runtime) -> Episodes:
+    rows = rt.share(range(NUM_ROWS))
+    parts: dict[str, Any] = {}
+    for name in (field.name for field in fields(Episodes)):
+        value = getattr(episodes, name)
+        if name == "parts":
+            parts[name] = {key: part[rows] for key, part in value.items()}
+        else:
+            parts[name] = value[rows] if isinstance(value, Tensor) else [value[i] for i in rows]
+    return replace(episodes, **parts)
+
+
+Learned = tuple[Tensor, Metrics, Tensor]
+"""Advantages (B, R), all metrics, and the weights after the epochs."""
+
+
+def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[Learned]:
+    """What each process has after the epochs on its share of the same episodes."""
+    trainers = [trainer(rt=rt, num_mini_batches=1, **changes) for rt in runtimes]
+
+    def learn(rank: int) -> Learned:
+        one = trainers[rank]
+        try:
+            lesson, objective = one.teach(dealt(uneven_episodes(), runtimes[rank]))
+            return lesson.advantages, objective | one.optimise(lesson), parameters(one)
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        return list(pool.map(learn, range(len(trainers))))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "whiten_rewards": True, "score_scaling": {"subtract_mean": True, "clip": 1.0},
+            "entropy_coef": 0.1, "kl_penalty": {"beta": 1.0, "target": 1e-6}, "micro_batch_tokens": 20,
+        },
+    ],
+    ids=["default", "everything that sums"],
+)  # fmt: skip
+def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
+    """Moments, token means and the loss's denominator are of all processes, not of each one's own."""
+    meeting = Meeting()
+    ((advantages, metrics, weights),) = learned(meeting, [small.runtime()], **changes)
+    runtimes: list[Runtime] = [OneOfTwo(rank, meeting) for rank in range(2)]
+    both = learned(meeting, runtimes, **changes)
+    num_tokens = int(uneven_episodes().mask.sum())
+    for rank, (own_advantages, own_metrics, own_weights) in enumerate(both):
+        torch.testing.assert_close(own_advantages, advantages[rank::2], atol=1e-5, rtol=0)
+        assert own_metrics.keys() == metrics.keys()
+        for key, value in metrics.items():  # a token at a clip's very edge may fall to either side of it
+            edge = 2 / num_tokens if "clipfrac" in key else 1e-5
+            assert own_metrics[key] == pytest.approx(value, rel=1e-4, abs=edge), key
+        torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
+    start = parameters(trainer())
+    assert (weights - start).abs().max() > 1e-3, "something was learned"
