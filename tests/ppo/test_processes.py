@@ -122,7 +122,7 @@ Learned = tuple[Tensor, Metrics, Tensor]
 
 def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[Learned]:
     """What each process has after the epochs on its share of the same episodes."""
-    trainers = [trainer(rt=rt, num_mini_batches=1, **changes) for rt in runtimes]
+    trainers = [trainer(rt=rt, **{"num_mini_batches": 1} | changes) for rt in runtimes]
 
     def learn(rank: int) -> Learned:
         one = trainers[rank]
@@ -145,11 +145,13 @@ def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[L
             "whiten_rewards": True, "score_scaling": {"subtract_mean": True, "clip": 1.0},
             "entropy_coef": 0.1, "kl_penalty": {"beta": 1.0, "target": 1e-6}, "micro_batch_tokens": 20,
         },
+        {"num_mini_batches": 4},
+        {"num_mini_batches": 8, "kl_penalty": {"beta": 1.0, "target": 1e-6}},
     ],
-    ids=["default", "everything that sums"],
+    ids=["one minibatch", "everything that sums", "four minibatches", "minibatches that leave one without"],
 )  # fmt: skip
 def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
-    """Moments, token means and the loss's denominator are of all processes, not of each one's own."""
+    """Moments, token means, minibatches, the denominator of the loss: of all processes, not of each alone."""
     meeting = Meeting()
     ((advantages, metrics, weights),) = learned(meeting, [small.runtime()], **changes)
     runtimes: list[Runtime] = [OneOfTwo(rank, meeting) for rank in range(2)]
