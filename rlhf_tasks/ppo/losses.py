@@ -50,6 +50,7 @@ def value_loss(
     free = (new_values - returns) ** 2
     if cliprange_value is None:
         return TokenLoss(0.5 * free, torch.zeros_like(free, dtype=torch.bool))
-    near = values + (new_values - values).clamp(-cliprange_value, cliprange_value)
-    cut = (near - returns) ** 2
-    return TokenLoss(0.5 * torch.maximum(free, cut), cut > free)
+    moved = new_values - values
+    cut = (values + moved.clamp(-cliprange_value, cliprange_value) - returns) ** 2
+    # within the range `cut` is `free` but for rounding, which is no clip
+    return TokenLoss(0.5 * torch.maximum(free, cut), (cut > free) & (moved.abs() > cliprange_value))

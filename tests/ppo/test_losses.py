@@ -90,6 +90,12 @@ def test_value_loss_by_hand(new: float, old: float, goal: float, loss: float, cl
     assert found.clipped.item() is clipped
 
 
+def test_a_value_within_its_range_is_not_clipped_by_rounding() -> None:
+    new, values, returns = 0.19 * torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(1))
+    assert (values + (new - values) != new).any(), "there is rounding"
+    assert not value_loss(new, values, returns, 0.2).clipped.any()
+
+
 def test_a_step_down_the_value_loss_goes_towards_the_return() -> None:
     new = torch.tensor([[1.0, 1.0]], requires_grad=True)
     value_loss(new, torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0, -3.0]]), 0.2).loss.sum().backward()
