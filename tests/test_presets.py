@@ -298,6 +298,7 @@ PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
         ("ppo.vf_coef", 1.0, MOSS + "config_ppo.py: vf_loss_weight"),
         ("ppo.entropy_coef", 0.0, PAPER + "policy constraints: not recommended"),
         ("ppo.ptx.coef", 0.1, OURS + "PPO-ptx is used, says the paper"),
+        ("ppo.ptx.text", None, OURS + "on the demonstrations"),
         ("ppo.gamma", 1.0, PAPER + "training setup"),
         ("ppo.lam", 0.9, PAPER + "training setup"),
         ("reward.learning_rate", 5e-6, PAPER + "training setup: reward model"),

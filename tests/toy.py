@@ -46,7 +46,7 @@ SMALL: Mapping[str, Any] = {
     "reward": {"learning_rate": 1e-3, "batch_size": 8, "num_epochs": 1, "micro_batch_tokens": 64},
     "ppo": {
         "total_episodes": 32, "rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2,
-        "response_length": 6, "num_sample_generations": 1, "num_selections": 1, "num_selection_prompts": 8,
+        "response_length": 6, "num_sample_generations": 2, "num_selections": 1, "num_selection_prompts": 8,
         "micro_batch_tokens": 64,
     },
     "judge": {
