@@ -147,8 +147,10 @@ def test_a_full_disk_in_a_stage_fails_the_run_with_those_words(fresh: Service) -
     identity = fresh.start(overrides={"service.retries": 0})
     state = fresh.end(identity)
     assert state["type"] == "FAILED"
+    words = "No space left on device"
     assert "stage second failed" in state["message"]
-    assert "No space left on device" in fresh.logs(identity)
+    assert words in state["message"]
+    toy.until(lambda: words in fresh.logs(identity), "the log, which is sent behind the state")
     assert list((fresh.root / ".rlhf/workspaces").iterdir()) == []
     toy.reset(fresh.root)
     assert fresh.end(fresh.start(seed=71))["type"] == "COMPLETED"
