@@ -6,8 +6,8 @@ B batch · R response.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,24 @@ class Scorers(Protocol):
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """(B,): the weighted sum."""
+
+
+def agreed(rt: Runtime, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
+    """What `compute` gives; where it fails for NaN on one process, all of them stop together.
+
+    Raises:
+        NonFiniteError: on all processes; `batch` is what it was computed of.
+    """
+    fault, found = None, None
+    try:
+        found = compute()
+    except NonFiniteError as error:
+        fault = error
+    if rt.max(int(fault is not None)):
+        message = "NaN on another process" if fault is None else str(fault)
+        raise NonFiniteError(message, dict(batch)) from fault
+    assert found is not None
+    return found
 
 
 class Collector:
@@ -59,11 +77,12 @@ class Collector:
         """
         self._actor_critic.eval()
         started = time.perf_counter()
-        rollout = self._agreed(lambda: self._sampled(queries), queries)
+        rollout = agreed(self._rt, lambda: self._sampled(queries), {"queries": queries})
         generated = time.perf_counter()
         responses = rollout.responses
         ref_logprobs, values, last_values = self._seen(queries, responses)
-        parts = self._agreed(lambda: self._scorers.parts(queries, responses), queries, responses)
+        batch = {"queries": queries, "responses": responses}
+        parts = agreed(self._rt, lambda: self._scorers.parts(queries, responses), batch)
         episodes = Episodes(
             queries=queries,
             responses=responses,
@@ -81,19 +100,6 @@ class Collector:
             "time/generate_seconds": generated - started,
             "time/score_seconds": time.perf_counter() - generated,
         }
-
-    def _agreed(self, compute: Callable[[], T], *batch: list[Ids]) -> T:
-        """What `compute` gives; where it fails for NaN on one process, all of them stop together."""
-        fault, found = None, None
-        try:
-            found = compute()
-        except NonFiniteError as error:
-            fault = error
-        if self._rt.max(int(fault is not None)):
-            message = "NaN on another process" if fault is None else str(fault)
-            raise NonFiniteError(message, {"queries and responses": batch}) from fault
-        assert found is not None
-        return found
 
     def _sampled(self, queries: list[Ids]) -> Rollout:
         size = self._settings.sampling_batch_size or len(queries)

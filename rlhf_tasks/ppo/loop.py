@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,10 +142,11 @@ class Loop:
         folder = lineage.home() / "faults"
         folder.mkdir(parents=True, exist_ok=True)
         update = self.trainer.update
-        file = folder / f"ppo-after-update-{update}-rank-{self.rt.rank}.pt"
+        when = f"{self.num_rollouts}-{time.time_ns()}"  # several runs share the folder
+        file = folder / f"ppo-after-update-{update}-rank-{self.rt.rank}-{when}.pt"
         torch.save(error.batch, file)
         return Trip(
-            "non_finite", f"{error} (after update {update}; no step was taken on it; see {file})",
+            "non_finite", f"{error} (after update {update}; see {file})",
             "steps are too big, or a scorer gives extreme numbers",
         )  # fmt: skip
 

@@ -175,6 +175,8 @@ def _save(
 ) -> None:
     parents = {"sft": contracts.fingerprint(SFT)}
     inputs = {"models/sft": parents["sft"], "data/prompts": contracts.file_hash(Path("data/prompts"))}
+    if config.ppo.ptx is not None and config.ppo.ptx.text is not None:
+        inputs[config.ppo.ptx.text] = contracts.file_hash(Path(config.ppo.ptx.text))
     if config.reward.train:
         inputs["models/reward"] = contracts.fingerprint(REWARD)
     if _is_rewarded(config.ppo):  # what the policy must not be judged by

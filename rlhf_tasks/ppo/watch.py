@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, encode, read_table, text_of
 from rlhf_tasks.generation import answer
-from rlhf_tasks.ppo.collect import Scorers
+from rlhf_tasks.ppo.collect import Scorers, agreed
 from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.trainer import stop_token
@@ -118,18 +119,13 @@ class Watch:
         """The answers, their score and the held-out one under the EOS rule, and each scorer's own.
 
         Raises:
-            NonFiniteError: if any of it is NaN or infinite; the answers are its `batch`.
+            NonFiniteError: on all processes, if any of it is NaN or infinite; the answers are its `batch`.
         """
-        training = self._policy.training
-        self._policy.eval()
         stop = stop_token(self._settings, self._tokenizer)
-        with self._rt.autocast():
-            answers = answer(
-                self._policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
-                temperature=self._settings.temperature, seed=self._seed, stop=stop,
-            )  # fmt: skip
-        self._policy.train(training)
+        answers = agreed(self._rt, lambda: self._sampled(prompts, stop), {"prompts": prompts})
         queries = encode(self._tokenizer, prompts)
+        batch = {"prompts": prompts, "responses": answers}
+        parts, heldout = agreed(self._rt, lambda: self._scored(queries, answers), batch)
         ended = torch.tensor([a[-1] == stop for a in answers])
 
         def ruled(scores: Tensor) -> Tensor:
@@ -141,15 +137,28 @@ class Watch:
                 gamma=self._settings.gamma, last_values=torch.zeros_like(scores),
             )  # fmt: skip
 
-        try:
-            parts = self._scorers.parts(queries, answers)
-            heldout = None if self._heldout is None else self._heldout(queries, answers)
-            if heldout is not None and not bool(heldout.isfinite().all()):
-                raise NonFiniteError("models/reward_heldout gave NaN or infinity")
-        except NonFiniteError as error:
-            error.batch = {"prompts": prompts, "responses": answers}
-            raise
         return answers, ruled(self._scorers.total(parts)), None if heldout is None else ruled(heldout), parts
+
+    def _sampled(self, prompts: list[str], stop: int) -> list[Ids]:
+        training = self._policy.training
+        self._policy.eval()
+        try:
+            with self._rt.autocast():
+                return answer(
+                    self._policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
+                    temperature=self._settings.temperature, seed=self._seed, stop=stop,
+                )  # fmt: skip
+        finally:
+            self._policy.train(training)
+
+    def _scored(
+        self, queries: Sequence[Ids], answers: Sequence[Ids]
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        parts = self._scorers.parts(queries, answers)
+        heldout = None if self._heldout is None else self._heldout(queries, answers)
+        if heldout is not None and not bool(heldout.isfinite().all()):
+            raise NonFiniteError("models/reward_heldout gave NaN or infinity")
+        return parts, heldout
 
     def state_dict(self) -> dict[str, Any]:
         return {

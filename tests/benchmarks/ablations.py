@@ -45,7 +45,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "critic_warmup": {"critic_warmup": WARM},
     "value_model: shared": {"value_model": "shared", "critic_init": "sft"},
     "lora r 16": {"lora": {"r": 16, "alpha": 32.0, "value": False}},
-    "score_scaling, mean off, clip 0.8": {"score_scaling": {"subtract_mean": True, "clip": 0.8}},
+    "score_scaling, mean subtracted, clip 0.8": {"score_scaling": {"subtract_mean": True, "clip": 0.8}},
     "whiten_rewards": {"whiten_rewards": True},
     "whiten_advantages: false": {"whiten_advantages": False},
     "advantage_clip: 0.5": {"advantage_clip": 0.5},
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("seeds", type=int, nargs="*")
+    parser.add_argument("seeds", type=int, nargs="*", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="variants by name")
     parser.add_argument("--runs", type=Path, default=Path(".rlhf/seeds"), help="the seeds' finished runs")
     parser.add_argument("--work", type=Path, default=Path(".rlhf/ablations"), help="where results are kept")
@@ -166,7 +166,8 @@ def main() -> None:
         for name, runs in waiting.items():
             results[name] = [run.result() for run in runs]
             print(table({name: results[name]}).splitlines()[-1], flush=True)
-    OUT.write_text(table(results), encoding="utf-8")
+    if set(results) == set(VARIANTS):  # a part of it is printed only
+        OUT.write_text(table(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

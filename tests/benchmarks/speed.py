@@ -2,8 +2,9 @@
 
 PYTHON is the interpreter of another environment, with `trl==1.12.0`, the last release that has PPO (its own
 versions of torch and transformers should be ours). Both train random GPT-NeoX models of one shape, with as
-many episodes, epochs and optimiser steps, in turns, a process each. A figure is the median over updates, the
-first left out, and over the turns; the ratio is of figures of one run. Without --peer: ours alone.
+many episodes, epochs and optimiser steps, in turns, a process each; micro-batches are each one's own (ours by
+tokens, the shipped 16,384; TRL's by rows, 16, 8 and 16). A figure is the median over updates, the first left
+out, and over the turns; the ratio is of figures of one run. Without --peer: ours alone.
 """
 
 from __future__ import annotations

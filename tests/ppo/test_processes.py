@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_tasks.ppo.collect import agreed
 from rlhf_tasks.ppo.rollout import Episodes, lengths_mask
 from rlhf_tasks.ppo.trainer import Metrics
-from rlhf_tasks.runtime import Runtime
+from rlhf_tasks.runtime import NonFiniteError, Runtime
 from tests import small
 from tests.ppo.test_trainer import parameters, trainer
 from tests.small import EOS
@@ -164,3 +165,22 @@ def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
     start = parameters(trainer())
     assert (weights - start).abs().max() > 1e-3, "something was learned"
+
+
+def test_where_one_process_finds_no_number_both_stop() -> None:
+    meeting = Meeting()
+
+    def look(rank: int) -> str:
+        def compute() -> int:
+            if rank:
+                raise NonFiniteError("a scorer gave nan")
+            return 1
+
+        with pytest.raises(NonFiniteError) as caught:
+            agreed(OneOfTwo(rank, meeting), compute, {"prompts": ["p"]})
+        assert caught.value.batch == {"prompts": ["p"]}
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(look, range(2))) == ["NaN on another process", "a scorer gave nan"]
+    assert agreed(small.runtime(), lambda: 7, {}) == 7

@@ -427,7 +427,7 @@ def test_a_batch_that_is_no_number_is_written_out(models_here: Path, monkeypatch
         return scores * torch.nan
 
     monkeypatch.setattr("rlhf_tasks.ppo.rewards.ScoreScaler.__call__", broken)
-    with pytest.raises(GuardTripped, match=r"non_finite: .*no step was taken on it; see (.*\.pt)") as caught:
+    with pytest.raises(GuardTripped, match=r"non_finite: .*after update 0; see (.*\.pt)") as caught:
         run(**{"ppo.truncation": "none"})
     file = str(caught.value).split("see ")[1].split(")")[0]
     assert len(torch.load(file, weights_only=False)["responses"]) == 16
