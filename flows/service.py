@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 from filelock import FileLock
 
 from flows import settings
@@ -127,6 +130,7 @@ class Service:
             addresses = {name: self.url(name) for name in HEALTH}
             if not self.daemon("worker").runs_as(**addresses):
                 # What it left running ends first; or it talks to where the servers no longer are.
+                self._end_runs()
                 self.daemon("worker").stop(END_SECONDS["worker"])
                 deployments.crash_lost_runs()
                 self._start_worker(addresses)
@@ -246,8 +250,21 @@ class Service:
         folder = self.home / "service"
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
+            self._end_runs()
             ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
         console.say(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+
+    def _end_runs(self) -> None:
+        """The flow runs, whose stages keep their state, before their worker: it would kill them with itself."""
+        runs = [process for process in self.daemon("worker").members() if _is_flow_run(process)]
+        daemons.send(runs, signal.SIGTERM)
+        psutil.wait_procs(runs, END_SECONDS["worker"])
+
+
+def _is_flow_run(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "prefect.engine" in process.cmdline()
+    return False
 
 
 def _taken(name: str, port: int, whose: str = "another program") -> str:

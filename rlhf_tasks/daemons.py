@@ -115,14 +115,18 @@ class Daemon:
                 raise UserError(f"{self.name} {how}; {self.log} ends with\n{tail}")
             time.sleep(POLL_SECONDS)
 
+    def members(self) -> list[psutil.Process]:
+        """The program and all that it started, and that lives."""
+        token = str(self.known().get("token", ""))
+        return carriers(TOKEN, token) if token else []
+
     def stop(self, grace_seconds: float) -> bool:
         """End it and all that it started; True if there was anything. Whom the file names wrongly is left.
 
         First the program alone is asked, so that it may end its own children in its own way; then those
         that are left; then they are killed.
         """
-        token = str(self.known().get("token", ""))
-        members = carriers(TOKEN, token) if token else []
+        token, members = str(self.known().get("token", "")), self.members()
         if members:
             first = [process for process in members if process.pid == self.known()["pid"]] or members
             send(first, signal.SIGTERM)
