@@ -255,7 +255,7 @@ class Service:
         console.say(f"ended: {', '.join(ended)}" if ended else "nothing was running")
 
     def _end_runs(self) -> None:
-        """The flow runs, whose stages keep their state, before their worker: it would kill them with itself."""
+        """The flow runs first, so that stages keep their state: their worker would kill them with itself."""
         runs = [process for process in self.daemon("worker").members() if _is_flow_run(process)]
         daemons.send(runs, signal.SIGTERM)
         psutil.wait_procs(runs, END_SECONDS["worker"])
