@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,26 @@ def test_a_failed_stage_fails_the_flow_with_its_own_last_words(root: Path) -> No
     toy.write_script(root, ["echo 'rlhf: mend it'", "exit 2"])
     with pytest.raises(stages.StageMistaken, match="second refused: mend it"):
         run_here()
+
+
+def test_what_dvc_itself_failed_of_is_told(root: Path) -> None:
+    """No stage ran that could have said it."""
+    shutil.rmtree(root / "given")
+    with pytest.raises(stages.StageFailed, match=r"stage first failed .*given"):
+        run_here()
+
+
+def test_dvcs_word_of_a_failed_stage_hides_no_word_of_the_stages_own() -> None:
+    error = "ERROR: failed to reproduce 'prepare'"
+    missing = stages._failure("prepare", ["Running stage", f"{error}: [Errno 2] No such file: 'raw'"])
+    assert (
+        str(missing)
+        == "stage prepare failed (dvc failed): failed to reproduce 'prepare': [Errno 2] No such file: 'raw'"
+    )
+    ran = stages._failure(
+        "prepare", ["No space left", f"{error}: failed to run: rlhf prepare, exited with 3"]
+    )
+    assert str(ran).startswith("stage prepare failed (exit status 3): No space left;")
 
 
 class Log(logging.Handler):
