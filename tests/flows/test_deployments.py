@@ -104,7 +104,10 @@ def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) 
     with get_client(sync_client=True) as client:
         monkeypatch.setenv("PREFECT_API_URL", str(client.api_url).rstrip("/"))
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")  # put back when the test is over
+    monkeypatch.delenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
     assert service.main(["work", "--pool", "three"]) == 0
+    assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", "Prefect's own is 180"
     monkeypatch.setenv("PREFECT_WORKER_WEBSERVER_PORT", "8080")
     assert service.main(["work", "--pool", "three"]) == 0
     assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
