@@ -171,11 +171,16 @@ def test_the_program_tells_a_params_yaml_that_it_cannot_read_in_one_message(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for text, told in [
-        ("ppo: [", "params.yaml is not readable as YAML"),
-        ("7", "must hold sections"),
-        ("ppo: {}", "ppo.kl_coef: is missing"),
+        (b"ppo: [", "params.yaml is not readable as YAML"),
+        (b"7", "must hold sections"),
+        (b"ppo: {}", "ppo.kl_coef: is missing"),
+        (b"ppo: \xff", "params.yaml is not readable as YAML"),
+        (None, "params.yaml does not exist"),
     ]:
-        (root / "params.yaml").write_text(text, encoding="utf-8")
+        if text is None:
+            (root / "params.yaml").unlink()
+        else:
+            (root / "params.yaml").write_bytes(text)
         assert flows_pipeline.main() == 2
         said = capsys.readouterr().err
         assert said.startswith("rlhf pipeline: ")
