@@ -95,6 +95,18 @@ def combined(
     return written.getvalue(), settings, changes + left_off
 
 
+def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
+    """A parameter file's text with whole sections in place of its own, and what it says.
+
+    Raises:
+        ConfigError: if the text cannot be read, naming every problem of the result.
+    """
+    tree = {**config.parse(text, origin), **sections}
+    written = io.StringIO()
+    _round_trip().dump(tree, written)
+    return written.getvalue(), config.validate(tree, origin)
+
+
 def _of_null(
     tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], list[str]]]:

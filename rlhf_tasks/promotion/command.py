@@ -40,7 +40,7 @@ def promote(asked: str, *, again: bool = False) -> int:
     """
     settings = config.load()
     criteria = _criteria(settings)
-    revision = None if Path(asked).exists() else experiment.find(asked)
+    revision = None if (Path(asked) / "config.json").is_file() else experiment.find(asked)
     if revision is None:
         _check_policy(Path(asked))
     home = lineage.home()
