@@ -345,6 +345,7 @@ class Sweep:
         self.root, self.fails = root, True
         self.commits: list[str] = []
         monkeypatch.setattr(sweep, "run_cells", self._run)
+        monkeypatch.setattr(watch, "parameters_of", lambda _: {})
         monkeypatch.setattr(
             comparison, "read", lambda root, setting, seed, run: comparison.Result(setting, seed, run, {}, {})
         )
@@ -397,6 +398,7 @@ def test_a_sweep_with_a_lost_run_is_failed_and_its_comparison_says_which_and_why
         ],
     )
     monkeypatch.setattr(sweep, "cells", cells_of("a=1", "a=2"))
+    monkeypatch.setattr(watch, "parameters_of", lambda _: {})
     state: Any = sweep.sweep(grid={"ppo.gamma": [1.0]}, seeds=[1, 2], return_state=True)
     told = "a=1, seed 2: Failed: no disk; a=2, seed 1: Failed: no disk; a=2, seed 2: Failed: no disk"
     assert state.type == StateType.FAILED
