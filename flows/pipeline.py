@@ -240,9 +240,7 @@ def _verdict(folder: Path, values: Config, environment: dict[str, str]) -> State
     if state.is_completed():
         return state
     error = state.result(raise_on_failure=False)
-    return Completed(
-        name="Deferred", message=f"the gate could not be asked ({error}); `rlhf promote` does it"
-    )
+    return Completed(name="Deferred", message=f"the gate could not be asked ({error})")
 
 
 def _shown(verdict: State[Any] | None, folder: Path) -> tuple[str | None, list[dict[str, str]]]:

@@ -17,7 +17,7 @@ from flows import stages
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Config
 from rlhf_tasks.promotion import gate
-from rlhf_tasks.promotion.command import DEFERRED, DONE, REFUSED, verdict_file
+from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, verdict_file
 from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
 
 POLICY = "models/policy"
@@ -50,15 +50,14 @@ def champion_already(values: Config, folder: Path) -> str | None:
 def promote(folder: Path, environment: dict[str, str], values: Config) -> State[Any]:
     """Promoted, Refused or Deferred, always completed: the policy is there whatever the gate says.
 
-    Deferred, too, where the gate could not be asked: `rlhf promote` does it later. A slot of the limit is
-    waited for only where there is something to judge.
+    Deferred, too, where the gate could not be asked. The state names no command that asks it later: what
+    that has to name, the run's notes know. A slot of the limit is waited for only where there is something
+    to judge.
     """
     try:
         known = champion_already(values, folder)
     except Unreachable as error:
-        return Completed(
-            name="Deferred", message=f"MLflow does not answer ({error}); `rlhf promote` does it later"
-        )
+        return Completed(name="Deferred", message=f"MLflow does not answer ({error})")
     if known is not None:
         return Completed(name="Promoted", message=known)
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
@@ -67,8 +66,8 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
     said = next((line for line in reversed(lines) if line), "it said nothing")
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:
-        said = f"the gate could not be asked ({said.removeprefix('rlhf: ')}); `rlhf promote` asks it again"
-    return Completed(name=name, message=said.removeprefix(f"{name}: "))
+        said = f"the gate could not be asked ({said.removeprefix('rlhf: ')})"
+    return Completed(name=name, message=said.removeprefix(f"{name}: ").removesuffix(GOES_ON))
 
 
 def criteria(folder: Path) -> list[dict[str, str]]:

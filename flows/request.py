@@ -49,7 +49,8 @@ def settle(root: Path, request: Request, commit: str | None) -> tuple[str, Confi
                 "set `where` to workspace, or edit params.yaml"
             )
         file = root / "params.yaml"
-        text, settings, changes = file.read_text(encoding="utf-8"), config.load(file), []
+        settings, changes = config.load(file), []
+        text = file.read_text(encoding="utf-8")  # only now: that it can be read is checked
         stages = lineage.graph(root)
     unknown = [name for name in settings.service.stages if name not in stages]
     if unknown:

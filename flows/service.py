@@ -294,7 +294,7 @@ def elsewhere(pool: str, *, work: bool) -> int:
         raise UserError(
             f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or name another"
         ) from None
-    for variable, value in settings.QUIET.items():
+    for variable, value in {**settings.QUIET, **settings.HEARTBEAT}.items():
         os.environ.setdefault(variable, value)
     from prefect.exceptions import PrefectHTTPStatusError
 

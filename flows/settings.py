@@ -15,6 +15,7 @@ QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
+HEARTBEAT = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}  # of a run, by which one that vanished is seen
 
 
 def prefect(home: Path, url: str) -> dict[str, str]:
@@ -30,6 +31,6 @@ def prefect(home: Path, url: str) -> dict[str, str]:
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",  # DVC does that
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # by which a vanished run is seen
+        **HEARTBEAT,
         "PREFECT_CLIENT_MAX_RETRIES": "10",  # a server that restarts is waited for
     }

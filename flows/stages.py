@@ -39,6 +39,7 @@ HINTS = (
     "Use `dvc push` ",
 )  # of DVC for people at a terminal
 OF_DVC = (">", "Running stage", "ERROR: failed to reproduce")  # around a stage's own words
+EXITED = r"exited with (\d+)"  # DVC's words of a stage that ran, and so has said itself why it failed
 DRAIN_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
@@ -209,8 +210,11 @@ def _end(process: subprocess.Popen[str], environment: Mapping[str, str], grace_s
 
 
 def _failure(name: str, lines: list[str]) -> StageFailed:
-    """The stage's own last words, and its exit status as DVC tells it."""
-    found = re.search(r"exited with (\d+)", "\n".join(lines[-5:]))
+    """The stage's own last words, and its exit status as DVC tells it; DVC's where no stage has ended."""
+    found = re.search(EXITED, "\n".join(lines[-5:]))
+    error = next((line for line in reversed(lines[-5:]) if line.startswith("ERROR: ")), None)
+    if found is None and error is not None:
+        return StageFailed(f"stage {name} failed (dvc failed): {error.removeprefix('ERROR: ')}")
     told = [line for line in lines if line and not line.startswith(OF_DVC)]
     said = next((line for line in told if line.startswith("rlhf: ")), told[-1] if told else "it said nothing")
     if found and int(found[1]) == EXIT_MISTAKE:

@@ -122,6 +122,7 @@ def _run(
         UserError: for what the user can mend, before any run starts.
         SweepFailed: if some of it could not be done.
     """
+    watch.parameters_of(deployment)  # that there is one
     root, run, data = Path.cwd(), str(flow_run.get_id()), Data(Path.cwd())
     last = workspace.resolve(root, None)
     project = request.settle(root, Request(preset), last)[1].tracking.experiment

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def data_watch(
 def _look(parameters: dict[str, Any], deployment: str) -> State[Any]:
     """Raises UserError if what the deployment would run cannot be."""
     root = Path.cwd()
-    told = _parameters(deployment) | parameters
+    told = parameters_of(deployment) | parameters
     asked = Request(told.get("preset"), told.get("seed"), told.get("overrides"))
     commit = request.commit_of(root, told.get("where", "workspace"), told.get("revision"), told.get("name"))
     _, values, _ = request.settle(root, asked, commit)
@@ -102,12 +103,17 @@ def _look(parameters: dict[str, Any], deployment: str) -> State[Any]:
     return ask_for_run(deployment, parameters, f"{kept}-{now}-after-{last.get('flow_run')}")
 
 
-def _parameters(deployment: str) -> dict[str, Any]:
+def parameters_of(deployment: str) -> dict[str, Any]:
     """What a deployment gives its runs.
 
     Raises:
-        UserError: if there is none of this name.
+        UserError: if there is none of this name, or this is no name of one.
     """
+    if not re.fullmatch(r"[^/]+/[^/]+", deployment):
+        raise UserError(
+            f"deployment={deployment!r}: give FLOW/DEPLOYMENT, such as {settings.PIPELINE}/pipeline; "
+            "`prefect deployment ls` lists them"
+        )
     with get_client(sync_client=True) as client:
         try:
             return dict(client.read_deployment_by_name(deployment).parameters)

@@ -12,7 +12,6 @@ import csv
 import io
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,9 +74,9 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
     made = _experiment(root, asked)
     if made is not None:
         return _of_commit(root, made, asked)
-    from rlhf_tasks.tracking import records
+    from rlhf_tasks.tracking import context, records
 
-    uri = config.load(root / "params.yaml").tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = context.uri(config.load(root / "params.yaml").tracking)
     record = records.find(uri, lineage.home(), asked, drawn)
     if record is None or not record.metrics:
         why = "is no run that MLflow or git knows here" if record is None else "has no stage that ran"

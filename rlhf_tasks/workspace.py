@@ -250,10 +250,7 @@ def committed(root: Path, path: str, revision: str = "HEAD") -> str:
 
 def experiment(root: Path, name: str) -> str | None:
     """The commit of the experiment of this name, the newest if it was made from several commits."""
-    refs = _git(
-        root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname)", f"refs/exps/*/*/{name}"
-    )
-    return refs.split("\n")[0] or None
+    return next((commit for commit, known in experiments(root) if known == name), None)
 
 
 def experiments(root: Path) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from rlhf_tasks import config
 from rlhf_tasks.config import ConfigError
+from rlhf_tasks.tracking import context
 from tests import small
 
 
@@ -105,6 +106,37 @@ def test_a_missing_key_is_named() -> None:
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], why: str) -> None:
     assert why in problems(changes)
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///mlflow.db", "sqlite+pysqlite:///a/b.db", "file:mlruns", "./mlruns"]
+)
+def test_a_store_by_a_relative_path_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be opened in a git worktree, and removed with it."""
+    with pytest.raises(ValidationError, match=r"is relative to the working folder.*absolute path"):
+        config.Tracking(enabled=True, uri=uri, experiment="a")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(config.UserError, match=r"MLFLOW_TRACKING_URI: .* is relative to the working folder"):
+        context.uri(config.Tracking(enabled=True, uri=None, experiment="a"))
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:////a/mlflow.db",
+        "file:///a/mlruns",
+        "/a/mlruns",
+        "http://a:5000",
+        "databricks",
+        "databricks://a",
+    ],
+)
+def test_a_store_that_is_the_same_from_everywhere_is_taken(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config.Tracking(enabled=True, uri=uri, experiment="a")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another")
+    assert context.uri(given) == uri
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert context.uri(given.model_copy(update={"uri": None})) == uri
 
 
 def test_a_revision_that_would_be_ignored_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from prefect.server.schemas.actions import WorkPoolCreate
 from prefect.utilities.templating import apply_values
 from ruamel.yaml import YAML
 
+from flows import settings
+from flows.deployments import SILENCE
 from tests.flows import toy
 
 INFRA = Path(__file__).parents[1] / "infra"
@@ -132,6 +134,18 @@ def test_browsers_are_told_addresses_that_they_reach() -> None:
     assert ".svc" in told["PREFECT_API_URL"]
     for name in ("PREFECT_UI_API_URL", "RLHF_MLFLOW_URL"):
         assert told[name].startswith("http://127.0.0.1:"), name
+
+
+def test_runs_tell_that_they_live_as_often_as_their_end_is_told_by() -> None:
+    """Nine heartbeats may be missed; with Prefect's own 180 seconds not two."""
+    config = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["configMapGenerator"]
+    jobs = dict(line.split("=", 1) for line in config[1]["literals"])
+    for told in (
+        compose()["services"]["worker"]["environment"],
+        jobs,
+        settings.prefect(Path("/p"), "http://a"),
+    ):
+        assert 10 * int(told["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == SILENCE.total_seconds()
 
 
 # ------------------------------------------------------------------------------------ Kubernetes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,30 @@ def test_a_preset_that_changes_the_gate_makes_none_where_there_is_none(
     assert found.promotion is None
     assert found.judge == with_preset(name).judge
     assert presets.read(name)["promotion"], "what was left away of the file in memory is still in the preset"
+
+
+def test_a_section_that_the_same_command_turns_on_does_not_stay_null(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate = with_preset("smoke").model_dump(mode="json")["promotion"] | {"max_kl": 7.5}
+    assert cli.main(["preset", "--set", "promotion=null"]) == 0
+    capsys.readouterr()
+    assert cli.main(["preset", "smoke", "--set", f"promotion={json.dumps(gate)}"]) == 0
+    assert "stays null" not in capsys.readouterr().out
+    found = config.load().promotion
+    assert found is not None
+    assert found.model_dump(mode="json") == gate, "single values win"
+
+
+def test_a_section_is_replaced_whole() -> None:
+    """A key that only the file's own section has is gone, be it one that nobody knows any more."""
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    own = text.replace("tracking:\n", "tracking:\n  of_old: 1\n")
+    sections = {"tracking": {"enabled": False, "uri": None, "experiment": "b"}}
+    written, found = presets.replaced(own, sections, "params.yaml")
+    assert found.tracking.experiment == "b"
+    assert config.validate(config.parse(written, "params.yaml"), "params.yaml") == found
+    assert found.ppo == config.validate(config.parse(text, "params.yaml"), "params.yaml").ppo
 
 
 def test_guards_that_are_off_stay_off(project: Path) -> None:

@@ -30,6 +30,7 @@ from rlhf_tasks.config.types import (
     Section,
     Split,
     Stage,
+    StoreUri,
     UserError,
     is_hub_id,
 )
@@ -62,7 +63,7 @@ class Resume(Section):
 
 class Tracking(Section):
     enabled: bool
-    uri: str | None = Field(description="null: the SQLite store under .rlhf/")
+    uri: StoreUri | None = Field(description="null: the SQLite store under .rlhf/")
     experiment: str
 
 

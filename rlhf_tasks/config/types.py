@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
+from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -42,6 +43,33 @@ def pinned_revision(value: str) -> str:
 
 
 Revision = Annotated[str, AfterValidator(pinned_revision)]
+
+
+def store_uri(value: str) -> str:
+    """An address of MLflow's store that means the same in every folder.
+
+    Stages also run in git worktrees, which are removed with all that is in them.
+
+    Raises:
+        ValueError: for a database or folder by a relative path.
+    """
+    scheme, parts = value.partition(":")[0].partition("+")[0], urlsplit(value)
+    if scheme == "sqlite":
+        place = unquote(parts.path).removeprefix("/")
+    elif scheme == "file" or (":" not in value and value != "databricks"):
+        place = unquote(parts.path)
+    else:
+        return value
+    if not Path(place).is_absolute():
+        raise ValueError(
+            f"{value!r} is relative to the working folder, which for some runs is a git worktree that is "
+            "removed at their end; give an absolute path, as sqlite:////FOLDER/mlflow.db (four slashes), or "
+            "none for the store under .rlhf/"
+        )
+    return value
+
+
+StoreUri = Annotated[str, AfterValidator(store_uri)]
 
 
 def is_hub_id(source: str) -> bool:

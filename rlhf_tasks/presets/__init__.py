@@ -63,7 +63,8 @@ def combined(
     """A parameter file's text with overlays, comments kept; what it says; the changes `key: old → new`.
 
     What a preset changes of a section that is null stays away, and the section off: a preset that loosens
-    the gate makes none. `single` values, on top, are meant as they are given.
+    the gate makes none. `single` values, on top, are meant as they are given; a section that one of them
+    turns on is on for the presets too.
 
     Raises:
         ConfigError: if the text cannot be read, naming every problem of the result, or a single value of a
@@ -72,6 +73,9 @@ def combined(
     yaml, safe = _round_trip(), YAML(typ="safe", pure=True)
     before, tree = config.parse(text, origin), yaml.load(text)
     left_off = []
+    for overlay in single:
+        if _turns_on(tree, overlay):
+            overlay_onto(tree, copy.deepcopy(dict(overlay)))
     for overlay in overlays:
         fitting = copy.deepcopy(dict(overlay))
         for path, keys in list(_of_null(tree, fitting)):
@@ -95,6 +99,18 @@ def combined(
     return written.getvalue(), settings, changes + left_off
 
 
+def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
+    """A parameter file's text with whole sections in place of its own, and what it says.
+
+    Raises:
+        ConfigError: if the text cannot be read, naming every problem of the result.
+    """
+    tree = {**config.parse(text, origin), **sections}
+    written = io.StringIO()
+    _round_trip().dump(tree, written)
+    return written.getvalue(), config.validate(tree, origin)
+
+
 def _of_null(
     tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], list[str]]]:
@@ -105,6 +121,17 @@ def _of_null(
             yield from _of_null(tree[key], value, here)
         elif isinstance(value, Mapping) and key in tree and config.lacking(here, value):
             yield here, list(value)
+
+
+def _turns_on(tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()) -> bool:
+    """Whether an overlay gives a section that is null in a parameter file, with all that it needs."""
+    return any(
+        _turns_on(tree[key], value, (*path, key))
+        if isinstance(tree.get(key), Mapping)
+        else tree.get(key, value) is None and not config.lacking((*path, key), value)
+        for key, value in overlay.items()
+        if isinstance(value, Mapping)
+    )
 
 
 def _take_out(tree: dict[str, Any], path: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from rlhf_tasks.tracking.courier import sync
 
 DONE, REFUSED, DEFERRED = 0, 3, 4
 """Exit status: promoted (or champion already); the gate refused; MLflow does not answer."""
+GOES_ON = "; the same command goes on later"
 SFT = "models/sft"
 
 
@@ -39,7 +40,7 @@ def promote(asked: str, *, again: bool = False) -> int:
     """
     settings = config.load()
     criteria = _criteria(settings)
-    revision = None if Path(asked).exists() else experiment.find(asked)
+    revision = None if (Path(asked) / "config.json").is_file() else experiment.find(asked)
     if revision is None:
         _check_policy(Path(asked))
     home = lineage.home()
@@ -51,7 +52,7 @@ def promote(asked: str, *, again: bool = False) -> int:
             with experiment.entered(settings, asked, revision) as own:
                 return _promote(own, criteria, POLICY, home, again, f"{POLICY} of {asked}")
     except Unreachable as error:
-        console.say(f"Deferred: MLflow does not answer ({error}); the same command goes on later")
+        console.say(f"Deferred: MLflow does not answer ({error}){GOES_ON}")
         return DEFERRED
 
 

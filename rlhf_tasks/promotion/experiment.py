@@ -7,13 +7,14 @@ in a worktree of their own while it is judged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlhf_tasks import lineage, presets, workspace
+from rlhf_tasks import console, lineage, presets, workspace
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.promotion.evidence import POLICY
 
+LINEAGE = "models/lineage/ppo.json"
 OF_HERE = ("judge", "promotion", "tracking")
 """Sections of params.yaml that hold as they are now, not as it ran."""
 
@@ -34,9 +35,9 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
         UserError: if it has no policy, or some of what is judged, or judged with, is nowhere.
     """
     root, given = Path.cwd(), settings.model_dump(mode="json", by_alias=True)
-    text, own, _ = presets.combined(
-        workspace.committed(root, "params.yaml", revision),
-        [{section: given[section] for section in OF_HERE}],
+    text, own = presets.replaced(
+        workspace.shown(root, revision, "params.yaml"),
+        {section: given[section] for section in OF_HERE},
         f"params.yaml of {name} with the sections {', '.join(OF_HERE)} of here",
     )
     place = workspace.visited(root, f"promote-{name}", text, revision)
@@ -46,18 +47,17 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
 
 
 def _complete(name: str) -> None:
-    """Pull what the cache lacks of the policy and of what stage judge reads."""
+    """Pull what the cache lacks of the policy, of what stage judge reads and, if it can be had, LINEAGE."""
     locked, graph = lineage.locked(), lineage.graph()
     if POLICY not in locked:
         raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
     made = {out for node in graph.values() for out in node.outs if not out.startswith(workspace.GIT_HELD)}
     read = [path for path in graph["judge"].inputs if path in made] if "judge" in graph else []
     wanted = dict.fromkeys([POLICY, *read])
-    lost = [path for path in wanted if path in locked and not Path(path).exists()]
-    if not lost:
-        return
+    lost = [path for path in wanted if _is_lost(path, locked)]
     try:
-        workspace.dvc(Path.cwd(), "pull", "--quiet", *lost)
+        if lost:
+            workspace.dvc(Path.cwd(), "pull", "--quiet", *lost)
     except UserError as error:
         said = str(error).splitlines()[-1].removeprefix("ERROR: ")
         parts = ", ".join(f"{path} ({locked[path]})" for path in lost)
@@ -66,3 +66,12 @@ def _complete(name: str) -> None:
             f"Push it from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC remote that is set up "
             f"here too) and give the command again, or make it anew: `dvc exp apply {name} && dvc repro`"
         ) from None
+    if _is_lost(LINEAGE, locked):
+        try:
+            workspace.dvc(Path.cwd(), "pull", "--quiet", LINEAGE)
+        except UserError:
+            console.say(f"{LINEAGE} of {name} is nowhere: the version does not tell its run in MLflow")
+
+
+def _is_lost(path: str, locked: Mapping[str, str]) -> bool:
+    return path in locked and not Path(path).exists()

@@ -10,7 +10,6 @@ that rolling back goes down that list. Every step may be repeated after a kill, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from rlhf_tasks.config import Tracking, UserError
-from rlhf_tasks.tracking.context import bound_requests
+from rlhf_tasks.tracking.context import bound_requests, uri
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -94,7 +93,7 @@ class Registry:
 
         Raises:
             Unreachable: if it does not answer.
-            UserError: with `tracking.enabled: false`.
+            UserError: with `tracking.enabled: false`; for a store by a relative path.
         """
         if not settings.enabled:
             raise UserError(
@@ -107,8 +106,7 @@ class Registry:
 
         home.mkdir(parents=True, exist_ok=True)
         with reaching(), FileLock(home / "mlflow.lock"):  # the first to open it makes the database
-            uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or embedded_uri(home)
-            registry = cls(MlflowClient(uri), name)
+            registry = cls(MlflowClient(uri(settings) or embedded_uri(home)), name)
             registry._aliases()
         return registry
 
@@ -210,7 +208,7 @@ class Registry:
         if (now and now.number) != (over and over.number):
             raise UserError(
                 f"version {now.number if now else 'none'} has become champion while version {version.number} "
-                "was judged against another; run `rlhf promote` again"
+                "was judged against another; put it to the gate again"
             )
         before = [over.number, *over.before][:MAX_BEFORE] if over else []
         with reaching():

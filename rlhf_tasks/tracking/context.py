@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from rlhf_tasks import lineage
-from rlhf_tasks.config import STAGES, Stage, StageView
+from rlhf_tasks.config import STAGES, Stage, StageView, Tracking, UserError
+from rlhf_tasks.config.types import store_uri
 
 PACKAGES = (
     "torch",
@@ -48,7 +49,7 @@ def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
         "stage": stage,
         "last": stage == STAGES[-1],
         "home": str(lineage.home()),
-        "uri": view.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"),
+        "uri": uri(view.tracking),
         "experiment": view.tracking.experiment,
         "process": process_name(process),
         "parent": parent(process, key),
@@ -57,6 +58,21 @@ def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
         "inputs": lineage.input_hashes(stage),
         "tags": {"dvc.stage": stage, "dvc.how": "ran", "rlhf.run": key, **_git_tags(), **_environment_tags()},
     }
+
+
+def uri(settings: Tracking) -> str | None:
+    """Where MLflow's store is, by params.yaml, else by the environment; None: under `.rlhf/`.
+
+    Raises:
+        UserError: if the environment names one by a relative path.
+    """
+    given = os.environ.get("MLFLOW_TRACKING_URI") or None
+    if settings.uri or given is None:
+        return settings.uri
+    try:
+        return store_uri(given)
+    except ValueError as error:
+        raise UserError(f"MLFLOW_TRACKING_URI: {error}") from None
 
 
 def parent(process: psutil.Process, key: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ and shown as FAILED if the flow's process vanishes.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -114,7 +113,7 @@ def _header(flow_run: str, settings: Tracking) -> dict[str, object]:
         "key": f"flow-{flow_run}",
         "stage": STAGE,
         "home": str(lineage.home()),
-        "uri": settings.uri or os.environ.get("MLFLOW_TRACKING_URI"),
+        "uri": context.uri(settings),
         "experiment": settings.experiment,
         "process": context.process_name(process),
         "parent": {"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},

@@ -18,7 +18,7 @@ from prefect.deployments import run_deployment
 from prefect.runtime import flow_run
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import deployments, request, service, settings, watch
+from flows import deployments, request, service, settings, sweep, watch
 from rlhf_tasks import config, workspace
 from rlhf_tasks.config import UserError
 from rlhf_tasks.workspace import Request
@@ -104,7 +104,10 @@ def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) 
     with get_client(sync_client=True) as client:
         monkeypatch.setenv("PREFECT_API_URL", str(client.api_url).rstrip("/"))
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")  # put back when the test is over
+    monkeypatch.delenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
     assert service.main(["work", "--pool", "three"]) == 0
+    assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", "Prefect's own is 180"
     monkeypatch.setenv("PREFECT_WORKER_WEBSERVER_PORT", "8080")
     assert service.main(["work", "--pool", "three"]) == 0
     assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
@@ -199,6 +202,25 @@ def test_the_watch_says_what_it_cannot_read_and_starts_nothing(
 
 def test_the_watch_of_a_deployment_that_is_not_there_says_so(root: Path, asked: list[dict[str, Any]]) -> None:
     assert "there is none of this name; `prefect deployment ls`" in look(deployment="rlhf-pipeline/pipelin")
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("pipeline", "give FLOW/DEPLOYMENT, such as rlhf-pipeline/pipeline"),
+        ("a/b/c", "give FLOW/DEPLOYMENT"),
+        ("rlhf-pipeline/pipelin", "there is none of this name"),
+    ],
+)
+def test_watch_and_sweep_are_told_of_a_wrong_name_before_anything_starts(
+    root: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    assert f"deployment={name!r}: {told}" in look(deployment=name)
+    monkeypatch.setattr(sweep, "cells", lambda *_: pytest.fail("the sweep has begun"))
+    state: Any = sweep.sweep(settings_list=[{}], deployment=name, return_state=True)
+    assert state.type == StateType.FAILED
+    assert f"deployment={name!r}: {told}" in str(state.message)
     assert asked == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,26 @@ def test_a_failed_stage_fails_the_flow_with_its_own_last_words(root: Path) -> No
     toy.write_script(root, ["echo 'rlhf: mend it'", "exit 2"])
     with pytest.raises(stages.StageMistaken, match="second refused: mend it"):
         run_here()
+
+
+def test_what_dvc_itself_failed_of_is_told(root: Path) -> None:
+    """No stage ran that could have said it."""
+    shutil.rmtree(root / "given")
+    with pytest.raises(stages.StageFailed, match=r"stage first failed .*given"):
+        run_here()
+
+
+def test_dvcs_word_of_a_failed_stage_hides_no_word_of_the_stages_own() -> None:
+    error = "ERROR: failed to reproduce 'prepare'"
+    missing = stages._failure("prepare", ["Running stage", f"{error}: [Errno 2] No such file: 'raw'"])
+    assert (
+        str(missing)
+        == "stage prepare failed (dvc failed): failed to reproduce 'prepare': [Errno 2] No such file: 'raw'"
+    )
+    ran = stages._failure(
+        "prepare", ["No space left", f"{error}: failed to run: rlhf prepare, exited with 3"]
+    )
+    assert str(ran).startswith("stage prepare failed (exit status 3): No space left;")
 
 
 class Log(logging.Handler):
@@ -150,11 +171,16 @@ def test_the_program_tells_a_params_yaml_that_it_cannot_read_in_one_message(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for text, told in [
-        ("ppo: [", "params.yaml is not readable as YAML"),
-        ("7", "must hold sections"),
-        ("ppo: {}", "ppo.kl_coef: is missing"),
+        (b"ppo: [", "params.yaml is not readable as YAML"),
+        (b"7", "must hold sections"),
+        (b"ppo: {}", "ppo.kl_coef: is missing"),
+        (b"ppo: \xff", "params.yaml is not readable as YAML"),
+        (None, "params.yaml does not exist"),
     ]:
-        (root / "params.yaml").write_text(text, encoding="utf-8")
+        if text is None:
+            (root / "params.yaml").unlink()
+        else:
+            (root / "params.yaml").write_bytes(text)
         assert flows_pipeline.main() == 2
         said = capsys.readouterr().err
         assert said.startswith("rlhf pipeline: ")
@@ -319,6 +345,7 @@ class Sweep:
         self.root, self.fails = root, True
         self.commits: list[str] = []
         monkeypatch.setattr(sweep, "run_cells", self._run)
+        monkeypatch.setattr(watch, "parameters_of", lambda _: {})
         monkeypatch.setattr(
             comparison, "read", lambda root, setting, seed, run: comparison.Result(setting, seed, run, {}, {})
         )
@@ -371,6 +398,7 @@ def test_a_sweep_with_a_lost_run_is_failed_and_its_comparison_says_which_and_why
         ],
     )
     monkeypatch.setattr(sweep, "cells", cells_of("a=1", "a=2"))
+    monkeypatch.setattr(watch, "parameters_of", lambda _: {})
     state: Any = sweep.sweep(grid={"ppo.gamma": [1.0]}, seeds=[1, 2], return_state=True)
     told = "a=1, seed 2: Failed: no disk; a=2, seed 1: Failed: no disk; a=2, seed 2: Failed: no disk"
     assert state.type == StateType.FAILED

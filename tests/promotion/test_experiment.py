@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import cli, console, workspace
+from rlhf_tasks import cli, console, lineage, workspace
 from rlhf_tasks.tracking.store import embedded_uri
 from rlhf_tasks.workspace import Request
 from tests.flows import toy
@@ -156,6 +156,42 @@ def test_weights_that_a_remote_has_are_pulled(root: Path) -> None:
     toy.commit(root)
     run(root, "one", seed=11, push=True)
     shutil.rmtree(root / ".dvc/cache")
+    assert cli.main(["promote", "one"]) == 0
+    assert champion(root) == "1"
+    assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
+
+
+def test_a_lineage_that_is_nowhere_stops_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(root, "one", seed=11)
+    md5 = lineage.digest(root / "given/lineage.json")
+    (root / f".dvc/cache/files/md5/{md5[:2]}/{md5[2:]}").unlink()
+    assert cli.main(["promote", "one"]) == 0
+    assert "models/lineage/ppo.json of one is nowhere" in capsys.readouterr().out
+    assert "rlhf.run" not in tags(root, "1")
+
+
+def test_promoting_makes_no_commit_and_asks_for_no_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(root, "one", seed=11)
+    for key in ("user.name", "user.email"):
+        toy.git(root, "config", "--unset", key)
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(root.parent))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    assert cli.main(["promote", "one"]) == 0
+    assert champion(root) == "1"
+
+
+def test_a_name_is_taken_by_the_letter_and_no_folder_without_a_checkpoint_hides_it(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(root, "one", seed=11)
+    for pattern in ("o*", "[o]ne", "on?"):
+        assert cli.main(["promote", pattern]) == 2
+        assert (
+            f"{pattern} is no checkpoint (it has no config.json), and no experiment"
+            in capsys.readouterr().err
+        )
+    (root / "one").mkdir()
     assert cli.main(["promote", "one"]) == 0
     assert champion(root) == "1"
 
