@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
 from rlhf_tasks.resume import Files
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(hours=2)  # of processes for one that asks a slow judge; a dead one ends them all at once
 ENGINE = "engine"  # DeepSpeed's name for a checkpoint within its folder
@@ -92,6 +94,13 @@ class Runtime:
     def share(self, rows: Sequence[Any]) -> list[Any]:
         """This process's part of rows that all of them hold."""
         return list(rows[self.rank :: self.world_size])
+
+    def each(self, value: T) -> list[T]:
+        """Every process's value, by rank, on all; of what can be pickled, tensors on the CPU."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(values, value)
+        return values
 
     def from_main(self, value: Any) -> Any:
         """The first process's value, on all."""

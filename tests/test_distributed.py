@@ -167,10 +167,22 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
     assert metrics("reward")["score_mean"] == pytest.approx(expected["score_mean"], rel=1e-3)
 
 
-def test_ppo_takes_steps_under_zero2_in_bf16(project: Path) -> None:
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {
+            "critic_warmup": {"max_updates": 1, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
+            "ptx": {"coef": 0.1, "text": None},
+        },
+    ],
+    ids=["", "warm-up-penalty-ptx"],
+)  # fmt: skip
+def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, Any]) -> None:
     """The TL;DR preset's way to run. The first update has not moved yet: no KL but rounding's."""
     launch = TWO | {"deepspeed": "zero2", "mixed_precision": "bf16"}
-    toy.write_params(launch=launch, ppo={"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2})
+    settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
+    toy.write_params(launch=launch, ppo=settings)
     before = weights("models/sft")
     rlhf("ppo")
     after = weights("models/policy")

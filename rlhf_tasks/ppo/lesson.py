@@ -7,7 +7,8 @@ B batch · R response.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -32,6 +33,27 @@ class Lesson:
     returns: Tensor
     kl_coef: float
     """As it was for this rollout."""
+
+
+def joined(parts: Sequence[Lesson]) -> Lesson:
+    """Of lessons on rows dealt in turn (`Runtime.share`), equally many to each, one in the rows' order."""
+    episodes = {
+        field.name: dealt_back([getattr(part.episodes, field.name) for part in parts])
+        for field in fields(Episodes)
+    }
+    return Lesson(
+        Episodes(**episodes), dealt_back([part.advantages for part in parts]),
+        dealt_back([part.returns for part in parts]), parts[0].kl_coef,
+    )  # fmt: skip
+
+
+def dealt_back(parts: Sequence[Any]) -> Any:
+    """Rows as tensors or lists, or dicts of these."""
+    if isinstance(parts[0], dict):
+        return {key: dealt_back([part[key] for part in parts]) for key in parts[0]}
+    if isinstance(parts[0], Tensor):
+        return torch.stack(list(parts), dim=1).flatten(0, 1)
+    return [row for rows in zip(*parts, strict=True) for row in rows]
 
 
 class Teacher:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Size, collate
 from rlhf_tasks.ppo.kl import ESTIMATORS, PenaltyController, k3
-from rlhf_tasks.ppo.lesson import Lesson
+from rlhf_tasks.ppo.lesson import Lesson, joined
 from rlhf_tasks.ppo.losses import policy_loss, value_loss
 from rlhf_tasks.runtime import NonFiniteError, Runtime
 from rlhf_tasks.supervised import LanguageModelling, groups, lm_sums
@@ -61,8 +61,10 @@ class Optimiser:
     def __call__(self, lesson: Lesson, *, critic_only: bool = False) -> Metrics:
         """`num_ppo_epochs` passes in `num_mini_batches` optimiser steps each; metrics are token means.
 
-        The minibatches are cut out of the rollout of all processes, so that their number changes no step.
+        The minibatches are cut out of the rollout of all processes, so that their number changes no step,
+        and each is dealt out anew, so that none waits for another that has more of its rows.
         """
+        lesson = joined(self._rt.each(lesson))
         settings, whole = self._settings, self._settings.rollout_batch_size
         size = whole // settings.num_mini_batches
         sums: list[Sums] = []
@@ -75,7 +77,7 @@ class Optimiser:
             order: list[int] = torch.randperm(whole, generator=self._shuffling).tolist()
             before = len(sums)
             for start in range(0, whole, size):
-                mine = self._own(order[start : start + size])
+                mine = self._rt.share(order[start : start + size])
                 norms.append(self._step(lesson, mine, sums, ptx, critic_only))
             if settings.target_kl is not None:
                 moved = token_means(self._rt, sums[before:])["policy/approxkl_avg"]
@@ -91,16 +93,12 @@ class Optimiser:
             self.penalty.update(moved)
         return metrics
 
-    def _own(self, rows: list[int]) -> list[int]:
-        """Of rows of the whole rollout this process's, as it numbers them: `Runtime.share` dealt them so."""
-        world, rank = self._rt.world_size, self._rt.rank
-        return [row // world for row in rows if row % world == rank]
-
     @torch.no_grad()
     def _penalty_kl(self, lesson: Lesson) -> float:
         """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
         sizes = lesson.episodes.sizes
-        found = [self._micro_batch(group, lesson) for group in self._groups(sizes, range(len(sizes)))]
+        own = self._rt.share(range(len(sizes)))
+        found = [self._micro_batch(group, lesson) for group in self._groups(sizes, own)]
         return token_means(self._rt, found)["policy/penalty_kl_avg"]
 
     def _step(

@@ -19,7 +19,7 @@ from rlhf_tasks.tensors import gather_logprobs
 
 @dataclass(frozen=True)
 class Episodes:
-    """This process's part of a rollout. `scores` are the scorers' sum, before scaling and the EOS rule."""
+    """A rollout, or this process's part; `scores` are the scorers' sum, before scaling and the EOS rule."""
 
     queries: list[Ids]
     responses: list[Ids]

@@ -87,6 +87,11 @@ def _check(config: StageView) -> None:
             f"critic {'starts from nothing' if shared else 'was not warmed up'}: "
             f"{'take ppo.value_model: separate, and ' if shared else ''}set ppo.critic_warmup"
         )
+    if settings.truncation.startswith("bootstrap") and settings.gamma == 1:
+        console.say(
+            f"ppo.truncation={settings.truncation} with ppo.gamma=1 leaves the worth of an answer that never "
+            "ends open, and the critic may think it the best of all: set ppo.gamma below 1, say 0.99"
+        )
 
 
 def _check_referee(settings: Ppo) -> None:

@@ -16,15 +16,19 @@ from tests.ppo.test_trainer import share_of_token_5, trainer
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 
 
-def near_length_4(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
-    """1 for an answer of four tokens, its end among them; a quarter less for each one more or less."""
-    return torch.tensor([1 - 0.25 * abs(len(r) - 4) for r in responses])
+def near(length: int) -> Score:
+    """1 for an answer of so many tokens, its end among them; less by one length's share for each off."""
+
+    def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        return torch.tensor([1 - abs(len(response) - length) / length for response in responses])
+
+    return score
 
 
-def learned(score: Score, **changes: Any) -> tuple[float, float]:
-    """Mean raw score of the first two updates, and of the last three of 24."""
+def learned(score: Score, num_updates: int = 24, **changes: Any) -> tuple[float, float]:
+    """Mean raw score of the first two updates, and of the last three."""
     settings: dict[str, Any] = {
-        "total_episodes": 24 * 64, "rollout_batch_size": 64, "learning_rate": 1e-2, "kl_coef": 0.0,
+        "total_episodes": num_updates * 64, "rollout_batch_size": 64, "learning_rate": 1e-2, "kl_coef": 0.0,
         "num_ppo_epochs": 4, "temperature": 1.0, "missing_eos_score": -0.2,
     }  # fmt: skip
     scores = [m["objective/raw_scores"] for m in trainer(score, **(settings | changes)).updates()]
@@ -34,19 +38,22 @@ def learned(score: Score, **changes: Any) -> tuple[float, float]:
 TRUNCATIONS = ("eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none")
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-@pytest.mark.parametrize("value", ["separate", "shared"])
-@pytest.mark.parametrize("adapter", [False, True])
-def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
-    changes: dict[str, Any] = {"truncation": truncation, "value_model": value}
+def models_of(value: str, adapter: bool) -> dict[str, Any]:
+    """The trainer's models: a critic of its own or on the trunk, with adapters or without."""
+    changes: dict[str, Any] = {"value_model": value}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(value)
         changes["lora"] = {"r": 16, "alpha": 64.0, "value": False}
     elif value == "shared":
         changes["actor_critic"] = shared()
-    if value == "shared":
-        changes["critic_init"] = "sft"
-    first, last = learned(share_of_token_5, **changes)
+    return changes | ({"critic_init": "sft"} if value == "shared" else {})
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("value", ["separate", "shared"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
+    first, last = learned(share_of_token_5, truncation=truncation, **models_of(value, adapter))
     # under an adapter embeddings and head stay random, and a few weights between them must do
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
@@ -54,5 +61,22 @@ def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 def test_a_length_is_learned(truncation: str) -> None:
-    first, last = learned(near_length_4, truncation=truncation)
+    first, last = learned(near(4), truncation=truncation)
     assert last > first + 0.25, f"from {first:.2f} to {last:.2f} only"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("value", ["separate", "shared"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_length_of_twelve_is_learned(truncation: str, value: str, adapter: bool) -> None:
+    """By random models that must learn to count; answers are cut at 26, where a score is below zero.
+
+    What bootstrapping says of a cut answer is the critic's word on where it goes on to, and where none of
+    them ends nothing but γ < 1 decides that word: with γ = 1 any number agrees with itself, and answers
+    that never end can seem the best there are.
+    """
+    gamma = 0.97 if truncation.startswith("bootstrap") else 1.0
+    changes = models_of(value, adapter) | {"truncation": truncation, "response_length": 26, "gamma": gamma}
+    first, last = learned(near(12), num_updates=40, schedule="linear", **changes)
+    assert last > first + 0.1, f"from {first:.2f} to {last:.2f} only"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tests import small
 from tests.ppo.test_trainer import parameters, trainer
 from tests.small import EOS
 
+T = TypeVar("T")
+
 NUM_ROWS, WIDTH = 16, 8
 
 
@@ -28,10 +31,11 @@ class Meeting:
     """Where two threads lay down what they have, and each takes what both have."""
 
     def __init__(self) -> None:
-        self._barrier, self._laid = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2
+        self._barrier = threading.Barrier(2, timeout=60)
+        self._laid: list[Any] = [None, None]
 
-    def gathered(self, rank: int, x: Tensor) -> list[Tensor]:
-        self._laid[rank] = x.detach().clone()
+    def gathered(self, rank: int, x: Any) -> list[Any]:
+        self._laid[rank] = copy.deepcopy(x)
         self._barrier.wait()
         both = list(self._laid)
         self._barrier.wait()
@@ -51,11 +55,16 @@ class OneOfTwo(Runtime):
         self.device = torch.device("cpu")
 
     def sum(self, x: Tensor) -> Tensor:
-        first, second = self._meeting.gathered(self.rank, x)
-        return first + second
+        first, second = self._meeting.gathered(self.rank, x.detach())
+        total: Tensor = first + second
+        return total
 
     def max(self, number: int) -> int:
-        return max(int(x) for x in self._meeting.gathered(self.rank, torch.tensor(number)))
+        largest: int = max(self._meeting.gathered(self.rank, number))
+        return largest
+
+    def each(self, value: T) -> list[T]:
+        return self._meeting.gathered(self.rank, value)
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
@@ -147,7 +156,7 @@ def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[L
             "entropy_coef": 0.1, "kl_penalty": {"beta": 1.0, "target": 1e-6}, "micro_batch_tokens": 20,
         },
         {"num_mini_batches": 4},
-        {"num_mini_batches": 8, "kl_penalty": {"beta": 1.0, "target": 1e-6}},
+        {"num_mini_batches": 16, "kl_penalty": {"beta": 1.0, "target": 1e-6}},
     ],
     ids=["one minibatch", "everything that sums", "four minibatches", "minibatches that leave one without"],
 )  # fmt: skip
@@ -184,3 +193,19 @@ def test_where_one_process_finds_no_number_both_stop() -> None:
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(look, range(2))) == ["NaN on another process", "a scorer gave nan"]
     assert agreed(small.runtime(), lambda: 7, {}) == 7
+
+
+def test_each_process_learns_from_as_many_rows_of_every_minibatch() -> None:
+    meeting = Meeting()
+    taken: list[list[int]] = [[], []]
+
+    class Counting(OneOfTwo):
+        def share(self, rows: Sequence[Any]) -> list[Any]:
+            own = super().share(rows)
+            taken[self.rank].append(len(own))
+            return own
+
+    learned(meeting, [Counting(rank, meeting) for rank in range(2)], num_mini_batches=4)
+    epochs = taken[0][-4 * 2 :]
+    assert epochs == [NUM_ROWS // 4 // 2] * 8
+    assert taken[1][-8:] == epochs

@@ -156,3 +156,19 @@ def test_bootstrapping_from_a_cold_critic_alone_is_warned_of(
 ) -> None:
     start(truncation=truncation, critic_warmup=warmup)
     assert ("set ppo.critic_warmup" in capsys.readouterr().out) is warned
+
+
+@pytest.mark.parametrize(
+    ("truncation", "gamma", "warned"),
+    [
+        ("bootstrap", 1.0, True),
+        ("bootstrap_add", 1.0, True),
+        ("bootstrap", 0.99, False),
+        ("none", 1.0, False),
+    ],
+)
+def test_bootstrapping_without_a_discount_is_warned_of(
+    truncation: str, gamma: float, warned: bool, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(truncation=truncation, gamma=gamma)
+    assert ("set ppo.gamma below 1" in capsys.readouterr().out) is warned
