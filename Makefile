@@ -26,7 +26,7 @@ down: $(INSTALLED) ## end the service; runs in progress keep their state
 	@python -m flows.service down
 
 test: $(INSTALLED) check ## all checks and the tests
-	@python -m pytest
+	@OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-slow: $(INSTALLED) ## the tests that take minutes
 	@python -m pytest -m slow
