@@ -113,7 +113,7 @@ def _is_rewarded(settings: Ppo) -> bool:
 def _policy(rt: Runtime, settings: Ppo, seed: int) -> tuple[PreTrainedModel, Reference]:
     policy = models.place(models.load_causal(SFT), rt.device)
     if settings.gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_activations(policy)
     if settings.lora is not None:
         policy = models.with_lora(policy, settings.lora, seed=seed)
         return policy, AdapterOff(policy)
@@ -158,10 +158,16 @@ def _critic(
         critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
         nn.init.zeros_(models.head_of(critic.model).weight)
     if settings.gradient_checkpointing:
-        critic.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_activations(critic.model)
     if settings.lora is not None and settings.lora.value:
         critic.model = models.with_lora(critic.model, settings.lora, seed=config.seed)
     return critic
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """`gradient_checkpointing`; transformers names it anew from 5.23 on."""
+    new = getattr(model, "activation_checkpointing_enable", None)
+    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _heldout(rt: Runtime, config: StageView, tokenizer: PreTrainedTokenizerBase) -> RewardScorer | None:

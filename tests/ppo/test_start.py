@@ -120,7 +120,6 @@ def test_adapters_are_put_where_lora_says(
     assert trained(critic_of(one)) == of_critic
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("on", [True, False])
 def test_gradient_checkpointing_goes_through_policy_and_critic_twice(on: bool, start: Start) -> None:
     """What is not kept of the first pass is computed again for the gradient."""
