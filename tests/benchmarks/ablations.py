@@ -33,6 +33,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "truncation: eos_trick_subtract": {"truncation": "eos_trick_subtract"},
     "truncation: bootstrap, critic warmed up": {"truncation": "bootstrap", "critic_warmup": WARM},
     "truncation: bootstrap_add, critic warmed up": {"truncation": "bootstrap_add", "critic_warmup": WARM},
+    "truncation: bootstrap, gamma: 0.99, critic warmed up": {
+        "truncation": "bootstrap", "gamma": 0.99, "critic_warmup": WARM,
+    },
     "kl_estimator: k2": {"kl_estimator": "k2"},
     "kl_estimator: k3": {"kl_estimator": "k3"},
     "kl_in: loss, k2": {"kl_in": "loss", "kl_estimator": "k2"},
@@ -45,6 +48,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "critic_warmup": {"critic_warmup": WARM},
     "value_model: shared": {"value_model": "shared", "critic_init": "sft"},
     "lora r 16": {"lora": {"r": 16, "alpha": 32.0, "value": False}},
+    "lora r 16, at ten times the rate": {
+        "lora": {"r": 16, "alpha": 32.0, "value": False}, "learning_rate": 4e-3, "value_learning_rate": 4e-4,
+    },
     "score_scaling, mean subtracted, clip 0.8": {"score_scaling": {"subtract_mean": True, "clip": 0.8}},
     "whiten_rewards": {"whiten_rewards": True},
     "whiten_advantages: false": {"whiten_advantages": False},
@@ -52,7 +58,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "cliprange_value: null": {"cliprange_value": None},
     "entropy_coef: 0.01": {"entropy_coef": 0.01},
     "ptx, coef 0.1": {"ptx": {"coef": 0.1, "text": None}},
-}
+}  # fmt: skip
 CELLS = {
     "PPO vs reference": ("win_rate", "{:.1%}"),
     "coverage": ("coverage", "{:.3f}"),
