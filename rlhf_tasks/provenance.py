@@ -49,7 +49,7 @@ def find(root: Path, asked: str) -> Chain:
     """The chain that ends in what is asked for; all of it for an experiment, a commit or a flow's run.
 
     Raises:
-        UserError: if nothing is known by that name.
+        UserError: if nothing is known by that name, or MLflow is to be asked and does not answer.
     """
     path = asked.rstrip("/")
     makers = {out: stage for stage, node in lineage.graph(root).items() for out in node.outs}
@@ -174,9 +174,10 @@ def _named_by_run(root: Path, asked: str) -> str | None:
                 tags |= record["values"] if record["kind"] == "tags" else {}
         return _experiment_or_commit(root, tags)
     if MLFLOW_ID.fullmatch(asked):
-        from rlhf_tasks.tracking.store import tags_of
+        from rlhf_tasks.tracking import context, records
 
-        tags = tags_of(config.load(root / "params.yaml").tracking.uri, workspace.home(root), asked)
+        uri = context.uri(config.load(root / "params.yaml").tracking)
+        tags = records.tags(uri, workspace.home(root), asked)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 
