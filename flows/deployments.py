@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import Flow
-from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLimitCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
@@ -27,7 +26,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import State, StateType
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
@@ -43,6 +42,7 @@ from rlhf_tasks.config import UserError
 
 GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
+FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
 LOST = "rlhf: a run that is silent has crashed"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -139,13 +139,18 @@ def _limit(client: SyncPrefectClient, slots: int | None) -> None:
 
 
 def _automation(client: SyncPrefectClient) -> None:
-    """A flow run whose heartbeat stops, since its machine or its worker is gone, becomes Crashed."""
-    if client.read_automations_by_name(LOST):
-        return
+    """A run of these flows whose heartbeat stops, since its machine or its worker is gone, becomes Crashed.
+
+    By the flow's name, which heartbeats and states both tell: other people's flows on the server are none of
+    this one's. What an earlier version made gets this trigger and action; it stays on or off as it is.
+    """
     trigger = EventTrigger(
         after={HEARTBEAT},
         expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
         match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        match_related=ResourceSpecification(
+            {"prefect.resource.role": ["flow"], "prefect.resource.name": list(FLOWS)}
+        ),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
@@ -154,8 +159,15 @@ def _automation(client: SyncPrefectClient) -> None:
     action = ChangeFlowRunState(
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
-    automation: Any = Automation(name=LOST, trigger=trigger, actions=[action])
-    automation.create()
+    wanted = AutomationCore(name=LOST, trigger=trigger, actions=[action])
+    known = client.read_automations_by_name(LOST)
+    if not known:
+        client.create_automation(wanted)
+    for made in known:
+        kept = made.model_dump(exclude={"id", "owner_resource"})
+        asked = kept | wanted.model_dump(include={"trigger", "actions"})
+        if asked != kept:  # an update forgets which runs it was waiting for
+            client.update_automation(made.id, AutomationCore(**asked))
 
 
 def _deploy(
