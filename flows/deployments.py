@@ -38,11 +38,13 @@ from flows import hooks, settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
+from rlhf_tasks import workspace
 from rlhf_tasks.config import UserError
 
 GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
+OWNER = "project:"  # begins the tag that says whose a deployment is, in a work pool of any type
 LOST = "rlhf: a run that is silent has crashed"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -85,18 +87,28 @@ def apply(
 
 
 def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
-    """Raises UserError if these names are those of a project in another folder."""
+    """Raises UserError if these names are those of another project, or of this one in another folder.
+
+    By the deployments' tag; a process pool's tell their folder besides.
+    """
     name = f"{settings.PIPELINE}/pipeline{place.suffix}"
     try:
-        owner = client.read_deployment_by_name(name).job_variables.get("working_dir")
+        known = client.read_deployment_by_name(name)
     except ObjectNotFound:
         return
-    if owner is not None and owner != place.variables.get("working_dir"):
-        raise UserError(
-            f"the deployment {name} of this server is that of the project in {owner}: give `--pool NAME`, "
-            f"and this one, in {root}, has a work pool and names of its own; if it is the same project, "
-            f"moved, `prefect deployment delete {name}` first"
-        )
+    owners = [tag.removeprefix(OWNER) for tag in known.tags if tag.startswith(OWNER)]
+    folder = known.job_variables.get("working_dir")
+    if owners and place.owner not in owners:
+        owner = owners[0]
+    elif folder is not None and folder != place.variables.get("working_dir", folder):
+        owner = folder
+    else:
+        return
+    raise UserError(
+        f"the deployment {name} of this server is that of the project {owner}: give `--pool NAME`, and this "
+        f"one, {place.owner} in {root}, has a work pool and names of its own; if it is the same project, "
+        f"moved, `prefect deployment delete {name}` first"
+    )
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,8 @@ class Place:
 
     pool: str
     suffix: str
+    owner: str
+    """The project, by its address; the deployments have it as a tag."""
     variables: dict[str, Any]
     """Of the job, besides the pool's own."""
 
@@ -116,7 +130,7 @@ def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
         raise UserError(f"there is no work pool {pool!r}; `prefect work-pool create` makes one") from None
     own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
     suffix = "" if pool == settings.POOL else f"-{pool}"
-    return Place(pool, suffix, own if kind == "process" else {})
+    return Place(pool, suffix, workspace.address(root), own if kind == "process" else {})
 
 
 def _pool(client: SyncPrefectClient, name: str) -> None:
@@ -184,7 +198,7 @@ def _deploy(
         name=f"{name}{place.suffix}",
         description=description,
         parameters={} if flow is pipeline else {"deployment": runs},
-        tags=["rlhf"],
+        tags=["rlhf", f"{OWNER}{place.owner}"],
         schedules=list(schedules),
         work_pool_name=place.pool,
         job_variables=place.variables,
@@ -195,9 +209,11 @@ def _deploy(
     except ObjectNotFound:
         made.apply()
         return
+    theirs = [tag for tag in known.tags if not tag.startswith(OWNER) and tag not in made.tags]
     own = DeploymentUpdate(
         description=description,
         parameters=made.parameters | known.parameters,
+        tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
         work_pool_name=place.pool,
         job_variables=known.job_variables | place.variables,

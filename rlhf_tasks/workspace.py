@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
@@ -266,6 +268,24 @@ def commit(root: Path, revision: str) -> str | None:
         return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except UserError:
         return None
+
+
+def address(root: Path) -> str:
+    """What tells a project from others wherever it is checked out: the address of its git remote `origin`,
+    without protocol and login, and its folder in there; without a remote its own folder."""
+    try:
+        url = _git(root, "remote", "get-url", "origin")
+        inside = _git(root, "rev-parse", "--show-prefix")
+    except (UserError, FileNotFoundError):
+        return str(root.resolve())
+    if "://" in url:
+        parts = urlsplit(url)
+        place = f"{parts.hostname or ''}{parts.path}"
+    elif there := re.fullmatch(r"(?:[^@/]+@)?([^@/:]+):/*(.+)", url):  # as ssh takes it
+        place = f"{there[1]}/{there[2]}"
+    else:
+        place = str((root / url).resolve())
+    return f"{place.rstrip('/').removesuffix('.git')}/{inside}".rstrip("/")
 
 
 def cache(root: Path) -> Path:

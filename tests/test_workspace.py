@@ -71,6 +71,29 @@ def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: 
     assert (second.folder / "second.txt").read_bytes() == (first.folder / "second.txt").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("git@example.org:team/rlhf.git", "example.org/team/rlhf"),
+        ("https://example.org/team/rlhf", "example.org/team/rlhf"),
+        ("https://user:secret@example.org:8443/team/rlhf.git/", "example.org/team/rlhf"),
+        ("ssh://git@example.org:22/team/rlhf.git", "example.org/team/rlhf"),
+        ("host:rlhf.git", "host/rlhf"),
+        ("file:///srv/git/rlhf.git", "/srv/git/rlhf"),
+        ("/srv/git/rlhf.git", "/srv/git/rlhf"),
+    ],
+)
+def test_a_project_is_known_by_its_remote_without_protocol_and_login(
+    tmp_path: Path, remote: str, address: str
+) -> None:
+    toy.git(tmp_path, "init", "-q")
+    assert workspace.address(tmp_path) == str(tmp_path)
+    toy.git(tmp_path, "remote", "add", "origin", remote)
+    assert workspace.address(tmp_path) == address
+    (tmp_path / "part").mkdir()
+    assert workspace.address(tmp_path / "part") == f"{address}/part"
+
+
 def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
     (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
     (root / "second.sh").write_text("exit 1\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.deployments import run_deployment
@@ -95,7 +95,7 @@ def test_the_slots_of_the_limit_stay_unless_they_are_told(root: Path) -> None:
 def test_projects_of_one_server_have_pools_and_names_of_their_own(root: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     deployments.apply(root, None)
-    with pytest.raises(UserError, match=rf"is that of the project in {root}: give `--pool NAME`"):
+    with pytest.raises(UserError, match=rf"is that of the project {root}: give `--pool NAME`"):
         deployments.apply(other, None, is_shared=True)
     deployments.apply(root, None, is_shared=True)
     with pytest.raises(UserError, match="there is no work pool 'two'"):
@@ -106,6 +106,46 @@ def test_projects_of_one_server_have_pools_and_names_of_their_own(root: Path, tm
     assert (made.work_pool_name, made.job_variables["working_dir"]) == ("two", str(other))
     for name in (f"{LOOKS}-two", f"{settings.SWEEP}/sweep-two"):
         assert deployment(name).parameters == {"deployment": f"{RUNS}-two"}, "not those of the first project"
+
+
+def test_projects_are_told_apart_in_a_pool_of_any_type(root: Path, tmp_path: Path) -> None:
+    """Where jobs go to containers, no deployment says which folder is its project's."""
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name="pods", type="kubernetes"))
+    other = toy.make(tmp_path / "other")
+    for made, team in ((root, "one"), (other, "two")):
+        toy.git(made, "remote", "add", "origin", f"git@example.org:{team}/rlhf.git")
+
+    def apply(folder: Path) -> None:
+        deployments.apply(folder, None, "pods", makes_pool=False, is_shared=True)
+
+    apply(root)
+    name = f"{RUNS}-pods"
+    assert "working_dir" not in deployment(name).job_variables
+    assert deployment(name).tags == ["rlhf", "project:example.org/one/rlhf"]
+    with pytest.raises(UserError, match=r"is that of the project example.org/one/rlhf: give `--pool NAME`"):
+        apply(other)
+    update(name, tags=["mine", *deployment(name).tags])
+    clone = tmp_path / "clone"
+    toy.git(tmp_path, "clone", "-q", str(root), str(clone))
+    toy.git(clone, "remote", "set-url", "origin", "https://somebody:secret@example.org/one/rlhf")
+    apply(clone)
+    assert deployment(name).tags == ["rlhf", "project:example.org/one/rlhf", "mine"]
+    update(name, tags=["mine"])  # as of a version that knew no owner
+    apply(other)
+    assert deployment(name).tags == ["rlhf", "project:example.org/two/rlhf", "mine"]
+
+
+def test_two_folders_of_one_project_are_told_apart_in_a_process_pool(root: Path, tmp_path: Path) -> None:
+    toy.git(root, "remote", "add", "origin", "git@example.org:one/rlhf.git")
+    clone = tmp_path / "clone"
+    toy.git(tmp_path, "clone", "-q", str(root), str(clone))
+    toy.git(clone, "remote", "set-url", "origin", "git@example.org:one/rlhf.git")
+    deployments.apply(root, None, "four", is_shared=True)
+    with pytest.raises(
+        UserError, match=rf"is that of the project {root}: .* example.org/one/rlhf in {clone}"
+    ):
+        deployments.apply(clone, None, "four", is_shared=True)
 
 
 def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
