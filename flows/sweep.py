@@ -1,9 +1,10 @@
 """`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one comparison at the end.
 
 Each run ends as a DVC experiment whose name is a digest of all that decides its result: commit, settled
-parameters, data. What has one is done, so that a sweep that broke off goes on where it was. All runs are
-of the commit that the sweep began with: what is committed meanwhile is for the next one. The runs go to a
-deployment's work pool and keep its limits: another `deployment` puts them on other machines.
+parameters, data. What has one is done, so that a sweep that broke off goes on where it was. One with
+another gate is another experiment: DVC has all of it but the verdict. All runs are of the commit that the
+sweep began with: what is committed meanwhile is for the next one. The runs go to a deployment's work pool
+and keep its limits: another `deployment` puts them on other machines.
 """
 
 from __future__ import annotations

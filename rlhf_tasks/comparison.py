@@ -23,7 +23,8 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config, lineage, workspace
 from rlhf_tasks.config import UserError
 
-HOW_NOT_WHAT = {"launch", "resume", "tracking", "service", "promotion"}  # change no weight and no win rate
+HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # change nothing that a run makes
+UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict: no weight, no win rate
 MAX_SHOWN = 60  # characters of a setting
 UNKNOWN = "?"
 
@@ -133,7 +134,7 @@ def _result(
     identity: str,
 ) -> Result:
     texts = {key: _text(value) for key, value in parameters.items()}
-    kept = {k: v for k, v in texts.items() if k != "seed" and k.split(".")[0] not in HOW_NOT_WHAT}
+    kept = {k: v for k, v in texts.items() if k != "seed" and k.split(".")[0] not in UNCOMPARED}
     finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
     return Result("", int(texts.get("seed", 0)), name, finite, curves, kept, identity)
 
