@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from prefect.runtime import flow_run
 from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.states import Completed, Running
-from prefect.testing.utilities import prefect_test_harness
 
 from flows import deployments, pipeline, request, service, settings, sweep, watch
 from rlhf_tasks import config, workspace
@@ -33,22 +30,12 @@ from rlhf_tasks.config import UserError
 from rlhf_tasks.workspace import Request
 from tests.flows import toy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # Prefect's and its server's own
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.usefixtures("server"),
+    pytest.mark.filterwarnings("ignore"),  # Prefect's and its server's own
+]
 RUNS, LOOKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/on-data-change"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project of another name than those of the other tests: they share a server."""
-    made = toy.make(tmp_path / "project", tracking={"experiment": f"test-{uuid.uuid4()}"})
-    monkeypatch.chdir(made)
-    return made
 
 
 def deployment(name: str) -> Any:

@@ -22,7 +22,6 @@ from filelock import FileLock
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.flow_engine import run_flow
 from prefect.states import Completed, Crashed, Failed, Running
-from prefect.testing.utilities import prefect_test_harness
 from pyarrow import parquet
 
 from flows import hooks, request, results, stages, sweep, watch
@@ -33,22 +32,11 @@ from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.workspace import Request
 from tests.flows import toy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # Prefect's and its server's own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made = toy.make(
-        tmp_path / "project", tracking={"enabled": False}, service={"retries": 0, "grace_seconds": 20.0}
-    )
-    monkeypatch.chdir(made)
-    return made
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.usefixtures("server"),
+    pytest.mark.filterwarnings("ignore"),  # Prefect's and its server's own
+]
 
 
 def run_here() -> None:
