@@ -38,7 +38,7 @@ from flows import hooks, settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
-from rlhf_tasks import workspace
+from rlhf_tasks import repository
 from rlhf_tasks.config import UserError
 
 GPU_SLOTS = 1
@@ -130,7 +130,7 @@ def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
         raise UserError(f"there is no work pool {pool!r}; `prefect work-pool create` makes one") from None
     own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
     suffix = "" if pool == settings.POOL else f"-{pool}"
-    return Place(pool, suffix, workspace.address(root), own if kind == "process" else {})
+    return Place(pool, suffix, repository.address(root), own if kind == "process" else {})
 
 
 def _pool(client: SyncPrefectClient, name: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import cli, lineage, provenance, workspace
+from rlhf_tasks import cli, lineage, provenance, repository
 from rlhf_tasks.config import UserError
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
@@ -45,7 +45,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(made)
     words = [sys.executable, "-m", "dvc", "repro", "-q"]
     subprocess.run(words, cwd=made, check=True, start_new_session=True)
-    workspace.dvc(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
+    repository.dvc(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
     spool = made / ".rlhf/spool/delivered"
     spool.mkdir(parents=True)
     (spool / f"flow-{FLOW}.jsonl").write_text(
@@ -112,7 +112,7 @@ def test_the_text_goes_from_data_to_verdict_and_its_commands_work(
     chain = provenance.find(root, "second.txt")
     get = next(line for line in provenance.commands(chain) if line.startswith("dvc get"))
     target = tmp_path / "back.txt"
-    workspace.dvc(root, *get.split()[1:-1], str(target))
+    repository.dvc(root, *get.split()[1:-1], str(target))
     assert target.read_bytes() == (root / "second.txt").read_bytes()
 
 
