@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from prefect import Flow
-from prefect.automations import Automation
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, GlobalConcurrencyLimitCreate, WorkPoolCreate
 from prefect.client.schemas.filters import (
@@ -27,7 +26,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import State, StateType
 from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
@@ -39,10 +38,13 @@ from flows import hooks, settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
+from rlhf_tasks import repository
 from rlhf_tasks.config import UserError
 
 GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
+FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
+OWNER = "project:"  # begins the tag that says whose a deployment is, in a work pool of any type
 LOST = "rlhf: a run that is silent has crashed"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -85,18 +87,28 @@ def apply(
 
 
 def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
-    """Raises UserError if these names are those of a project in another folder."""
+    """Raises UserError if these names are those of another project, or of this one in another folder.
+
+    By the deployments' tag; a process pool's tell their folder besides.
+    """
     name = f"{settings.PIPELINE}/pipeline{place.suffix}"
     try:
-        owner = client.read_deployment_by_name(name).job_variables.get("working_dir")
+        known = client.read_deployment_by_name(name)
     except ObjectNotFound:
         return
-    if owner is not None and owner != place.variables.get("working_dir"):
-        raise UserError(
-            f"the deployment {name} of this server is that of the project in {owner}: give `--pool NAME`, "
-            f"and this one, in {root}, has a work pool and names of its own; if it is the same project, "
-            f"moved, `prefect deployment delete {name}` first"
-        )
+    owners = [tag.removeprefix(OWNER) for tag in known.tags if tag.startswith(OWNER)]
+    folder = known.job_variables.get("working_dir")
+    if owners and place.owner not in owners:
+        owner = owners[0]
+    elif folder is not None and folder != place.variables.get("working_dir", folder):
+        owner = folder
+    else:
+        return
+    raise UserError(
+        f"the deployment {name} of this server is that of the project {owner}: give `--pool NAME`, and this "
+        f"one, {place.owner} in {root}, has a work pool and names of its own; if it is the same project, "
+        f"moved, `prefect deployment delete {name}` first"
+    )
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,8 @@ class Place:
 
     pool: str
     suffix: str
+    owner: str
+    """The project, by its address; the deployments have it as a tag."""
     variables: dict[str, Any]
     """Of the job, besides the pool's own."""
 
@@ -116,7 +130,7 @@ def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
         raise UserError(f"there is no work pool {pool!r}; `prefect work-pool create` makes one") from None
     own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
     suffix = "" if pool == settings.POOL else f"-{pool}"
-    return Place(pool, suffix, own if kind == "process" else {})
+    return Place(pool, suffix, repository.address(root), own if kind == "process" else {})
 
 
 def _pool(client: SyncPrefectClient, name: str) -> None:
@@ -139,13 +153,18 @@ def _limit(client: SyncPrefectClient, slots: int | None) -> None:
 
 
 def _automation(client: SyncPrefectClient) -> None:
-    """A flow run whose heartbeat stops, since its machine or its worker is gone, becomes Crashed."""
-    if client.read_automations_by_name(LOST):
-        return
+    """A run of these flows whose heartbeat stops, since its machine or its worker is gone, becomes Crashed.
+
+    By the flow's name, which heartbeats and states both tell: other people's flows on the server are none of
+    this one's. What an earlier version made gets this trigger and action; it stays on or off as it is.
+    """
     trigger = EventTrigger(
         after={HEARTBEAT},
         expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
         match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        match_related=ResourceSpecification(
+            {"prefect.resource.role": ["flow"], "prefect.resource.name": list(FLOWS)}
+        ),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
@@ -154,8 +173,15 @@ def _automation(client: SyncPrefectClient) -> None:
     action = ChangeFlowRunState(
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
-    automation: Any = Automation(name=LOST, trigger=trigger, actions=[action])
-    automation.create()
+    wanted = AutomationCore(name=LOST, trigger=trigger, actions=[action])
+    known = client.read_automations_by_name(LOST)
+    if not known:
+        client.create_automation(wanted)
+    for made in known:
+        kept = made.model_dump(exclude={"id", "owner_resource"})
+        asked = kept | wanted.model_dump(include={"trigger", "actions"})
+        if asked != kept:  # an update forgets which runs it was waiting for
+            client.update_automation(made.id, AutomationCore(**asked))
 
 
 def _deploy(
@@ -172,7 +198,7 @@ def _deploy(
         name=f"{name}{place.suffix}",
         description=description,
         parameters={} if flow is pipeline else {"deployment": runs},
-        tags=["rlhf"],
+        tags=["rlhf", f"{OWNER}{place.owner}"],
         schedules=list(schedules),
         work_pool_name=place.pool,
         job_variables=place.variables,
@@ -183,9 +209,11 @@ def _deploy(
     except ObjectNotFound:
         made.apply()
         return
+    theirs = [tag for tag in known.tags if not tag.startswith(OWNER) and tag not in made.tags]
     own = DeploymentUpdate(
         description=description,
         parameters=made.parameters | known.parameters,
+        tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
         work_pool_name=place.pool,
         job_variables=known.job_variables | place.variables,

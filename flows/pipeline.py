@@ -24,11 +24,12 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows import hooks, promotion, request, results, settings, stages, watch
-from rlhf_tasks import daemons, lineage, workspace
+from rlhf_tasks import daemons, lineage, repository, workspace
 from rlhf_tasks.config import Config, Service, UserError
+from rlhf_tasks.presets import Request
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import STAGE_RUN
-from rlhf_tasks.workspace import Request, Workspace
+from rlhf_tasks.workspace import Workspace, inputs
 
 PUSH_TRIES, PUSH_DELAY_SECONDS = 3, 10.0  # the delay doubles
 PREFECT_OWN = "PREFECT__"  # what Prefect tells the engine's process is not for the stages
@@ -84,11 +85,11 @@ def _run(
     commit = request.commit_of(root, where, revision, name)
     text, values, changes = request.settle(root, asked, commit)
     if commit is not None:
-        workspace.check_data(values.data.path)
+        inputs.check_data(values.data.path)
     # As the run finds it, not as it may have become meanwhile.
     revision = commit or lineage.git_revision() or "none"
     data = watch.fingerprint(root, values)
-    unseen = workspace.unseen(root, values.data.path) if commit is not None else []
+    unseen = inputs.unseen(root, values.data.path) if commit is not None else []
     given, name = name is not None, name or request.default_name(str(flow_run.get_name()), run)
     tags = {"prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
@@ -159,7 +160,7 @@ def _place(
         finally:
             place.remove()
         return
-    lock = FileLock(workspace.home(root) / "checkout.lock")
+    lock = FileLock(repository.home(root) / "checkout.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -218,7 +219,7 @@ def _notes(
     retry_delay_seconds=[PUSH_DELAY_SECONDS * 2**i for i in range(PUSH_TRIES - 1)],
 )
 def _push(folder: Path) -> None:
-    workspace.dvc(folder, "push")
+    repository.dvc(folder, "push")
 
 
 def send(folder: Path) -> str | None:

@@ -15,9 +15,9 @@ from prefect.client.schemas.objects import State
 from prefect.states import Failed
 from pydantic import Field
 
-from rlhf_tasks import config, lineage, presets, workspace
+from rlhf_tasks import config, lineage, presets, repository
 from rlhf_tasks.config import Config, UserError
-from rlhf_tasks.workspace import Request
+from rlhf_tasks.presets import Request
 
 ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # of a run's process, when it ends
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
@@ -40,8 +40,8 @@ def settle(root: Path, request: Request, commit: str | None) -> tuple[str, Confi
         UserError: for values that config refuses, and for stages that dvc.yaml does not have.
     """
     if commit is not None:
-        text, settings, changes = request.settle(workspace.committed(root, "params.yaml", commit))
-        stages = lineage.graph_in(workspace.committed(root, "dvc.yaml", commit), text)
+        text, settings, changes = request.settle(repository.committed(root, "params.yaml", commit))
+        stages = lineage.graph_in(repository.committed(root, "dvc.yaml", commit), text)
     else:
         if request.overlays():
             raise UserError(
@@ -74,7 +74,7 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
     """
     check_name(name)
     if where == "workspace":
-        return workspace.resolve(root, revision)
+        return repository.resolve(root, revision)
     given = [what for what, value in (("revision", revision), ("name", name)) if value is not None]
     if given:
         raise UserError(

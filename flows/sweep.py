@@ -1,9 +1,10 @@
 """`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one comparison at the end.
 
 Each run ends as a DVC experiment whose name is a digest of all that decides its result: commit, settled
-parameters, data. What has one is done, so that a sweep that broke off goes on where it was. All runs are
-of the commit that the sweep began with: what is committed meanwhile is for the next one. The runs go to a
-deployment's work pool and keep its limits: another `deployment` puts them on other machines.
+parameters, data. What has one is done, so that a sweep that broke off goes on where it was. One with
+another gate is another experiment: DVC has all of it but the verdict. All runs are of the commit that the
+sweep began with: what is committed meanwhile is for the next one. The runs go to a deployment's work pool
+and keep its limits: another `deployment` puts them on other machines.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from prefect.variables import Variable
 from pydantic import Field
 
 from flows import request, results, settings, watch
-from rlhf_tasks import comparison, workspace
+from rlhf_tasks import comparison, repository
 from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.presets import Request
 from rlhf_tasks.tracking import pipeline as tracking
-from rlhf_tasks.workspace import Request
 
 POLL_SECONDS = 1.0
 CURVES = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg")
@@ -124,15 +125,15 @@ def _run(
     """
     watch.parameters_of(deployment)  # that there is one
     root, run, data = Path.cwd(), str(flow_run.get_id()), Data(Path.cwd())
-    last = workspace.resolve(root, None)
+    last = repository.resolve(root, None)
     project = request.settle(root, Request(preset), last)[1].tracking.experiment
     kept = variable(project, name, preset, listed)
-    commit = begun_with(root, name, kept) if revision is None else workspace.resolve(root, revision)
+    commit = begun_with(root, name, kept) if revision is None else repository.resolve(root, revision)
     wanted, values = cells(root, name, preset, listed, seeds, commit, data)
     Variable.set(kept, commit, overwrite=True)
     if commit != last:
         get_run_logger().warning("all runs are of commit %s; `revision: HEAD` takes the last one", commit)
-    done = [cell for cell in wanted if workspace.experiment(root, cell.experiment)]
+    done = [cell for cell in wanted if repository.experiment(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are done already", len(done), len(wanted))
     try:
         with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
@@ -189,12 +190,12 @@ def begun_with(root: Path, name: str, kept: str) -> str:
         UserError: if git has lost that of the sweep.
     """
     begun: Any = Variable.get(kept, None)
-    if begun is not None and workspace.commit(root, begun) is None:
+    if begun is not None and repository.commit(root, begun) is None:
         raise UserError(
             f"the sweep {name} broke off on commit {begun}, which git in {root} does not know any more; "
             "`revision: HEAD` does all of it, of the last one"
         )
-    return workspace.resolve(root, begun)
+    return repository.resolve(root, begun)
 
 
 class SweepFailed(Exception):

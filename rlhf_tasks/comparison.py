@@ -20,10 +20,11 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_tasks import config, lineage, workspace
+from rlhf_tasks import config, lineage, repository
 from rlhf_tasks.config import UserError
 
-HOW_NOT_WHAT = {"launch", "resume", "tracking", "service", "promotion"}  # change no weight and no win rate
+HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # change nothing that a run makes
+UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict: no weight, no win rate
 MAX_SHOWN = 60  # characters of a setting
 UNKNOWN = "?"
 
@@ -54,7 +55,7 @@ def read(root: Path, setting: str, seed: int, name: str) -> Result:
     Raises:
         UserError: if there is none.
     """
-    revision = workspace.experiment(root, name)
+    revision = repository.experiment(root, name)
     if revision is None:
         raise UserError(f"there is no experiment {name!r}; `dvc exp list` shows what there is")
     return replace(_of_commit(root, revision, name), setting=setting, seed=seed)
@@ -92,14 +93,14 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
 
 
 def _experiment(root: Path, name: str) -> str | None:
-    """As `workspace.experiment`; None outside of git, where MLflow and folders can be asked still."""
-    return workspace.experiment(root, name) if lineage.git_revision() else None
+    """As `repository.experiment`; None outside of git, where MLflow and folders can be asked still."""
+    return repository.experiment(root, name) if lineage.git_revision() else None
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:
-    paths = [path for kind in ("metrics/", "plots/") for path in workspace.paths(root, revision, kind)]
-    paths += workspace.paths(root, revision, "params.yaml")
-    return _of_files(name, paths, lambda path: workspace.shown(root, revision, path), revision)
+    paths = [path for kind in ("metrics/", "plots/") for path in repository.paths(root, revision, kind)]
+    paths += repository.paths(root, revision, "params.yaml")
+    return _of_files(name, paths, lambda path: repository.shown(root, revision, path), revision)
 
 
 def _of_folder(folder: Path, name: str) -> Result:
@@ -133,7 +134,7 @@ def _result(
     identity: str,
 ) -> Result:
     texts = {key: _text(value) for key, value in parameters.items()}
-    kept = {k: v for k, v in texts.items() if k != "seed" and k.split(".")[0] not in HOW_NOT_WHAT}
+    kept = {k: v for k, v in texts.items() if k != "seed" and k.split(".")[0] not in UNCOMPARED}
     finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
     return Result("", int(texts.get("seed", 0)), name, finite, curves, kept, identity)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import config, lineage, workspace
+from rlhf_tasks import config, lineage, repository
 from rlhf_tasks.config import UserError
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
@@ -49,19 +49,19 @@ def find(root: Path, asked: str) -> Chain:
     """The chain that ends in what is asked for; all of it for an experiment, a commit or a flow's run.
 
     Raises:
-        UserError: if nothing is known by that name.
+        UserError: if nothing is known by that name, or MLflow is to be asked and does not answer.
     """
     path = asked.rstrip("/")
     makers = {out: stage for stage, node in lineage.graph(root).items() for out in node.outs}
     if path in makers:
         return _of_path(root, path, makers[path])
     name = _named_by_run(root, asked) or asked
-    revision = workspace.experiment(root, name)
+    revision = repository.experiment(root, name)
     if revision is not None:
         return _of_revision(root, revision, name, None)
     if (stage := _stage_of_key(root, name)) is not None:
         return _of_key(root, name, stage)
-    revision = workspace.commit(root, name)
+    revision = repository.commit(root, name)
     if revision is not None:
         return _of_revision(root, revision, None, None)
     raise UserError(
@@ -127,16 +127,16 @@ def _before(graph: Mapping[str, lineage.Node], stage: str) -> set[str]:
 
 def _revisions(root: Path) -> Iterator[tuple[str, str | None]]:
     """The commit checked out, then the experiments, newest first, each with its name."""
-    head = workspace.commit(root, "HEAD")
+    head = repository.commit(root, "HEAD")
     if head is not None:
         yield head, None
-    yield from workspace.experiments(root)
+    yield from repository.experiments(root)
 
 
 def _locked(root: Path, revision: str) -> dict[str, str]:
-    if not workspace.paths(root, revision, "dvc.lock"):
+    if not repository.paths(root, revision, "dvc.lock"):
         return {}
-    return lineage.locked_in(workspace.shown(root, revision, "dvc.lock"))
+    return lineage.locked_in(repository.shown(root, revision, "dvc.lock"))
 
 
 def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
     if md5 is None:
         return {}
     try:
-        blob = workspace.cache(root) / "files" / "md5" / md5[:2] / md5[2:]
+        blob = repository.cache(root) / "files" / "md5" / md5[:2] / md5[2:]
         found: dict[str, Any] = json.loads(blob.read_text(encoding="utf-8"))
     except OSError:
         return {}
@@ -153,9 +153,9 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
 
 def _metrics(root: Path, revision: str) -> dict[str, float]:
     path = "metrics/judge.json"
-    if not workspace.paths(root, revision, path):
+    if not repository.paths(root, revision, path):
         return {}
-    return config.flatten(json.loads(workspace.shown(root, revision, path)))
+    return config.flatten(json.loads(repository.shown(root, revision, path)))
 
 
 def _stage_of_key(root: Path, name: str) -> str | None:
@@ -166,7 +166,7 @@ def _stage_of_key(root: Path, name: str) -> str | None:
 def _named_by_run(root: Path, asked: str) -> str | None:
     """What a flow run's spool or an MLflow run's tags name: a key, an experiment that there is, a commit."""
     if flow := FLOW_ID.fullmatch(asked):
-        spool = workspace.home(root) / "spool"
+        spool = repository.home(root) / "spool"
         tags = dict[str, str]()
         for file in [*spool.glob(f"flow-{flow[2]}*.jsonl"), *spool.glob(f"delivered/flow-{flow[2]}*.jsonl")]:
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -174,9 +174,10 @@ def _named_by_run(root: Path, asked: str) -> str | None:
                 tags |= record["values"] if record["kind"] == "tags" else {}
         return _experiment_or_commit(root, tags)
     if MLFLOW_ID.fullmatch(asked):
-        from rlhf_tasks.tracking.store import tags_of
+        from rlhf_tasks.tracking import context, records
 
-        tags = tags_of(config.load(root / "params.yaml").tracking.uri, workspace.home(root), asked)
+        uri = context.uri(config.load(root / "params.yaml").tracking)
+        tags = records.tags(uri, repository.home(root), asked)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 
@@ -184,7 +185,7 @@ def _named_by_run(root: Path, asked: str) -> str | None:
 def _experiment_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
     """The commit where nothing differed from it, so that nothing was saved."""
     name = tags.get("dvc.exp")
-    return name if name and workspace.experiment(root, name) else tags.get("git.rev")
+    return name if name and repository.experiment(root, name) else tags.get("git.rev")
 
 
 def lines(chain: Chain) -> Iterator[str]:
@@ -221,7 +222,7 @@ def commands(chain: Chain) -> list[str]:
     keys = [link.made["rlhf.run"] for link in chain.links if link.made]
     all_outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
     outs = [chain.path] if chain.path else all_outs
-    held = [out for out in outs if not out.startswith(workspace.GIT_HELD)]
+    held = [out for out in outs if not out.startswith(repository.GIT_HELD)]
     return [
         f"{here}  # all of it, in this folder",
         *(f"dvc get . {out} --rev {chain.revision[:12]} -o {out.replace('/', '-')}" for out in held),

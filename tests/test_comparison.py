@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import comparison, workspace
+from rlhf_tasks import comparison, repository
 from rlhf_tasks.comparison import Result
 from rlhf_tasks.config import UserError
 from tests.flows import toy
@@ -59,6 +59,6 @@ def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     found = comparison.read(root, "a", 1, "mine")
     assert found.metrics == {"first/x.y": 2}
     assert found.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
-    assert workspace.experiment(root, "ine") is None, "whole names only"
+    assert repository.experiment(root, "ine") is None, "whole names only"
     with pytest.raises(UserError, match="no experiment 'other'"):
         comparison.read(root, "a", 1, "other")

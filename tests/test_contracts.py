@@ -38,6 +38,7 @@ TORCH_FREE = (
     "tracking",
     "presets",
     "daemons",
+    "repository",
     "workspace",
     "comparison",
     "provenance",

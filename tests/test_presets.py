@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks import cli, config, presets
 from rlhf_tasks.data.batches import micro_batches
+from rlhf_tasks.presets import Request
 from tests import toy
 from tests.test_contracts import UNPINNED
 
@@ -368,3 +369,30 @@ def test_the_smoke_preset_trains_no_reward_model_and_needs_none() -> None:
     assert not found.reward.train
     assert [scorer.kind for scorer in found.ppo.scorers] == ["dummy"]
     assert (found.ppo.critic_init, [judge.kind for judge in found.judge.judges]) == ("sft", ["gold"])
+
+
+SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
+
+
+def test_of_a_request_presets_come_first_and_single_values_win() -> None:
+    asked = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
+    _, settings, changes = asked.settle(SHIPPED)
+    assert (settings.seed, settings.ppo.total_episodes, settings.ppo.gamma) == (9, 128, 0.5)
+    assert settings.ppo.rollout_batch_size == 64, "the preset's"
+    assert "seed: 1 → 9" in changes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),
+        ({"ppo.kl_coef": "0.1"}, "ppo.kl_coef"),
+        ({"nothing.of.it": 1}, "nothing: unknown key"),
+        ({"ppo.kl_coef": 0.1, "sft.batch_size": -1}, "sft.batch_size"),
+    ],
+)
+def test_of_a_request_overrides_are_checked_by_the_config_types(
+    overrides: dict[str, object], told: str
+) -> None:
+    with pytest.raises(config.ConfigError, match=told):
+        Request(overrides=overrides).settle(SHIPPED)

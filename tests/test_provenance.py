@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import cli, lineage, provenance, workspace
+from rlhf_tasks import cli, lineage, provenance, repository
 from rlhf_tasks.config import UserError
+from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
@@ -43,7 +45,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(made)
     words = [sys.executable, "-m", "dvc", "repro", "-q"]
     subprocess.run(words, cwd=made, check=True, start_new_session=True)
-    workspace.dvc(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
+    repository.dvc(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
     spool = made / ".rlhf/spool/delivered"
     spool.mkdir(parents=True)
     (spool / f"flow-{FLOW}.jsonl").write_text(
@@ -72,6 +74,31 @@ def test_a_flow_run_that_saved_nothing_leads_to_its_commit(root: Path, name: dic
     assert (chain.revision, chain.experiment) == (head, None)
 
 
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_an_mlflow_run_is_looked_for_where_the_stages_told_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_environment: bool
+) -> None:
+    """In the store that MLFLOW_TRACKING_URI names, else in the project's own; the other has no such run."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if by_environment:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", embedded_uri(elsewhere))
+    else:
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    client = MlflowClient(embedded_uri(elsewhere if by_environment else root / ".rlhf"))
+    made = client.create_run(client.create_experiment("rlhf"), tags={"dvc.exp": "mine"})
+    assert provenance.find(root, made.info.run_id).experiment == "mine"
+    with pytest.raises(UserError, match="no run that this project knows"):
+        provenance.find(root, "0" * 32)
+
+
+def test_an_mlflow_that_does_not_answer_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 cannot be asked"):
+        provenance.find(root, "0" * 32)
+
+
 def test_the_text_goes_from_data_to_verdict_and_its_commands_work(
     root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -85,7 +112,7 @@ def test_the_text_goes_from_data_to_verdict_and_its_commands_work(
     chain = provenance.find(root, "second.txt")
     get = next(line for line in provenance.commands(chain) if line.startswith("dvc get"))
     target = tmp_path / "back.txt"
-    workspace.dvc(root, *get.split()[1:-1], str(target))
+    repository.dvc(root, *get.split()[1:-1], str(target))
     assert target.read_bytes() == (root / "second.txt").read_bytes()
 
 

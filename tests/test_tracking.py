@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -677,21 +677,10 @@ def test_a_server_takes_traces_and_those_that_it_was_away_for_later(
     port = free_port(28600)
     url = f"http://127.0.0.1:{port}"
 
-    @contextmanager
-    def served() -> Iterator[None]:
-        command = dashboard.server_command(home, port)
-        environment = dashboard.server_environment(os.environ)
-        with subprocess.Popen(command, env=environment, start_new_session=True) as server:
-            try:
-                until(lambda: answers(url), "MLflow")
-                yield
-            finally:
-                os.killpg(server.pid, signal.SIGKILL)
-
     try:
         with tracking.open_run("judge", view("judge", uri=url), key="judge-1") as tracker:
             tracker.trace("judge gpt", {"model": "m"}, {"text": "A", "tokens": 9}, start=5, end=7)
-            with served():
+            with served(home, port):
                 spool = pending(home / "spool")[0]
                 records, _ = spool.read()
                 store = Store.open(records[0]).run(records[0], last=True, live=True)
@@ -702,7 +691,7 @@ def test_a_server_takes_traces_and_those_that_it_was_away_for_later(
             tracker.trace("judge gpt", {"model": "m"}, {"text": "B"}, start=9, end=12)
         delivered, failed = courier.sync(home)
         assert (delivered, list(failed)) == (0, ["judge-1"])
-        with served():
+        with served(home, port):
             assert courier.sync(home) == (1, {})
             assert traced(home, run, url) == ["0", "1", "2"]
             assert runs(home, url)["judge"].info.status == "FINISHED"
@@ -715,3 +704,61 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+@contextmanager
+def served(home: Path, port: int) -> Iterator[None]:
+    """A server over the store in `home`, killed in the end."""
+    command = dashboard.server_command(home, port)
+    environment = dashboard.server_environment(os.environ)
+    with subprocess.Popen(command, env=environment, start_new_session=True) as server:
+        try:
+            until(lambda: answers(f"http://127.0.0.1:{port}"), "MLflow")
+            yield
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("is_back", ["before the end", "after it"])
+def test_a_server_that_dies_midway_stops_nothing_and_has_every_point_once_when_it_is_back(
+    project: Path, empty_database: Path, capsys: pytest.CaptureFixture[str], is_back: str
+) -> None:
+    """With a courier of the stage's own, over HTTP."""
+    home, port = project / ".rlhf", free_port(28700)
+    home.mkdir()
+    shutil.copy(empty_database, home)
+    url, spool = f"http://127.0.0.1:{port}", Spool(home / "spool", "sft-1")
+    losses = [(step, 1 / step) for step in range(1, 31)]
+
+    def train(tracker: tracking.Tracker, first: int, last: int) -> None:
+        for step, loss in losses[first - 1 : last]:
+            tracker.metrics({"train/loss": loss}, step=step)
+
+    def seen(name: str) -> list[tuple[int, float]]:
+        with suppress(AssertionError, KeyError):  # there is no experiment, no run yet
+            history = MlflowClient(url).get_metric_history(runs(home, url)["sft"].info.run_id, name)
+            return [(point.step, point.value) for point in history]
+        return []
+
+    with ExitStack() as again:
+        with tracking.open_run("sft", view(uri=url), key="sft-1") as tracker:
+            with served(home, port):
+                train(tracker, 1, 10)
+                until(lambda: len(seen("train/loss")) == 10, "the first points")
+            train(tracker, 11, 20)
+            until(spool.trouble.exists, "the courier to be refused")
+            train(tracker, 21, 30)
+            tracker.final({"perplexity": 2.0})
+            assert "training goes on, metrics are kept in" in capsys.readouterr().out
+            if is_back == "before the end":
+                again.enter_context(served(home, port))
+        if is_back == "after it":
+            assert [left.name for left in pending(home / "spool")] == ["sft-1"]
+            again.enter_context(served(home, port))
+            assert courier.sync(home) == (1, {})
+        assert pending(home / "spool") == []
+        assert seen("train/loss") == losses
+        assert seen("perplexity") == [(30, 2.0)]
+        assert runs(home, url)["sft"].info.status == "FINISHED"

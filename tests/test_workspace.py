@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks import config, workspace
-from rlhf_tasks.config import ConfigError, UserError
-from rlhf_tasks.workspace import Request, Workspace
+from rlhf_tasks import config, repository, workspace
+from rlhf_tasks.config import UserError
+from rlhf_tasks.presets import Request
+from rlhf_tasks.workspace import Workspace, inputs
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
@@ -29,7 +30,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def create(
     root: Path, name: str = "one", overrides: dict[str, Any] | None = None, revision: str = "HEAD"
 ) -> Workspace:
-    text, settings, _ = Request(overrides=overrides).settle(workspace.committed(root, "params.yaml"))
+    text, settings, _ = Request(overrides=overrides).settle(repository.committed(root, "params.yaml"))
     return workspace.create(root, name, text, settings, revision)
 
 
@@ -48,10 +49,10 @@ def test_a_run_becomes_an_experiment_that_restores_and_touches_nothing(root: Pat
     assert toy.git(root, "worktree", "list").count("\n") == 1
     assert toy.git(root, "status", "--porcelain") == ""
     assert not (root / "second.txt").exists()
-    assert workspace.experiment(root, "mine") == revision
-    assert (revision, "mine") in workspace.experiments(root)
-    assert workspace.paths(root, revision, "metrics/") == ["metrics/first.json"]
-    workspace.dvc(root, "exp", "apply", "mine")
+    assert repository.experiment(root, "mine") == revision
+    assert (revision, "mine") in repository.experiments(root)
+    assert repository.paths(root, revision, "metrics/") == ["metrics/first.json"]
+    repository.dvc(root, "exp", "apply", "mine")
     assert (root / "second.txt").read_text(encoding="utf-8").split() == [
         "rows", "kl_coef:", "0.25", *second_comment(root),
     ]  # fmt: skip
@@ -66,7 +67,7 @@ def second_comment(root: Path) -> list[str]:
 def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: Path) -> None:
     first, second = create(root, "one"), create(root, "two")
     repro(first.folder)
-    told = workspace.dvc(second.folder, "repro")
+    told = repository.dvc(second.folder, "repro")
     assert told.count("is cached - skipping run") == 2
     assert (second.folder / "second.txt").read_bytes() == (first.folder / "second.txt").read_bytes()
 
@@ -74,7 +75,7 @@ def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: 
 def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
     (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
     (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
-    assert workspace.unseen(root, "given") == ["second.sh"]
+    assert inputs.unseen(root, "given") == ["second.sh"]
     place = create(root)
     assert (place.folder / "given/rows.txt").read_text(encoding="utf-8") == "newer\n"
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
@@ -111,22 +112,22 @@ def test_what_vanished_processes_left_goes_and_what_is_worked_in_stays(root: Pat
 
 
 def test_a_run_sees_the_commit_it_is_given(root: Path) -> None:
-    before = workspace.resolve(root, None)
+    before = repository.resolve(root, None)
     toy.write_script(root, ["exit 1"])
     place = create(root, revision=before)
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
     with pytest.raises(UserError, match="revision='no-such' is no commit, branch or tag"):
-        workspace.resolve(root, "no-such")
+        repository.resolve(root, "no-such")
 
 
 def test_a_remote_told_relative_to_the_project_is_the_same_from_a_workspace(root: Path) -> None:
-    workspace.dvc(root, "remote", "add", "--default", "store", "../store")
-    workspace.dvc(root, "remote", "add", "--local", "own", "own-store")
+    repository.dvc(root, "remote", "add", "--default", "store", "../store")
+    repository.dvc(root, "remote", "add", "--local", "own", "own-store")
     toy.commit(root)
     place = create(root)
     repro(place.folder)
-    workspace.dvc(place.folder, "push")
-    workspace.dvc(place.folder, "push", "--remote", "own")
+    repository.dvc(place.folder, "push")
+    repository.dvc(place.folder, "push", "--remote", "own")
     assert (root.parent / "store/files").is_dir()
     assert (root / "own-store/files").is_dir()
     assert "config" not in toy.git(place.folder, "status", "--porcelain"), "no experiment holds such paths"
@@ -181,49 +182,6 @@ def test_a_project_below_the_repositorys_top_works_too(tmp_path: Path) -> None:
     place = create(inner)
     assert place.folder == place.top / "inner"
     assert (place.folder / "params.yaml").exists()
-
-
-def test_presets_come_first_and_single_values_win(root: Path) -> None:
-    text = workspace.committed(root, "params.yaml")
-    asked = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
-    _, settings, changes = asked.settle(text)
-    assert (settings.seed, settings.ppo.total_episodes, settings.ppo.gamma) == (9, 128, 0.5)
-    assert settings.ppo.rollout_batch_size == 64, "the preset's"
-    assert "seed: 1 → 9" in changes
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),
-        ({"ppo.kl_coef": "0.1"}, "ppo.kl_coef"),
-        ({"nothing.of.it": 1}, "nothing: unknown key"),
-        ({"ppo.kl_coef": 0.1, "sft.batch_size": -1}, "sft.batch_size"),
-    ],
-)
-def test_overrides_are_checked_by_the_config_types(
-    root: Path, overrides: dict[str, object], told: str
-) -> None:
-    text = workspace.committed(root, "params.yaml")
-    with pytest.raises(ConfigError, match=told):
-        Request(overrides=overrides).settle(text)
-
-
-def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
-    toy.git(tmp_path, "init", "-q")
-    with pytest.raises(UserError, match="has no git commit"):
-        workspace.committed(tmp_path, "params.yaml")
-
-
-def test_a_nameless_user_is_told_before_anything_runs(
-    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    toy.git(root, "config", "--unset", "user.email")
-    for variable in ("HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    with pytest.raises(UserError, match=r"git config user\.email"):
-        workspace.committed(root, "params.yaml")
 
 
 def test_stages_run_the_code_of_the_workspaces_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

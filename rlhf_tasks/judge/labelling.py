@@ -19,7 +19,7 @@ from typing import TextIO
 
 import pyarrow.parquet as pq
 
-from rlhf_tasks import console, presets, workspace
+from rlhf_tasks import console, presets, repository
 from rlhf_tasks.config import UserError
 from rlhf_tasks.judge import labels
 from rlhf_tasks.judge.labels import Label, Pair
@@ -66,7 +66,7 @@ def keep() -> None:
     """Have DVC keep the labels, and the judge stage read them."""
     if not FILE.exists():
         return
-    workspace.dvc(Path.cwd(), "add", "--quiet", str(FILE))
+    repository.dvc(Path.cwd(), "add", "--quiet", str(FILE))
     changed = presets.apply([], Path("params.yaml"), [f"judge.labels={FILE}"])
     told = ", params.yaml (judge.labels)" if changed else ""
     console.say(

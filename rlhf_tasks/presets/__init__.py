@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,33 @@ from rlhf_tasks import checkpoint, config
 from rlhf_tasks.config import ConfigError, UserError
 
 FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a run is asked to change of the committed parameters: presets, then single values on top."""
+
+    preset: str | None = None
+    seed: int | None = None
+    overrides: dict[str, Any] | None = None
+
+    def overlays(self) -> list[dict[str, Any]]:
+        return [*self._presets(), *self._single()]
+
+    def _presets(self) -> list[dict[str, Any]]:
+        return [read(self.preset)] if self.preset else []
+
+    def _single(self) -> list[dict[str, Any]]:
+        given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
+        return [nested(key, value) for key, value in given.items()]
+
+    def settle(self, text: str) -> tuple[str, config.Config, list[str]]:
+        """The text of params.yaml with the changes, as a checked config, and the changes.
+
+        Raises:
+            ConfigError: naming every problem of what was asked.
+        """
+        return combined(text, self._presets(), "params.yaml with the run's changes", self._single())
 
 
 def names() -> list[str]:

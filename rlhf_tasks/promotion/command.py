@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from rlhf_tasks import checkpoint, config, console, lineage, workspace
+from rlhf_tasks import checkpoint, config, console, lineage, repository
 from rlhf_tasks.config import Config, Promotion, StageView, UserError
 from rlhf_tasks.config.promotion import parts
 from rlhf_tasks.promotion import evidence, experiment, gate, stage, weights
@@ -230,14 +230,14 @@ def _made(model: str, md5: str) -> dict[str, Any]:
 
 def _revision(root: Path, model: str, md5: str) -> tuple[str, str | None] | None:
     """The commit checked out, else an experiment's, whose dvc.lock has it; with its name if it is one's."""
-    head = workspace.commit(root, "HEAD")
+    head = repository.commit(root, "HEAD")
     if head is None:
         return None
-    known = workspace.experiments(root)
+    known = repository.experiments(root)
     for revision, name in [(head, dict(known).get(head)), *known]:
-        if not workspace.paths(root, revision, "dvc.lock"):
+        if not repository.paths(root, revision, "dvc.lock"):
             continue
-        if lineage.locked_in(workspace.shown(root, revision, "dvc.lock")).get(model) == md5:
+        if lineage.locked_in(repository.shown(root, revision, "dvc.lock")).get(model) == md5:
             return revision, name
     return None
 

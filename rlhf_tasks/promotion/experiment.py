@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlhf_tasks import console, lineage, presets, workspace
+from rlhf_tasks import console, lineage, presets, repository, workspace
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.promotion.evidence import POLICY
 
@@ -21,7 +21,7 @@ OF_HERE = ("judge", "promotion", "tracking")
 
 def find(name: str) -> str | None:
     """The commit of an experiment; None if there is none of this name, or no git."""
-    return workspace.experiment(Path.cwd(), name) if lineage.git_revision() else None
+    return repository.experiment(Path.cwd(), name) if lineage.git_revision() else None
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
     """
     root, given = Path.cwd(), settings.model_dump(mode="json", by_alias=True)
     text, own = presets.replaced(
-        workspace.shown(root, revision, "params.yaml"),
+        repository.shown(root, revision, "params.yaml"),
         {section: given[section] for section in OF_HERE},
         f"params.yaml of {name} with the sections {', '.join(OF_HERE)} of here",
     )
@@ -51,13 +51,13 @@ def _complete(name: str) -> None:
     locked, graph = lineage.locked(), lineage.graph()
     if POLICY not in locked:
         raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
-    made = {out for node in graph.values() for out in node.outs if not out.startswith(workspace.GIT_HELD)}
+    made = {out for node in graph.values() for out in node.outs if not out.startswith(repository.GIT_HELD)}
     read = [path for path in graph["judge"].inputs if path in made] if "judge" in graph else []
     wanted = dict.fromkeys([POLICY, *read])
     lost = [path for path in wanted if _is_lost(path, locked)]
     try:
         if lost:
-            workspace.dvc(Path.cwd(), "pull", "--quiet", *lost)
+            repository.dvc(Path.cwd(), "pull", "--quiet", *lost)
     except UserError as error:
         said = str(error).splitlines()[-1].removeprefix("ERROR: ")
         parts = ", ".join(f"{path} ({locked[path]})" for path in lost)
@@ -68,7 +68,7 @@ def _complete(name: str) -> None:
         ) from None
     if _is_lost(LINEAGE, locked):
         try:
-            workspace.dvc(Path.cwd(), "pull", "--quiet", LINEAGE)
+            repository.dvc(Path.cwd(), "pull", "--quiet", LINEAGE)
         except UserError:
             console.say(f"{LINEAGE} of {name} is nowhere: the version does not tell its run in MLflow")
 

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_tasks import lineage, workspace
+from rlhf_tasks import lineage, repository
 from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import UserError
 
@@ -40,7 +40,7 @@ def bring(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
     for revision in filter(None, (tags.get(REVISION), tags.get(EXPERIMENT))) if path else ():
         shutil.rmtree(target, ignore_errors=True)
         try:
-            workspace.dvc(root, "get", ".", str(path), "--rev", revision, "--out", str(target))
+            repository.dvc(root, "get", ".", str(path), "--rev", revision, "--out", str(target))
         except UserError as error:
             problems.append(str(error).splitlines()[-1])
             continue
@@ -72,7 +72,7 @@ def _is(folder: Path, md5: str) -> bool:
 
 def _cache(root: Path) -> Path | None:
     try:
-        return workspace.cache(root)
+        return repository.cache(root)
     except UserError:
         return None  # no DVC project
 

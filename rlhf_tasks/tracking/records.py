@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +48,30 @@ def find(uri: str | None, home: Path, asked: str, drawn: Sequence[str]) -> Recor
     """
     if "'" in asked or (uri is None and not (home / "mlflow.db").exists()):
         return None
-    context.bound_requests()
-    client = MlflowClient(uri or embedded_uri(home))
-    try:
+    with _asking(uri, home, asked) as client:
         run = _found(client, asked)
         return None if run is None else _record(client, run, drawn)
+
+
+def tags(uri: str | None, home: Path, run: str) -> dict[str, str]:
+    """Those of the run of this id; empty if there is no such run.
+
+    Raises:
+        UserError: if MLflow cannot be asked.
+    """
+    if uri is None and not (home / "mlflow.db").exists():
+        return {}
+    with _asking(uri, home, run) as client:
+        found = _of_identity(client, run)
+        return {} if found is None else dict(found.data.tags)
+
+
+@contextmanager
+def _asking(uri: str | None, home: Path, asked: str) -> Iterator[MlflowClient]:
+    """Raises UserError if MLflow does not answer what is asked while this lasts."""
+    context.bound_requests()
+    try:
+        yield MlflowClient(uri or embedded_uri(home))
     except (MlflowException, SQLAlchemyError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         where = uri or home / "mlflow.db"
@@ -61,17 +81,21 @@ def find(uri: str | None, home: Path, asked: str, drawn: Sequence[str]) -> Recor
 def _found(client: MlflowClient, asked: str) -> Run | None:
     places = [experiment.experiment_id for experiment in client.search_experiments()]
     if IDENTITY.fullmatch(asked):
-        try:
-            return client.get_run(asked)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
+        return _of_identity(client, asked)
     for attribute in NAMED_BY:
         runs = client.search_runs(places, f"{attribute} = '{asked}'", max_results=1)
         if runs:
             return runs[0]
     return None
+
+
+def _of_identity(client: MlflowClient, run: str) -> Run | None:
+    try:
+        return client.get_run(run)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
 
 
 def _record(client: MlflowClient, run: Run, drawn: Sequence[str]) -> Record:

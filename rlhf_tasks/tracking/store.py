@@ -32,16 +32,6 @@ def embedded_uri(home: Path) -> str:
     return f"sqlite:///{home / 'mlflow.db'}"
 
 
-def tags_of(uri: str | None, home: Path, run: str) -> dict[str, str]:
-    """The tags of a run by MLflow's id; empty if there is no such run."""
-    if uri is None and not (home / "mlflow.db").exists():
-        return {}
-    try:
-        return dict(MlflowClient(uri or embedded_uri(home)).get_run(run).data.tags)
-    except MlflowException:
-        return {}
-
-
 @dataclass(frozen=True)
 class Store:
     client: MlflowClient

@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterator
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import DeploymentUpdate
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.deployments import run_deployment
+from prefect.events import emit_event
+from prefect.events.schemas.automations import AutomationCore
+from prefect.events.schemas.events import Event
+from prefect.flow_engine import FlowRunEngine
 from prefect.runtime import flow_run
-from prefect.testing.utilities import prefect_test_harness
+from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
+from prefect.states import Completed, Running
 
-from flows import deployments, request, service, settings, sweep, watch
-from rlhf_tasks import config, workspace
+from flows import deployments, pipeline, request, service, settings, sweep, watch
+from rlhf_tasks import config, repository
 from rlhf_tasks.config import UserError
-from rlhf_tasks.workspace import Request
+from rlhf_tasks.presets import Request
 from tests.flows import toy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # Prefect's and its server's own
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.usefixtures("server"),
+    pytest.mark.filterwarnings("ignore"),  # Prefect's and its server's own
+]
 RUNS, LOOKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/on-data-change"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project of another name than those of the other tests: they share a server."""
-    made = toy.make(tmp_path / "project", tracking={"experiment": f"test-{uuid.uuid4()}"})
-    monkeypatch.chdir(made)
-    return made
 
 
 def deployment(name: str) -> Any:
@@ -86,7 +82,7 @@ def test_the_slots_of_the_limit_stay_unless_they_are_told(root: Path) -> None:
 def test_projects_of_one_server_have_pools_and_names_of_their_own(root: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     deployments.apply(root, None)
-    with pytest.raises(UserError, match=rf"is that of the project in {root}: give `--pool NAME`"):
+    with pytest.raises(UserError, match=rf"is that of the project {root}: give `--pool NAME`"):
         deployments.apply(other, None, is_shared=True)
     deployments.apply(root, None, is_shared=True)
     with pytest.raises(UserError, match="there is no work pool 'two'"):
@@ -97,6 +93,46 @@ def test_projects_of_one_server_have_pools_and_names_of_their_own(root: Path, tm
     assert (made.work_pool_name, made.job_variables["working_dir"]) == ("two", str(other))
     for name in (f"{LOOKS}-two", f"{settings.SWEEP}/sweep-two"):
         assert deployment(name).parameters == {"deployment": f"{RUNS}-two"}, "not those of the first project"
+
+
+def test_projects_are_told_apart_in_a_pool_of_any_type(root: Path, tmp_path: Path) -> None:
+    """Where jobs go to containers, no deployment says which folder is its project's."""
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name="pods", type="kubernetes"))
+    other = toy.make(tmp_path / "other")
+    for made, team in ((root, "one"), (other, "two")):
+        toy.git(made, "remote", "add", "origin", f"git@example.org:{team}/rlhf.git")
+
+    def apply(folder: Path) -> None:
+        deployments.apply(folder, None, "pods", makes_pool=False, is_shared=True)
+
+    apply(root)
+    name = f"{RUNS}-pods"
+    assert "working_dir" not in deployment(name).job_variables
+    assert deployment(name).tags == ["rlhf", "project:example.org/one/rlhf"]
+    with pytest.raises(UserError, match=r"is that of the project example.org/one/rlhf: give `--pool NAME`"):
+        apply(other)
+    update(name, tags=["mine", *deployment(name).tags])
+    clone = tmp_path / "clone"
+    toy.git(tmp_path, "clone", "-q", str(root), str(clone))
+    toy.git(clone, "remote", "set-url", "origin", "https://somebody:secret@example.org/one/rlhf")
+    apply(clone)
+    assert deployment(name).tags == ["rlhf", "project:example.org/one/rlhf", "mine"]
+    update(name, tags=["mine"])  # as of a version that knew no owner
+    apply(other)
+    assert deployment(name).tags == ["rlhf", "project:example.org/two/rlhf", "mine"]
+
+
+def test_two_folders_of_one_project_are_told_apart_in_a_process_pool(root: Path, tmp_path: Path) -> None:
+    toy.git(root, "remote", "add", "origin", "git@example.org:one/rlhf.git")
+    clone = tmp_path / "clone"
+    toy.git(tmp_path, "clone", "-q", str(root), str(clone))
+    toy.git(clone, "remote", "set-url", "origin", "git@example.org:one/rlhf.git")
+    deployments.apply(root, None, "four", is_shared=True)
+    with pytest.raises(
+        UserError, match=rf"is that of the project {root}: .* example.org/one/rlhf in {clone}"
+    ):
+        deployments.apply(clone, None, "four", is_shared=True)
 
 
 def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +149,100 @@ def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
     assert ["--with-healthcheck" in words for words in started] == [False, True]
     assert deployment(f"{RUNS}-three").work_pool_name == "three"
+
+
+# --------------------------------------------------------------------------------- lost runs
+
+
+@flow(name="somebody-elses")
+def foreign() -> None:
+    """Of another project on the same server."""
+
+
+def started(of: Any, *, by: str | None = None) -> FlowRun:
+    """A run that is running, of a flow by itself or `by` a deployment."""
+    with get_client(sync_client=True) as client:
+        if by is None:
+            run = client.create_flow_run(of, state=Running())
+        else:
+            run = client.create_flow_run_from_deployment(client.read_deployment_by_name(by).id)
+            client.set_flow_run_state(run.id, Running(), force=True)
+        return client.read_flow_run(run.id)
+
+
+def heartbeat(of: Any, run: FlowRun) -> dict[str, Any]:
+    """As the run's own process tells it."""
+    resource, related = FlowRunEngine(of, flow_run=run)._build_heartbeat_event_template()
+    return {"event": deployments.HEARTBEAT, "resource": resource, "related": related}
+
+
+def automation() -> Any:
+    with get_client(sync_client=True) as client:
+        (found,) = client.read_automations_by_name(deployments.LOST)
+        return found
+
+
+def told(run: FlowRun, event: str) -> ReceivedEvent:
+    """The event of a run's state, as the server has told it."""
+    wanted = {"event": {"name": [event]}, "resource": {"id": [f"prefect.flow-run.{run.id}"]}}
+    with get_client(sync_client=True) as client:
+        answer = toy.until(
+            lambda: client._client.post("/events/filter", json={"filter": wanted}).json()["events"], event
+        )
+    return ReceivedEvent.model_validate(answer[0])
+
+
+def test_a_run_of_these_flows_is_watched_and_nobody_elses(root: Path) -> None:
+    deployments.apply(root, None)
+    trigger = ServerTrigger.model_validate(automation().trigger.model_dump())
+    ours = [(pipeline.pipeline, started(None, by=RUNS)), (sweep.sweep, started(sweep.sweep))]
+    theirs = [(foreign, started(foreign))]
+    for of, run in ours + theirs:
+        beat = Event(**heartbeat(of, run)).model_dump(mode="json") | {"received": run.created}
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(run.id, Completed(), force=True)
+        for event in (ReceivedEvent.model_validate(beat), told(run, "prefect.flow-run.Completed")):
+            assert trigger.covers(event) == ((of, run) in ours), event
+
+
+def test_the_automation_of_an_older_version_is_brought_up_to_date(root: Path) -> None:
+    deployments.apply(root, None)
+    with get_client(sync_client=True) as client:
+        new = automation()
+        old = new.model_dump(exclude={"id", "owner_resource"}) | {"enabled": False, "description": "mine"}
+        del old["trigger"]["match_related"]
+        client.update_automation(new.id, AutomationCore(**old))
+        assert automation().trigger != new.trigger
+        deployments.apply(root, None)
+        assert (automation().id, automation().trigger) == (new.id, new.trigger)
+        assert (automation().enabled, automation().description) == (False, "mine"), "the user's"
+        before = client._client.get(f"/automations/{new.id}").json()["updated"]
+        deployments.apply(root, None)
+        assert client._client.get(f"/automations/{new.id}").json()["updated"] == before
+        client.delete_automation(new.id)
+
+
+@pytest.mark.slow
+def test_a_silent_run_crashes_and_an_ended_or_foreign_one_is_left_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "SILENCE", timedelta(seconds=10))
+    deployments.apply(root, None)
+    lost, ended, theirs = started(pipeline.pipeline), started(pipeline.pipeline), started(foreign)
+    for of, run in ((foreign, theirs), (pipeline.pipeline, ended), (pipeline.pipeline, lost)):
+        emit_event(**heartbeat(of, run))
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(ended.id, Completed(), force=True)
+
+        def state(run: FlowRun) -> Any:
+            return client.read_flow_run(run.id).state
+
+        toy.until(lambda: state(lost).is_crashed(), "the silent run to be seen as crashed")
+        assert state(lost).message == "its heartbeat stopped"
+        time.sleep(10.0)  # theirs beat before, and would have been next
+        assert state(theirs).is_running()
+        assert state(ended).is_completed()
+        client.delete_automation(automation().id)
 
 
 # ------------------------------------------------------------------------------------- the watch
@@ -142,7 +272,7 @@ def complete(root: Path, monkeypatch: pytest.MonkeyPatch, asked: Request) -> Non
     """As a run of this request does at its end."""
     with monkeypatch.context() as patch:
         patch.setattr(flow_run, "get_id", lambda: "an-id", raising=False)
-        _, values, _ = request.settle(root, asked, workspace.resolve(root, None))
+        _, values, _ = request.settle(root, asked, repository.resolve(root, None))
         watch.note(asked, values, watch.fingerprint(root, values))
 
 

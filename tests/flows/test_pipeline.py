@@ -22,33 +22,21 @@ from filelock import FileLock
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.flow_engine import run_flow
 from prefect.states import Completed, Crashed, Failed, Running
-from prefect.testing.utilities import prefect_test_harness
 from pyarrow import parquet
 
 from flows import hooks, request, results, stages, sweep, watch
 from flows import pipeline as flows_pipeline
-from rlhf_tasks import comparison, config
+from rlhf_tasks import comparison, config, lineage, repository
 from rlhf_tasks.config import UserError
+from rlhf_tasks.presets import Request
 from rlhf_tasks.tracking import pipeline as tracking
-from rlhf_tasks.workspace import Request
 from tests.flows import toy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # Prefect's and its server's own
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made = toy.make(
-        tmp_path / "project", tracking={"enabled": False}, service={"retries": 0, "grace_seconds": 20.0}
-    )
-    monkeypatch.chdir(made)
-    return made
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.usefixtures("server"),
+    pytest.mark.filterwarnings("ignore"),  # Prefect's and its server's own
+]
 
 
 def run_here() -> None:
@@ -336,6 +324,27 @@ def test_a_sweep_is_checked_whole_and_named_by_what_decides_its_results(root: Pa
         sweep.cells(root, "s", None, [{"ppo.kl_coef": -1}, {"nothing": 1}], [1], "HEAD", sweep.Data(root))
     with pytest.raises(UserError, match="either grid"):
         sweep.combinations(None, None)
+
+
+def test_under_another_gate_a_sweeps_run_has_another_verdict_and_no_other_training(root: Path) -> None:
+    file = root / "dvc.yaml"
+    third = "  third:\n    cmd: grep max_kl params.yaml > third.txt\n    params: [promotion]\n"
+    file.write_text(
+        f"{file.read_text(encoding='utf-8')}{third}    deps: [second.txt]\n    outs: [third.txt]\n",
+        encoding="utf-8",
+    )
+    toy.write_script(root, ["echo once >> ../../trained", toy.SECOND.strip()])
+    listed = [{"promotion.max_kl": bound} for bound in (10.0, 1.0)]
+    cells, _ = sweep.cells(root, "s", None, listed, [1], "HEAD", sweep.Data(root))
+    made = []
+    for cell in cells:
+        flows_pipeline.pipeline(seed=cell.seed, overrides=dict(cell.overrides), name=cell.experiment)
+        revision = repository.experiment(root, cell.experiment)
+        assert revision is not None
+        made.append(lineage.locked_in(repository.shown(root, revision, "dvc.lock")))
+    assert made[0]["second.txt"] == made[1]["second.txt"]
+    assert made[0]["third.txt"] != made[1]["third.txt"]
+    assert (root / ".rlhf/trained").read_text(encoding="utf-8") == "once\n"
 
 
 class Sweep:

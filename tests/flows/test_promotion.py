@@ -6,13 +6,11 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.testing.utilities import prefect_test_harness
 
 from flows import pipeline as flows_pipeline
 from flows import promotion, results, stages
@@ -126,12 +124,6 @@ def test_the_verdict_stands_on_the_page_of_results(root: Path) -> None:
     page = results.page(outcome, root, {}, {}, {})
     assert f"## Promotion\n\nRefused: {REFUSED}" in page
     assert "| KL | 11.2 | <= 10 | -1.2 | FAILED |" in page
-
-
-@pytest.fixture
-def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
 
 
 @pytest.mark.slow

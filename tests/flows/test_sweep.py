@@ -19,13 +19,6 @@ from tests.flows import toy
 pytestmark = pytest.mark.filterwarnings("ignore")  # Prefect's own
 
 
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    made = toy.make(tmp_path / "project")
-    monkeypatch.chdir(made)
-    return made
-
-
 class Runs:
     """A Prefect server whose runs complete when they are looked at, and change the data after some."""
 

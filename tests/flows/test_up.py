@@ -242,6 +242,56 @@ def test_down_waits_for_an_up_in_progress(root: Path, capsys: pytest.CaptureFixt
     assert "nothing was running" in capsys.readouterr().out
 
 
+RUN = """\
+import pathlib, signal, sys, time
+def keep(*_):
+    time.sleep(0.3)
+    pathlib.Path("kept").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, keep)
+pathlib.Path("started").touch()
+time.sleep(60)
+"""  # a flow run's process, to which keeping its state takes a while
+WORKER = f"""\
+import signal, subprocess, sys, time
+run = subprocess.Popen([sys.executable, "-c", {RUN!r}, "prefect.engine"])
+def end(*_):
+    run.kill()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+run.wait()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def at_work(root: Path) -> Iterator[daemons.Daemon]:
+    """A worker that kills its run with itself, and its run."""
+    worker = Service.here().daemon("worker")
+    worker.start([sys.executable, "-c", WORKER], dict(os.environ), root)
+    toy.until((root / "started").exists, "the run to start")
+    yield worker
+    worker.stop(0.5)
+
+
+def test_the_runs_end_before_their_worker_and_keep_their_state(root: Path, at_work: daemons.Daemon) -> None:
+    Service.here()._end_runs()
+    assert (root / "kept").exists()
+    assert at_work.is_running()
+    assert [process.pid for process in at_work.members()] == [at_work.known()["pid"]]
+
+
+def test_down_lets_the_runs_keep_their_state(
+    root: Path, at_work: daemons.Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members = at_work.members()
+    assert len(members) == 2
+    assert service.main(["down"]) == 0
+    assert "ended: worker" in capsys.readouterr().out
+    assert (root / "kept").exists()
+    assert at_work.members() == []
+
+
 def test_ctrl_c_in_up_is_no_traceback(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

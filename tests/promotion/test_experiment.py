@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import cli, console, lineage, workspace
+from rlhf_tasks import cli, console, lineage, repository, workspace
+from rlhf_tasks.presets import Request
 from rlhf_tasks.tracking.store import embedded_uri
-from rlhf_tasks.workspace import Request
 from tests.flows import toy
 from tests.promotion import planted
 from tests.test_workspace import repro
@@ -60,7 +60,7 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)
-    workspace.dvc(tmp_path, "init", "-q")
+    repository.dvc(tmp_path, "init", "-q")
     toy.commit(tmp_path)
     monkeypatch.chdir(tmp_path)
     console.set_quiet(False)
@@ -69,12 +69,12 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
     """As the service's run of this name leaves it; its commit."""
-    text, settings, _ = Request(overrides=changes).settle(workspace.committed(root, "params.yaml"))
+    text, settings, _ = Request(overrides=changes).settle(repository.committed(root, "params.yaml"))
     place = workspace.create(root, name, text, settings)
     try:
         repro(place.folder)
         if push:
-            workspace.dvc(place.folder, "push", "--quiet")
+            repository.dvc(place.folder, "push", "--quiet")
         return place.save(name)
     finally:
         place.remove()
@@ -152,7 +152,7 @@ def test_weights_that_are_nowhere_are_told_with_how_to_have_them(
 
 
 def test_weights_that_a_remote_has_are_pulled(root: Path) -> None:
-    workspace.dvc(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
+    repository.dvc(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
     toy.commit(root)
     run(root, "one", seed=11, push=True)
     shutil.rmtree(root / ".dvc/cache")

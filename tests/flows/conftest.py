@@ -1,0 +1,35 @@
+"""A project of shell stages to run flows in, and a Prefect server for the tests of a module."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.testing.utilities import prefect_test_harness
+
+from flows import settings
+from tests.flows import toy
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    """A server that tells nobody of itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.QUIET.items():
+            patch.setenv(name, value)
+        with prefect_test_harness(server_startup_timeout=300):
+            yield
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: a project of another name than those of other tests, which share its server."""
+    made = toy.make(
+        tmp_path / "project",
+        tracking={"enabled": False, "experiment": f"test-{uuid.uuid4()}"},
+        service={"retries": 0, "grace_seconds": 20.0},
+    )
+    monkeypatch.chdir(made)
+    return made

@@ -1,0 +1,54 @@
+"""What git is asked of a project, and what it is told if git cannot say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks import repository
+from rlhf_tasks.config import UserError
+from tests.flows import toy
+
+pytestmark = [pytest.mark.e2e]
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("git@example.org:team/rlhf.git", "example.org/team/rlhf"),
+        ("https://example.org/team/rlhf", "example.org/team/rlhf"),
+        ("https://user:secret@example.org:8443/team/rlhf.git/", "example.org/team/rlhf"),
+        ("ssh://git@example.org:22/team/rlhf.git", "example.org/team/rlhf"),
+        ("host:rlhf.git", "host/rlhf"),
+        ("file:///srv/git/rlhf.git", "/srv/git/rlhf"),
+        ("/srv/git/rlhf.git", "/srv/git/rlhf"),
+    ],
+)
+def test_a_project_is_known_by_its_remote_without_protocol_and_login(
+    tmp_path: Path, remote: str, address: str
+) -> None:
+    toy.git(tmp_path, "init", "-q")
+    assert repository.address(tmp_path) == str(tmp_path)
+    toy.git(tmp_path, "remote", "add", "origin", remote)
+    assert repository.address(tmp_path) == address
+    (tmp_path / "part").mkdir()
+    assert repository.address(tmp_path / "part") == f"{address}/part"
+
+
+def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    with pytest.raises(UserError, match="has no git commit"):
+        repository.committed(tmp_path, "params.yaml")
+
+
+def test_a_nameless_user_is_told_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = toy.make(tmp_path / "project")
+    toy.git(root, "config", "--unset", "user.email")
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    with pytest.raises(UserError, match=r"git config user\.email"):
+        repository.committed(root, "params.yaml")
