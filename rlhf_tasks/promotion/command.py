@@ -117,7 +117,10 @@ def _check_policy(folder: Path) -> None:
             f"{POLICY}, or a name that `dvc exp list -A` shows"
         )
     identity = folder / "rlhf.json"
-    kind = json.loads(identity.read_text(encoding="utf-8")).get("kind") if identity.exists() else None
+    try:
+        kind = json.loads(identity.read_text(encoding="utf-8")).get("kind") if identity.exists() else None
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{identity} cannot be read ({error}); bring the folder back") from None
     if kind in ("reward", "reward_heldout"):
         raise UserError(f"{folder} is a reward model; give a policy such as {POLICY}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,25 @@ def test_judges_come_in_the_order_of_the_list_and_by_name(
 def test_a_function_that_is_not_there_is_told_by_its_place() -> None:
     with pytest.raises(UserError, match=r"judge\.judges: no_such_module:f cannot be imported"):
         judges.build(settings(LONGEST | {"function": "no_such_module:f"}), "synthetic", CPU)
+
+
+@pytest.mark.parametrize(
+    ("gives", "why"),
+    [
+        ("[1.0]", "gave 1 scores for 2 answers"),
+        ("['1', '2']", "text is no number"),
+        ("None", "gave None: .* one number per answer is needed"),
+    ],
+)
+def test_what_a_function_gives_that_is_no_number_an_answer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives: str, why: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_giver", raising=False)
+    (tmp_path / "my_giver.py").write_text(f"def gives(prompts, answers):\n    return {gives}\n")
+    (own,) = judges.build(settings(LONGEST | {"function": "my_giver:gives"}), "synthetic", CPU)
+    with pytest.raises(UserError, match=rf"judge\.judges: function my_giver:gives .*{why}"):
+        own.compare(["p", "q"], ["a", "b"], ["c", "d"])
 
 
 @pytest.mark.parametrize(
