@@ -38,6 +38,7 @@ class Planted:
 
     def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
         self.asked += questions
+        self.max_failures = max_failures
         found = [self._probability(question.first, question.second) for question in questions]
         return [Reply(p) if not math.isnan(p) else Reply.failed("planted") for p in found]
 
@@ -101,6 +102,17 @@ def test_more_failures_than_allowed_are_told_with_the_commonest_reason() -> None
         check_failures("j", found, 0.05)
     with pytest.raises(UserError, match="300 of 300"):
         check_failures("j", judged(lambda first, second: math.nan), 1.0)
+
+
+def test_as_many_failures_as_are_allowed_are_borne() -> None:
+    """15 pairs of 300 are 5%: both replies of each may fail before anything is proved."""
+    planted = Planted(lambda first, second: math.nan if {first, second} & set(OURS[:15]) else 1.0)
+    found = Comparing("planted", planted, 0.05).compare(PROMPTS, OURS, THEIRS)
+    assert (len(found.failures), planted.max_failures) == (15, 30)
+    check_failures("j", found, 0.05)
+    fewer = Verdicts(found.outcomes[:-1], failures=found.failures)
+    with pytest.raises(UserError, match="15 of 299 verdicts failed"):
+        check_failures("j", fewer, 0.05)
 
 
 def test_a_score_that_is_not_finite_is_a_failure() -> None:
