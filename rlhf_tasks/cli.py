@@ -8,6 +8,7 @@ else is a fault, with its traceback.
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import math
 import os
@@ -33,6 +34,9 @@ QUIET = {
 }  # set unless the user has
 
 
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM: unwound like Ctrl-C, so that the run is closed as KILLED."""
 
@@ -53,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if not launch.is_worker():  # the launcher says it, once
             print(f"rlhf: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in UNWRITABLE or launch.is_worker():
+            raise
+        print(f"rlhf: {error}; this user must be able to read and write there", file=sys.stderr)
         return 2
     except Terminated:
         return 143
@@ -136,6 +145,8 @@ def _judge(options: argparse.Namespace) -> int:
             )
         return stages.run("judge")
     view = StageView(config.load(), "judge")
+    if options.out is not None:
+        _check_out(options.out)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.judge import command
 
@@ -307,8 +318,10 @@ def _label(options: argparse.Namespace) -> int:
 
     try:
         labelling.run(options.pairs, most=options.num_examples, seed=options.seed, by=options.by)
-    finally:
+    except KeyboardInterrupt:
         labelling.keep()
+        raise
+    labelling.keep()
     return 0
 
 
@@ -329,6 +342,7 @@ def _add_compare(commands: Commands) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     lineage.graph()  # a project is here, before anything is asked of git
+    _check_out(options.out)
     from rlhf_tasks.report import comparison
 
     comparison.run(Path.cwd(), options.runs, options.out)
@@ -345,6 +359,22 @@ def _mlflow(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.dashboard import serve
 
     return serve(lineage.home(), options.port)
+
+
+def _check_out(out: Path) -> None:
+    """That a file can be written, before anything is sampled or paid for.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    if out.is_dir():
+        raise UserError(f"--out {out}: that is a folder; name a file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: its folder cannot be made ({error}); name another") from None
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out {out}: {out.parent} cannot be written to; name another folder")
 
 
 def _positive_int(text: str) -> int:

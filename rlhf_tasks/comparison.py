@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rlhf_tasks import config, lineage, repository
 from rlhf_tasks.config import UserError
 
@@ -106,6 +104,8 @@ def _of_commit(root: Path, revision: str, name: str) -> Result:
 def _of_folder(folder: Path, name: str) -> Result:
     found = [*folder.glob("metrics/*.json"), *folder.glob("plots/*.csv"), *folder.glob("params.yaml")]
     paths = sorted(path.relative_to(folder).as_posix() for path in found)
+    if not any(path.startswith("metrics/") for path in paths):
+        raise UserError(f"{name}/metrics is empty: no stage has run there; leave it out")
     identity = str(folder.resolve())
     return _of_files(name, paths, lambda path: (folder / path).read_text(encoding="utf-8"), identity)
 
@@ -116,13 +116,18 @@ def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str], ident
     parameters: dict[str, Any] = {}
     for path in paths:
         stage = Path(path).stem
-        if path == "params.yaml":
-            parameters = config.flatten(YAML(typ="safe", pure=True).load(text(path)))
-        elif path.endswith(".csv"):
-            curves[stage] = _rows(text(path))
-        else:
-            tree = config.flatten(json.loads(text(path)))
-            metrics |= {f"{stage}/{key}": value for key, value in tree.items()}
+        try:
+            if path == "params.yaml":
+                parameters = config.flatten(config.parse(text(path), path))
+            elif path.endswith(".csv"):
+                curves[stage] = _rows(text(path))
+            else:
+                tree = config.flatten(json.loads(text(path)))
+                metrics |= {f"{stage}/{key}": float(value) for key, value in tree.items()}
+        except (ValueError, TypeError, AttributeError, UserError) as error:
+            raise UserError(
+                f"{path} of {name} cannot be read ({error}); bring it back, or leave it out"
+            ) from None
     return _result(name, metrics, curves, parameters, identity)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,6 +21,7 @@ from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import encode, load_tokenizer
 
 IDENTITY = "rlhf.json"
+AGAIN = "bring the folder back from where it came, one of the pipeline's by `dvc checkout`"
 
 
 class ContractError(UserError):
@@ -33,9 +34,16 @@ def identity(kind: str, parents: Mapping[str, str]) -> dict[str, Any]:
 
 
 def identity_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; empty for a foreign one (its lineage is unknown)."""
+    """What a checkpoint says of itself; empty for a foreign one (its lineage is unknown).
+
+    Raises:
+        ContractError: for a file that is torn.
+    """
     file = folder / IDENTITY
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    except (ValueError, TypeError) as error:
+        raise ContractError(f"{file} cannot be read ({error}); {AGAIN}") from None
 
 
 def parents_of(folder: Path) -> dict[str, str]:
@@ -49,14 +57,21 @@ def is_made(folder: Path) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits."""
+    """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits.
+
+    Raises:
+        ContractError: for weights that are torn.
+    """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for key in sorted(tensors.keys()):
-                tensor = tensors.get_tensor(key).contiguous()
-                digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in sorted(tensors.keys()):
+                    tensor = tensors.get_tensor(key).contiguous()
+                    digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                    digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+        except SafetensorError as error:
+            raise ContractError(f"{file} cannot be read ({error}); {AGAIN}") from None
     return digest.hexdigest()[:16]
 
 

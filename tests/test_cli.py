@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -123,6 +124,43 @@ def test_a_users_mistake_is_2_and_a_fault_keeps_its_traceback(
     stage(faulty)
     with pytest.raises(RuntimeError, match="boom"):
         cli.main(["sft"])
+
+
+@pytest.mark.parametrize("words", [["judge", "models/policy"], ["compare", "."]])
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("folder.jsonl", "that is a folder"),
+        ("params.yaml/v.jsonl", "its folder cannot be made"),
+        ("shut/v.jsonl", "shut cannot be written to"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_paid_for(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    out: str,
+    why: str,
+) -> None:
+    Path("folder.jsonl").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "shut")
+    assert cli.main([*words, "--out", out]) == 2
+    told = capsys.readouterr().err
+    assert f"rlhf: --out {out}: " in told
+    assert why in told
+
+
+def test_a_folder_that_may_not_be_written_is_one_message(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shut_out(view: StageView, tracker: Tracker) -> dict[str, float]:
+        raise PermissionError(errno.EACCES, "Permission denied", "models/sft")
+
+    stage(shut_out)
+    assert cli.main(["sft"]) == 2
+    told = "rlhf: [Errno 13] Permission denied: 'models/sft'; this user must be able to read and write there"
+    assert capsys.readouterr().err == f"{told}\n"
 
 
 def test_ctrl_c_is_130(quiet_project: Path, stage: Callable[[Run], None]) -> None:

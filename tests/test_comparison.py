@@ -47,6 +47,30 @@ def test_the_same_results_give_the_same_figure(tmp_path: Path) -> None:
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("path", "content", "why"),
+    [
+        ("metrics/judge.json", "{", "metrics/judge.json of . cannot be read"),
+        ("metrics/judge.json", '{"rate": "much"}', "metrics/judge.json of . cannot be read .*'much'"),
+        ("plots/ppo.csv", "episode,kl\n64,high\n", "plots/ppo.csv of . cannot be read .*'high'"),
+        ("params.yaml", "seed: [", "params.yaml of . cannot be read"),
+        ("metrics/judge.json", None, r"\./metrics is empty"),
+    ],
+)
+def test_a_file_of_a_run_that_is_torn_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str | None, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"metrics/judge.json": '{"rate": 1}', path: content}.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        if text is not None:
+            Path(name).write_text(text, encoding="utf-8")
+        else:
+            Path(name).unlink(missing_ok=True)
+    with pytest.raises(UserError, match=why):
+        comparison.find(tmp_path, ".", [])
+
+
 def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     root = toy.make(tmp_path / "project")
     for path in ("metrics/first.json", "plots/ppo.csv"):

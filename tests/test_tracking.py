@@ -20,6 +20,7 @@ import psutil
 import pytest
 from filelock import FileLock
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, REQUEST_LIMIT_EXCEEDED
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
@@ -662,6 +663,54 @@ def test_a_trace_that_was_refused_is_sent_again_and_holds_nothing_else_up(
         assert traced(home, run.info.run_id) == ["0", "1", "2"]
         assert runs(home)["judge"].info.status == "FINISHED"
         assert pending(home / "spool") == []
+    finally:
+        mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")
+def test_a_trace_that_is_refused_for_good_is_told_once_and_never_sent_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside one that another hour will take, which stays to be sent."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    real, sent = TracingClient.start_trace, list[str]()
+    answers = {
+        "0": MlflowException("bad tag", error_code=INVALID_PARAMETER_VALUE),
+        "1": MlflowException("API request to endpoint /x failed with error code 413 != 200. Too large"),
+        "2": MlflowException("API request to endpoint /x failed with error code 503 != 200. Away"),
+        "3": MlflowException("slower", error_code=REQUEST_LIMIT_EXCEEDED),
+    }
+
+    def answering(self: TracingClient, info: Any) -> Any:
+        number = info.tags["rlhf.trace"]
+        sent.append(number)
+        if number in answers:
+            raise answers[number]
+        return real(self, info)
+
+    monkeypatch.setattr(TracingClient, "start_trace", answering)
+    try:
+        with tracking.open_run("judge", view("judge"), key="judge-1") as tracker:
+            for number in range(5):
+                tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=number, end=number + 1)
+        _, failed = courier.sync(home)
+        assert "has not taken 2 of 5 traces" in failed["judge-1"]
+        assert (sent, capsys.readouterr().out) == (["0", "1", "2", "3", "4"], "")
+        sent.clear()
+        del answers["2"], answers["3"]
+        assert courier.sync(home) == (1, {})
+        assert sent == ["2", "3"], "neither what was refused for good, nor what was taken"
+        kept = home / "spool/delivered/judge-1.jsonl"
+        told = "MLflow refused 2 trace(s) of judge-1 for good (status 400: MlflowException: bad tag)"
+        assert f"{told}; they are not sent again, and stay in {kept}" in capsys.readouterr().out
+        lines = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+        assert [line["number"] for line in lines if line["kind"] == "trace"] == [0, 1, 2, 3, 4]
+        run = runs(home)["judge"]
+        assert traced(home, run.info.run_id) == ["2", "3", "4"]
+        assert run.data.tags["rlhf.refused_traces"] == "2 of 5, such as status 400: MlflowException: bad tag"
+        assert courier.sync(home) == (0, {})
+        assert capsys.readouterr().out == ""
+        assert list((home / "spool").glob("judge-1*")) == []
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import console, presets, repository
@@ -81,11 +82,14 @@ def pairs(names: Sequence[str]) -> list[Pair]:
     """The pairs `A_vs_B` of the judged answers; answers that look the same are left out.
 
     Raises:
-        UserError: if there are no answers, or a name is no pair.
+        UserError: if there are no answers, or none that can be read, or a name is no pair.
     """
     if not ANSWERS.exists():
         raise UserError(f"{ANSWERS} is not there, and its answers are what is labelled; run `rlhf judge`")
-    rows = pq.read_table(ANSWERS).to_pylist()
+    try:
+        rows = pq.read_table(ANSWERS).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{ANSWERS} is no table ({error}); run `rlhf judge` again") from None
     found = []
     for name in names:
         a, _, b = name.partition("_vs_")

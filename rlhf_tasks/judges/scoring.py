@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from rlhf_tasks import models, statistics
+from rlhf_tasks.config import UserError
 from rlhf_tasks.data import synthetic
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer
 from rlhf_tasks.judges.verdicts import Verdicts
-from rlhf_tasks.scorers import RewardScorer, imported, numbers
+from rlhf_tasks.scorers import RewardScorer, ScorerError, imported, numbers
 
 
 class Scores(Protocol):
@@ -86,16 +87,19 @@ class Function:
     """`module:function`, called with all prompts and all answers as they are; gives a float for each.
 
     Raises:
-        UserError: naming the parameter `key`, if it cannot be imported or called.
+        UserError: naming the parameter `key`, if it cannot be imported or called, and later if what it
+            gives is no number for each answer. What it raises itself is a fault.
     """
 
     def __init__(self, function: str, key: str) -> None:
-        self._name, self._function = f"function {function}", imported(function, key)
+        self._name, self._function = f"{key}: function {function}", imported(function, key)
 
     def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        found: list[float] = numbers(
-            self._name, self._function(list(prompts), list(answers)), len(prompts)
-        ).tolist()
+        given = self._function(list(prompts), list(answers))
+        try:
+            found: list[float] = numbers(self._name, given, len(prompts)).tolist()
+        except ScorerError as error:
+            raise UserError(str(error)) from None
         return found
 
     def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from filelock import FileLock
 from rlhf_tasks import checkpoint, config, console, lineage, repository
 from rlhf_tasks.config import Config, Promotion, StageView, UserError
 from rlhf_tasks.config.promotion import parts
-from rlhf_tasks.promotion import evidence, experiment, gate, stage, weights
+from rlhf_tasks.promotion import evidence, experiment, files, gate, stage, weights
 from rlhf_tasks.promotion.evidence import POLICY
 from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
 from rlhf_tasks.tracking.courier import sync
@@ -43,23 +43,32 @@ def promote(asked: str, *, again: bool = False) -> int:
     revision = None if (Path(asked) / "config.json").is_file() else experiment.find(asked)
     if revision is None:
         _check_policy(Path(asked))
-    home = lineage.home()
+    home, here = lineage.home(), Path.cwd()
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "promotion.lock"):
             if revision is None:
-                return _promote(settings, criteria, Path(asked).as_posix(), home, again)
+                return _promote(settings, criteria, Path(asked).as_posix(), home, here, again)
             with experiment.entered(settings, asked, revision) as own:
-                return _promote(own, criteria, POLICY, home, again, f"{POLICY} of {asked}")
+                return _promote(own, criteria, POLICY, home, here, again, f"{POLICY} of {asked}")
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}){GOES_ON}")
         return DEFERRED
 
 
 def _promote(
-    settings: Config, criteria: Promotion, model: str, home: Path, again: bool, called: str | None = None
+    settings: Config,
+    criteria: Promotion,
+    model: str,
+    home: Path,
+    here: Path,
+    again: bool,
+    called: str | None = None,
 ) -> int:
-    """Of the policy in a folder below the working folder, whose metrics those there may be."""
+    """Of the policy in a folder below the working folder, whose metrics those there may be.
+
+    `here` is the user's folder, of which the judges' files are.
+    """
     root, md5, called = Path.cwd(), lineage.digest(Path(model)), called or model
     registry = Registry.open(settings.tracking, home, criteria.model)
     champion = registry.champion()
@@ -68,7 +77,7 @@ def _promote(
         return DONE
     version = registry.register(md5, model, *_origin(root, home, model, md5, registry, settings))
     registry.challenge(version)
-    measured = _measured(settings, criteria, model, md5)
+    measured = _measured(settings, criteria, model, md5, here)
     if champion is not None and criteria.over_champion is not None:
         if not champion.md5:
             raise UserError(
@@ -108,7 +117,10 @@ def _check_policy(folder: Path) -> None:
             f"{POLICY}, or a name that `dvc exp list -A` shows"
         )
     identity = folder / "rlhf.json"
-    kind = json.loads(identity.read_text(encoding="utf-8")).get("kind") if identity.exists() else None
+    try:
+        kind = json.loads(identity.read_text(encoding="utf-8")).get("kind") if identity.exists() else None
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{identity} cannot be read ({error}); bring the folder back") from None
     if kind in ("reward", "reward_heldout"):
         raise UserError(f"{folder} is a reward model; give a policy such as {POLICY}")
 
@@ -155,12 +167,15 @@ def _criteria(settings: Config) -> Promotion:
 # ------------------------------------------------------------------------------------- evidence
 
 
-def _measured(settings: Config, criteria: Promotion, model: str, md5: str) -> dict[str, float]:
+def _measured(settings: Config, criteria: Promotion, model: str, md5: str, here: Path) -> dict[str, float]:
     """By the names of metrics/judge.json: what the pipeline measured; of another policy, what can be now."""
-    if evidence.is_of(Path(), md5):
+    told = evidence.is_of(Path(), md5)
+    others = files.changed(Path(), here) if told else []
+    if told and not others:
         found = evidence.read(Path())
     else:
-        console.say(f"the metrics here are not of {model}: it is judged, and measured, against {SFT} now")
+        why = f"were measured with another {', '.join(others)}" if others else f"are not of {model}"
+        console.say(f"the metrics here {why}: it is judged, and measured, against {SFT} now")
         found = _contest(settings, criteria, model, SFT, "sft") | _cost(settings, criteria, model)
         found |= evidence.kl(Path()) if evidence.is_trained(Path(), md5) else {}
     from rlhf_tasks.judges import optimised

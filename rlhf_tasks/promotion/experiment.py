@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlhf_tasks import console, lineage, presets, repository, workspace
 from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.promotion import files
 from rlhf_tasks.promotion.evidence import POLICY
 
 LINEAGE = "models/lineage/ppo.json"
@@ -29,7 +30,7 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
     """The working folder is the experiment's while the block lasts; its parameters, but for OF_HERE.
 
     So its metrics count if they were measured as they would be now, and else it is judged anew, with its own
-    data, SFT and reward models.
+    data, SFT and reward models, by the judges of here, whose files are those of here too.
 
     Raises:
         UserError: if it has no policy, or some of what is judged, or judged with, is nowhere.
@@ -43,7 +44,7 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
     place = workspace.visited(root, f"promote-{name}", text, revision)
     with place as folder, contextlib.chdir(folder):
         _complete(name)
-        yield own
+        yield files.taken_from(root, own, [out for node in lineage.graph().values() for out in node.outs])
 
 
 def _complete(name: str) -> None:

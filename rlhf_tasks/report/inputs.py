@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import lineage
@@ -129,7 +130,10 @@ def _json(path: Path) -> dict[str, Any]:
 def _rows(path: Path | None, columns: tuple[str, ...]) -> Rows:
     if path is None:
         return []
-    table = pq.read_table(path)
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path} is no table ({error}); run its stage again") from None
     if table.num_rows == 0:
         return []  # a table made of no rows has no columns either
     lacking = [name for name in columns if name not in table.column_names]

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from rlhf_tasks import checkpoint, console, lineage
 from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.tracking import context, curves
-from rlhf_tasks.tracking.spool import Spool, table_json
+from rlhf_tasks.tracking.spool import Spool, table_json, tell_refused
 
 WAIT_SECONDS = 60.0  # for the courier, after a stage's end: a first delivery also makes the database
 SHOWN_REASON = 120  # characters
@@ -292,3 +292,4 @@ def _await_courier(courier: subprocess.Popen[bytes], tracker: SpoolTracker, seco
     except subprocess.TimeoutExpired:
         courier.returncode = 0  # it goes on by itself; the interpreter is not to warn of a lost child
     tracker.tell_trouble(failed=courier.returncode != 0)
+    tell_refused(lineage.home() / "spool")

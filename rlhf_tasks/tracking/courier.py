@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from rlhf_tasks.tracking import context
-from rlhf_tasks.tracking.spool import Spool, pending
+from rlhf_tasks.tracking.spool import Spool, pending, tell_refused
 
 POLL_SECONDS = 0.25
 RETRY_SECONDS = 20.0
@@ -60,6 +60,7 @@ def sync(home: Path) -> tuple[int, dict[str, str]]:
             delivered += 1
         else:
             failed[spool.name] = reason
+    tell_refused(home / "spool")
     return delivered, failed
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from rlhf_tasks import checkpoint, console
+
 
 @dataclass(frozen=True)
 class Spool:
@@ -64,6 +66,22 @@ class Spool:
     def trouble(self) -> Path:
         """Exists while MLflow does not take what is sent; holds the reason."""
         return self.folder / f"{self.name}.trouble"
+
+    @property
+    def refused(self) -> Path:
+        """Traces that MLflow refused for good, and why: a line of JSON each. Exists until that was told."""
+        return self.folder / f"{self.name}.refused"
+
+    def refuse(self, number: str, reason: str) -> None:
+        """Set a trace aside: it is not sent again."""
+        checkpoint.append_line(self.refused, json.dumps({"number": number, "reason": reason}))
+
+    def refusals(self) -> dict[str, str]:
+        """Why each trace that was set aside was refused, by its number."""
+        if not self.refused.exists():
+            return {}
+        lines = [json.loads(line) for line in self.refused.read_text(encoding="utf-8").splitlines()]
+        return {line["number"]: line["reason"] for line in lines}
 
     @property
     def delivered(self) -> Path:
@@ -115,6 +133,20 @@ def pending(folder: Path) -> list[Spool]:
     """Runs that are not wholly delivered, oldest first."""
     files = sorted(folder.glob("*.jsonl"), key=lambda file: file.stat().st_mtime)
     return [Spool(folder, file.stem) for file in files]
+
+
+def tell_refused(folder: Path) -> None:
+    """Say once, of each run that is delivered, which of its traces MLflow refused for good."""
+    for file in sorted(folder.glob("*.refused")):
+        spool = Spool(folder, file.stem)
+        reasons = list(spool.refusals().values())
+        if spool.file.exists() or not reasons:
+            continue  # there is more to be delivered, or another process has just told it
+        console.say(
+            f"MLflow refused {len(reasons)} trace(s) of {spool.name} for good ({reasons[0]}); they are not "
+            f"sent again, and stay in {spool.delivered}"
+        )
+        file.unlink(missing_ok=True)
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> str:

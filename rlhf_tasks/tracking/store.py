@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +21,18 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
 from rlhf_tasks.tracking import context
+from rlhf_tasks.tracking.spool import Spool
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
-MAX_PARAM, MAX_TAG = 6000, 5000  # characters
+MAX_PARAM, MAX_TAG, MAX_REASON = 6000, 5000, 300  # characters
 MAX_DIGEST = 36  # `….dir` just fits
 PIPELINE = "pipeline"  # stands for the stage in the spool of a flow
 REASON = "rlhf.reason"  # why a run was killed or failed
 EXPERIMENT = "dvc.exp"
 TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
+REFUSED_TAG = "rlhf.refused_traces"
+EXPORTER = "mlflow.tracing.export.mlflow_v3"  # logs why a trace was not taken, and raises nothing
+LATER = (401, 408, 425, 429)  # of 4xx, those that another key or another hour mends
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
 
@@ -211,11 +219,14 @@ class StageRun:
 
         `last`: False once the run has gone on elsewhere: this was not its end.
 
+        Traces that MLflow refuses for good are set aside in the spool, and never sent again.
+
         Raises:
-            MlflowException: at the end, if MLflow lacks some of the traces; all else is delivered by then.
+            MlflowException: at the end, if MLflow lacks other traces; all else is delivered by then.
         """
+        spool = Spool(files.parent, files.name)
         self._send_metrics([r for r in records if r["kind"] == "metrics"])
-        self._send_traces([r for r in records if r["kind"] == "trace"])
+        self._send_traces([r for r in records if r["kind"] == "trace"], spool)
         for name, record in {r["file"]: r for r in records if r["kind"] == "artifact"}.items():
             self.client.log_artifact(self.run, str(files / name), record["folder"])
             if record["table"] and name not in self._tables:
@@ -231,7 +242,7 @@ class StageRun:
             elif record["kind"] == "end":
                 if last:
                     self._end(record)
-                self._check_traces()
+                self._check_traces(spool.refusals())
                 return True
         return False
 
@@ -245,40 +256,46 @@ class StageRun:
         for start in range(0, len(metrics), BATCH_METRICS):
             self.client.log_batch(self.run, metrics=metrics[start : start + BATCH_METRICS])
 
-    def _send_traces(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Calls of models into the run's experiment.
-
-        MLflow raises nothing for one that it does not take: it says why in the courier's log alone, and
-        `_check_traces` finds out.
-        """
+    def _send_traces(self, records: Sequence[Mapping[str, Any]], spool: Spool) -> None:
+        """Calls of models into the run's experiment."""
         if not records:
             return
         mlflow.set_tracking_uri(self.client.tracking_uri)  # the exporter of traces asks for it globally
         experiment = self._experiment()
-        known = self._traces() if self.replay else set()
+        done = {*spool.refusals(), *(self._traces() if self.replay else ())}
         for record in records:
             number = str(record["number"])
             self._traced.add(number)
-            if number in known:
+            if number in done:
                 continue
-            span = self.client.start_trace(
-                record["name"],
-                span_type="LLM",
-                inputs=record["inputs"],
-                tags={TRACE_TAG: number},
-                experiment_id=experiment,
-                start_time_ns=record["start"] * 1_000_000,
-                run_id=self.run,
-            )
-            self.client.end_trace(
-                span.trace_id,
-                outputs=record["outputs"],
-                status="ERROR" if record["outputs"].get("failure") else "OK",
-                end_time_ns=record["end"] * 1_000_000,
-            )
+            with _heard() as errors:
+                self._send_trace(record, experiment)
+            if reason := next(filter(None, map(_refusal, errors)), None):
+                spool.refuse(number, reason)
 
-    def _check_traces(self) -> None:
-        lost = len(self._traced - self._traces()) if self._traced else 0
+    def _send_trace(self, record: Mapping[str, Any], experiment: str) -> None:
+        """MLflow raises nothing where it does not take it: see `_heard` and `_check_traces`."""
+        span = self.client.start_trace(
+            record["name"],
+            span_type="LLM",
+            inputs=record["inputs"],
+            tags={TRACE_TAG: str(record["number"])},
+            experiment_id=experiment,
+            start_time_ns=record["start"] * 1_000_000,
+            run_id=self.run,
+        )
+        self.client.end_trace(
+            span.trace_id,
+            outputs=record["outputs"],
+            status="ERROR" if record["outputs"].get("failure") else "OK",
+            end_time_ns=record["end"] * 1_000_000,
+        )
+
+    def _check_traces(self, refused: Mapping[str, str]) -> None:
+        if refused:
+            told = f"{len(refused)} of {len(self._traced)}, such as {next(iter(refused.values()))}"
+            self.client.set_tag(self.run, REFUSED_TAG, told[:MAX_TAG])
+        lost = len(self._traced - self._traces() - set(refused)) if self._traced else 0
         if lost:
             raise MlflowException(
                 f"MLflow has not taken {lost} of {len(self._traced)} traces; the courier's log says why"
@@ -330,3 +347,41 @@ class StageRun:
         """Whether the pipeline came to its end after this: then it is not this that tells how."""
         parent = self.client.get_run(self.parent).info
         return parent.status != "RUNNING" and bool((parent.end_time or 0) > record["time"])
+
+
+# ------------------------------------------------------------------------------- errors of traces
+
+
+class _Errors(logging.Handler):
+    """Keeps the errors that are logged while they are handled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.errors.append(error)
+
+
+@contextmanager
+def _heard() -> Iterator[list[BaseException]]:
+    """The errors that MLflow's exporter of traces logs meanwhile."""
+    handler, logger = _Errors(), logging.getLogger(EXPORTER)
+    logger.addHandler(handler)
+    try:
+        yield handler.errors
+    finally:
+        logger.removeHandler(handler)
+
+
+def _refusal(error: BaseException) -> str | None:
+    """Why the server would never take it; None where it may later, or did not answer."""
+    if not isinstance(error, MlflowException):
+        return None
+    told = re.search(r"failed with error code (\d{3})", str(error))  # MLflow knows a few codes only
+    status = int(told[1]) if told else error.get_http_status_code()  # type: ignore[no-untyped-call]
+    if not 400 <= status < 500 or status in LATER:
+        return None
+    return " ".join(f"status {status}: {type(error).__name__}: {error}".split())[:MAX_REASON]

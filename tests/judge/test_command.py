@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -135,6 +136,15 @@ def test_a_failed_verdict_is_written_as_null(models_here: Path) -> None:
 def test_verdicts_of_another_kind_of_file_are_refused_before_anything_runs(models_here: Path) -> None:
     with pytest.raises(UserError, match=r"--out v\.csv: verdicts are written as \.jsonl or \.parquet"):
         run("models/sft", out=Path("v.csv"))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "rlhf.json"])
+def test_a_checkpoint_that_is_torn_is_told_by_its_file(models_here: Path, file: str) -> None:
+    shutil.copytree("models/policy", "torn")
+    torn = Path("torn", file)
+    torn.write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"torn/{file} cannot be read"):
+        run("torn")
 
 
 @pytest.mark.parametrize(

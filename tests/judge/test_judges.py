@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Planted:
 
     def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
         self.asked += questions
+        self.max_failures = max_failures
         found = [self._probability(question.first, question.second) for question in questions]
         return [Reply(p) if not math.isnan(p) else Reply.failed("planted") for p in found]
 
@@ -100,6 +102,17 @@ def test_more_failures_than_allowed_are_told_with_the_commonest_reason() -> None
         check_failures("j", found, 0.05)
     with pytest.raises(UserError, match="300 of 300"):
         check_failures("j", judged(lambda first, second: math.nan), 1.0)
+
+
+def test_as_many_failures_as_are_allowed_are_borne() -> None:
+    """15 pairs of 300 are 5%: both replies of each may fail before anything is proved."""
+    planted = Planted(lambda first, second: math.nan if {first, second} & set(OURS[:15]) else 1.0)
+    found = Comparing("planted", planted, 0.05).compare(PROMPTS, OURS, THEIRS)
+    assert (len(found.failures), planted.max_failures) == (15, 30)
+    check_failures("j", found, 0.05)
+    fewer = Verdicts(found.outcomes[:-1], failures=found.failures)
+    with pytest.raises(UserError, match="15 of 299 verdicts failed"):
+        check_failures("j", fewer, 0.05)
 
 
 def test_a_score_that_is_not_finite_is_a_failure() -> None:
@@ -185,6 +198,25 @@ def test_judges_come_in_the_order_of_the_list_and_by_name(
 def test_a_function_that_is_not_there_is_told_by_its_place() -> None:
     with pytest.raises(UserError, match=r"judge\.judges: no_such_module:f cannot be imported"):
         judges.build(settings(LONGEST | {"function": "no_such_module:f"}), "synthetic", CPU)
+
+
+@pytest.mark.parametrize(
+    ("gives", "why"),
+    [
+        ("[1.0]", "gave 1 scores for 2 answers"),
+        ("['1', '2']", "text is no number"),
+        ("None", "gave None: .* one number per answer is needed"),
+    ],
+)
+def test_what_a_function_gives_that_is_no_number_an_answer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives: str, why: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_giver", raising=False)
+    (tmp_path / "my_giver.py").write_text(f"def gives(prompts, answers):\n    return {gives}\n")
+    (own,) = judges.build(settings(LONGEST | {"function": "my_giver:gives"}), "synthetic", CPU)
+    with pytest.raises(UserError, match=rf"judge\.judges: function my_giver:gives .*{why}"):
+        own.compare(["p", "q"], ["a", "b"], ["c", "d"])
 
 
 @pytest.mark.parametrize(

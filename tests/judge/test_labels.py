@@ -207,6 +207,15 @@ def test_a_wrong_pair_and_missing_answers_are_one_message(
     pq.write_table(pa.table({"prompt": ["p"]}), labelling.ANSWERS)
     assert cli.main(["label", "--pairs", "policy_vs_gpt"]) == 2
     assert "--pairs policy_vs_gpt is no pair; give two of policy, sft, reference" in capsys.readouterr().err
+    labelling.ANSWERS.write_text("half a table", encoding="utf-8")
+    assert cli.main(["label"]) == 2
+    assert "evaluation/judge/answers.parquet is no table" in capsys.readouterr().err
+    labelling.FILE.parent.mkdir(exist_ok=True)
+    labelling.FILE.write_text("no label\n", encoding="utf-8")
+    assert cli.main(["label"]) == 2
+    shown = capsys.readouterr()
+    assert f"{labelling.FILE}:1: is no label" in shown.err
+    assert shown.out == "", "DVC is not to keep it"
 
 
 def test_labels_are_data_under_dvc_that_the_judge_stage_reads(

@@ -315,6 +315,18 @@ def test_another_model_prompt_or_limit_is_another_question(server: Server, tmp_p
     assert sum(server.asked.values()) == 3
 
 
+def test_what_one_model_or_endpoint_said_is_not_taken_for_anothers(server: Server, tmp_path: Path) -> None:
+    asked = questions(2)
+    made(server, tmp_path)(asked, ANY)
+    with pytest.raises(UserError, match="404 for model 'another'"):
+        made(server, tmp_path, model="another")(asked, ANY)
+    with endpoint.serving() as elsewhere:
+        elsewhere.reply = lambda body: completion("A")
+        found = made(elsewhere, tmp_path)(asked, ANY)
+    assert [reply.probability for reply in found] == [1.0, 1.0]
+    assert sum(elsewhere.paid.values()) == 2
+
+
 def test_a_budget_of_requests_stops_cleanly_and_the_next_run_goes_on(server: Server, tmp_path: Path) -> None:
     asked = questions(10)
     budget = {"requests": 6, "tokens": None}

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import cli, console, lineage, repository, workspace
+from rlhf_tasks import cli, console, judges, lineage, repository, workspace
 from rlhf_tasks.presets import Request
+from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
 from tests.promotion import planted
@@ -61,6 +63,7 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)
     repository.dvc(tmp_path, "init", "-q")
+    shutil.copy(planted.ROOT / ".dvc/config", tmp_path / ".dvc/config")  # or DVC's daemon writes behind
     toy.commit(tmp_path)
     monkeypatch.chdir(tmp_path)
     console.set_quiet(False)
@@ -135,6 +138,71 @@ def test_the_gate_and_the_judges_are_those_of_here(
     planted.params(root, {"data.path": "given", "judge.temperature": 0.5})
     assert cli.main(["promote", "cell"]) == 0
     assert contests["asked"] == [("sft", "models/sft")]
+
+
+RUBRIC = "{prompt} {first} {second}"
+OWN_FILES: dict[str, Any] = {
+    "data.path": "given",
+    "judge.judges": [
+        {"kind": "gold", "name": "gold"},
+        {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"},
+        {"kind": "reward_model", "name": "elsewhere", "path": "elsewhere"},
+        {"kind": "function", "name": "own", "function": "opinion_of_here:scores"},
+        {
+            "kind": "llm", "name": "gpt", "base_url": "http://127.0.0.1:9/v1", "model": "m",
+            "key_variable": None, "prompt": "rubric.txt", "logprobs": False, "max_reply_tokens": 4,
+            "concurrency": 1, "timeout_seconds": 1.0, "max_retries": 0, "budget": None,
+        },
+    ],
+    "judge.retention.general": "general.txt",
+}  # fmt: skip
+
+
+def write_own_files(root: Path, text: str, score: int) -> None:
+    """What the judges and probes of OWN_FILES read, told apart by a text and a score."""
+    (root / "elsewhere").mkdir(exist_ok=True)
+    for name, told in {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text}.items():
+        (root / name).write_text(told, encoding="utf-8")
+    code = f"def scores(prompts, answers):\n    return [{score} if a == 'good' else 0 for a in answers]\n"
+    (root / "opinion_of_here.py").write_text(code, encoding="utf-8")
+
+
+def test_files_that_judges_read_are_those_of_here_and_models_of_the_pipeline_the_experiments(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = STAGES.replace("outs: [models/policy,", "outs: [models/policy, models/reward_heldout,")
+    (root / "dvc.yaml").write_text(stages, encoding="utf-8")
+    with (root / "given/ppo.sh").open("a", encoding="utf-8") as file:
+        file.write("mkdir -p models/reward_heldout && echo its own > models/reward_heldout/w\n")
+    planted.params(root, OWN_FILES)
+    write_own_files(root, "then", -1)
+    toy.commit(root)
+    run(root, "one", seed=11)
+    seen: dict[str, Any] = {}
+
+    def contest(settings: Any, *rest: Any) -> dict[str, float]:
+        named = {judge.name: judge for judge in settings.judge.judges}
+        paths = {name: Path(named[name].path, "w") for name in ("reward_model", "elsewhere")}
+        paths |= {"gpt": Path(named["gpt"].prompt), "general": Path(settings.judge.retention.general)}
+        seen.update({name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()})
+        (own,) = judges.build(settings.judge, "synthetic", torch.device("cpu"), ["own"])
+        seen["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
+        return {**planted.BETTER, **planted.over_champion()}
+
+    monkeypatch.setattr(command, "_contest", contest)
+    monkeypatch.setattr(
+        "rlhf_tasks.promotion.cost.measured", lambda settings, policy, sft: dict(planted.BETTER)
+    )
+    assert cli.main(["promote", "one"]) == 0
+    assert seen == {}, "the files are the same: what the pipeline measured counts"
+    write_own_files(root, "now", 1)
+    run(root, "two", seed=12)
+    assert cli.main(["promote", "two"]) == 0
+    others = "elsewhere, rubric.txt, general.txt, opinion_of_here.py"
+    assert f"the metrics here were measured with another {others}: it is judged" in capsys.readouterr().out
+    assert seen == {
+        "reward_model": "its own", "elsewhere": "now", "gpt": f"now {RUBRIC}", "general": "now", "own": [1.0],
+    }  # fmt: skip
 
 
 def test_weights_that_are_nowhere_are_told_with_how_to_have_them(

@@ -195,6 +195,7 @@ def test_without_the_judges_metrics_there_is_no_report(tmp_path: Path) -> None:
         ("metrics/ppo.json", "[1]", "must hold an object"),
         ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "no table of numbers"),
         ("plots/ppo.csv", "episode,objective/kl\n1\n", "no table of numbers"),
+        ("evaluation/judge/verdicts.parquet", "half a table", "is no table"),
     ],
 )
 def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: str) -> None:
