@@ -12,6 +12,9 @@ from rlhf_tasks.config.types import UserError
 LONGER, MORE_REPETITION = 1.2, 0.1
 """Times the first rollout's length, and above its repetition: then they are said to rise."""
 
+ROUNDING = 1e-4
+"""Nats an answer that float32 may be off by: a policy that stands still has a KL of such numbers."""
+
 RARE = 0.2
 """A share of ended answers below which its falling is noise."""
 
@@ -55,7 +58,7 @@ class Watchdog:
 
     def _wrong(self, metrics: Mapping[str, float]) -> list[Trip]:
         settings, kl, ratio = self._settings, metrics["objective/kl_k1"], metrics["val/ratio"]
-        noise = 2 * metrics["objective/kl_k1_standard_error"]
+        noise = ROUNDING + 2 * metrics["objective/kl_k1_standard_error"]
         ended = 1 - metrics["val/truncated_share"]
         trips = []
         if kl < settings.kl_min - noise:

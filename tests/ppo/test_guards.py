@@ -35,6 +35,11 @@ def trips(*updates: dict[str, float], **changes: Any) -> list[str | None]:
         ({"objective/kl_k1": 9.5}, None),
         ({"objective/kl_k1": -0.3}, "kl_low"),
         ({"objective/kl_k1": -0.15}, None),  # within two standard errors of zero
+        (
+            {"objective/kl_k1": -5e-7, "objective/kl_k1_standard_error": 0.0},
+            None,
+        ),  # of a policy that stands still
+        ({"objective/kl_k1": -5e-4, "objective/kl_k1_standard_error": 0.0}, "kl_low"),
         ({"val/ratio": 2.5}, "ratio"),
         ({"val/ratio": 0.05}, "ratio"),
     ],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids, collate
-from rlhf_tasks.ppo.lesson import Lesson
+from rlhf_tasks.ppo.lesson import Lesson, standard_error
 from rlhf_tasks.ppo.optimise import Queue
 from rlhf_tasks.ppo.reference import OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, logprobs_of, pad_rows
@@ -156,6 +156,16 @@ def test_objective_metrics_by_hand() -> None:
     assert metrics["objective/rlhf_reward"] == pytest.approx(3.85)
     assert metrics["val/num_eos_tokens"] == 1
     assert metrics["val/response_length"] == pytest.approx(2.5)
+
+
+def test_the_noise_of_the_kl_is_its_deviation_over_the_root_of_the_episodes() -> None:
+    """1.5 and 4.5 nats: 3 ± 1.5 / √2. A single episode says nothing of its spread."""
+    episodes = episodes_by_hand()
+    apart = replace(episodes, ref_logprobs=episodes.ref_logprobs - torch.tensor([[0.0], [1.0]]))
+    metrics = trainer().teach(apart)[1]
+    assert metrics["objective/kl_k1"] == pytest.approx(3.0)
+    assert metrics["objective/kl_k1_standard_error"] == pytest.approx(1.5 / 2**0.5)
+    assert standard_error(-0.4, 0.16, 1.0) == 0.4
 
 
 def test_rlhf_reward_counts_the_eos_rule() -> None:
