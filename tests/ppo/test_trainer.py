@@ -403,6 +403,18 @@ def test_a_planted_task_is_learned() -> None:
     assert history[-1]["objective/kl"] > 1  # it went away from the reference
 
 
+def test_an_update_tells_where_its_seconds_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read at the update's start, the sampling's, its end, the scoring's end, the epochs' start, the end."""
+    one = trainer()
+    clock = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
+    monkeypatch.setattr("rlhf_tasks.ppo.trainer.time.perf_counter", lambda: next(clock))
+    found = next(one.updates())
+    seconds = [found[f"time/{part}_seconds"] for part in ("generate", "score", "train")]
+    assert seconds == [2.0, 4.0, 16.0]
+    assert found["eps"] == pytest.approx(16 / 31)
+    assert found["time/tokens_per_second"] == pytest.approx(16 * found["val/response_length"] / 31)
+
+
 def test_the_same_seed_trains_the_same_policy() -> None:
     first, second = trainer(total_episodes=32), trainer(total_episodes=32)
     a, b = list(first.updates()), list(second.updates())
