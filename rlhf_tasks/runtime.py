@@ -33,7 +33,7 @@ ENGINE = "engine"  # DeepSpeed's name for a checkpoint within its folder
 
 
 class NonFiniteError(ArithmeticError):
-    """NaN or infinity where training needs numbers; no step was taken. `batch` is what gave it."""
+    """NaN or infinity where training needs numbers; no step was taken on it. `batch` is what gave it."""
 
     def __init__(self, message: str, batch: Any = None) -> None:
         super().__init__(message)

@@ -44,6 +44,10 @@ class ScorerError(RuntimeError):
     """A scorer that gave no finite number for each answer, or stayed unreachable; names it and what came."""
 
 
+class UnusableAnswer(ScorerError, UserError):
+    """An answer of another kind or number than asked for, or a refusal: to be mended by the user."""
+
+
 class NonFiniteScore(NonFiniteError, ScorerError):
     """NaN or infinity for an answer: PPO's guards know what to do with it."""
 
@@ -159,9 +163,11 @@ class HttpScorer:
         try:
             answer = json.loads(body)
         except ValueError as error:
-            raise ScorerError(f"{self._name} answered no JSON but {_shown(body)}") from error
+            raise UnusableAnswer(f"{self._name} answered no JSON but {_shown(body)}") from error
         if not (isinstance(answer, dict) and isinstance(answer.get("scores"), list)):
-            raise ScorerError(f'{self._name} answered {_shown(body)} where {{"scores": […]}} was asked for')
+            raise UnusableAnswer(
+                f'{self._name} answered {_shown(body)} where {{"scores": […]}} was asked for'
+            )
         return _finite(self._name, numbers(self._name, answer["scores"], count))
 
     def _answer(self, client: httpx.Client, asked: Mapping[str, list[str]]) -> bytes:
@@ -178,7 +184,7 @@ class HttpScorer:
                     return body
                 problem = f"status {status}: {_shown(body)}"
                 if status != 429 and status < 500:
-                    raise ScorerError(f"{self._name} refused: {problem}")
+                    raise UnusableAnswer(f"{self._name} refused: {problem}")
                 wait = _retry_after(headers, wait)
             if number < NUM_TRIES - 1:
                 time.sleep(min(wait, LONGEST_WAIT_SECONDS))
@@ -292,7 +298,7 @@ def numbers(name: str, found: Any, count: int) -> Tensor:
     """What a function or service gave as (count,) float32.
 
     Raises:
-        ScorerError: saying what came instead.
+        UnusableAnswer: saying what came instead.
     """
     try:
         given = list(found)
@@ -300,9 +306,11 @@ def numbers(name: str, found: Any, count: int) -> Tensor:
             raise TypeError("text is no number")
         scores = torch.tensor([float(x) for x in given], dtype=torch.float32)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ScorerError(f"{name} gave {_shown(found)}: {error}; one number per answer is needed") from error
+        raise UnusableAnswer(
+            f"{name} gave {_shown(found)}: {error}; one number per answer is needed"
+        ) from error
     if len(scores) != count:
-        raise ScorerError(f"{name} gave {len(scores)} scores for {count} answers")
+        raise UnusableAnswer(f"{name} gave {len(scores)} scores for {count} answers")
     return scores
 
 

@@ -192,6 +192,20 @@ def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, 
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
+def test_ppo_in_bf16_samples_and_learns_by_the_same_numbers(project: Path) -> None:
+    """Of one process on a CPU: no first ratio but 1, no KL before a step; the weights stay float32."""
+    settings = {"schedule": "constant", "learning_rate": 1e-3, "num_mini_batches": 1, "num_ppo_epochs": 1}
+    toy.write_params(launch={"mixed_precision": "bf16"}, ppo=settings)
+    rlhf("ppo")
+    first = curve("ppo")[1]
+    assert abs(float(first["objective/kl"])) < 0.01
+    assert abs(float(first["val/ratio"]) - 1) < 1e-3
+    after, before = weights("models/policy"), weights("models/sft")
+    moved = [after[key] for key in before if not torch.equal(after[key], before[key])]
+    assert moved
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in moved)
+
+
 JUDGE = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
 
 

@@ -585,3 +585,46 @@ def test_two_processes_go_on_to_the_same_bytes(deepspeed: str | None, trained: P
     process.terminate()
     assert process.wait(60) == 143
     assert finish("sft", folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "features",
+    [
+        {
+            "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
+            "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+        },
+        {
+            "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
+            "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
+        },
+    ],
+    ids=["warm-up-penalty", "lora-shared-checkpointing"],
+)  # fmt: skip
+def test_ppo_on_two_processes_goes_on_to_the_same_bytes(
+    features: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
+    """A worker is killed, and its fellow with it; then all of them are told to end."""
+    changes = {"launch.num_processes": 2} | features
+    expected = finish("ppo", workspace(trained, tmp_path / "uninterrupted", **changes))
+    folder = workspace(trained, tmp_path / "killed", **changes)
+    process = start("ppo", folder)
+    await_snapshot(folder, process)
+    workers = [one for one in psutil.Process(process.pid).children(recursive=True) if _is_worker(one)]
+    assert len(workers) == 2
+    workers[1].kill()
+    assert process.wait(60) != 0
+    process = start("ppo", folder)
+    before = newest(folder)
+    while newest(folder) == before:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert finish("ppo", folder) == expected
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    return "LOCAL_RANK" in process.environ()

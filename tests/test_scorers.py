@@ -94,6 +94,14 @@ def test_what_a_function_must_not_give_is_named(module: Callable[[str], str], ma
         function(f"{name}:score")(QUERIES, RESPONSES)
 
 
+@pytest.mark.parametrize("made", ["[1.0]", "None", "['1', '2', '3']"])
+def test_a_function_of_the_wrong_kind_is_the_user_s_to_mend(module: Callable[[str], str], made: str) -> None:
+    """One message and exit code 2; a NaN is a matter of PPO's guards."""
+    name = module(f"def score(p, r):\n    return {made}\n")
+    with pytest.raises(UserError, match=f"^function {name}:score gave "):
+        function(f"{name}:score")(QUERIES, RESPONSES)
+
+
 @pytest.mark.parametrize(
     ("text", "asked", "why"),
     [
@@ -286,7 +294,7 @@ def test_waits_double_unless_the_service_says_how_long(
 @pytest.mark.parametrize("code", [301, 400, 401, 404, 422])
 def test_a_refusal_is_not_asked_again(server: Server, code: int) -> None:
     server.script = [status(code)]
-    with pytest.raises(ScorerError, match=f"refused: status {code}: not now"):
+    with pytest.raises(UserError, match=f"refused: status {code}: not now"):
         http(server.url)(QUERIES, RESPONSES)
     assert len(server.asked) == 1
 

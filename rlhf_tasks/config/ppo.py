@@ -140,7 +140,9 @@ class Guards(Section):
     perplexity_min: PositiveFloat = Field(
         description="of the policy on its own answers, while length or repetition rises"
     )
-    eos_share_min: Fraction = Field(description="answers that end, of as many as ever did")
+    eos_share_min: Fraction = Field(
+        description="answers that end, of as many as ever did, two standard errors allowed"
+    )
     patience: PositiveInt = Field(description="updates in a row before it trips; NaN and inf trip at once")
     checkpoint_every: PositiveInt = Field(description="updates between the checkpoints to roll back to")
     kl_coef_factor: Annotated[float, Field(gt=1)] = Field(description="× kl_coef at each roll back")

@@ -12,6 +12,9 @@ from rlhf_tasks.config.types import UserError
 LONGER, MORE_REPETITION = 1.2, 0.1
 """Times the first rollout's length, and above its repetition: then they are said to rise."""
 
+ROUNDING = 1e-4
+"""Nats an answer that float32 may be off by: a policy that stands still has a KL of such numbers."""
+
 RARE = 0.2
 """A share of ended answers below which its falling is noise."""
 
@@ -33,8 +36,9 @@ class GuardTripped(UserError):
 class Watchdog:
     """Says which guard trips after an update; a condition must hold for `patience` updates in a row."""
 
-    def __init__(self, settings: Guards) -> None:
-        self._settings = settings
+    def __init__(self, settings: Guards, num_episodes: int) -> None:
+        """`num_episodes` of an update: the fewer, the noisier its shares."""
+        self._settings, self._num_episodes = settings, num_episodes
         self._seen: dict[str, int] = {}
         self._first: list[float] = []
         """Length and repetition of the first rollout."""
@@ -55,8 +59,9 @@ class Watchdog:
 
     def _wrong(self, metrics: Mapping[str, float]) -> list[Trip]:
         settings, kl, ratio = self._settings, metrics["objective/kl_k1"], metrics["val/ratio"]
-        noise = 2 * metrics["objective/kl_k1_standard_error"]
-        ended = 1 - metrics["val/truncated_share"]
+        noise = ROUNDING + 2 * metrics["objective/kl_k1_standard_error"]
+        ended, least = 1 - metrics["val/truncated_share"], settings.eos_share_min * self._most_ended
+        eos_noise = 2 * (least * (1 - least) / self._num_episodes) ** 0.5
         trips = []
         if kl < settings.kl_min - noise:
             trips.append(Trip(
@@ -80,7 +85,7 @@ class Watchdog:
                 f"{settings.perplexity_min:g} while length or repetition rises",
                 "the policy has found one pattern that the reward likes; raise kl_coef, look at the samples",
             ))  # fmt: skip
-        if self._most_ended > RARE and ended < settings.eos_share_min * self._most_ended:
+        if self._most_ended > RARE and ended < least - eos_noise:
             trips.append(Trip(
                 "eos", f"{ended:.0%} of the answers end, where {self._most_ended:.0%} did",
                 "nothing makes answers end: use truncation: eos_trick_replace, or a longer response_length",

@@ -7,6 +7,7 @@ B batch · R response.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,6 +23,7 @@ from rlhf_tasks.ppo.rollout import Episodes
 from rlhf_tasks.tensors import Reduce, distinct, masked_moments, masked_sum, whiten
 
 Metrics = dict[str, float]
+LARGEST_NATS = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ def dealt_back(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.stack(list(parts), dim=1).flatten(0, 1)
     return [row for rows in zip(*parts, strict=True) for row in rows]
+
+
+def perplexity(nats: float) -> float:
+    """exp of the mean −log p of a token; infinite where no float holds it, some 700 nats a token."""
+    return math.exp(nats) if nats < LARGEST_NATS else math.inf
+
+
+def standard_error(mean: float, squares: float, count: float) -> float:
+    """Of a mean of `count` numbers, by the sum of their squares; of one, which shows no spread, its size."""
+    return abs(mean) if count == 1 else (max(0.0, squares / count - mean**2) / count) ** 0.5
 
 
 class Teacher:
@@ -107,12 +119,11 @@ class Teacher:
         metrics = {
             "objective/kl": kl,
             "objective/kl_k1": kl_k1,
-            "objective/kl_k1_standard_error": (max(0.0, found["k1_squared"] / count - kl_k1**2) / count)
-            ** 0.5,
+            "objective/kl_k1_standard_error": standard_error(kl_k1, found["k1_squared"], count),
             "objective/kl_coef": self.kl.coef,
             "objective/entropy": found["surprise"] / count,
-            "objective/perplexity": math.exp(found["surprise"] / tokens),
-            "objective/ref_perplexity": math.exp(found["ref_surprise"] / tokens),
+            "objective/perplexity": perplexity(found["surprise"] / tokens),
+            "objective/ref_perplexity": perplexity(found["ref_surprise"] / tokens),
             "objective/non_score_reward": -in_reward * kl,
             "objective/scores": found["scores"] / count,
             "objective/raw_scores": found["raw"] / count,

@@ -44,7 +44,8 @@ class Loop:
         """Good too, if the next rollout shows nothing wrong with its policy."""
         self._has_begun = False
         settings = self.settings
-        self.watchdog = None if settings.guards is None else Watchdog(settings.guards)
+        guards = settings.guards
+        self.watchdog = None if guards is None else Watchdog(guards, settings.rollout_batch_size)
         self._selections = _spread(settings.num_selections, self.trainer.num_updates)
         self._shown = _shown(settings.num_sample_generations, self.trainer.num_updates)
 

@@ -5,6 +5,7 @@ One update is `collect` → `teach` → `optimise`; README gives each metric's f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.ppo.collect import Collector, Scorers
-from rlhf_tasks.ppo.lesson import Teacher
+from rlhf_tasks.ppo.lesson import Lesson, Teacher
 from rlhf_tasks.ppo.optimise import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.runtime import Runtime, adamw, learning_rate, set_learning_rate
+from rlhf_tasks.runtime import NonFiniteError, Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.supervised import LanguageModelling
 
 Metrics = dict[str, float]
@@ -80,8 +81,10 @@ class Trainer:
         started = time.perf_counter()
         episodes, times = self.collect(self._next_queries())
         lesson, metrics = self.teach(episodes)
+        check(metrics, lesson)
         training = time.perf_counter()
         metrics |= self.optimise(lesson)
+        check(metrics, lesson)
         self.teach.kl.update(metrics["objective/kl_k1"], settings.rollout_batch_size)
         self.update += 1
         sync = settings.reference_sync
@@ -111,7 +114,9 @@ class Trainer:
         set_learning_rate(self._optimizer, self.settings.learning_rate)
         episodes, _ = self.collect(self._next_queries())
         lesson, objective = self.teach(episodes)
+        check(objective, lesson)
         found = self.optimise(lesson, critic_only=True)
+        check(found, lesson)
         self.warmup_losses.append(found["loss/value_avg"])
         return {
             "warmup/value_loss": found["loss/value_avg"],
@@ -146,6 +151,18 @@ class Trainer:
         self.optimise.load_state_dict(state["optimiser"])
         self._queue.waiting = list(state["queue"])
         self._shuffling.set_state(state["shuffling"])
+
+
+def check(metrics: Metrics, lesson: Lesson) -> None:
+    """Refuse metrics, the same on all processes, that are no numbers: sums overflow where nothing else does.
+
+    Raises:
+        NonFiniteError: naming them; the lesson is its `batch`.
+    """
+    wrong = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
+    if wrong:
+        batch = vars(lesson.episodes) | {"advantages": lesson.advantages, "returns": lesson.returns}
+        raise NonFiniteError(", ".join(wrong), batch)
 
 
 def stop_token(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rlhf_tasks import models
 from rlhf_tasks.config.training import Lora
-from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.ppo.lesson import Lesson
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel
-from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
-from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, ValueHead
+from rlhf_tasks.ppo.trainer import Metrics, Trainer
 from rlhf_tasks.runtime import NonFiniteError
 from rlhf_tasks.supervised import LanguageModelling
 from tests import small
@@ -377,6 +377,36 @@ def test_a_loss_that_is_no_number_takes_no_step() -> None:
         one.optimise(lesson)
     assert torch.equal(parameters(one), before)
     assert len(caught.value.batch["responses"]) == 16
+
+
+def test_answers_that_the_reference_holds_for_impossible_are_no_numbers_to_learn_from() -> None:
+    """A low temperature makes −1,000 nats of an odd token; exp(1000) is more than a float holds."""
+
+    class Shocked(OwnModel):
+        def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+            return super().logprobs(batch, temperature) - 1000
+
+    one = trainer(reference=Shocked(small.causal()))
+    before = parameters(one)
+    with pytest.raises(NonFiniteError, match=r"^objective/ref_perplexity = inf$") as caught:
+        next(one.updates())
+    assert torch.equal(parameters(one), before)
+    assert caught.value.batch["ref_logprobs"].max() == 0, "padding"
+    assert caught.value.batch["ref_logprobs"].min() < -1000
+
+
+def test_a_ratio_whose_square_is_no_number_is_no_metric_to_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the loss takes its ratio from the reference that one is small, and the step finite."""
+    one = trainer(ratio_from="reference")
+    look = one.collect
+
+    def odd(queries: list[Ids]) -> tuple[Episodes, Metrics]:
+        episodes, times = look(queries)
+        return replace(episodes, logprobs=episodes.logprobs - 60), times
+
+    monkeypatch.setattr(one, "collect", odd)
+    with pytest.raises(NonFiniteError, match=r"^val/ratio_var = inf$"):
+        next(one.updates())
 
 
 ALL_ON: dict[str, Any] = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +16,7 @@ import torch
 from rlhf_tasks import config, contracts, judges, lineage, models, resume
 from rlhf_tasks.config import ConfigError, UserError
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.data.batches import encode, read_table
+from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.ppo import loop, stage, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.referee import Referee
@@ -24,6 +24,7 @@ from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.scorers import RewardScorer
 from rlhf_tasks.tracking import NullTracker
 from tests import small
+from tests.ppo.test_trainer import Planted
 
 SETTINGS = {
     "ppo.total_episodes": 48, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
@@ -477,6 +478,48 @@ def test_a_look_that_finds_no_numbers_trips_the_guard_and_keeps_the_curve(
     assert len(torch.load(file, weights_only=False)["responses"]) == 12
     updates = [row["episode"] for row in tracker.history() if "objective/kl" in row]
     assert updates == [16.0 * n for n in range(1, look)], "what was learned before is told"
+
+
+STOP = 140
+"""A token that some answers of a random model draw."""
+
+
+@pytest.mark.parametrize(
+    ("truncation", "unfinished"), [("eos_trick_replace", [-1.5, -1.5]), ("bootstrap", [32.0, 16.0])]
+)
+def test_a_selection_scores_its_answers_under_the_truncation_rule(
+    truncation: str, unfinished: list[float], models_here: Path
+) -> None:
+    """The optimised score is an answer's length, the held-out one half of it; those cut are of 32 tokens."""
+    seen: list[list[Ids]] = []
+
+    def halves(queries: Sequence[Ids], responses: Sequence[Ids]) -> torch.Tensor:
+        seen.append(list(responses))
+        return torch.tensor([len(response) / 2 for response in responses])
+
+    def lengths(queries: Sequence[Ids], responses: Sequence[Ids]) -> torch.Tensor:
+        return 2 * halves(queries, responses)
+
+    settings = small.ppo(
+        truncation=truncation, missing_eos_score=-1.5, response_length=32, stop_token=STOP,
+        num_selection_prompts=12,
+    )  # fmt: skip
+    looking = watch.Watch(
+        small.runtime(), settings, models.load_causal(stage.SFT), load_tokenizer(stage.SFT),
+        Planted(lengths), cast(RewardScorer, halves), None, 1,
+    )  # fmt: skip
+    found, answers = looking.select(16), seen[0]
+    ended = [len(answer) for answer in answers if answer[-1] == STOP]
+    num_cut = len(answers) - len(ended)
+    assert 0 < num_cut < 12, "some of both"
+    expected = [
+        (share * sum(ended) + num_cut * score) / len(answers)
+        for share, score in zip((1, 0.5), unfinished, strict=True)
+    ]
+    assert found["eval/scores"] == pytest.approx(expected[0])
+    assert found["eval/heldout_scores"] == pytest.approx(expected[1])
+    assert found["eval/reward_gap"] == pytest.approx(expected[0] - expected[1])
+    assert found["eval/response_length"] == pytest.approx((sum(ended) + 32 * num_cut) / len(answers))
 
 
 def test_samples_are_shown_as_often_as_asked_first_and_last_included() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids, collate
-from rlhf_tasks.ppo.lesson import Lesson
+from rlhf_tasks.ppo.lesson import Lesson, standard_error
 from rlhf_tasks.ppo.optimise import Queue
 from rlhf_tasks.ppo.reference import OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, logprobs_of, pad_rows
@@ -156,6 +156,16 @@ def test_objective_metrics_by_hand() -> None:
     assert metrics["objective/rlhf_reward"] == pytest.approx(3.85)
     assert metrics["val/num_eos_tokens"] == 1
     assert metrics["val/response_length"] == pytest.approx(2.5)
+
+
+def test_the_noise_of_the_kl_is_its_deviation_over_the_root_of_the_episodes() -> None:
+    """1.5 and 4.5 nats: 3 ± 1.5 / √2. A single episode says nothing of its spread."""
+    episodes = episodes_by_hand()
+    apart = replace(episodes, ref_logprobs=episodes.ref_logprobs - torch.tensor([[0.0], [1.0]]))
+    metrics = trainer().teach(apart)[1]
+    assert metrics["objective/kl_k1"] == pytest.approx(3.0)
+    assert metrics["objective/kl_k1_standard_error"] == pytest.approx(1.5 / 2**0.5)
+    assert standard_error(-0.4, 0.16, 1.0) == 0.4
 
 
 def test_rlhf_reward_counts_the_eos_rule() -> None:
@@ -391,6 +401,18 @@ def test_a_planted_task_is_learned() -> None:
     assert history[0]["objective/scores"] < 0.15
     assert sum(m["objective/scores"] for m in history[-3:]) / 3 > 0.5
     assert history[-1]["objective/kl"] > 1  # it went away from the reference
+
+
+def test_an_update_tells_where_its_seconds_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read at the update's start, the sampling's, its end, the scoring's end, the epochs' start, the end."""
+    one = trainer()
+    clock = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
+    monkeypatch.setattr("rlhf_tasks.ppo.trainer.time.perf_counter", lambda: next(clock))
+    found = next(one.updates())
+    seconds = [found[f"time/{part}_seconds"] for part in ("generate", "score", "train")]
+    assert seconds == [2.0, 4.0, 16.0]
+    assert found["eps"] == pytest.approx(16 / 31)
+    assert found["time/tokens_per_second"] == pytest.approx(16 * found["val/response_length"] / 31)
 
 
 def test_the_same_seed_trains_the_same_policy() -> None:
