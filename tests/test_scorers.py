@@ -6,7 +6,6 @@ import importlib
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -255,9 +254,7 @@ def test_a_silent_or_endless_answer_is_given_up_and_asked_for_again(
     server: Server, trouble: Callable[[Handler], None]
 ) -> None:
     server.script = [trouble]
-    start = time.monotonic()
     assert http(server.url, timeout_seconds=0.3)(QUERIES, RESPONSES).tolist() == [5.0, 2.0, 0.0]
-    assert time.monotonic() - start < 3
     assert len(server.asked) == 2
 
 
