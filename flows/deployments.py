@@ -89,7 +89,8 @@ def apply(
 def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
     """Raises UserError if these names are those of another project, or of this one in another folder.
 
-    By the deployments' tag; a process pool's tell their folder besides.
+    By the folder, where a process pool's deployments tell it; else by their tag, which may be from before
+    this project had a git remote.
     """
     name = f"{settings.PIPELINE}/pipeline{place.suffix}"
     try:
@@ -98,11 +99,12 @@ def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
         return
     owners = [tag.removeprefix(OWNER) for tag in known.tags if tag.startswith(OWNER)]
     folder = known.job_variables.get("working_dir")
-    if owners and place.owner not in owners:
-        owner = owners[0]
-    elif folder is not None and folder != place.variables.get("working_dir", folder):
-        owner = folder
+    if folder is not None and "working_dir" in place.variables:
+        owner, is_ours = folder, folder == place.variables["working_dir"]
     else:
+        owner = owners[0] if owners else ""
+        is_ours = not owners or bool({place.owner, str(root.resolve())} & set(owners))
+    if is_ours:
         return
     raise UserError(
         f"the deployment {name} of this server is that of the project {owner}: give `--pool NAME`, and this "

@@ -2,9 +2,9 @@
 
 Each run ends as a DVC experiment whose name is a digest of all that decides its result: commit, settled
 parameters, data. What has one is done, so that a sweep that broke off goes on where it was. One with
-another gate is another experiment: DVC has all of it but the verdict. All runs are of the commit that the
-sweep began with: what is committed meanwhile is for the next one. The runs go to a deployment's work pool
-and keep its limits: another `deployment` puts them on other machines.
+another gate is another experiment: once one of them is done, DVC has all of the others but the verdict.
+All runs are of the commit that the sweep began with: what is committed meanwhile is for the next one. The
+runs go to a deployment's work pool and keep its limits: another `deployment` puts them on other machines.
 """
 
 from __future__ import annotations

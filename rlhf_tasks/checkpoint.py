@@ -46,11 +46,16 @@ def finish(partial: Path, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write one file whole: a reader sees the old text or the new one; of two writers the last wins."""
+    """`write_bytes` of text in UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write one file whole: a reader sees the old content or the new; of two writers the last wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         fsync(partial)
         partial.replace(path)
     finally:

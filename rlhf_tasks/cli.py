@@ -8,7 +8,6 @@ else is a fault, with its traceback.
 from __future__ import annotations
 
 import argparse
-import errno
 import functools
 import math
 import os
@@ -34,9 +33,6 @@ QUIET = {
 }  # set unless the user has
 
 
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
 class Terminated(KeyboardInterrupt):
     """SIGTERM: unwound like Ctrl-C, so that the run is closed as KILLED."""
 
@@ -54,14 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.set_quiet(not tracking.context.is_main_rank())
     try:
         return int(options.command(options) or 0)
-    except UserError as error:
-        if not launch.is_worker():  # the launcher says it, once
-            print(f"rlhf: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno not in UNWRITABLE or launch.is_worker():
+    except (UserError, OSError) as error:
+        message = launch.mistake(error)
+        if message is None:
             raise
-        print(f"rlhf: {error}; this user must be able to read and write there", file=sys.stderr)
+        if not launch.is_worker():  # the launcher says it, once
+            print(f"rlhf: {message}", file=sys.stderr)
         return 2
     except Terminated:
         return 143
@@ -145,11 +139,12 @@ def _judge(options: argparse.Namespace) -> int:
             )
         return stages.run("judge")
     view = StageView(config.load(), "judge")
-    if options.out is not None:
-        _check_out(options.out)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.judge import command
 
+    if options.out is not None:
+        command.check_format(options.out)
+        _check_out(options.out)
     command.run(
         view,
         options.model,

@@ -166,13 +166,20 @@ def settled(results: Sequence[Result]) -> list[Result]:
     """The same with their settings: the parameters in which they differ; runs that differ in none share one.
 
     MLflow has the parameters of the stages that ran: a run that does not tell one of those is a setting of
-    its own.
+    its own. Runs that differ in their verdict only, under another gate, are one: they were trained once.
     """
+    results = list({_training(result): result for result in results}.values())
     keys = differing([result.parameters for result in results])
     return [
         replace(result, setting=", ".join(f"{k}={result.parameters.get(k, UNKNOWN)}" for k in keys) or "all")
         for result in results
     ]
+
+
+def _training(result: Result) -> tuple[Any, ...]:
+    """What only runs of one training share: seed, parameters, and all they measured, to the last digit."""
+    measured = {key: value for key, value in result.metrics.items() if not key.startswith("verdict/")}
+    return result.seed, *sorted(result.parameters.items()), *sorted(measured.items())
 
 
 def differing(parameters: Sequence[Mapping[str, str]]) -> list[str]:

@@ -6,6 +6,7 @@ on each, told apart by MASTER_ADDR, MASTER_PORT and MACHINE_RANK.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from rlhf_tasks.tracking import context
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
 DEEPSPEED = Path("infra/deepspeed")
 FAILURE = "RLHF_FAILURE_FILE"  # where the first worker that fails says why
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
 
@@ -134,16 +136,26 @@ def _has_cuda() -> bool:
     return subprocess.run([sys.executable, "-c", question], check=False).returncode == 0
 
 
+def mistake(error: BaseException) -> str | None:
+    """What to tell the user who can mend it; None of a fault."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return f"{error}; this user must be able to read and write there"
+    return None
+
+
 def report(error: BaseException) -> None:
     """Tell the launcher, and the first rank, why this worker fails; only the first word counts."""
     where = os.environ.get(FAILURE)
     if where is None:
         return
-    user = isinstance(error, UserError)
-    message = str(error) if user else f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
+    kind, message = "user", mistake(error)
+    if message is None:
+        kind, message = "fault", f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
     try:
         with Path(where).open("x", encoding="utf-8") as file:
-            json.dump({"kind": "user" if user else "fault", "message": message}, file)
+            json.dump({"kind": kind, "message": message}, file)
     except FileExistsError:
         return
 

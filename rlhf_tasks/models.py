@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -125,7 +126,7 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
         model, info = auto.from_pretrained(
             source, revision=revision, dtype=torch.float32, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         hint = (
             "a hub id needs network access or a filled cache"
             if is_hub_id(str(source))

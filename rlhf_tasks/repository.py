@@ -111,11 +111,10 @@ def address(root: Path) -> str:
     """
     try:
         url = git(root, "remote", "get-url", "origin")
-        inside = git(root, "rev-parse", "--show-prefix")
-    except (UserError, FileNotFoundError):
+        inside, parts = git(root, "rev-parse", "--show-prefix"), urlsplit(url)
+    except (UserError, FileNotFoundError, ValueError):  # the last for an address that is none
         return str(root.resolve())
     if "://" in url:
-        parts = urlsplit(url)
         place = f"{parts.hostname or ''}{parts.path}"
     elif there := re.fullmatch(r"(?:[^@/]+@)?([^@/:]+):/*(.+)", url):  # as ssh takes it
         place = f"{there[1]}/{there[2]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -116,6 +117,18 @@ def test_the_first_worker_to_fail_is_the_one_heard(tmp_path: Path, monkeypatch: 
     launch.report(MemoryError("full"))
     launch.report(UserError("later"))
     assert launch.reported() == {"kind": "fault", "message": "rank 1: MemoryError: full"}
+
+
+def test_a_folder_that_may_not_be_written_is_the_users_in_a_worker_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
+    launch.report(PermissionError(errno.EACCES, "Permission denied", "models"))
+    told = launch.reported()
+    assert told is not None
+    assert told["kind"] == "user"
+    assert told["message"].endswith("'models'; this user must be able to read and write there")
+    assert launch.mistake(OSError(errno.ENOSPC, "No space left on device")) is None
 
 
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])

@@ -155,6 +155,13 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         models.load_causal(tmp_path)
 
 
+def test_torn_weights_are_named(tmp_path: Path) -> None:
+    weights = save(small.causal(), tmp_path / "torn") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ContractError, match=f"cannot load a model from {tmp_path}/torn"):
+        models.load_causal(tmp_path / "torn")
+
+
 def test_an_ordinary_from_pretrained_loads_what_was_saved(policy: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(policy)
     assert torch.equal(

@@ -36,6 +36,12 @@ def test_a_project_is_known_by_its_remote_without_protocol_and_login(
     assert repository.address(tmp_path / "part") == f"{address}/part"
 
 
+def test_an_address_that_is_none_leaves_the_folder(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    toy.git(tmp_path, "remote", "add", "origin", "https://[bad/a")
+    assert repository.address(tmp_path) == str(tmp_path)
+
+
 def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     with pytest.raises(UserError, match="has no git commit"):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,16 @@ import psutil
 import pytest
 from filelock import FileLock
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, REQUEST_LIMIT_EXCEEDED
+from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE, REQUEST_LIMIT_EXCEEDED
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, lineage, tracking
 from rlhf_tasks.config import Stage, StageView, UserError
 from rlhf_tasks.daemons import free_port
-from rlhf_tasks.tracking import context, courier, curves, dashboard, records
+from rlhf_tasks.tracking import context, courier, curves, dashboard, records, store
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
-from rlhf_tasks.tracking.spool import Spool, pending, table_json
+from rlhf_tasks.tracking.spool import Spool, pending, table_json, tell_refused
 from rlhf_tasks.tracking.store import Store, embedded_uri
 from tests.flows.toy import until
 
@@ -665,6 +666,37 @@ def test_a_trace_that_was_refused_is_sent_again_and_holds_nothing_else_up(
         assert pending(home / "spool") == []
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "for_good"),
+    [
+        (MlflowException("bad tag", error_code=INVALID_PARAMETER_VALUE), True),
+        (MlflowException("API request to endpoint /x failed with error code 413 != 200. Too large"), True),
+        (MlflowException("API request to endpoint /x failed with error code 403 != 200. Key"), False),
+        (MlflowException("QueuePool limit reached", error_code=BAD_REQUEST), False),
+        (OSError("gone"), False),
+    ],
+)
+def test_what_another_key_or_hour_mends_and_a_database_s_trouble_is_no_refusal(
+    error: BaseException, for_good: bool
+) -> None:
+    assert (store._refusal(error) is not None) is for_good
+
+
+def test_refusals_are_told_though_a_line_is_torn_and_another_process_tells_them_too(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spool = Spool(home / "spool", "judge-1")
+    spool.refuse("1", "status 400: bad tag")
+    with spool.refused.open("a", encoding="utf-8") as file:
+        file.write('{"number": "2", "rea')
+    assert spool.refusals() == {"1": "status 400: bad tag"}
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: tell_refused(home / "spool"), range(8)))
+    assert capsys.readouterr().out.count("MLflow refused 1 trace(s) of judge-1 for good") == 1
+    assert spool.refusals() == {}
+    assert list((home / "spool").iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint")

@@ -56,8 +56,8 @@ def run(
         UserError: if a contender, a judge or the data is not there, `out` is of another kind, or a judge
             fails too often.
     """
-    if out is not None and out.suffix not in FORMATS:
-        raise UserError(f"--out {out}: verdicts are written as {' or '.join(FORMATS)}; name the file so")
+    if out is not None:
+        check_format(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, b = _contender(model), _contender(against)
     rows = _rows(num_examples or config.judge.num_examples, [x for x in (a, b) if isinstance(x, Mapping)])
@@ -80,10 +80,18 @@ def run(
     return metrics
 
 
+def check_format(out: Path) -> None:
+    """Raises UserError for a file of another kind than verdicts are written as."""
+    if out.suffix not in FORMATS:
+        raise UserError(f"--out {out}: verdicts are written as {' or '.join(FORMATS)}; name the file so")
+
+
 def _write(out: Path, table: pa.Table) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".parquet":
-        pq.write_table(table, out)
+        buffer = pa.BufferOutputStream()
+        pq.write_table(table, buffer)
+        checkpoint.write_bytes(out, buffer.getvalue().to_pybytes())
     else:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
         checkpoint.write_text(out, "".join(lines))

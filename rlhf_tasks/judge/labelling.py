@@ -88,7 +88,9 @@ def pairs(names: Sequence[str]) -> list[Pair]:
         raise UserError(f"{ANSWERS} is not there, and its answers are what is labelled; run `rlhf judge`")
     try:
         rows = pq.read_table(ANSWERS).to_pylist()
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, PermissionError):
+            raise
         raise UserError(f"{ANSWERS} is no table ({error}); run `rlhf judge` again") from None
     found = []
     for name in names:

@@ -35,15 +35,23 @@ def taken_from(root: Path, settings: Config, made: Collection[str]) -> Config:
 def changed(root: Path, here: Path) -> list[str]:
     """Files that are others below `here` than those by which the pipeline's judge stage in `root` judged.
 
-    What it judged by is told by dvc.lock, or, of a file that is no dep there, by the one in `root`.
+    What it judged by is told by dvc.lock; of a file that is no dep of the stage, nor in a folder that is one,
+    by the file in `root`: where that is `here`, nothing can tell.
     """
     judge = YAML(typ="safe", pure=True).load((root / "params.yaml").read_text(encoding="utf-8"))["judge"]
     made = [out for node in lineage.graph(root).values() for out in node.outs]
     paths = [section[key] for section, key in _named(judge, made)]
     paths += [path for path in _modules(judge) if (root / path).exists() or (here / path).exists()]
     locked = lineage.locked_by("judge", root)
-    then = {path: locked.get(path, _digest(root / path)) for path in paths}
-    return [path for path, md5 in then.items() if md5 != _digest(here / path)]
+    held = {path: _dep_of(path, locked) for path in paths}
+    then = {path: locked.get(dep, _digest(root / path)) for path, dep in held.items()}
+    return [path for path, md5 in then.items() if md5 != _digest(here / held[path])]
+
+
+def _dep_of(path: str, locked: Collection[str]) -> str:
+    """What stands in dvc.lock for it: itself, or the folder that it is in; itself, too, if nothing does."""
+    own = Path(path)
+    return next((dep for one in (own, *own.parents) if (dep := one.as_posix()) in locked), own.as_posix())
 
 
 def _named(judge: Mapping[str, Any], made: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -132,7 +132,9 @@ def _rows(path: Path | None, columns: tuple[str, ...]) -> Rows:
         return []
     try:
         table = pq.read_table(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, PermissionError):
+            raise
         raise UserError(f"{path} is no table ({error}); run its stage again") from None
     if table.num_rows == 0:
         return []  # a table made of no rows has no columns either

@@ -78,10 +78,7 @@ class Spool:
 
     def refusals(self) -> dict[str, str]:
         """Why each trace that was set aside was refused, by its number."""
-        if not self.refused.exists():
-            return {}
-        lines = [json.loads(line) for line in self.refused.read_text(encoding="utf-8").splitlines()]
-        return {line["number"]: line["reason"] for line in lines}
+        return _refusals(self.refused)
 
     @property
     def delivered(self) -> Path:
@@ -138,15 +135,34 @@ def pending(folder: Path) -> list[Spool]:
 def tell_refused(folder: Path) -> None:
     """Say once, of each run that is delivered, which of its traces MLflow refused for good."""
     for file in sorted(folder.glob("*.refused")):
-        spool = Spool(folder, file.stem)
-        reasons = list(spool.refusals().values())
-        if spool.file.exists() or not reasons:
-            continue  # there is more to be delivered, or another process has just told it
+        spool, claimed = Spool(folder, file.stem), file.with_suffix(f".told-{os.getpid()}")
+        if spool.file.exists():
+            continue  # there is more to be delivered
+        try:
+            file.rename(claimed)
+        except FileNotFoundError:
+            continue  # another process tells it
+        reasons = list(_refusals(claimed).values()) or ["no reason is on the disk"]
+        claimed.unlink()
         console.say(
             f"MLflow refused {len(reasons)} trace(s) of {spool.name} for good ({reasons[0]}); they are not "
             f"sent again, and stay in {spool.delivered}"
         )
-        file.unlink(missing_ok=True)
+
+
+def _refusals(file: Path) -> dict[str, str]:
+    found = dict[str, str]()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return found
+    for line in lines:
+        try:
+            record = json.loads(line)
+            found[record["number"]] = record["reason"]
+        except (ValueError, TypeError, KeyError):
+            continue  # torn
+    return found
 
 
 def table_json(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -32,7 +32,7 @@ EXPERIMENT = "dvc.exp"
 TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
 REFUSED_TAG = "rlhf.refused_traces"
 EXPORTER = "mlflow.tracing.export.mlflow_v3"  # logs why a trace was not taken, and raises nothing
-LATER = (401, 408, 425, 429)  # of 4xx, those that another key or another hour mends
+LATER = (401, 403, 408, 425, 429)  # of 4xx, those that another key or another hour mends
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
 
@@ -382,6 +382,7 @@ def _refusal(error: BaseException) -> str | None:
         return None
     told = re.search(r"failed with error code (\d{3})", str(error))  # MLflow knows a few codes only
     status = int(told[1]) if told else error.get_http_status_code()  # type: ignore[no-untyped-call]
-    if not 400 <= status < 500 or status in LATER:
+    of_database = error.error_code == "BAD_REQUEST"  # what MLflow makes of any trouble with its database
+    if not 400 <= status < 500 or status in LATER or of_database:
         return None
     return " ".join(f"status {status}: {type(error).__name__}: {error}".split())[:MAX_REASON]

@@ -123,6 +123,18 @@ def test_projects_are_told_apart_in_a_pool_of_any_type(root: Path, tmp_path: Pat
     assert deployment(name).tags == ["rlhf", "project:example.org/two/rlhf", "mine"]
 
 
+@pytest.mark.parametrize("kind", ["kubernetes", "process"])
+def test_a_project_that_gets_a_remote_keeps_its_deployments(root: Path, kind: str) -> None:
+    pool = f"late-{kind}"
+    with get_client(sync_client=True) as client:
+        client.create_work_pool(WorkPoolCreate(name=pool, type=kind))
+    deployments.apply(root, None, pool, makes_pool=False, is_shared=True)
+    assert f"project:{root}" in deployment(f"{RUNS}-{pool}").tags
+    toy.git(root, "remote", "add", "origin", "git@example.org:one/rlhf.git")
+    deployments.apply(root, None, pool, makes_pool=False, is_shared=True)
+    assert deployment(f"{RUNS}-{pool}").tags == ["rlhf", "project:example.org/one/rlhf"]
+
+
 def test_two_folders_of_one_project_are_told_apart_in_a_process_pool(root: Path, tmp_path: Path) -> None:
     toy.git(root, "remote", "add", "origin", "git@example.org:one/rlhf.git")
     clone = tmp_path / "clone"

@@ -117,6 +117,14 @@ def test_every_verdict_is_written_with_what_was_judged(models_here: Path, name: 
     assert found["gold/models/policy_vs_models/sft/win_rate"] == pytest.approx(rate)
 
 
+def test_verdicts_take_the_place_of_older_ones_whole(models_here: Path) -> None:
+    Path("verdicts.parquet").write_text("older", encoding="utf-8")
+    Path("verdicts.parquet").chmod(0o444)
+    run("models/policy", "models/sft", num_examples=2, names=["gold"], out=Path("verdicts.parquet"))
+    assert pq.read_table("verdicts.parquet").num_rows == 2
+    assert not list(Path().glob(".verdicts*"))
+
+
 def test_a_failed_verdict_is_written_as_null(models_here: Path) -> None:
     Path("half.py").write_text(
         "def half(prompts, answers):\n    return [float('nan')] + [float(len(a)) for a in answers[1:]]\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def test_a_setting_is_what_the_runs_differ_in() -> None:
     settings = [one.setting for one in comparison.settled(RUNS)]
     assert settings == ["ppo.kl_coef=0.03", "ppo.kl_coef=0.03", "ppo.kl_coef=0.1"]
     assert [one.setting for one in comparison.settled(RUNS[:2])] == ["all", "all"]
+
+
+def test_runs_that_differ_in_their_verdict_only_are_one() -> None:
+    """Of two gates over one training: no further seed."""
+    other = replace(RUNS[0], experiment="other gate", metrics={**RUNS[0].metrics, "verdict/passed": 0.0})
+    assert [one.experiment for one in comparison.settled([*RUNS, other])] == ["other gate", "second", "third"]
+    unlike = replace(RUNS[0], experiment="unlike", metrics={**RUNS[0].metrics, "judge/gold/win_rate": 0.8})
+    assert len(comparison.settled([*RUNS, unlike])) == 4
 
 
 def test_seeds_are_a_line_with_a_band_and_a_single_run_has_its_interval() -> None:

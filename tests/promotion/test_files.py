@@ -1,0 +1,50 @@
+"""Which of the files that judges read are others than when the pipeline judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_tasks import lineage
+from rlhf_tasks.promotion import files
+
+JUDGES = [
+    {"kind": "function", "name": "own", "function": "my_judges.short:scores"},
+    {"kind": "llm", "name": "gpt", "prompt": "./rubric.txt"},
+    {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"},
+]
+
+
+@pytest.mark.parametrize(
+    ("deps", "seen"),
+    [
+        (["my_judges/short.py", "rubric.txt"], ["./rubric.txt", "my_judges/short.py"]),
+        (["my_judges", "rubric.txt"], ["./rubric.txt", "my_judges/short.py"]),
+        (["my_judges"], ["my_judges/short.py"]),  # nothing tells what a file was that is no dep
+        ([], []),
+    ],
+)
+def test_files_are_known_by_their_dep_or_the_folder_that_is_one(
+    deps: list[str], seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    yaml = YAML(typ="safe", pure=True)
+    (tmp_path / "my_judges").mkdir()
+    for name in ("my_judges/short.py", "rubric.txt"):
+        (tmp_path / name).write_text("then", encoding="utf-8")
+    stage = {"cmd": "true", "deps": deps, "outs": ["models/reward_heldout"]}
+    locked = [{"path": dep, "md5": lineage.digest(tmp_path / dep)} for dep in deps]
+    written = {
+        "dvc.yaml": {"stages": {"judge": stage}},
+        "dvc.lock": {"schema": "2.0", "stages": {"judge": {"cmd": "true", "deps": locked}}},
+        "params.yaml": {"judge": {"judges": JUDGES, "retention": None}},
+    }
+    for name, tree in written.items():
+        with (tmp_path / name).open("w", encoding="utf-8") as file:
+            yaml.dump(tree, file)
+    assert files.changed(tmp_path, tmp_path) == []
+    for name in ("my_judges/short.py", "rubric.txt"):
+        (tmp_path / name).write_text("now", encoding="utf-8")
+    assert sorted(files.changed(tmp_path, tmp_path)) == seen
