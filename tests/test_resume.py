@@ -487,6 +487,15 @@ def _untimed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "eps" and not key.startswith("time/")}
 
 
+def terminate_after_another_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    before = newest(folder)
+    while newest(folder) == before:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.terminate()
+    assert process.wait(60) == 143
+
+
 def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while not list((folder / "state").glob("*/*/*/step-*")):
@@ -518,12 +527,7 @@ def test_sft_killed_or_terminated_ends_with_the_same_bytes(
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process = start("sft", folder)
-    before = newest(folder)
-    while newest(folder) == before:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.terminate()
-    assert process.wait(60) == 143
+    terminate_after_another_snapshot(folder, process)
     assert not (folder / "metrics/sft.json").exists()
     assert finish("sft", folder) == uninterrupted("sft")
 
@@ -617,12 +621,7 @@ def test_ppo_on_two_processes_goes_on_to_the_same_bytes(
     workers[1].kill()
     assert process.wait(60) != 0
     process = start("ppo", folder)
-    before = newest(folder)
-    while newest(folder) == before:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.terminate()
-    assert process.wait(60) == 143
+    terminate_after_another_snapshot(folder, process)
     assert finish("ppo", folder) == expected
 
 
