@@ -24,6 +24,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows import hooks, promotion, request, results, settings, stages, watch
+from flows.programs import Dvc
 from rlhf_tasks import daemons, lineage, repository, workspace
 from rlhf_tasks.config import Config, Service, UserError
 from rlhf_tasks.presets import Request
@@ -97,14 +98,16 @@ def _run(
         tracking.open_run(run, values.tracking, tags) as told,
     ):
         folder = place.folder if isinstance(place, Workspace) else place
-        how = run_stages(folder, values.service, stage_environment(place, run))
+        environment = stage_environment(place, run)
+        with Dvc(folder, environment, values.service.grace_seconds) as dvc:
+            how = run_stages(list(lineage.graph(folder)), values.service, dvc)
         experiment = _saved(place, name, given) if isinstance(place, Workspace) else None
         notes = _notes(commit, experiment, unseen, told)
         unpushed = send(folder) if push else None
         if unpushed:
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
         told.tags(_identity(folder, how, name, experiment, revision))
-        verdict = _verdict(folder, values, stage_environment(place, run))
+        verdict = _verdict(folder, values, environment)
         if verdict is not None:
             told.tags({"promotion": f"{verdict.name}: {verdict.message}"})
         if verdict is not None and verdict.name == "Deferred":
@@ -118,15 +121,14 @@ def _run(
     return _end(name, how, experiment, unpushed, verdict)
 
 
-def run_stages(folder: Path, service: Service, environment: dict[str, str]) -> dict[str, str]:
-    """All stages in dvc.yaml's order; `ran` or `cached` for each."""
-    names = list(lineage.graph(folder))
+def run_stages(names: Sequence[str], service: Service, dvc: Dvc) -> dict[str, str]:
+    """These stages, in this order; `ran` or `cached` for each."""
     progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description=", ".join(names))
-    how, unchanged = {}, stages.unchanged(folder, environment, service.grace_seconds)
+    how, unchanged = {}, stages.unchanged(names, dvc)
     for done, name in enumerate(names, start=1):
         # Called, not submitted: a submitted task's thread would train on after a cancellation.
         state: Any = stages.with_care(name, service.care(name))(
-            name, folder, environment, service, name in unchanged, return_state=True
+            name, dvc, service, name in unchanged, return_state=True
         )
         if not state.is_completed():
             raise _failure(name, state)

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows import stages
+from flows import programs, stages
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Config
 from rlhf_tasks.promotion import gate
@@ -62,7 +62,7 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
         return Completed(name="Promoted", message=known)
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
     with stages.slots(service.gpu_slots):
-        status, lines = stages.run(command, folder, environment, service.grace_seconds)
+        status, lines = programs.run(command, folder, environment, service.grace_seconds)
     said = next((line for line in reversed(lines) if line), "it said nothing")
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:

@@ -28,6 +28,10 @@ def prefect(home: Path, url: str) -> dict[str, str]:
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
         # Leases in memory are not freed after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        # Event by event, its writes to SQLite meet the request for a task's slots, which is refused then
+        # (503, "database is locked") and tried again after 2 s: every third task waited. Whole seconds only.
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",  # DVC does that

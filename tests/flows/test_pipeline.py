@@ -24,12 +24,13 @@ from prefect.flow_engine import run_flow
 from prefect.states import Completed, Crashed, Failed, Running
 from pyarrow import parquet
 
-from flows import hooks, request, results, stages, sweep, watch
+from flows import hooks, programs, request, results, stages, sweep, watch
 from flows import pipeline as flows_pipeline
 from rlhf_tasks import comparison, config, lineage, repository
 from rlhf_tasks.config import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.tracking import pipeline as tracking
+from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
 
 pytestmark = [
@@ -183,13 +184,14 @@ def test_a_stage_that_takes_too_long_is_ended_whole_and_said_to_be(
     differs = {"second": {"retries": 1, "timeout_seconds": 3.0}}
     toy.write_params(root, tracking={"enabled": False}, service={"stages": differs})
 
-    def dvc(name: str | None, folder: Path, environment: dict[str, str], grace: float, *options: str) -> str:
+    def repro(dvc: programs.Dvc, *words: str, name: str | None = None, logged: bool = True) -> str:
         """At once, however busy the machine."""
-        if name == "second" and "--dry" not in options:
-            stages.run(["sh", "-c", "echo $$ >> tries; exec sleep 600"], folder, environment, grace)
+        if name == "second" and "--dry" not in words:
+            environment = os.environ | {STAGE_RUN: "a test's"}
+            programs.run(["sh", "-c", "echo $$ >> tries; exec sleep 600"], root, environment, 5.0)
         return ""
 
-    monkeypatch.setattr(stages, "_dvc", dvc)
+    monkeypatch.setattr(stages, "_repro", repro)
     with pytest.raises(stages.StageFailed, match=r"stage second was ended: .*timeout of 3\.0 second"):
         run_here()
     pids = (root / "tries").read_text(encoding="utf-8").split()
@@ -270,7 +272,7 @@ def test_what_dvc_advises_people_at_a_terminal_is_not_logged(root: Path) -> None
         [sys.executable, "-m", "dvc", "repro"], cwd=root, capture_output=True, text=True, check=True
     ).stdout
     assert "git add" in said
-    told = [line for line in said.splitlines() if stages.is_told(line)]
+    told = [line for line in said.splitlines() if programs.is_told(line)]
     assert [line for line in told if "git" in line or "autostage" in line or "push" in line] == []
     assert "Running stage 'second':" in told
 

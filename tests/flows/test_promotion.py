@@ -13,7 +13,7 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from flows import pipeline as flows_pipeline
-from flows import promotion, results, stages
+from flows import programs, promotion, results, stages
 from rlhf_tasks import config, lineage
 from rlhf_tasks.promotion.command import GOES_ON, verdict_file
 from rlhf_tasks.promotion.registry import MD5, Registry, Unreachable, Version
@@ -64,7 +64,7 @@ def gate_says(root: Path, text: str, status: int) -> None:
 def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
     root: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int, state: str, message: str
 ) -> None:
-    monkeypatch.setattr(stages, "get_run_logger", logging.getLogger)
+    monkeypatch.setattr(programs, "get_run_logger", logging.getLogger)
     monkeypatch.setattr(promotion, "champion_already", lambda *_: None)
     gate_says(root, text, status)
     values = config.load(root / "params.yaml")

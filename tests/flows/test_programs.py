@@ -1,0 +1,151 @@
+"""Programs of a flow: what they print, how they end, and one DVC for many questions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows import programs
+from flows.programs import Dvc
+from rlhf_tasks.tracking.context import STAGE_RUN
+from tests.flows import toy
+
+RUN = "a test's"
+
+
+@pytest.fixture(autouse=True)
+def logger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No flow runs here, whose log it would be."""
+    monkeypatch.setattr(programs, "get_run_logger", lambda: logging.getLogger("of the test"))
+
+
+@pytest.fixture
+def dvc(root: Path) -> Iterator[Dvc]:
+    with Dvc(root, toy.environment() | {STAGE_RUN: RUN}, 20.0) as made:
+        yield made
+
+
+def hosts() -> list[int]:
+    """The processes that answer for DVC, of this test."""
+    mine = psutil.Process().children()
+    return [p.pid for p in mine if any(word.endswith("dvc_host.py") for word in p.cmdline())]
+
+
+def repro(dvc: Dvc, name: str) -> tuple[int, list[str]]:
+    return dvc.ask("repro", "--single-item", name, logged=True)
+
+
+def test_one_process_answers_all(root: Path, dvc: Dvc) -> None:
+    status, lines = dvc.ask("repro", "--dry", "first", logged=False)
+    assert status == 0
+    first = hosts()
+    assert len(first) == 1
+    assert repro(dvc, "first")[0] == 0
+    status, lines = repro(dvc, "first")
+    assert status == 0
+    assert any("Stage 'first' didn't change, skipping" in line for line in lines)
+    assert not any("Running stage" in line for line in lines), "of the question before"
+    (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
+    status, lines = repro(dvc, "first")
+    assert any("Running stage 'first'" in line for line in lines), "nothing is remembered of the files"
+    assert hosts() == first
+
+
+def test_the_words_are_those_that_dvc_prints_by_itself(root: Path, dvc: Dvc) -> None:
+    alone = subprocess.run(
+        ["dvc", "repro", "--dry", "first"],
+        cwd=root,
+        env=toy.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert [line for line in dvc.ask("repro", "--dry", "first", logged=False)[1] if line] == [
+        x for x in alone if x
+    ]
+
+
+def test_what_is_logged_is_told_but_for_hints(root: Path, dvc: Dvc, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        dvc.ask("repro", "--dry", "first", logged=False)
+        assert caplog.messages == []
+        _, lines = repro(dvc, "first")
+    assert caplog.messages == [line for line in lines if programs.is_told(line)]
+    assert any("git add" in line for line in lines)
+    assert not any("git add" in line for line in caplog.messages)
+
+
+def test_after_a_failure_it_answers_on(root: Path, dvc: Dvc) -> None:
+    toy.write_script(root, ["echo 'rlhf: mend it'", "exit 2"])
+    assert repro(dvc, "first")[0] == 0
+    before = hosts()
+    status, lines = repro(dvc, "second")
+    assert status != 0
+    assert "rlhf: mend it" in lines
+    toy.write_script(root, [toy.SECOND.strip()])
+    assert repro(dvc, "second")[0] == 0
+    assert hosts() == before
+
+
+def test_a_stage_reads_no_questions_and_its_last_line_may_lack_an_end(root: Path, dvc: Dvc) -> None:
+    toy.write_script(root, ["wc -c", "printf 'no end'", "mkdir -p plots", "cp given/ppo.csv plots/ppo.csv",
+                            "cp first.txt second.txt"])  # fmt: skip
+    assert repro(dvc, "first")[0] == 0
+    status, lines = repro(dvc, "second")
+    assert status == 0
+    assert "0" in [line.strip() for line in lines], "the stage's input is empty"
+    assert any("no end" in line for line in lines)
+    assert repro(dvc, "second")[0] == 0
+
+
+def test_a_process_that_was_killed_is_replaced_or_told(root: Path, dvc: Dvc) -> None:
+    assert repro(dvc, "first")[0] == 0
+    pid = hosts()[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert repro(dvc, "first")[0] == 0
+    toy.write_script(root, [f"kill -9 {hosts()[0]}"])
+    assert repro(dvc, "second")[0] == -signal.SIGKILL
+
+
+def test_an_interrupt_ends_dvc_and_its_stage_and_leaves_no_lock(root: Path, dvc: Dvc) -> None:
+    toy.write_script(root, ["echo $$ > pid", "sleep 600"])
+    assert repro(dvc, "first")[0] == 0
+
+    def interrupt() -> None:
+        toy.until((root / "pid").exists, "the stage")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        repro(dvc, "second")
+    thread.join()
+    assert not psutil.pid_exists(int((root / "pid").read_text(encoding="utf-8")))
+    assert hosts() == []
+    toy.write_script(root, [toy.SECOND.strip()])
+    assert repro(dvc, "second")[0] == 0
+
+
+def test_its_end_leaves_no_process(root: Path) -> None:
+    with Dvc(root, toy.environment() | {STAGE_RUN: RUN}, 20.0) as dvc:
+        dvc.ask("repro", "--dry", "first", logged=False)
+        assert len(hosts()) == 1
+    assert hosts() == []
+    with Dvc(root, toy.environment(), 20.0):
+        assert hosts() == [], "one that is never asked is never started"
+
+
+def test_a_program_tells_its_status_and_its_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        status, lines = programs.run(["sh", "-c", "echo a; echo b >&2; exit 3"], tmp_path, os.environ, 1.0)
+    assert (status, sorted(lines)) == (3, ["a", "b"])
+    assert sorted(caplog.messages) == ["a", "b"]
