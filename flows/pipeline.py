@@ -101,7 +101,7 @@ def _run(
         environment = stage_environment(place, run)
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
             how = run_stages(list(lineage.graph(folder)), values.service, dvc)
-        experiment = _saved(place, name, given) if isinstance(place, Workspace) else None
+            experiment = _saved(place, name, given, dvc) if isinstance(place, Workspace) else None
         notes = _notes(commit, experiment, unseen, told)
         unpushed = send(folder) if push else None
         if unpushed:
@@ -194,9 +194,9 @@ def stage_environment(place: Workspace | Path, run: str) -> dict[str, str]:
     }
 
 
-def _saved(place: Workspace, name: str, given: bool) -> str | None:
+def _saved(place: Workspace, name: str, given: bool, dvc: Dvc) -> str | None:
     """The experiment's commit; None where nothing differs from the commit, and no name was asked for."""
-    return place.save(name) if given or place.differs() else None
+    return place.save(name, dvc.run) if given or place.differs() else None
 
 
 def _notes(

@@ -24,6 +24,7 @@ from prefect import get_run_logger
 
 from flows import dvc_host
 from rlhf_tasks import daemons
+from rlhf_tasks.config import UserError
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 HINTS = (
@@ -178,6 +179,13 @@ class Dvc:
             self._program = Program(self._command, *self._place, mark=self._mark)
         self._program.ask(words, get_run_logger() if logged else None)
         return self._program.status, self._program.lines
+
+    def run(self, *words: str) -> str:
+        """What `dvc WORDS` prints; UserError with its own words if it fails."""
+        status, lines = self.ask(*words, logged=False)
+        if status:
+            raise UserError(f"`dvc {' '.join(words)}` failed: {' '.join(filter(None, lines))}")
+        return "\n".join(lines)
 
     def close(self) -> None:
         if self._program is not None:

@@ -16,7 +16,7 @@ from prefect.states import Completed
 from flows import programs, stages
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Config
-from rlhf_tasks.promotion import gate
+from rlhf_tasks.promotion import evidence, gate
 from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, verdict_file
 from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
 
@@ -28,6 +28,13 @@ def is_due(values: Config, folder: Path) -> bool:
     """Whether there is a gate, a registry, and a policy."""
     made = {out for node in lineage.graph(folder).values() for out in node.outs}
     return values.promotion is not None and values.tracking.enabled and POLICY in made
+
+
+def judges_anew(values: Config, folder: Path) -> bool:
+    """Whether the gate may have to judge: against a champion, or a policy that the metrics do not tell of."""
+    md5 = lineage.locked(folder).get(POLICY)
+    against = values.promotion is not None and values.promotion.over_champion is not None
+    return against or md5 is None or not evidence.is_of(folder, md5)
 
 
 def champion_already(values: Config, folder: Path) -> str | None:
@@ -54,14 +61,16 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
     that has to name, the run's notes know. A slot of the limit is waited for only where there is something
     to judge.
     """
-    try:
-        known = champion_already(values, folder)
-    except Unreachable as error:
-        return Completed(name="Deferred", message=f"MLflow does not answer ({error})")
-    if known is not None:
-        return Completed(name="Promoted", message=known)
+    number = values.service.gpu_slots if judges_anew(values, folder) else 0
+    if number:
+        try:
+            known = champion_already(values, folder)
+        except Unreachable as error:
+            return Completed(name="Deferred", message=f"MLflow does not answer ({error})")
+        if known is not None:
+            return Completed(name="Promoted", message=known)
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
-    with stages.slots(service.gpu_slots):
+    with stages.slots(number):
         status, lines = programs.run(command, folder, environment, service.grace_seconds)
     said = next((line for line in reversed(lines) if line), "it said nothing")
     name = NAMES.get(status, NAMES[DEFERRED])

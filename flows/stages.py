@@ -64,9 +64,11 @@ def stage(name: str, dvc: Dvc, service: Service, unchanged: bool) -> State[Any]:
     Raises:
         StageFailed: if it fails.
     """
-    how = UNCHANGED if unchanged else verdict(name, _repro(dvc, "--dry", name=name, logged=False))
+    number, how = service.care(name).gpu_slots, UNCHANGED if unchanged else None
+    if how is None and number:
+        how = verdict(name, _repro(dvc, "--dry", name=name, logged=False))
     if how != UNCHANGED:
-        with slots(0 if how == RESTORED else service.care(name).gpu_slots):
+        with slots(0 if how == RESTORED else number):
             # another run may have made the same while this one waited
             how = verdict(name, _repro(dvc, name=name))
     if how is None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -48,11 +49,15 @@ class Workspace:
             return {}
         return {"PYTHONPATH": os.pathsep.join([str(self.folder), *_given("PYTHONPATH")])}
 
-    def save(self, name: str) -> str:
-        """Keep the state of the workspace as a DVC experiment of this name; returns its commit."""
+    def save(self, name: str, dvc: Callable[..., str] | None = None) -> str:
+        """Keep the state of the workspace as a DVC experiment of this name; returns its commit.
+
+        `dvc`: runs the words of a command in this workspace; by default a process of its own does.
+        """
+        dvc = dvc or partial(repository.dvc, self.folder)
         # DVC keeps its exchange with git under refs/exps/exec, which all worktrees share.
         with FileLock(self.root / ".rlhf" / "exp.lock"):
-            repository.dvc(self.folder, "exp", "save", "--force", "--name", name, *self._uncached())
+            dvc("exp", "save", "--force", "--name", name, *self._uncached())
         return repository.experiment(self.root, name) or ""
 
     def differs(self) -> bool:
@@ -183,7 +188,8 @@ def _configure(root: Path, folder: Path) -> None:
                         if isinstance(value, RelPath):
                             told = os.path.relpath(value, here)
                             own["remote"].setdefault(name, {})[key] = os.path.normpath(there / told)
-            own["cache"]["dir"] = str(repository.cache(root))
+            shared = DvcConfig(dvc_dir=str(there))["cache"].get("dir") or there / "cache"
+            own["cache"]["dir"] = str(shared)
     except DvcConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) cannot be used: {error}") from None
 

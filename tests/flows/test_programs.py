@@ -15,6 +15,7 @@ import pytest
 
 from flows import programs
 from flows.programs import Dvc
+from rlhf_tasks.config import UserError
 from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
 
@@ -149,3 +150,9 @@ def test_a_program_tells_its_status_and_its_lines(tmp_path: Path, caplog: pytest
         status, lines = programs.run(["sh", "-c", "echo a; echo b >&2; exit 3"], tmp_path, os.environ, 1.0)
     assert (status, sorted(lines)) == (3, ["a", "b"])
     assert sorted(caplog.messages) == ["a", "b"]
+
+
+def test_a_command_that_fails_is_told_in_dvcs_own_words(dvc: Dvc) -> None:
+    assert dvc.run("stage", "list").split()[0] == "first"
+    with pytest.raises(UserError, match=r"`dvc exp apply nobody` failed: .*nobody"):
+        dvc.run("exp", "apply", "nobody")

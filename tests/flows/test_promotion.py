@@ -15,6 +15,7 @@ from prefect.client.orchestration import get_client
 from flows import pipeline as flows_pipeline
 from flows import programs, promotion, results, stages
 from rlhf_tasks import config, lineage
+from rlhf_tasks.promotion import evidence
 from rlhf_tasks.promotion.command import GOES_ON, verdict_file
 from rlhf_tasks.promotion.registry import MD5, Registry, Unreachable, Version
 from rlhf_tasks.tracking.context import STAGE_RUN
@@ -76,6 +77,7 @@ def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
 def test_no_slot_is_waited_for_where_there_is_nothing_to_judge(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    toy.write_params(root, service={"gpu_slots": 1})
     values = config.load(root / "params.yaml")
     champion = Version("3", {MD5: "b.dir"})
 
@@ -103,6 +105,22 @@ def test_no_slot_is_waited_for_where_there_is_nothing_to_judge(
     monkeypatch.setattr(Registry, "open", away)
     found = promotion.promote.fn(root, {}, values)
     assert (found.name, found.message) == ("Deferred", "MLflow does not answer (refused)")
+
+
+def test_metrics_that_tell_of_the_policy_are_all_the_gate_needs_but_against_a_champion(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = config.load(root / "params.yaml")
+    assert values.promotion is not None
+    assert values.promotion.over_champion is not None
+    gate = values.promotion.model_copy(update={"over_champion": None})
+    alone = values.model_copy(update={"promotion": gate})
+    assert promotion.judges_anew(alone, root), "there is no policy yet"
+    monkeypatch.setattr(lineage, "locked", lambda _: {promotion.POLICY: "b.dir"})
+    assert promotion.judges_anew(alone, root), "nothing tells of it"
+    monkeypatch.setattr(evidence, "is_of", lambda folder, md5: (folder, md5) == (root, "b.dir"))
+    assert not promotion.judges_anew(alone, root)
+    assert promotion.judges_anew(values, root)
 
 
 def test_there_is_something_to_promote_only_with_gate_registry_and_policy(root: Path) -> None:

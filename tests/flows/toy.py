@@ -21,6 +21,7 @@ from rlhf_tasks import daemons
 
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 600.0  # of a very busy machine
+RECORDED_SECONDS = 1.5  # within which the server has written what it was told of tasks
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 STAGES = """\
@@ -172,7 +173,8 @@ class Service:
         return found
 
     def tasks(self, identity: str) -> dict[str, str]:
-        """`{task: state}` of a run, in order."""
+        """`{task: state}` of a run that has ended, in order."""
+        time.sleep(RECORDED_SECONDS)
         wanted = {"flow_runs": {"id": {"any_": [identity]}}, "sort": "EXPECTED_START_TIME_ASC"}
         return {run["name"]: run["state"]["name"] for run in self.call("POST", "/task_runs/filter", wanted)}
 
