@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-p
 ANSWERS = Path("evaluation/judge/answers.parquet")
 NUM_ANSWERS, ANSWER_LENGTH = 5, 300  # rows, characters
 MLFLOW_SECONDS = 5.0
+COURIER_SECONDS, POLL_SECONDS = 10.0, 0.25  # to begin to deliver, MLflow's import and all
 
 
 @dataclass(frozen=True)
@@ -84,27 +86,41 @@ def mlflow_address(uri: str | None) -> str | None:
 def run_links(tracking: Tracking, keys: Mapping[str, str], parent: str) -> dict[str, str]:
     """`{stage: address}` of the runs in MLflow that made what lies here, and of the pipeline's own.
 
-    Empty where no server is known or it does not answer: a result is not worth failing for its links.
-    The addresses are those that a browser sees (`RLHF_MLFLOW_URL`), if that differs.
+    That of the pipeline is waited for: a flow with nothing to do is over before its courier has begun. Empty
+    where no server is known or it does not answer: a result is not worth failing for its links. The addresses
+    are those that a browser sees (`RLHF_MLFLOW_URL`), if that differs.
     """
     mlflow, experiment = mlflow_address(tracking.uri), tracking.experiment
     if mlflow is None or not tracking.enabled:
         return {}
-    shown = os.environ.get(settings.MLFLOW_URL, mlflow)
+    conditions = {stage: f"tags.`rlhf.run` = '{key}'" for stage, key in keys.items()}
+    conditions["pipeline"] = f"tags.`rlhf.pipeline` = '{parent}'"
+    found, deadline = dict[str, str](), time.monotonic() + COURIER_SECONDS
     try:
-        number = _call(mlflow, "experiments/get-by-name", {"experiment_name": experiment})
-        identity = number["experiment"]["experiment_id"]
-        wanted = {stage: f"tags.`rlhf.run` = '{key}'" for stage, key in keys.items()}
-        wanted["pipeline"] = f"tags.`rlhf.pipeline` = '{parent}'"
-        found = {}
-        for stage, condition in wanted.items():
-            search = {"experiment_ids": [identity], "filter": condition, "max_results": 1}
-            runs = _call(mlflow, "runs/search", search).get("runs", [])
-            if runs:
-                run = runs[0]["info"]["run_id"]
-                found[stage] = f"{shown}/#/experiments/{identity}/runs/{run}"
+        while "pipeline" not in (found := _runs(mlflow, experiment, conditions)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return {}  # the last ones: what answers is no MLflow
+    shown = os.environ.get(settings.MLFLOW_URL, mlflow)
+    return {stage: f"{shown}/#/{place}" for stage, place in found.items()}
+
+
+def _runs(mlflow: str, experiment: str, conditions: Mapping[str, str]) -> dict[str, str]:
+    """The places of the runs that meet these conditions; empty, too, before the experiment has its first."""
+    try:
+        known = _call(mlflow, "experiments/get-by-name", {"experiment_name": experiment})
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code == httpx.codes.NOT_FOUND:
+            return {}
+        raise
+    identity, found = known["experiment"]["experiment_id"], {}
+    for stage, condition in conditions.items():
+        search = {"experiment_ids": [identity], "filter": condition, "max_results": 1}
+        runs = _call(mlflow, "runs/search", search).get("runs", [])
+        if runs:
+            found[stage] = f"experiments/{identity}/runs/{runs[0]['info']['run_id']}"
     return found
 
 

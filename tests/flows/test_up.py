@@ -14,7 +14,7 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import results, service
+from flows import results, service, settings
 from flows.service import Service
 from rlhf_tasks import daemons
 from rlhf_tasks.config import Tracking, UserError
@@ -134,6 +134,19 @@ def test_a_result_has_no_links_where_a_stranger_answers_for_mlflow(
     monkeypatch.setattr(Healthy, "body", body)
     tracking = Tracking(enabled=True, experiment="rlhf", uri=f"http://{daemons.HOST}:{stranger}")
     assert results.run_links(tracking, {"sft": "k"}, "p") == {}
+
+
+def test_links_wait_for_the_pipelines_own_run_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.MLFLOW_URL, "http://seen")
+    monkeypatch.setattr(results, "POLL_SECONDS", 0.0)
+    tracking = Tracking(enabled=True, experiment="rlhf", uri="http://asked")
+    told = [{}, {"sft": "a"}, {"sft": "a", "pipeline": "b"}]
+    monkeypatch.setattr(results, "_runs", lambda *_: told.pop(0))
+    both = {"sft": "http://seen/#/a", "pipeline": "http://seen/#/b"}
+    assert results.run_links(tracking, {"sft": "k"}, "p") == both
+    monkeypatch.setattr(results, "COURIER_SECONDS", 0.0)
+    monkeypatch.setattr(results, "_runs", lambda *_: {"sft": "a"})
+    assert results.run_links(tracking, {"sft": "k"}, "p") == {"sft": "http://seen/#/a"}
 
 
 @pytest.mark.parametrize(
