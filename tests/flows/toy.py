@@ -194,11 +194,15 @@ class Service:
         return [ref.rpartition("/")[2] for ref in refs]
 
     def mlflow(self, flow_run: str) -> dict[str, Any]:
-        """The pipeline's run as the MLflow server tells it: `info` and `data`."""
+        """The pipeline's run as the MLflow server tells it, once its courier has begun: `info` and `data`."""
         search = {"experiment_ids": ["1"], "filter": f"tags.`rlhf.pipeline` = 'prefect-{flow_run}'"}
         address = f"{self.url('mlflow')}/api/2.0/mlflow/runs/search"
-        answer = httpx.post(address, json=search, timeout=30, auth=self.login)
-        found: dict[str, Any] = answer.json()["runs"][0]
+
+        def runs() -> list[dict[str, Any]]:
+            answer = httpx.post(address, json=search, timeout=30, auth=self.login)
+            return list(answer.json().get("runs", []))
+
+        found: dict[str, Any] = until(runs, "the pipeline's run")[0]
         return found
 
 
