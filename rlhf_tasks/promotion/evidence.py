@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rlhf_tasks import lineage
 from rlhf_tasks.config import UserError
 
@@ -83,9 +81,8 @@ def is_of(root: Path, md5: str) -> bool:
     """
     judge = lineage.locked_by("judge", root)
     here = (root / JUDGE).exists() and lineage.digest(root / JUDGE) == judge.get(str(JUDGE))
-    asked = YAML(typ="safe", pure=True).load((root / "params.yaml").read_text(encoding="utf-8"))["judge"]
-    same_judges = _decisive(lineage.locked_params("judge", root).get("judge", {})) == _decisive(asked)
-    return is_trained(root, md5) and here and judge.get(POLICY) == md5 and same_judges
+    then, now = lineage.locked_params("judge", root).get("judge", {}), lineage.parameters(root)["judge"]
+    return is_trained(root, md5) and here and judge.get(POLICY) == md5 and _decisive(then) == _decisive(now)
 
 
 def _decisive(judge: Mapping[str, Any]) -> dict[str, Any]:
