@@ -32,8 +32,9 @@ def read(root: Path) -> dict[str, float]:
         UserError: for a file that is there and cannot be read.
     """
     try:
-        found = json.loads((root / JUDGE).read_text(encoding="utf-8")) if (root / JUDGE).exists() else {}
-    except ValueError as error:
+        told = json.loads((root / JUDGE).read_text(encoding="utf-8")) if (root / JUDGE).exists() else {}
+        found = {key: float(value) for key, value in told.items()}
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{JUDGE} cannot be read ({error}); run `rlhf judge` again") from None
     return found | kl(root)
 
@@ -53,7 +54,7 @@ def kl(root: Path) -> dict[str, float]:
                 ]
             found = None if kept is None else kl_at(kept, curve)
             return {} if found is None else {"kl": found}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{PPO} or {CURVE} cannot be read ({error}); run `rlhf ppo` again") from None
     return {}
 
