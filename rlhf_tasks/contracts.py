@@ -1,27 +1,35 @@
 """What a checkpoint says of itself, and what two checkpoints that work together must agree on.
 
 `rlhf.json` lies in a checkpoint's folder: what it is, and from which weights it comes, by hash. A foreign
-checkpoint has none: its lineage is unknown, the rest is checked all the same.
+checkpoint has none: its lineage is unknown, the rest is checked all the same. torch is loaded only where two
+checkpoints are compared, so that whoever asks what one says of itself need not wait for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import UserError
-from rlhf_tasks.data.batches import encode, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 IDENTITY = "rlhf.json"
 AGAIN = "bring the folder back from where it came, one of the pipeline's by `dvc checkout`"
+TYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""torch's names of the types in a safetensors file."""
+CHUNK = 1 << 24  # bytes read at a time
 
 
 class ContractError(UserError):
@@ -65,14 +73,34 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in sorted(tensors.keys()):
-                    tensor = tensors.get_tensor(key).contiguous()
-                    digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                    digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+            for part in _tensors(file):
+                digest.update(part)
         except SafetensorError as error:
             raise ContractError(f"{file} cannot be read ({error}); {AGAIN}") from None
     return digest.hexdigest()[:16]
+
+
+def _tensors(file: Path) -> Iterator[bytes]:
+    """Of each tensor, by name: name, shape and torch's type; then its bytes, in parts.
+
+    A file is 8 bytes that tell its header's length, the header (JSON), and the tensors' bytes.
+
+    Raises:
+        SafetensorError: for a file that is torn.
+    """
+    with safe_open(file, framework="numpy"):
+        pass  # header and sizes are checked
+    with file.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        entries: dict[str, Any] = json.loads(raw.read(length))
+        for key in sorted(entries.keys() - {"__metadata__"}):
+            entry = entries[key]
+            kind = TYPES.get(entry["dtype"], entry["dtype"])
+            yield f"{key}{tuple(entry['shape'])}torch.{kind}".encode()
+            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            raw.seek(start)
+            for place in range(start, end, CHUNK):
+                yield raw.read(min(CHUNK, end - place))
 
 
 def file_hash(path: Path) -> str:
@@ -119,6 +147,8 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
     Raises:
         ContractError: naming both folders and what differs.
     """
+    from rlhf_tasks.data.batches import encode, load_tokenizer
+
     a, b = load_tokenizer(first), load_tokenizer(second)
     words = {token for x in (a, b) for token in x.get_vocab() if token not in _only_pads(a, b)}
     differ = sorted(w for w in words if a.get_vocab().get(w) != b.get_vocab().get(w))
@@ -152,6 +182,8 @@ def check_same_shape(model: PreTrainedModel, where: str, parent: Path) -> None:
     Raises:
         ContractError: naming what differs.
     """
+    from transformers import AutoConfig
+
     other = AutoConfig.from_pretrained(parent)
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
     differ = [
@@ -171,6 +203,8 @@ def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where
     Raises:
         ContractError: if the tokenizer has more tokens than the model.
     """
+    from torch import nn
+
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
     rows = embeddings.num_embeddings

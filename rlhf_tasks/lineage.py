@@ -7,6 +7,7 @@ as `….dir`), taken from the bytes on disk: `dvc.lock` may be older than what a
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
@@ -63,7 +64,7 @@ def graph(root: Path = Path()) -> dict[str, Node]:
 
 def graph_in(text: str, params: str) -> dict[str, Node]:
     """The same of the texts of a dvc.yaml and a params.yaml."""
-    tree, values = parse(text, "dvc.yaml"), flatten(parse(params, "params.yaml"))
+    tree, values = _parsed(text, "dvc.yaml"), flatten(_parsed(params, "params.yaml"))
     if not isinstance(tree.get("stages"), Mapping):
         raise UserError("dvc.yaml has no `stages`; a pipeline has one or more there")
     return {
@@ -80,6 +81,12 @@ def graph_in(text: str, params: str) -> dict[str, Node]:
     }
 
 
+@functools.lru_cache(maxsize=32)
+def _parsed(text: str, origin: str) -> Mapping[str, Any]:
+    """`parse`, which takes a tenth of a second, once a text. Nothing of the tree leaves this module."""
+    return parse(text, origin)
+
+
 def _paths(entries: list[Any]) -> list[str]:
     return [next(iter(entry)) if isinstance(entry, Mapping) else entry for entry in entries]
 
@@ -89,6 +96,15 @@ def _filled(path: str, values: Mapping[str, Any]) -> str:
     if unknown := [name for name in names if name not in values]:
         raise UserError(f"dvc.yaml's {path!r} takes {', '.join(unknown)} of params.yaml, which has none")
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
+
+
+def parameters(root: Path = Path()) -> dict[str, Any]:
+    """params.yaml as it is written, unchecked.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    return copy.deepcopy(dict(_parsed((root / "params.yaml").read_text(encoding="utf-8"), "params.yaml")))
 
 
 def locked(root: Path = Path()) -> dict[str, str]:
@@ -105,19 +121,19 @@ def locked_by(stage: str, root: Path = Path()) -> dict[str, str]:
 
 def locked_params(stage: str, root: Path = Path()) -> dict[str, Any]:
     """The parameters that one stage ran with, as dvc.lock has them; empty where it does not."""
-    return dict(_entry(stage, root).get("params", {}).get("params.yaml", {}))
+    return copy.deepcopy(dict(_entry(stage, root).get("params", {}).get("params.yaml", {})))
 
 
 def _entry(stage: str, root: Path) -> dict[str, Any]:
     file = root / "dvc.lock"
     text = file.read_text(encoding="utf-8") if file.exists() else "stages: {}"
-    entry: dict[str, Any] = parse(text, "dvc.lock")["stages"].get(stage, {})
+    entry: dict[str, Any] = _parsed(text, "dvc.lock")["stages"].get(stage, {})
     return entry
 
 
 def locked_in(text: str) -> dict[str, str]:
     """The same of the text of a dvc.lock."""
-    tree = parse(text, "dvc.lock")
+    tree = _parsed(text, "dvc.lock")
     return {
         entry["path"]: entry["md5"]
         for stage in tree["stages"].values()

@@ -32,6 +32,7 @@ LAYERS: Mapping[str, int] = {"config": 0, **dict.fromkeys(STAGES, 2), "promotion
 TORCH_FREE = (
     "config",
     "checkpoint",
+    "contracts",
     "console",
     "launch",
     "lineage",
@@ -42,8 +43,10 @@ TORCH_FREE = (
     "workspace",
     "comparison",
     "provenance",
+    "promotion.command",
     "promotion.stage",
     "promotion.registry",
+    "judges",
     "judge.labelling",
     "report.comparison",
     "cli",

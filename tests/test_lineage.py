@@ -95,3 +95,25 @@ def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
 def test_a_graph_that_cannot_be_read_is_the_users_to_mend(dvc: str, params: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         lineage.graph_in(dvc, params)
+
+
+def test_what_is_read_of_a_text_is_the_callers_own_and_told_anew_of_another(project: Path) -> None:
+    """Texts are parsed once a process."""
+    lock = (
+        "stages:\n  ppo:\n    params: {params.yaml: {ppo: {scorers: [1]}}}\n    outs: [{path: a, md5: '1'}]\n"
+    )
+    (project / "dvc.lock").write_text(lock, encoding="utf-8")
+    for _ in range(2):
+        assert lineage.locked_params("ppo") == {"ppo": {"scorers": [1]}}
+        assert lineage.locked() == lineage.locked_by("ppo") == {"a": "1"}
+        assert lineage.parameters()["seed"] == 1
+        lineage.locked_params("ppo")["ppo"]["scorers"].append(2)
+        lineage.locked()["a"] = lineage.locked_by("ppo")["a"] = "2"
+        lineage.parameters()["judge"]["judges"].clear()
+        lineage.graph().clear()
+    assert lineage.parameters()["judge"]["judges"]
+    assert "sft" in lineage.graph()
+    (project / "dvc.lock").write_text(lock.replace("'1'", "'3'"), encoding="utf-8")
+    assert lineage.locked() == {"a": "3"}
+    (project / "dvc.lock").unlink()
+    assert lineage.locked() == lineage.locked_params("ppo") == {}

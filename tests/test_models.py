@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,35 @@ def test_a_fingerprint_is_of_the_weights_alone(policy: Path, tmp_path: Path) -> 
     with torch.no_grad():
         next(changed.parameters()).view(-1)[0] += 1e-3
     assert contracts.fingerprint(save(changed, tmp_path / "changed")) != contracts.fingerprint(policy)
+
+
+def slow_fingerprint(file: Path) -> str:
+    """By tensors that torch has read, one after another."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(load_file(file).items()):
+        digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(bytes(tensor.flatten().view(torch.uint8).tolist()))
+    return digest.hexdigest()[:16]
+
+
+def test_a_fingerprint_is_of_names_shapes_types_and_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch names the types, by which checkpoints have named their parents so far."""
+    monkeypatch.setattr(contracts, "CHUNK", 7)
+    kinds = [getattr(torch, name) for name in contracts.TYPES.values()]
+    tensors = {f"a{i % 3}.{kind}": (torch.rand(2, 3) * 9).to(kind) for i, kind in enumerate(kinds)}
+    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 2)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert contracts.fingerprint(tmp_path) == slow_fingerprint(tmp_path / "model.safetensors")
+
+
+def test_weights_that_are_torn_have_no_fingerprint(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(4)}, file)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ContractError, match=rf"{file} cannot be read \(.*dvc checkout"):
+        contracts.fingerprint(tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:

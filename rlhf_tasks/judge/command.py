@@ -19,6 +19,7 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
 from rlhf_tasks.judge import summary
 from rlhf_tasks.judge.answers import sample
+from rlhf_tasks.judges import making
 from rlhf_tasks.judges.verdicts import Verdicts, check_failures
 
 REFERENCE: Literal["reference"] = "reference"
@@ -61,7 +62,7 @@ def run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, b = _contender(model), _contender(against)
     rows = _rows(num_examples or config.judge.num_examples, [x for x in (a, b) if isinstance(x, Mapping)])
-    panel = judges.build(config.judge, config.data.source, device, names)
+    panel = making.build(config.judge, config.data.source, device, names)
     _warn(config, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
     ours, theirs = (_answers(config, contender, rows, device) for contender in (a, b))

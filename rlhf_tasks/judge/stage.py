@@ -20,6 +20,7 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.judge import labels, progress, summary, trust
 from rlhf_tasks.judge.answers import Answers, sample
 from rlhf_tasks.judge.retention import Probes
+from rlhf_tasks.judges import making
 from rlhf_tasks.judges.verdicts import Judge, Verdicts, check_failures
 from rlhf_tasks.runtime import Runtime
 from rlhf_tasks.tensors import distinct
@@ -52,7 +53,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     Curves: how the win rate over the references went while PPO trained, by the judges that score.
     """
     rt = Runtime(config.launch, config.seed)
-    panel = judges.build(config.judge, config.data.source, rt.device, trace=tracker.trace)
+    panel = making.build(config.judge, config.data.source, rt.device, trace=tracker.trace)
     labelled = labels.decided(labels.read(Path(config.judge.labels)))
     probes = None if config.judge.retention is None else Probes(config.judge.retention)
     metrics = _warn(config, tracker)

@@ -26,12 +26,12 @@ from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.judges import prompts
 from rlhf_tasks.judges.cache import Cache, key_of
 from rlhf_tasks.judges.comparing import Question, Reply
+from rlhf_tasks.judges.prompts import LETTERS
 from rlhf_tasks.judges.verdicts import shown, too_many
 
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs of a token: as many as every server gives
 LONGEST_WAIT_SECONDS = 120.0  # no `Retry-After` is waited for longer, by the client's rule
-LETTERS = ("A", "B")
 REFUSED = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
 """What no other question would change."""
 _VERDICT = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])\W*")

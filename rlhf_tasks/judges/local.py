@@ -18,7 +18,7 @@ from rlhf_tasks.config.judge import LISTED, LocalJudge, PairRmJudge
 from rlhf_tasks.data.batches import Batch, Ids, collate, load_tokenizer, micro_batches
 from rlhf_tasks.judges import prompts
 from rlhf_tasks.judges.comparing import Question, Reply
-from rlhf_tasks.judges.llm import LETTERS
+from rlhf_tasks.judges.prompts import LETTERS
 
 
 class Local:

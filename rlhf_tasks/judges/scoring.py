@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from rlhf_tasks import models, statistics
-from rlhf_tasks.config import UserError
 from rlhf_tasks.data import synthetic
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer
 from rlhf_tasks.judges.verdicts import Verdicts
-from rlhf_tasks.scorers import RewardScorer, ScorerError, imported, numbers
+from rlhf_tasks.scorers import RewardScorer, imported, numbers
 
 
 class Scores(Protocol):
@@ -96,10 +95,7 @@ class Function:
 
     def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
         given = self._function(list(prompts), list(answers))
-        try:
-            found: list[float] = numbers(self._name, given, len(prompts)).tolist()
-        except ScorerError as error:
-            raise UserError(str(error)) from None
+        found: list[float] = numbers(self._name, given, len(prompts)).tolist()
         return found
 
     def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:

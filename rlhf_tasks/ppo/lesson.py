@@ -36,6 +36,10 @@ class Lesson:
     kl_coef: float
     """As it was for this rollout."""
 
+    def content(self) -> dict[str, Any]:
+        """By name, what a fault is looked into with."""
+        return vars(self.episodes) | {"advantages": self.advantages, "returns": self.returns}
+
 
 def joined(parts: Sequence[Lesson]) -> Lesson:
     """Of lessons on rows dealt in turn (`Runtime.share`), equally many to each, one in the rows' order."""

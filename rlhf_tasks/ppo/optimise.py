@@ -122,7 +122,7 @@ class Optimiser:
         try:
             return self._rt.step(self.model, self.optimizer, losses, self._settings.max_grad_norm)
         except NonFiniteError as error:
-            error.batch = vars(lesson.episodes) | {"rows": rows, "advantages": lesson.advantages}
+            error.batch = lesson.content() | {"rows": rows}
             raise
 
     def _groups(self, sizes: Sequence[Size], own: Sequence[int]) -> list[list[int]]:

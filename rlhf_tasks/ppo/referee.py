@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_tasks import judges, statistics
+from rlhf_tasks import statistics
 from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.judges import making
 from rlhf_tasks.judges.verdicts import check_failures
 from rlhf_tasks.runtime import Runtime
 
@@ -23,7 +24,7 @@ class Referee:
         self._rt, self._max_failure_share = rt, settings.max_failure_share
         self.name = settings.judge.name
         self._judge = (
-            judges.single(settings.judge, rt.device, settings.max_failure_share, key=KEY)
+            making.single(settings.judge, rt.device, settings.max_failure_share, key=KEY)
             if rt.is_main
             else None
         )

@@ -161,8 +161,7 @@ def check(metrics: Metrics, lesson: Lesson) -> None:
     """
     wrong = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:
-        batch = vars(lesson.episodes) | {"advantages": lesson.advantages, "returns": lesson.returns}
-        raise NonFiniteError(", ".join(wrong), batch)
+        raise NonFiniteError(", ".join(wrong), lesson.content())
 
 
 def stop_token(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from rlhf_tasks import checkpoint, config, console, lineage, repository
+from rlhf_tasks import checkpoint, config, console, judges, lineage, repository
 from rlhf_tasks.config import Config, Promotion, StageView, UserError
 from rlhf_tasks.config.promotion import parts
 from rlhf_tasks.promotion import evidence, experiment, files, gate, stage, weights
@@ -178,9 +178,7 @@ def _measured(settings: Config, criteria: Promotion, model: str, md5: str, here:
         console.say(f"the metrics here {why}: it is judged, and measured, against {SFT} now")
         found = _contest(settings, criteria, model, SFT, "sft") | _cost(settings, criteria, model)
         found |= evidence.kl(Path()) if evidence.is_trained(Path(), md5) else {}
-    from rlhf_tasks.judges import optimised
-
-    suspects = set(optimised(settings.judge, Path(model)))
+    suspects = set(judges.optimised(settings.judge, Path(model)))
     if evidence.is_trained(Path(), md5):
         functions = evidence.rewards(Path())
         suspects |= {

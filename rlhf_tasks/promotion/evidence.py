@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rlhf_tasks import lineage
 from rlhf_tasks.config import UserError
 
@@ -34,8 +32,9 @@ def read(root: Path) -> dict[str, float]:
         UserError: for a file that is there and cannot be read.
     """
     try:
-        found = json.loads((root / JUDGE).read_text(encoding="utf-8")) if (root / JUDGE).exists() else {}
-    except ValueError as error:
+        told = json.loads((root / JUDGE).read_text(encoding="utf-8")) if (root / JUDGE).exists() else {}
+        found = {key: float(value) for key, value in told.items()}
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{JUDGE} cannot be read ({error}); run `rlhf judge` again") from None
     return found | kl(root)
 
@@ -55,7 +54,7 @@ def kl(root: Path) -> dict[str, float]:
                 ]
             found = None if kept is None else kl_at(kept, curve)
             return {} if found is None else {"kl": found}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{PPO} or {CURVE} cannot be read ({error}); run `rlhf ppo` again") from None
     return {}
 
@@ -83,9 +82,8 @@ def is_of(root: Path, md5: str) -> bool:
     """
     judge = lineage.locked_by("judge", root)
     here = (root / JUDGE).exists() and lineage.digest(root / JUDGE) == judge.get(str(JUDGE))
-    asked = YAML(typ="safe", pure=True).load((root / "params.yaml").read_text(encoding="utf-8"))["judge"]
-    same_judges = _decisive(lineage.locked_params("judge", root).get("judge", {})) == _decisive(asked)
-    return is_trained(root, md5) and here and judge.get(POLICY) == md5 and same_judges
+    then, now = lineage.locked_params("judge", root).get("judge", {}), lineage.parameters(root)["judge"]
+    return is_trained(root, md5) and here and judge.get(POLICY) == md5 and _decisive(then) == _decisive(now)
 
 
 def _decisive(judge: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Config, Judging
+from rlhf_tasks.judge.probes import ENGLISH
+from rlhf_tasks.judges import prompts
 
 
 def taken_from(root: Path, settings: Config, made: Collection[str]) -> Config:
@@ -38,7 +38,7 @@ def changed(root: Path, here: Path) -> list[str]:
     What it judged by is told by dvc.lock; of a file that is no dep of the stage, nor in a folder that is one,
     by the file in `root`: where that is `here`, nothing can tell.
     """
-    judge = YAML(typ="safe", pure=True).load((root / "params.yaml").read_text(encoding="utf-8"))["judge"]
+    judge = lineage.parameters(root)["judge"]
     made = [out for node in lineage.graph(root).values() for out in node.outs]
     paths = [section[key] for section, key in _named(judge, made)]
     paths += [path for path in _modules(judge) if (root / path).exists() or (here / path).exists()]
@@ -56,9 +56,6 @@ def _dep_of(path: str, locked: Collection[str]) -> str:
 
 def _named(judge: Mapping[str, Any], made: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
     """Where in the section a file is named: the part that has it, and the key."""
-    from rlhf_tasks.judge.probes import ENGLISH
-    from rlhf_tasks.judges import prompts
-
     for one in judge["judges"]:
         is_folder = "path" in one and one.get("revision") is None
         if is_folder and not any(Path(one["path"]).is_relative_to(out) for out in made):

@@ -162,7 +162,7 @@ class Registry:
         known = self.of_md5(md5)
         with reaching():
             if known is not None:
-                self._tag(known.number, tags)
+                self._tag(known.number, {k: v for k, v in tags.items() if known.tags.get(k) != v})
                 return Version(known.number, {**known.tags, **tags})
             self._make_model()
             outside = ".." in Path(path).parts  # which MLflow's server takes for a trick

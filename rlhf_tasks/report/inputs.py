@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,18 @@ from rlhf_tasks import lineage
 from rlhf_tasks.config import STAGES, UserError
 
 Rows = list[dict[str, Any]]
+MAX_SHOWN = 5  # keys of a file that are wrong
+
+
+class Held(dict[str, Any]):
+    """An object of a JSON file. Asked for a key that it lacks, it says which file that is, and whose."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"{self._path} lacks {key}; {_again(self._path)}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,8 @@ def read(root: Path) -> Inputs:
     """Read the files under `root`, the pipeline's working folder.
 
     Raises:
-        UserError: if metrics/judge.json is missing, or any file is there and cannot be read.
+        UserError: if metrics/judge.json is missing, or any file is there and cannot be read; and later, by
+            whoever takes something of a JSON file that it lacks.
     """
     judge = root / "metrics" / "judge.json"
     if not judge.exists():
@@ -86,7 +100,7 @@ def read(root: Path) -> Inputs:
     reported = [stage for stage in STAGES if stage != "report"]
     curved = ("base", "sft", "reward", "ppo", "judge")
     return Inputs(
-        metrics={s: _json(p) for s in reported if (p := there(f"metrics/{s}.json"))},
+        metrics={s: _metrics(p) for s in reported if (p := there(f"metrics/{s}.json"))},
         curves={s: _curves(p) for s in curved if (p := there(f"plots/{s}.csv"))},
         lineage={s: _json(p) for s in reported if (p := there(f"models/lineage/{s}.json"))},
         outs=_outs(root),
@@ -117,13 +131,27 @@ def _outs(root: Path) -> dict[str, Sequence[str]]:
     return {stage: node.outs for stage, node in lineage.graph(root).items()}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _again(path: Path) -> str:
+    """What makes it anew: the stage that the file, or its folder, is named by."""
+    return f"run `rlhf {path.stem if path.stem in STAGES else path.parent.name}` again"
+
+
+def _json(path: Path) -> Held:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"), object_hook=functools.partial(Held, path))
     except ValueError as error:
-        raise UserError(f"{path} is not readable as JSON ({error}); run its stage again") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} must hold an object, but holds {type(tree).__name__}; run its stage again")
+        raise UserError(f"{path} is not readable as JSON ({error}); {_again(path)}") from None
+    if not isinstance(tree, Held):
+        raise UserError(f"{path} must hold an object, but holds {type(tree).__name__}; {_again(path)}")
+    return tree
+
+
+def _metrics(path: Path) -> Held:
+    tree = _json(path)
+    wrong = [key for key, value in tree.items() if not isinstance(value, int | float)]
+    if wrong:
+        more = f" and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
+        raise UserError(f"{path} holds no number at {', '.join(wrong[:MAX_SHOWN])}{more}; {_again(path)}")
     return tree
 
 
@@ -135,12 +163,12 @@ def _rows(path: Path | None, columns: tuple[str, ...]) -> Rows:
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, PermissionError):
             raise
-        raise UserError(f"{path} is no table ({error}); run its stage again") from None
+        raise UserError(f"{path} is no table ({error}); {_again(path)}") from None
     if table.num_rows == 0:
         return []  # a table made of no rows has no columns either
     lacking = [name for name in columns if name not in table.column_names]
     if lacking:
-        raise UserError(f"{path} has no column {', '.join(lacking)}; run its stage again")
+        raise UserError(f"{path} has no column {', '.join(lacking)}; {_again(path)}")
     rows: Rows = table.to_pylist()
     return rows
 
@@ -154,7 +182,7 @@ def _curves(path: Path) -> Curves:
             for i, name in enumerate(header[1:], start=1)
         }
     except (ValueError, IndexError) as error:
-        raise UserError(f"{path} is no table of numbers ({error}); run its stage again") from None
+        raise UserError(f"{path} is no table of numbers ({error}); {_again(path)}") from None
     return Curves(header[0], {name: _curve(name, points) for name, points in columns.items()})
 
 

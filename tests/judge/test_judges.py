@@ -17,7 +17,7 @@ from rlhf_tasks import contracts, judges, models, statistics
 from rlhf_tasks.config import ConfigError, UserError
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.judge import summary
-from rlhf_tasks.judges import mixtures, prompts
+from rlhf_tasks.judges import making, mixtures, prompts
 from rlhf_tasks.judges.comparing import Comparing, Question, Reply
 from rlhf_tasks.judges.scoring import Scoring
 from rlhf_tasks.judges.verdicts import Judge, Verdicts, check_failures
@@ -156,7 +156,7 @@ def test_mixtures_by_hand(words: tuple[float, ...], together: float, most: float
 
 def test_a_mixture_asks_its_judges_for_nothing_twice() -> None:
     planted = [Planted(lambda first, second: float(first > second)) for _ in range(2)]
-    parts: list[Judge] = [judges.Once(Comparing(f"j{i}", one, 1.0)) for i, one in enumerate(planted)]
+    parts: list[Judge] = [making.Once(Comparing(f"j{i}", one, 1.0)) for i, one in enumerate(planted)]
     mixed = mixtures.Mixed("both", mixtures.all_of, parts)
     alone = parts[0].compare(PROMPTS, OURS, THEIRS)
     np.testing.assert_array_equal(mixed.compare(PROMPTS, OURS, THEIRS).outcomes, alone.outcomes)
@@ -183,21 +183,21 @@ def test_judges_come_in_the_order_of_the_list_and_by_name(
         "def longest(prompts, answers):\n    return [len(a) if a else float('nan') for a in answers]\n"
     )
     given = settings(BOTH, small.GOLD, LONGEST)
-    assert [judge.name for judge in judges.build(given, "synthetic", CPU)] == ["both", "gold", "longest"]
-    (only,) = judges.build(given, "synthetic", CPU, ["both"])
+    assert [judge.name for judge in making.build(given, "synthetic", CPU)] == ["both", "gold", "longest"]
+    (only,) = making.build(given, "synthetic", CPU, ["both"])
     post = "POST: my boss stole my lamp . it was at the park .\nTL;DR:"
     answers = [" my boss stole my lamp", " my aunt"]
     assert only.compare([post, post], answers, answers[::-1]).outcomes.tolist() == [WIN, LOSS]
-    (longest,) = judges.build(given, "synthetic", CPU, ["longest"])
+    (longest,) = making.build(given, "synthetic", CPU, ["longest"])
     found = longest.compare(["p", "q", "r"], ["aa", "a", "a"], ["b", "bb", ""])
     np.testing.assert_array_equal(found.outcomes, [WIN, LOSS, FAILED])
     with pytest.raises(UserError, match="has no judge best; it has both, gold, longest"):
-        judges.build(given, "synthetic", CPU, ["best"])
+        making.build(given, "synthetic", CPU, ["best"])
 
 
 def test_a_function_that_is_not_there_is_told_by_its_place() -> None:
     with pytest.raises(UserError, match=r"judge\.judges: no_such_module:f cannot be imported"):
-        judges.build(settings(LONGEST | {"function": "no_such_module:f"}), "synthetic", CPU)
+        making.build(settings(LONGEST | {"function": "no_such_module:f"}), "synthetic", CPU)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_what_a_function_gives_that_is_no_number_an_answer_is_told(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_giver", raising=False)
     (tmp_path / "my_giver.py").write_text(f"def gives(prompts, answers):\n    return {gives}\n")
-    (own,) = judges.build(settings(LONGEST | {"function": "my_giver:gives"}), "synthetic", CPU)
+    (own,) = making.build(settings(LONGEST | {"function": "my_giver:gives"}), "synthetic", CPU)
     with pytest.raises(UserError, match=rf"judge\.judges: function my_giver:gives .*{why}"):
         own.compare(["p", "q"], ["a", "b"], ["c", "d"])
 

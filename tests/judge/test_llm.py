@@ -505,3 +505,12 @@ def test_the_first_replies_are_traced_once_with_what_was_asked_and_said(
     assert first["outputs"] == {"text": "B", "tokens": 10, "first_is_better": 0.0}
     assert failed["outputs"]["failure"] == "no verdict but 'Hm'"
     assert 0 <= first["end"] - first["start"] < 60_000
+
+
+def test_the_client_is_loaded_for_those_alone_who_have_such_a_judge() -> None:
+    code = (
+        "import sys, rlhf_tasks.judge.command, rlhf_tasks.judge.stage, rlhf_tasks.ppo.stage\n"
+        "sys.exit('openai is loaded' if 'openai' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

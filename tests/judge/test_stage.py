@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks import console, contracts, judges, models
+from rlhf_tasks import console, contracts, models
 from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.judge import labels, stage, summary, trust
 from rlhf_tasks.judge.labels import Label, Pair
+from rlhf_tasks.judges import making
 from rlhf_tasks.judges.scoring import Scoring
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -142,7 +143,7 @@ def test_the_same_seed_judges_the_same(project: Path, metrics: dict[str, float])
 
 def test_the_gold_judge_is_refused_for_data_it_does_not_know() -> None:
     with pytest.raises(UserError, match="gold knows the synthetic task only"):
-        judges.build(small.view("judge").judge, "files", torch.device("cpu"))
+        making.build(small.view("judge").judge, "files", torch.device("cpu"))
 
 
 def test_a_judge_that_compares_adds_what_only_it_can_say(

@@ -377,6 +377,9 @@ def test_a_loss_that_is_no_number_takes_no_step() -> None:
         one.optimise(lesson)
     assert torch.equal(parameters(one), before)
     assert len(caught.value.batch["responses"]) == 16
+    assert caught.value.batch["advantages"].isnan().sum() == 1
+    assert torch.equal(caught.value.batch["returns"], lesson.returns)
+    assert sorted(caught.value.batch["rows"]) == list(range(16))
 
 
 def test_answers_that_the_reference_holds_for_impossible_are_no_numbers_to_learn_from() -> None:

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks import config, contracts, judges, lineage, models, resume
+from rlhf_tasks import config, contracts, lineage, models, resume
 from rlhf_tasks.config import ConfigError, UserError
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
+from rlhf_tasks.judges import making
 from rlhf_tasks.ppo import loop, stage, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.referee import Referee
@@ -125,7 +126,7 @@ def test_what_is_wrong_with_a_judge_that_chooses_is_told_by_its_own_key(
         Referee(small.runtime(), settings)
     assert str(told.value).startswith(f"ppo.select_by.judge: {said}")
     with pytest.raises(UserError, match=rf"^judge\.judges: {re.escape(said)}"):
-        judges.single(settings.judge, torch.device("cpu"), 0.5)
+        making.single(settings.judge, torch.device("cpu"), 0.5)
 
 
 def test_a_judge_without_a_revision_is_told_by_its_own_key() -> None:

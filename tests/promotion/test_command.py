@@ -7,15 +7,18 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mlflow.tracking import MlflowClient
 from ruamel.yaml import YAML
+from safetensors.numpy import save_file
 
-from rlhf_tasks import checkpoint, cli, config, lineage
+from rlhf_tasks import checkpoint, cli, config, contracts, lineage
 from rlhf_tasks.config import StageView
 from rlhf_tasks.daemons import free_port
 from rlhf_tasks.promotion import command, gate, registry, stage
@@ -194,6 +197,28 @@ def test_a_judge_that_ppo_optimised_for_this_policy_promotes_nothing(
     assert promote(project, "one") == 3
     verdict = client(project).get_model_version(NAME, "1").tags["verdict.summary"]
     assert verdict == "judges that are the optimised reward (reward_model) 1 > 0"
+
+
+@pytest.mark.e2e
+def test_where_the_metrics_tell_all_nothing_that_runs_models_is_loaded(project: Path) -> None:
+    """Not even to see that a judge is what PPO optimised, which the gate refuses."""
+    heldout = project / "models/reward_heldout"
+    heldout.mkdir()
+    (heldout / "config.json").write_text("{}", encoding="utf-8")
+    save_file({"w": np.arange(3.0)}, heldout / "model.safetensors")
+    planted.pipeline(project, "one")
+    parents = {"reward": contracts.fingerprint(heldout)}
+    planted.put(project / "models/policy/rlhf.json", contracts.identity("policy", parents))
+    planted.lock(project)
+    code = (
+        "import sys\nfrom rlhf_tasks import cli\nstatus = cli.main(['promote'])\n"
+        "heavy = {'torch', 'transformers', 'openai'} & sys.modules.keys()\n"
+        "sys.exit(f'{heavy} loaded' if heavy else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "judges that are the optimised reward (reward_model) 1 > 0" in done.stdout
+    assert "it is judged" not in done.stdout
 
 
 def test_a_champion_whose_weights_are_gone_is_a_mistake_to_mend(

@@ -46,10 +46,19 @@ def test_no_score_that_ppo_saw_is_among_them(tmp_path: Path) -> None:
     assert evidence.read(tmp_path) == before
 
 
-def test_a_file_that_is_torn_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", "[]", "null", '{"choice/sft": null}', '{"choice/sft": []}'])
+def test_a_file_that_is_torn_or_holds_no_numbers_is_named(tmp_path: Path, content: str) -> None:
     planted.pipeline(tmp_path)
-    (tmp_path / "metrics/judge.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match=r"metrics/judge\.json.* cannot be read"):
+    (tmp_path / "metrics/judge.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics/judge\.json cannot be read .* run `rlhf judge` again"):
+        evidence.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"selected_episode": "x"}'])
+def test_so_is_a_file_of_ppo(tmp_path: Path, content: str) -> None:
+    planted.pipeline(tmp_path)
+    (tmp_path / "metrics/ppo.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics/ppo\.json or .* cannot be read .* run `rlhf ppo` again"):
         evidence.read(tmp_path)
 
 

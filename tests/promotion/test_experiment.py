@@ -10,7 +10,8 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import cli, console, judges, lineage, repository, workspace
+from rlhf_tasks import cli, console, lineage, repository, workspace
+from rlhf_tasks.judges import making
 from rlhf_tasks.presets import Request
 from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking.store import embedded_uri
@@ -185,7 +186,7 @@ def test_files_that_judges_read_are_those_of_here_and_models_of_the_pipeline_the
         paths = {name: Path(named[name].path, "w") for name in ("reward_model", "elsewhere")}
         paths |= {"gpt": Path(named["gpt"].prompt), "general": Path(settings.judge.retention.general)}
         seen.update({name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()})
-        (own,) = judges.build(settings.judge, "synthetic", torch.device("cpu"), ["own"])
+        (own,) = making.build(settings.judge, "synthetic", torch.device("cpu"), ["own"])
         seen["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
         return {**planted.BETTER, **planted.over_champion()}
 

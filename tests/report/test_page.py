@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,11 +192,15 @@ def test_without_the_judges_metrics_there_is_no_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("metrics/ppo.json", "{", "not readable as JSON"),
-        ("metrics/ppo.json", "[1]", "must hold an object"),
+        ("metrics/ppo.json", "{", "not readable as JSON.* run `rlhf ppo` again"),
+        ("metrics/ppo.json", "[1]", "must hold an object, but holds list; run `rlhf ppo` again"),
+        ("metrics/judge.json", "[]", "must hold an object, but holds list; run `rlhf judge` again"),
+        ("metrics/sft.json", '{"loss": null, "a": 1}', "holds no number at loss; run `rlhf sft` again"),
+        ("metrics/sft.json", json.dumps(dict.fromkeys("abcdefg")), "at a, b, c, d, e and 2 more; run"),
+        ("evaluation/ppo/guards.json", "{}", "lacks trips; run `rlhf ppo` again"),
         ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "no table of numbers"),
         ("plots/ppo.csv", "episode,objective/kl\n1\n", "no table of numbers"),
-        ("evaluation/judge/verdicts.parquet", "half a table", "is no table"),
+        ("evaluation/judge/verdicts.parquet", "half a table", "is no table.* run `rlhf judge` again"),
     ],
 )
 def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: str) -> None:
@@ -203,6 +208,45 @@ def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: s
     with pytest.raises(UserError, match=problem) as caught:
         inputs.read(whole)
     assert name in str(caught.value)
+
+
+CRITERION = {
+    "title": "KL", "value": 1.0, "relation": "<=", "bound": 10.0, "lacking": "", "margin": 9.0, "passed": True
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "lost", "stage_of_it"),
+    [
+        ("metrics/judge.json", workspace.JUDGE_METRICS, "gold/policy_vs_sft/low", "judge"),
+        ("metrics/judge.json", {"kappa/a_and_b": 0.5}, "kappa/a_and_b/low", "judge"),
+        ("metrics/judge.json", {"gpt/a_vs_b/position_bias": 0.5}, "gpt/a_vs_b/first_share", "judge"),
+        (
+            "metrics/judge.json",
+            {"human/a/kappa": 0.5, "human/a/kappa/low": 0.4},
+            "human/a/kappa/high",
+            "judge",
+        ),
+        ("evaluation/verdict.json", {"passed": True}, "criteria", "verdict"),
+        ("evaluation/verdict.json", {"criteria": [CRITERION], "passed": True}, "summary", "verdict"),
+        ("evaluation/ppo/guards.json", {"trips": [{"episode": 5}]}, "said", "ppo"),
+    ],
+)
+def test_what_a_file_lacks_is_told_with_the_stage_that_writes_it(
+    whole: Path, name: str, tree: dict[str, Any], lost: str, stage_of_it: str
+) -> None:
+    kept = {key: value for key, value in tree.items() if key != lost}
+    workspace.put_text(whole / name, json.dumps(kept))
+    with pytest.raises(UserError, match=f"{name} lacks {lost}; run `rlhf {stage_of_it}` again"):
+        written(whole)
+
+
+def test_a_criterion_that_lacks_its_margin_is_told(whole: Path) -> None:
+    del (lacking := dict(CRITERION))["margin"]
+    told = {"criteria": [lacking], "passed": True, "summary": "all criteria are met"}
+    workspace.put_text(whole / "evaluation/verdict.json", json.dumps(told))
+    with pytest.raises(UserError, match=r"evaluation/verdict\.json lacks margin; run `rlhf verdict` again"):
+        written(whole)
 
 
 def test_headings_descend_by_one_and_ids_are_unique(whole: Path) -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_tasks.config import UserError
-from rlhf_tasks.judges.comparing import Question
+
+if TYPE_CHECKING:
+    from rlhf_tasks.judges.comparing import Question
 
 FOLDER = Path(__file__).parent
 FIELDS = ("prompt", "first", "second")
+LETTERS = ("A", "B")  # of a verdict
 _FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")
 
 
