@@ -58,3 +58,23 @@ def test_a_nameless_user_is_told_before_anything_runs(
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     with pytest.raises(UserError, match=r"git config user\.email"):
         repository.committed(root, "params.yaml")
+
+
+@pytest.mark.parametrize("told", [None, "../shared", "/somewhere/else"])
+def test_the_cache_is_where_dvc_says(tmp_path: Path, told: str | None) -> None:
+    root = tmp_path / "project"
+    (root / "below").mkdir(parents=True)
+    repository.dvc(root, "init", "-q", "--no-scm")
+    if told is not None:
+        repository.dvc(root, "config", "--local", "cache.dir", told)
+    for folder in (root, root / "below"):
+        assert repository.cache(folder) == Path(repository.dvc(folder, "cache", "dir"))
+
+
+def test_no_dvc_repository_and_settings_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="in no DVC repository"):
+        repository.cache(tmp_path)
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("[cache]\nno_such_key = 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"DVC's settings .* cannot be used: .*no_such_key"):
+        repository.cache(tmp_path)

@@ -188,8 +188,7 @@ def _configure(root: Path, folder: Path) -> None:
                         if isinstance(value, RelPath):
                             told = os.path.relpath(value, here)
                             own["remote"].setdefault(name, {})[key] = os.path.normpath(there / told)
-            shared = DvcConfig(dvc_dir=str(there))["cache"].get("dir") or there / "cache"
-            own["cache"]["dir"] = str(shared)
+            own["cache"]["dir"] = str(repository.cache(root))
     except DvcConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) cannot be used: {error}") from None
 
