@@ -211,12 +211,11 @@ class Courier:
                 self._open[spool.name] = Delivery(spool, header)
 
     def _round(self) -> None:
-        for delivery in list(self._open.values()):
-            if not delivery.is_drawing:
-                self._advance(delivery)
-        drawn = next((delivery for delivery in self._open.values() if delivery.is_drawing), None)
-        if drawn is not None:
-            self._advance(drawn)
+        """A step of each run, and then at most one figure."""
+        drawing = [delivery for delivery in self._open.values() if delivery.is_drawing]
+        sending = [delivery for delivery in self._open.values() if not delivery.is_drawing]
+        for delivery in [*sending, *drawing[:1]]:
+            self._advance(delivery)
 
     def _advance(self, delivery: Delivery) -> None:
         spool = delivery.spool
