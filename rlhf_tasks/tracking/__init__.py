@@ -5,6 +5,10 @@ a process of its own, reads the spool as it grows and delivers it to MLflow, so 
 import nor a server that is gone costs training anything; what was not delivered stays in the spool
 for `rlhf sync`. A trainer that vanishes is noticed by its courier, and its run shown as FAILED.
 
+All stages of one flow, or of one dvc process, have one courier, which lives as long as that (`rendezvous`):
+MLflow is imported once. A stage waits at its end until MLflow has its run, but not for the figure of
+its curves, which the courier draws from their table (`courier`).
+
 A stage's final metrics are logged under their own names, unless that name already has a curve: then
 nothing is added if the curve ends at the same value, and else the final one is `final/NAME`.
 
@@ -15,10 +19,7 @@ were at the snapshot, the spool is another part (`KEY.2.jsonl`), and MLflow gets
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,13 @@ from typing import Any, Protocol
 
 from rlhf_tasks import checkpoint, console, lineage
 from rlhf_tasks.config import Stage, StageView
-from rlhf_tasks.tracking import context, curves
+from rlhf_tasks.tracking import context, curves, rendezvous
+from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool, table_json, tell_refused
 
 WAIT_SECONDS = 60.0  # for the courier, after a stage's end: a first delivery also makes the database
-SHOWN_REASON = 120  # characters
 KILLED_WAIT_SECONDS = 3.0  # a killed run's courier finishes by itself
+SHOWN_REASON = 120  # characters
 
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "sft": ("perplexity",),
@@ -137,8 +139,8 @@ class NullTracker:
 class SpoolTracker:
     """Writes the spool; see `courier` for what becomes of it."""
 
-    def __init__(self, stage: Stage, spool: Spool) -> None:
-        self._stage, self._spool = stage, spool
+    def __init__(self, stage: Stage, spool: Spool, post: Post) -> None:
+        self._stage, self._spool, self._post = stage, spool, post
         self._history = History(curves.axis(stage))
         self._tables: dict[str, list[dict[str, Any]]] = {}
         self._num_traces = 0
@@ -214,29 +216,32 @@ class SpoolTracker:
             self._keep_table(name)
 
     def keep_curves(self) -> None:
-        """The curves as CSV and as one figure: MLflow's charts cannot be laid out from here."""
+        """The curves as CSV, and as one figure to be drawn: MLflow's charts cannot be laid out from here."""
         rows = self.history()
         if not rows:
             return
         with tempfile.TemporaryDirectory() as folder:
-            table, figure = Path(folder) / f"{self._stage}.csv", Path(folder) / "curves.png"
+            table = Path(folder) / f"{self._stage}.csv"
             table.write_text(curves.csv_text(rows, self._history.axis), encoding="utf-8")
-            curves.draw(rows, self._history.axis, self._stage, figure)
             self.artifact(table, "plots")
-            self.artifact(figure)
+        self._spool.append(
+            "figure",
+            file="curves.png",
+            table=f"plots/{self._stage}.csv",
+            title=self._stage,
+            axis=self._history.axis,
+        )
 
     def tell_trouble(self, *, failed: bool = False) -> None:
-        """Say once that MLflow does not take what is logged; `failed`: the courier gave up."""
-        trouble = self._spool.trouble
-        if not self._told and (failed or trouble.exists()):
+        """Say once that MLflow does not take what is logged; `failed`: no courier can deliver it."""
+        if self._told:
+            return
+        reason = self._spool.reason
+        if failed or reason is not None:
             self._told = True
-            reason = (
-                trouble.read_text("utf-8").strip()[:SHOWN_REASON]
-                if trouble.exists()
-                else f"see {self._spool.log}"
-            )
+            told = reason[:SHOWN_REASON] if reason is not None else f"see {self._post.log}"
             console.say(
-                f"MLflow cannot be reached ({reason}); training goes on, metrics are kept in "
+                f"MLflow cannot be reached ({told}); training goes on, metrics are kept in "
                 f"{self._spool.file}; what is missing at the end is sent by `rlhf sync`"
             )
 
@@ -253,8 +258,9 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
     key = key or lineage.new_key(stage)
     spool = Spool.next_part(lineage.home() / "spool", key)
     spool.append("run", **context.header(stage, view, key))
-    courier = start_courier(spool)
-    tracker = SpoolTracker(stage, spool)
+    post = Post.of(spool)
+    courier = rendezvous.start_courier(post)
+    tracker = SpoolTracker(stage, spool, post)
     status, reason, outs = "FINISHED", "", dict[str, str]()
     try:
         yield tracker
@@ -269,27 +275,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
     finally:
         # At once: the launcher of a failed stage ends its other processes without waiting long.
         spool.append("end", status=status, reason=reason, device=context.device(), outs=outs)
-        _await_courier(courier, tracker, KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS)
-
-
-def start_courier(spool: Spool) -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C for the stage leaves it time to report just that."""
-    command = [sys.executable, "-m", "rlhf_tasks.tracking.courier", str(spool.file)]
-    with spool.log.open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=context.courier_environment(os.environ),
-        )
-
-
-def _await_courier(courier: subprocess.Popen[bytes], tracker: SpoolTracker, seconds: float) -> None:
-    try:
-        courier.wait(seconds)
-    except subprocess.TimeoutExpired:
-        courier.returncode = 0  # it goes on by itself; the interpreter is not to warn of a lost child
-    tracker.tell_trouble(failed=courier.returncode != 0)
-    tell_refused(lineage.home() / "spool")
+        seconds = KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS
+        taken = rendezvous.await_delivery(spool, post, courier, seconds)
+        tracker.tell_trouble(failed=not taken)
+        tell_refused(spool.folder)

@@ -43,6 +43,11 @@ def csv_text(rows: Sequence[Mapping[str, float]], axis: str) -> str:
     return text.getvalue()
 
 
+def read_csv(text: str) -> list[dict[str, float]]:
+    """The rows that `csv_text` wrote, all values as floats."""
+    return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(io.StringIO(text))]
+
+
 def panels(rows: Sequence[Mapping[str, float]], axis: str) -> list[str]:
     """The metrics to draw: PPO's fixed ones, else all, times left aside."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != axis))

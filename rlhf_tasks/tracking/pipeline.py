@@ -1,15 +1,15 @@
 """The run of a whole flow, under which MLflow shows its stages. No torch here, nor MLflow.
 
 Told through a spool of its own, as a stage's: delivered as it grows, later if MLflow cannot be reached,
-and shown as FAILED if the flow's process vanishes.
+and shown as FAILED if the flow's process vanishes. Its courier delivers its stages too, and is started here:
+MLflow is imported by the time that the first stage ends.
 """
 
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -17,10 +17,11 @@ import psutil
 
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Tracking
-from rlhf_tasks.tracking import context, start_courier
+from rlhf_tasks.tracking import context, rendezvous
+from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool, pending
 
-WAIT_SECONDS = 10.0  # for the courier, at the flow's end
+WAIT_SECONDS, KILLED_WAIT_SECONDS = 10.0, 1.0  # for the courier, at the flow's end
 STAGE = "pipeline"  # in the spool's first line
 
 
@@ -49,8 +50,8 @@ class NullPipeline:
 
 
 class SpoolPipeline:
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
+    def __init__(self, spool: Spool, post: Post) -> None:
+        self._spool, self._post = spool, post
 
     def tags(self, values: Mapping[str, str]) -> None:
         self._spool.append("tags", values=dict(values))
@@ -62,15 +63,14 @@ class SpoolPipeline:
         self._spool.append("artifact", file=path.name, folder=folder)
 
     def trouble(self) -> str | None:
-        parent = self._spool.read()[0][0]["parent"]["key"]
         for spool in [self._spool, *pending(self._spool.folder)]:
-            with suppress(FileNotFoundError):  # delivered meanwhile
-                if spool.read()[0][0]["parent"].get("key") != parent:
-                    continue
-                if spool.trouble.exists():
-                    return spool.trouble.read_text(encoding="utf-8").strip()
-                if spool != self._spool and not spool.is_followed():
-                    return f"nobody delivers {spool.name}"
+            header = spool.header()
+            if header is None or rendezvous.parent_of(header) != self._post.parent:
+                continue  # delivered meanwhile, or another's
+            if (reason := spool.reason) is not None:
+                return reason
+            if spool != self._spool and not (self._post.is_manned() or spool.is_followed()):
+                return f"nobody delivers {spool.name}"
         return None
 
 
@@ -87,8 +87,9 @@ def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iter
         return
     spool = Spool.next_part(lineage.home() / "spool", f"flow-{flow_run}")
     spool.append("run", **_header(flow_run, settings))
-    courier = start_courier(spool)
-    pipeline = SpoolPipeline(spool)
+    post = Post.of(spool)
+    courier = rendezvous.start_courier(post)
+    pipeline = SpoolPipeline(spool, post)
     pipeline.tags(tags)
     status, reason = "FINISHED", ""
     try:
@@ -101,10 +102,8 @@ def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iter
         raise
     finally:
         spool.append("end", status=status, reason=reason)
-        try:
-            courier.wait(WAIT_SECONDS if status != "KILLED" else 1.0)
-        except subprocess.TimeoutExpired:
-            courier.returncode = 0  # it goes on by itself; the interpreter is not to warn of a lost child
+        seconds = KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS
+        rendezvous.await_delivery(spool, post, courier, seconds)
 
 
 def _header(flow_run: str, settings: Tracking) -> dict[str, object]:

@@ -3,8 +3,8 @@
 A run that goes on after its process was killed gets another part: KEY.jsonl, KEY.2.jsonl, …
 
 Kinds of line: `run` (the first: who, where, parameters, inputs), `metrics`, `event`, `trace`, `artifact`,
-`headlines`, `tags`, `end`. Each has `time` in milliseconds since 1970, so that a second delivery sends
-the very same points.
+`figure` (of curves, to be drawn from a table), `headlines`, `tags`, `end`. Each has `time` in milliseconds
+since 1970, so that a second delivery sends the very same points.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from rlhf_tasks import checkpoint, console
+
+LEFT = "left for `rlhf sync`"  # in the second line of a trouble file
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,39 @@ class Spool:
         return self.folder / self.name
 
     @property
-    def log(self) -> Path:
-        """What the courier's process prints."""
-        return self.folder / f"{self.name}.log"
+    def trouble(self) -> Path:
+        """Exists while MLflow does not take what is sent; its first line is the reason."""
+        return self.folder / f"{self.name}.trouble"
 
     @property
-    def trouble(self) -> Path:
-        """Exists while MLflow does not take what is sent; holds the reason."""
-        return self.folder / f"{self.name}.trouble"
+    def reason(self) -> str | None:
+        """Why MLflow does not take what is sent; None while it does."""
+        try:
+            return self.trouble.read_text(encoding="utf-8").partition("\n")[0]
+        except FileNotFoundError:
+            return None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the run is over, and its courier has tried a last time in vain."""
+        try:
+            return LEFT in self.trouble.read_text(encoding="utf-8").splitlines()[1:]
+        except FileNotFoundError:
+            return False
+
+    def tell_trouble(self, reason: str, *, left: bool) -> None:
+        """`left`: this was the last try; the rest is for `rlhf sync`."""
+        checkpoint.write_text(self.trouble, "\n".join([reason, LEFT] if left else [reason]) + "\n")
+
+    @property
+    def sent(self) -> Path:
+        """Exists once MLflow has all but the figure, whose drawing takes a second and need not be awaited."""
+        return self.folder / f"{self.name}.sent"
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether MLflow has the run to its end, but perhaps for the figure."""
+        return self.sent.exists() or not self.file.exists()
 
     @property
     def refused(self) -> Path:
@@ -108,6 +136,16 @@ class Spool:
         end = data.rfind(b"\n") + 1
         return [json.loads(line) for line in data[:end].splitlines()], offset + end
 
+    def header(self) -> dict[str, Any] | None:
+        """The first line; None while it is not there as a whole, or the spool has been moved aside."""
+        try:
+            with self.file.open("rb") as file:
+                line = file.readline()
+        except FileNotFoundError:
+            return None
+        found: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
+        return found
+
     def is_followed(self) -> bool:
         """Whether somebody delivers it now."""
         self.lock.parent.mkdir(exist_ok=True)
@@ -122,14 +160,17 @@ class Spool:
         self.delivered.parent.mkdir(exist_ok=True)
         self.file.replace(self.delivered)
         shutil.rmtree(self.files, ignore_errors=True)
-        self.log.unlink(missing_ok=True)
         self.trouble.unlink(missing_ok=True)
+        self.sent.unlink(missing_ok=True)
 
 
 def pending(folder: Path) -> list[Spool]:
     """Runs that are not wholly delivered, oldest first."""
-    files = sorted(folder.glob("*.jsonl"), key=lambda file: file.stat().st_mtime)
-    return [Spool(folder, file.stem) for file in files]
+    ages = dict[Path, float]()
+    for file in folder.glob("*.jsonl"):
+        with suppress(FileNotFoundError):  # moved aside meanwhile
+            ages[file] = file.stat().st_mtime
+    return [Spool(folder, file.stem) for file in sorted(ages, key=lambda file: ages[file])]
 
 
 def tell_refused(folder: Path) -> None:

@@ -20,7 +20,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from rlhf_tasks.tracking import context
+from rlhf_tasks.tracking import context, curves
 from rlhf_tasks.tracking.spool import Spool
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
@@ -194,6 +194,13 @@ def _untag(client: MlflowClient, run: str, tag: str) -> None:
         client.delete_tag(run, tag)
 
 
+def send_figure(addressee: StageRun | PipelineRun, record: Mapping[str, Any], files: Path) -> None:
+    """Draw the curves of a table that is among the artifacts, and deliver the figure."""
+    rows = curves.read_csv((files / record["table"]).read_text(encoding="utf-8"))
+    curves.draw(rows, record["axis"], record["title"], files / record["file"])
+    addressee.client.log_artifact(addressee.run, str(files / record["file"]))
+
+
 def _dataset(path: str, md5: str) -> DatasetInput:
     source = json.dumps({"path": path, "md5": md5})
     dataset = Dataset(name=path, digest=md5[:MAX_DIGEST], source_type="dvc", source=source)
@@ -216,6 +223,8 @@ class StageRun:
 
     def send(self, records: Sequence[Mapping[str, Any]], files: Path, *, last: bool = True) -> bool:
         """Deliver in order, `files` holding the artifacts; True once the run's end is among the records.
+
+        Figures are for `send_figure`.
 
         `last`: False once the run has gone on elsewhere: this was not its end.
 

@@ -30,6 +30,7 @@ from rlhf_tasks import comparison, config, lineage, repository
 from rlhf_tasks.config import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.tracking import pipeline as tracking
+from rlhf_tasks.tracking import rendezvous
 from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
 
@@ -393,7 +394,7 @@ def test_a_sweep_with_a_lost_run_is_failed_and_its_comparison_says_which_and_why
 ) -> None:
     toy.write_params(root, tracking={"enabled": True})
     toy.commit(root)
-    monkeypatch.setattr(tracking, "start_courier", lambda spool: subprocess.Popen(["true"]))
+    monkeypatch.setattr(rendezvous, "start_courier", lambda post: subprocess.Popen(["true"]))
     monkeypatch.setattr(
         comparison,
         "read",

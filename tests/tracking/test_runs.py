@@ -6,16 +6,13 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import mlflow
 import psutil
 import pytest
@@ -26,57 +23,17 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, lineage, tracking
-from rlhf_tasks.config import Stage, StageView, UserError
+from rlhf_tasks.config import UserError
 from rlhf_tasks.daemons import free_port
 from rlhf_tasks.tracking import context, courier, curves, dashboard, records, store
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
+from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool, pending, table_json, tell_refused
 from rlhf_tasks.tracking.store import Store, embedded_uri
 from tests.flows.toy import until
+from tests.tracking.toy import deliver, runs, served, view
 
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: refused at once
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with its tables made, which takes seconds, to copy from."""
-    home = tmp_path_factory.mktemp("store")
-    MlflowClient(embedded_uri(home)).search_experiments()
-    return home / "mlflow.db"
-
-
-@pytest.fixture
-def home(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The .rlhf folder of a project; couriers wait for `deliver`, so that tests say when."""
-    folder = project / ".rlhf"
-    folder.mkdir()
-    shutil.copy(empty_database, folder)
-    monkeypatch.setattr(tracking, "start_courier", lambda spool: None)
-    monkeypatch.setattr(tracking, "_await_courier", lambda courier, tracker, seconds: tracker.tell_trouble())
-    monkeypatch.setattr(courier, "RETRY_SECONDS", 0.0)
-    for name, value in context.HTTP_BOUNDS.items():
-        monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
-    return folder
-
-
-def view(stage: Stage = "sft", **tracked: Any) -> StageView:
-    settings = config.load()
-    section = settings.tracking.model_copy(update=tracked)
-    return StageView(settings.model_copy(update={"tracking": section}), stage)
-
-
-def deliver(home: Path) -> None:
-    for spool in pending(home / "spool"):
-        assert courier.follow(spool)
-
-
-def runs(home: Path, uri: str | None = None) -> dict[str, Any]:
-    """The runs of the store by name, the latest of each name."""
-    client = MlflowClient(uri or embedded_uri(home))
-    experiment = client.get_experiment_by_name("rlhf")
-    assert experiment is not None
-    found = client.search_runs([experiment.experiment_id])
-    return {run.info.run_name.split("-")[0]: run for run in reversed(found)}
 
 
 def test_metrics_keep_their_names_steps_and_values(home: Path) -> None:
@@ -212,7 +169,6 @@ def test_a_pipeline_whose_dvc_process_is_gone_is_closed(home: Path, monkeypatch:
 
 
 def test_a_late_delivery_leaves_a_finished_flow_finished(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking_pipeline, "start_courier", lambda spool: subprocess.Popen(["true"]))
     monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
     with tracking_pipeline.open_run("1", config.load().tracking, {}) as flow:
         with pytest.raises(RuntimeError), tracking.open_run("sft", view(), key="sft-k"):
@@ -220,7 +176,7 @@ def test_a_late_delivery_leaves_a_finished_flow_finished(home: Path, monkeypatch
         with tracking.open_run("sft", view(), key="sft-l"):
             pass
         assert flow.trouble() == "nobody delivers sft-k"
-    assert courier.follow(Spool(home / "spool", "flow-1"))
+    assert courier.deliver(Spool(home / "spool", "flow-1")) is None
     assert runs(home)["pipeline"].info.status == "FINISHED"
     monkeypatch.setattr(context, "is_alive", lambda name: False)
     assert courier.sync(home) == (2, {})
@@ -231,7 +187,6 @@ def test_a_late_delivery_leaves_a_finished_flow_finished(home: Path, monkeypatch
 def test_what_a_flow_has_not_sent_is_trouble_unless_somebody_sends_it(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking_pipeline, "start_courier", lambda spool: subprocess.Popen(["true"]))
     with tracking_pipeline.open_run("1", config.load().tracking, {}) as flow:
         with tracking.open_run("sft", view(), key="alone"):
             pass
@@ -259,7 +214,7 @@ def test_a_late_delivery_leaves_a_failed_pipeline_failed(
     with pytest.raises(RuntimeError), tracking.open_run("ppo", view("ppo"), key="ppo-k"):
         raise RuntimeError("boom")
     if in_time:
-        assert courier.follow(Spool(home / "spool", "ppo-k"))
+        assert courier.deliver(Spool(home / "spool", "ppo-k")) is None
     monkeypatch.setattr(context, "is_alive", lambda name: False)
     assert courier.sync(home) == (1 if in_time else 2, {})
     pipeline = runs(home)["pipeline"]
@@ -317,9 +272,10 @@ def test_an_unreachable_store_stops_nothing_and_is_told_once(
         tracker.metrics({"train/loss": 1.0}, step=2)
         tracker.metrics({"train/loss": 0.5}, step=3)
     assert capsys.readouterr().out.count("MLflow cannot be reached (refused)") == 1
-    assert not courier.follow(spool)
+    assert courier.Courier(Post.of(spool)).serve()
     assert spool.file.exists()
-    assert "MlflowException" in spool.trouble.read_text(encoding="utf-8")
+    assert spool.is_left
+    assert "MlflowException" in str(spool.reason)
 
 
 def test_sync_sends_only_the_steps_that_mlflow_lacks(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +338,7 @@ def test_a_run_that_goes_on_is_one_run_without_doubled_points(
 ) -> None:
     interrupted_and_gone_on(home, monkeypatch, first_is_delivered=first == "delivered")
     if first == "delivered last":
-        assert courier.follow(Spool(home / "spool", "k.2"))
+        assert courier.deliver(Spool(home / "spool", "k.2")) is None
     monkeypatch.setattr(context, "is_alive", lambda name: False)
     assert courier.sync(home)[1] == {}
     assert pending(home / "spool") == []
@@ -543,22 +499,24 @@ def test_a_pid_used_again_is_another_process() -> None:
 
 
 def test_two_first_stages_at_once_make_one_store(project: Path) -> None:
-    """Real couriers, an empty folder: the tables, the experiment and the parent are each made once."""
+    """Of two pipelines; real couriers, an empty folder: the tables and the experiment are made once."""
     code = (
         "from rlhf_tasks import config, tracking\n"
         "view = config.StageView(config.load(), 'sft')\n"
         "with tracking.open_run('sft', view) as tracker: tracker.metrics({'train/loss': 1.0}, step=1)\n"
     )
-    environment = os.environ | {"RLHF_PARENT_RUN": "flow-2"}
-    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"RLHF_PARENT_RUN": flow})
+        for flow in ("flow-2", "flow-3")
+    ]
     assert [one.wait() for one in both] == [0, 0]
     home = project / ".rlhf"
-    assert pending(home / "spool") == []
+    until(lambda: pending(home / "spool") == [], "the figures")
     client = MlflowClient(embedded_uri(home))
     experiment = client.get_experiment_by_name("rlhf")
     assert experiment is not None
     names = [run.info.run_name.split("-")[0] for run in client.search_runs([experiment.experiment_id])]
-    assert sorted(names) == ["pipeline", "sft", "sft"]
+    assert sorted(names) == ["pipeline", "pipeline", "sft", "sft"]
 
 
 def test_a_run_is_read_back_with_its_stages_by_any_of_its_names(
@@ -780,26 +738,6 @@ def test_a_server_takes_traces_and_those_that_it_was_away_for_later(
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
 
 
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-@contextmanager
-def served(home: Path, port: int) -> Iterator[None]:
-    """A server over the store in `home`, killed in the end."""
-    command = dashboard.server_command(home, port)
-    environment = dashboard.server_environment(os.environ)
-    with subprocess.Popen(command, env=environment, start_new_session=True) as server:
-        try:
-            until(lambda: answers(f"http://127.0.0.1:{port}"), "MLflow")
-            yield
-        finally:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize("is_back", ["before the end", "after it"])
@@ -839,7 +777,7 @@ def test_a_server_that_dies_midway_stops_nothing_and_has_every_point_once_when_i
             assert [left.name for left in pending(home / "spool")] == ["sft-1"]
             again.enter_context(served(home, port))
             assert courier.sync(home) == (1, {})
-        assert pending(home / "spool") == []
+        until(lambda: pending(home / "spool") == [], "the figure")
         assert seen("train/loss") == losses
         assert seen("perplexity") == [(30, 2.0)]
         assert runs(home, url)["sft"].info.status == "FINISHED"
