@@ -29,7 +29,6 @@ from flows import pipeline as flows_pipeline
 from rlhf_tasks import comparison, config, lineage, repository
 from rlhf_tasks.config import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking import rendezvous
 from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
