@@ -101,8 +101,11 @@ def _run(
         environment = stage_environment(place, run)
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
             how = run_stages(list(lineage.graph(folder)), values.service, dvc)
-            experiment = _saved(place, name, given, dvc) if isinstance(place, Workspace) else None
+            known, experiment = _saved(place, name, given, dvc)
         notes = _notes(commit, experiment, unseen, told)
+        if known != name:
+            name = known
+            notes.append(f"the same was asked before, and nothing has changed since: see experiment {name}")
         unpushed = send(folder) if push else None
         if unpushed:
             notes.append(f"not pushed to the DVC remote, kept here: {unpushed}")
@@ -194,9 +197,16 @@ def stage_environment(place: Workspace | Path, run: str) -> dict[str, str]:
     }
 
 
-def _saved(place: Workspace, name: str, given: bool, dvc: Dvc) -> str | None:
-    """The experiment's commit; None where nothing differs from the commit, and no name was asked for."""
-    return place.save(name, dvc.run) if given or place.differs() else None
+def _saved(place: Workspace | Path, name: str, given: bool, dvc: Dvc) -> tuple[str, str | None]:
+    """The experiment's name and commit: an earlier one's if it is the same, and no name was asked for.
+
+    No commit where nothing differs from the commit below, and of a run in the checkout.
+    """
+    if not isinstance(place, Workspace):
+        return name, None
+    if not given and place.like is not None and place.is_like():
+        return place.like[1], place.like[0]
+    return name, place.save(name, dvc.run) if given or place.differs() else None
 
 
 def _notes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from prefect.states import Completed
 from flows import programs, stages
 from rlhf_tasks import lineage
 from rlhf_tasks.config import Config
-from rlhf_tasks.promotion import evidence, gate
-from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, verdict_file
-from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
+from rlhf_tasks.promotion import gate
+from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, UNDECIDED, verdict_file
 
 POLICY = "models/policy"
 NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
@@ -30,29 +30,6 @@ def is_due(values: Config, folder: Path) -> bool:
     return values.promotion is not None and values.tracking.enabled and POLICY in made
 
 
-def judges_anew(values: Config, folder: Path) -> bool:
-    """Whether the gate may have to judge: against a champion, or a policy that the metrics do not tell of."""
-    md5 = lineage.locked(folder).get(POLICY)
-    against = values.promotion is not None and values.promotion.over_champion is not None
-    return against or md5 is None or not evidence.is_of(folder, md5)
-
-
-def champion_already(values: Config, folder: Path) -> str | None:
-    """What is to be said if the policy there is champion; None if it is not.
-
-    Raises:
-        Unreachable: if MLflow does not answer.
-        UserError: if it refuses.
-    """
-    criteria, md5 = values.promotion, lineage.locked(folder).get(POLICY)
-    if criteria is None or md5 is None:
-        return None
-    champion = Registry.open(values.tracking, lineage.home(), criteria.model).champion()
-    if champion is None or champion.md5 != md5:
-        return None
-    return f"{criteria.model} version {champion.number} ({POLICY}) is {CHAMPION} already"
-
-
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
 def promote(folder: Path, environment: dict[str, str], values: Config) -> State[Any]:
     """Promoted, Refused or Deferred, always completed: the policy is there whatever the gate says.
@@ -61,17 +38,12 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
     that has to name, the run's notes know. A slot of the limit is waited for only where there is something
     to judge.
     """
-    number = values.service.gpu_slots if judges_anew(values, folder) else 0
-    if number:
-        try:
-            known = champion_already(values, folder)
-        except Unreachable as error:
-            return Completed(name="Deferred", message=f"MLflow does not answer ({error})")
-        if known is not None:
-            return Completed(name="Promoted", message=known)
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
-    with stages.slots(number):
-        status, lines = programs.run(command, folder, environment, service.grace_seconds)
+    ask = partial(programs.run, folder=folder, environment=environment, grace_seconds=service.grace_seconds)
+    status, lines = ask([*command, "--unless-judging"])
+    if status == UNDECIDED:
+        with stages.slots(service.gpu_slots):
+            status, lines = ask(command)
     said = next((line for line in reversed(lines) if line), "it said nothing")
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:

@@ -234,13 +234,18 @@ def _add_promote(commands: Commands) -> None:
         help="a folder, or an experiment of `dvc exp list` (default: models/policy)",
     )
     promote.add_argument("--again", action="store_true", help="also one that was rolled back")
+    promote.add_argument(
+        "--unless-judging",
+        action="store_true",
+        help="only if what is measured already decides it (exit status 5: it does not)",
+    )
 
 
 def _promote(options: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.promotion import command
 
-    return command.promote(options.model, again=options.again)
+    return command.promote(options.model, again=options.again, unless_judging=options.unless_judging)
 
 
 def _add_rollback(commands: Commands) -> None:

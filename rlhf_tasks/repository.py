@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlhf_tasks.config import UserError
 
 GIT_HELD = ("metrics/", "plots/")  # outs that git keeps, not DVC's cache
+MOST_LOOKED_AT = 50  # experiments of one commit, a process of git each
 
 
 def check_commit(root: Path) -> None:
@@ -101,6 +103,18 @@ def experiments(root: Path) -> list[tuple[str, str]]:
     form = "--format=%(objectname) %(refname)"
     refs = git(root, "for-each-ref", "--sort=-committerdate", form, "refs/exps/*/*/*").splitlines()
     return [(line.split(" ")[0], line.rpartition("/")[2]) for line in refs]
+
+
+def alike(root: Path, revision: str, params: str) -> tuple[str, str] | None:
+    """Commit and name of the newest experiment that was made of a commit with this text of params.yaml."""
+    base, form = commit(root, revision), "--format=%(parent) %(objectname) %(refname)"
+    refs = git(root, "for-each-ref", "--sort=-committerdate", form, "refs/exps/*/*/*").splitlines()
+    made = [line.split(" ") for line in refs if base is not None and line.startswith(f"{base} ")]
+    for _, found, ref in made[:MOST_LOOKED_AT]:
+        with suppress(UserError):
+            if shown(root, found, "params.yaml") == params:
+                return found, ref.rpartition("/")[2]
+    return None
 
 
 def address(root: Path) -> str:

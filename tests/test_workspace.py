@@ -201,3 +201,33 @@ def test_data_outside_the_project_is_refused_and_left_alone(root: Path) -> None:
         create(root, overrides={"data.path": "../corpus"})
     assert (outside / "sft.jsonl").read_text(encoding="utf-8") == "the user's own"
     assert not (root / ".rlhf/workspaces/one").exists()
+
+
+def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
+    first = create(root, "one")
+    assert first.like is None
+    repro(first.folder)
+    ran = sorted(repository.changed(first.folder))
+    commit = first.save("before")
+    first.remove()
+    again = create(root, "two")
+    assert again.like == (commit, "before")
+    told = repository.dvc(again.folder, "repro")
+    assert told.count("didn't change, skipping") == 2, "not restored one by one"
+    assert again.is_like()
+    assert sorted(repository.changed(again.folder)) == ran, "as if it had run there"
+    (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
+    later = create(root, "four")
+    repro(later.folder)
+    assert not later.is_like(), "other data"
+
+
+def test_other_parameters_or_another_commit_were_not_asked_before(root: Path) -> None:
+    first = create(root, "one")
+    repro(first.folder)
+    first.save("before")
+    text = (first.folder / "params.yaml").read_text(encoding="utf-8")
+    assert repository.alike(root, "HEAD", text) is not None
+    assert repository.alike(root, "HEAD", text + "\n") is None
+    toy.write_script(root, ["exit 1"])
+    assert repository.alike(root, "HEAD", text) is None

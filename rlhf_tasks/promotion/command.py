@@ -24,16 +24,17 @@ from rlhf_tasks.promotion.evidence import POLICY
 from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
 from rlhf_tasks.tracking.courier import sync
 
-DONE, REFUSED, DEFERRED = 0, 3, 4
-"""Exit status: promoted (or champion already); the gate refused; MLflow does not answer."""
+DONE, REFUSED, DEFERRED, UNDECIDED = 0, 3, 4, 5
+"""Exit status: promoted (or champion already); the gate refused; MLflow does not answer; to be judged."""
 GOES_ON = "; the same command goes on later"
 SFT = "models/sft"
 
 
-def promote(asked: str, *, again: bool = False) -> int:
+def promote(asked: str, *, again: bool = False, unless_judging: bool = False) -> int:
     """Put a policy to the gate, and make it champion if it passes; the exit status comes back.
 
     `asked` is a checkpoint's folder, or else an experiment's name. `again`: also one that was rolled back.
+    `unless_judging`: nothing is done, registered or loaded where anything would have to be judged.
 
     Raises:
         UserError: if there is no gate, no such policy, or no way to judge.
@@ -48,9 +49,11 @@ def promote(asked: str, *, again: bool = False) -> int:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "promotion.lock"):
             if revision is None:
-                return _promote(settings, criteria, Path(asked).as_posix(), home, here, again)
+                model = Path(asked).as_posix()
+                return _promote(settings, criteria, model, home, here, again, unless_judging)
             with experiment.entered(settings, asked, revision) as own:
-                return _promote(own, criteria, POLICY, home, here, again, f"{POLICY} of {asked}")
+                called = f"{POLICY} of {asked}"
+                return _promote(own, criteria, POLICY, home, here, again, unless_judging, called)
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}){GOES_ON}")
         return DEFERRED
@@ -63,6 +66,7 @@ def _promote(
     home: Path,
     here: Path,
     again: bool,
+    unless_judging: bool,
     called: str | None = None,
 ) -> int:
     """Of the policy in a folder below the working folder, whose metrics those there may be.
@@ -75,16 +79,21 @@ def _promote(
     if champion is not None and champion.md5 == md5:
         console.say(f"Promoted: {criteria.model} version {champion.number} ({called}) is {CHAMPION} already")
         return DONE
+    against = champion if criteria.over_champion is not None else None
+    untold = _untold(model, md5, here)
+    if unless_judging and (untold or against):
+        console.say(f"Undecided: {called} is to be judged first")
+        return UNDECIDED
     version = registry.register(md5, model, *_origin(root, home, model, md5, registry, settings))
     registry.challenge(version)
-    measured = _measured(settings, criteria, model, md5, here)
-    if champion is not None and criteria.over_champion is not None:
-        if not champion.md5:
+    measured = _measured(settings, criteria, model, md5, untold)
+    if against is not None:
+        if not against.md5:
             raise UserError(
-                f"version {champion.number} of {criteria.model} is {CHAMPION} and has no tag dvc.md5: `rlhf "
+                f"version {against.number} of {criteria.model} is {CHAMPION} and has no tag dvc.md5: `rlhf "
                 "promote` did not register it, and nobody knows its weights; move the alias, or remove it"
             )
-        theirs = weights.bring(root, home, champion.md5, champion.tags)
+        theirs = weights.bring(root, home, against.md5, against.tags)
         measured |= _contest(settings, criteria, model, os.path.relpath(theirs), "champion")
     suspects = {one for name in criteria.named for one in parts(settings.judge.judges, name)}
     verdict = gate.decide(criteria, measured, suspects=suspects, champion=champion is not None)
@@ -167,15 +176,22 @@ def _criteria(settings: Config) -> Promotion:
 # ------------------------------------------------------------------------------------- evidence
 
 
-def _measured(settings: Config, criteria: Promotion, model: str, md5: str, here: Path) -> dict[str, float]:
+def _untold(model: str, md5: str, here: Path) -> str | None:
+    """Why the metrics here do not tell of this policy by today's judges; None if they do."""
+    if not evidence.is_of(Path(), md5):
+        return f"are not of {model}"
+    others = files.changed(Path(), here)
+    return f"were measured with another {', '.join(others)}" if others else None
+
+
+def _measured(
+    settings: Config, criteria: Promotion, model: str, md5: str, untold: str | None
+) -> dict[str, float]:
     """By the names of metrics/judge.json: what the pipeline measured; of another policy, what can be now."""
-    told = evidence.is_of(Path(), md5)
-    others = files.changed(Path(), here) if told else []
-    if told and not others:
+    if untold is None:
         found = evidence.read(Path())
     else:
-        why = f"were measured with another {', '.join(others)}" if others else f"are not of {model}"
-        console.say(f"the metrics here {why}: it is judged, and measured, against {SFT} now")
+        console.say(f"the metrics here {untold}: it is judged, and measured, against {SFT} now")
         found = _contest(settings, criteria, model, SFT, "sft") | _cost(settings, criteria, model)
         found |= evidence.kl(Path()) if evidence.is_trained(Path(), md5) else {}
     suspects = set(judges.optimised(settings.judge, Path(model)))

@@ -7,6 +7,9 @@
 A workspace holds one commit, the parameters that the run was given, and the data at `data.path` as it
 lies in the main checkout now (it need not be in git: `inputs`). The user's working tree is never written
 to. What comes of a run is a DVC experiment, which `dvc exp show` lists and `dvc exp apply` brings back.
+
+Where the same was asked of the commit before, a workspace begins with what that experiment left: DVC looks
+at it all the same, and finds in a second what it would take ten to restore stage by stage.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from rlhf_tasks.repository import GIT_HELD, home
 from rlhf_tasks.workspace import inputs
 
 FOLDER = "workspaces"
+LOCK = "dvc.lock"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Workspace:
     top: Path
     folder: Path
     lock: FileLock
+    like: tuple[str, str] | None = None
+    """Commit and name of the experiment that it began with."""
 
     @property
     def name(self) -> str:
@@ -64,6 +70,12 @@ class Workspace:
         """Whether anything in it differs from its commit."""
         return bool(repository.changed(self.folder))
 
+    def is_like(self) -> bool:
+        """Whether it is still what the experiment left that it began with."""
+        if self.like is None:
+            return False
+        return repository.shown(self.root, self.like[0], LOCK) == (self.folder / LOCK).read_text("utf-8")
+
     def _uncached(self) -> list[str]:
         """Metrics and curves, which git holds: at the first run it does not know them yet."""
         outs = [out for node in lineage.graph(self.folder).values() for out in node.outs]
@@ -87,7 +99,7 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
     """
     repository.check_commit(root)
     inputs.check_data(settings.data.path)
-    workspace = _claimed(root, name)
+    workspace = replace(_claimed(root, name), like=repository.alike(root, revision, params))
     try:
         _furnish(workspace, params, revision)
         inputs.bring(settings.data.path, root, workspace.folder)
@@ -131,6 +143,10 @@ def _furnish(workspace: Workspace, params: str, revision: str) -> None:
     with _worktrees(workspace.root):
         repository.git(workspace.root, "worktree", "add", "--quiet", "--detach", str(workspace.top), revision)
     (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
+    if workspace.like is not None:
+        known = repository.paths(workspace.root, workspace.like[0], "")
+        left = [p for p in known if p.startswith(GIT_HELD) or Path(p).name in (LOCK, ".gitignore")]
+        repository.git(workspace.folder, "restore", "--source", workspace.like[0], "--worktree", "--", *left)
     _configure(workspace.root, workspace.folder)
     repository.dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
 

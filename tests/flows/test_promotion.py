@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,7 @@ from prefect.client.orchestration import get_client
 from flows import pipeline as flows_pipeline
 from flows import programs, promotion, results, stages
 from rlhf_tasks import config, lineage
-from rlhf_tasks.promotion import evidence
-from rlhf_tasks.promotion.command import GOES_ON, verdict_file
-from rlhf_tasks.promotion.registry import MD5, Registry, Unreachable, Version
+from rlhf_tasks.promotion.command import GOES_ON, UNDECIDED, verdict_file
 from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
 
@@ -66,7 +65,6 @@ def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
     root: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int, state: str, message: str
 ) -> None:
     monkeypatch.setattr(programs, "get_run_logger", logging.getLogger)
-    monkeypatch.setattr(promotion, "champion_already", lambda *_: None)
     gate_says(root, text, status)
     values = config.load(root / "params.yaml")
     found: Any = promotion.promote.fn(root, {**toy.environment(), STAGE_RUN: "x"}, values)
@@ -74,53 +72,28 @@ def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
     assert found.message == message, "and no command, which would put another policy to the gate"
 
 
-def test_no_slot_is_waited_for_where_there_is_nothing_to_judge(
+def test_a_slot_is_waited_for_only_where_there_is_something_to_judge(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first try is to do it without; only one that leaves it undecided is followed by another."""
     toy.write_params(root, service={"gpu_slots": 1})
-    values = config.load(root / "params.yaml")
-    champion = Version("3", {MD5: "b.dir"})
+    values, asked = config.load(root / "params.yaml"), list[int]()
 
-    class Known:
-        def champion(self) -> Version:
-            return champion
+    def slots(number: int) -> AbstractContextManager[None]:
+        asked.append(number)
+        return nullcontext()
 
-    def away(*_: object) -> Known:
-        raise Unreachable("refused")
-
-    def slots(number: int) -> None:
-        raise AssertionError("a slot was asked for")
-
+    monkeypatch.setattr(programs, "get_run_logger", logging.getLogger)
     monkeypatch.setattr(stages, "slots", slots)
-    monkeypatch.setattr(lineage, "locked", lambda _: {promotion.POLICY: "b.dir"})
-    monkeypatch.setattr(Registry, "open", lambda *_: Known())
-    found: Any = promotion.promote.fn(root, {}, values)
-    assert (found.name, found.message) == (
-        "Promoted",
-        "rlhf-policy version 3 (models/policy) is champion already",
-    )
-    champion = Version("4", {MD5: "another.dir"})
-    with pytest.raises(AssertionError, match="a slot was asked for"):
-        promotion.promote.fn(root, {}, values)
-    monkeypatch.setattr(Registry, "open", away)
-    found = promotion.promote.fn(root, {}, values)
-    assert (found.name, found.message) == ("Deferred", "MLflow does not answer (refused)")
-
-
-def test_metrics_that_tell_of_the_policy_are_all_the_gate_needs_but_against_a_champion(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = config.load(root / "params.yaml")
-    assert values.promotion is not None
-    assert values.promotion.over_champion is not None
-    gate = values.promotion.model_copy(update={"over_champion": None})
-    alone = values.model_copy(update={"promotion": gate})
-    assert promotion.judges_anew(alone, root), "there is no policy yet"
-    monkeypatch.setattr(lineage, "locked", lambda _: {promotion.POLICY: "b.dir"})
-    assert promotion.judges_anew(alone, root), "nothing tells of it"
-    monkeypatch.setattr(evidence, "is_of", lambda folder, md5: (folder, md5) == (root, "b.dir"))
-    assert not promotion.judges_anew(alone, root)
-    assert promotion.judges_anew(values, root)
+    gate_says(root, f"Refused: {REFUSED}", 3)
+    environment = {**toy.environment(), STAGE_RUN: "x"}
+    found: Any = promotion.promote.fn(root, environment, values)
+    assert (found.name, asked) == ("Refused", [])
+    code = "import sys\nquick = '--unless-judging' in sys.argv\n"
+    code += "print('Undecided: wait' if quick else 'Promoted: it is champion now')\n"
+    (root / "rlhf_tasks/cli.py").write_text(f"{code}sys.exit({UNDECIDED} if quick else 0)\n")
+    found = promotion.promote.fn(root, environment, values)
+    assert (found.name, found.message, asked) == ("Promoted", "it is champion now", [1])
 
 
 def test_there_is_something_to_promote_only_with_gate_registry_and_policy(root: Path) -> None:

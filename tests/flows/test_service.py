@@ -85,6 +85,12 @@ def test_an_unchanged_stage_is_shown_as_cached(fresh: Service) -> None:
     again = fresh.start(seed=5)
     assert "nothing had to run" in fresh.end(again)["message"]
     assert fresh.tasks(again) == {"first": "Cached", "second": "Cached"}
+    before = fresh.experiments()
+    assert len(before) == len(set(before)), "the same is not kept twice"
+    assert f"see experiment {fresh.run(first)['name']}" in fresh.artifact("rlhf-results")
+    named = fresh.start(seed=5, name="asked-for")
+    assert "experiment asked-for" in fresh.end(named)["message"]
+    assert sorted(fresh.experiments()) == sorted([*before, "asked-for"])
 
 
 @pytest.mark.slow

@@ -154,6 +154,22 @@ def test_the_champion_itself_is_not_judged_again(project: Path, contests: dict[s
     assert len(client(project).search_model_versions(f"name = '{NAME}'")) == 1
 
 
+def test_without_judging_it_is_decided_or_nothing_is_done(
+    project: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--unless-judging"]
+    assert promote(project, "one", *words) == 0, "the metrics tell, and there is no champion"
+    assert promote(project, "one", *words) == 0, "champion already"
+    assert promote(project, "two", *words) == command.UNDECIDED, "there is a champion to judge it against"
+    assert "Undecided: models/policy is to be judged first" in capsys.readouterr().out
+    shutil.copytree("models/policy", "elsewhere")
+    (project / "elsewhere/weights").write_text("foreign", encoding="utf-8")
+    assert cli.main(["promote", "elsewhere", *words]) == command.UNDECIDED, "the metrics do not tell of it"
+    assert contests["asked"] == []
+    assert len(client(project).search_model_versions(f"name = '{NAME}'")) == 1, "nothing is registered"
+    assert promote(project, "two") == 0
+
+
 def test_a_policy_of_which_the_metrics_do_not_tell_is_judged_now(
     project: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
