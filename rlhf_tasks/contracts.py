@@ -1,8 +1,8 @@
 """What a checkpoint says of itself, and what two checkpoints that work together must agree on.
 
 `rlhf.json` lies in a checkpoint's folder: what it is, and from which weights it comes, by hash. A foreign
-checkpoint has none: its lineage is unknown, the rest is checked all the same. torch is loaded only where two
-checkpoints are compared, so that whoever asks what one says of itself need not wait for it.
+checkpoint has none: its lineage is unknown, the rest is checked all the same. torch is loaded only where
+models or tokenizers are compared: whoever asks what a checkpoint says of itself need not wait for it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ AGAIN = "bring the folder back from where it came, one of the pipeline's by `dvc
 TYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32",
+    "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 """torch's names of the types in a safetensors file."""
 CHUNK = 1 << 24  # bytes read at a time
