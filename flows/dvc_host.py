@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import suppress
+
+INTERRUPTED = 130
 
 
 def main(mark: str) -> None:
@@ -21,10 +22,15 @@ def main(mark: str) -> None:
 
     for line in questions:
         status = int(dvc(json.loads(line)))
-        print(f"\n{mark} {status}", flush=True)
+        sys.stdout.flush()
+        # At once, and after a line's end: what a stage has left running may print, too.
+        os.write(1, f"\n{mark} {status}\n".encode())
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
+    status = 0
+    try:
         main(sys.argv[1])
-    os._exit(0)  # the flow waits for this: no time for taking DVC's modules apart
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    os._exit(status)  # the flow waits for this: no time for taking DVC's modules apart

@@ -117,7 +117,8 @@ def _run(
             whose = f" {name}" if experiment else ""
             notes.append(f"the gate has not decided: `rlhf promote{whose}` does it later")
         keys = results.run_keys(folder, list(how))
-        links = results.run_links(values.tracking, keys, tracking.key(run))
+        patience = 0.0 if told.trouble() else results.COURIER_SECONDS
+        links = results.run_links(values.tracking, keys, tracking.key(run), patience)
         outcome = results.Outcome(name, how, changes, revision, experiment, notes, *_shown(verdict, folder))
         results.show(outcome, folder, links)
         watch.note(asked, values, data)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,7 @@ HINTS = (
 )  # of DVC for people at a terminal
 DRAIN_SECONDS = 5.0
 POLL_SECONDS = 0.1
+FAULT = 1  # the status of a program that ended without an answer
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -44,13 +46,12 @@ def run(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], grace_seconds: float
 ) -> tuple[int, list[str]]:
     """The exit status of a program, and its lines, which are logged as they come."""
-    program = Program(command, folder, environment, grace_seconds, logger=get_run_logger())
-    program.wait(for_answer=False)
-    return program.status, program.lines
+    program = Program(command, folder, environment, grace_seconds, get_run_logger())
+    return program.wait(), program.lines
 
 
 class Program:
-    """A program that runs, and what it has printed since it was last asked."""
+    """A program that runs, and what it has printed."""
 
     def __init__(
         self,
@@ -58,20 +59,16 @@ class Program:
         folder: Path,
         environment: Mapping[str, str],
         grace_seconds: float,
-        *,
         logger: Logger | None = None,
-        mark: str | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """`mark`: the beginning of a line that is an answer, a number; such a program reads questions."""
         self.lines: list[str] = []
-        self.answer: int | None = None
-        self._environment, self._grace, self._mark = environment, grace_seconds, mark
-        self._logger = logger
-        self._told = threading.Event()
+        self._logger, self._token, self._grace = logger, environment[STAGE_RUN], grace_seconds
+        self._news = threading.Event()
         self._process = subprocess.Popen(
             command,
             cwd=folder,
-            stdin=subprocess.PIPE if mark else subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -86,99 +83,121 @@ class Program:
         self._listener.start()
 
     @property
-    def status(self) -> int:
-        """Of a program that has ended, its exit status; of one that goes on, its answer."""
-        return self._process.wait() if self.answer is None else self.answer
-
-    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, words: Sequence[str], logger: Logger | None) -> None:
-        """Have a question answered; the lines are those printed meanwhile."""
-        self.lines, self.answer, self._logger = [], None, logger
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has gone: that it is not alive tells
-            self._process.stdin.write(json.dumps(words) + "\n")
-            self._process.stdin.flush()
-        self.wait(for_answer=True)
-
-    def wait(self, *, for_answer: bool) -> None:
-        """Until it has ended, or answered; an interrupt ends it, with all that it has started."""
+    def wait(self) -> int:
+        """Its exit status; an interrupt ends it, with all that it has started."""
         try:
-            # Not one long wait: a signal that the kernel hands to another thread would not end it.
-            while self.is_alive and not (for_answer and self.answer is not None):
-                self._told.wait(POLL_SECONDS)
+            self._await(lambda: False)
         except BaseException:
-            self._interrupt()
+            self.interrupt()
             raise
-        finally:
-            self._told.clear()
-        if not self.is_alive:
-            self._heard()
+        self._listener.join(DRAIN_SECONDS)  # what outlives it may hold its output for ever
+        return self._process.wait()
 
-    def close(self) -> None:
-        """No more questions: one that reads them ends by that."""
-        self._ask_no_more()
-        self._process.wait()
-        self._heard()
-
-    def _ask_no_more(self) -> None:
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-
-    def _heard(self) -> None:
-        """The last lines; those of a process that outlives the program are not waited for."""
-        self._listener.join(DRAIN_SECONDS)
+    def _await(self, is_so: Callable[[], bool]) -> None:
+        """Until this is so, or it has ended."""
+        # Not one long wait: a signal that the kernel hands to another thread would not end it.
+        while self.is_alive and not is_so():
+            self._news.wait(POLL_SECONDS)
+            self._news.clear()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in map(str.rstrip, lines):
-                if self._mark is not None and line.startswith(self._mark):
-                    self.answer = int(line.removeprefix(self._mark))
-                    self._told.set()
-                    continue
-                self.lines.append(line)
-                if self._logger is not None and is_told(line):
-                    self._logger.info("%s", line)
-        self._told.set()
+                self._hear(line)
 
-    def _interrupt(self) -> None:
+    def _hear(self, line: str) -> None:
+        self.lines.append(line)
+        if self._logger is not None and is_told(line):
+            self._logger.info("%s", line)
+
+    def interrupt(self) -> None:
         """Interrupt the whole group: dvc waits for its stage and ends clean; alone it would leave an orphan.
 
         A launcher's ranks have groups of their own and are ended by it; what outlives the grace is killed.
         """
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
-        self._ask_no_more()
         try:
             self._process.wait(self._grace)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-        daemons.end_carriers(STAGE_RUN, self._environment[STAGE_RUN], signal.SIGTERM, 1.0)
+        daemons.end_carriers(STAGE_RUN, self._token, signal.SIGTERM, 1.0)
         self._process.wait()
-        self._heard()
+        self._listener.join(DRAIN_SECONDS)
+
+
+class Host(Program):
+    """A program that answers questions, one after another, each with a number in a line `MARK NUMBER`."""
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], grace_seconds: float
+    ) -> None:
+        """It is told the mark, which nothing else prints, as the command's last word."""
+        self._mark = f"answer-{secrets.token_hex(8)}"
+        self._answer: int | None = None
+        super().__init__([*command, self._mark], folder, environment, grace_seconds, stdin=subprocess.PIPE)
+
+    def ask(self, words: Sequence[str], logger: Logger | None) -> int:
+        """The answer, or else how it ended, never 0; `lines` are those printed meanwhile."""
+        self.lines, self._answer, self._logger = [], None, logger
+        assert self._process.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # it has gone: that it is not alive tells
+                self._process.stdin.write(json.dumps(words) + "\n")
+                self._process.stdin.flush()
+            self._await(lambda: self._answer is not None)
+        except BaseException:
+            self.interrupt()
+            raise
+        if self._answer is None:
+            return self.wait() or FAULT
+        return self._answer
+
+    def close(self) -> None:
+        """No more questions: it ends by that."""
+        self._ask_no_more()
+        try:
+            self._process.wait(self._grace)
+        except subprocess.TimeoutExpired:
+            self.interrupt()
+        self._listener.join(DRAIN_SECONDS)
+
+    def interrupt(self) -> None:
+        self._ask_no_more()  # DVC, which heeds no interrupt while its stage runs, would wait for another
+        super().interrupt()
+
+    def _ask_no_more(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def _hear(self, line: str) -> None:
+        if found := re.fullmatch(rf"{self._mark} (-?\d+)", line):
+            self._answer = int(found[1])
+            self._news.set()
+        else:
+            super()._hear(line)
 
 
 class Dvc:
     """`dvc` in a folder, for as long as the block lasts; to be asked by one thread."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], grace_seconds: float) -> None:
-        self._mark = f"dvc-{secrets.token_hex(8)} "
-        # By its path: at `folder` may lie a commit that has no such file. -P: no module of that folder's.
-        self._command = [sys.executable, "-P", dvc_host.__file__, self._mark.strip()]
         self._place = (folder, environment, grace_seconds)
-        self._program: Program | None = None
+        self._host: Host | None = None
 
     def ask(self, *words: str, logged: bool) -> tuple[int, list[str]]:
         """The exit status of `dvc WORDS`, and what it printed."""
-        if self._program is None or not self._program.is_alive:
+        if self._host is None or not self._host.is_alive:
             self.close()
-            self._program = Program(self._command, *self._place, mark=self._mark)
-        self._program.ask(words, get_run_logger() if logged else None)
-        return self._program.status, self._program.lines
+            # By its path: at `folder` may lie a commit that has no such file. -P: no module of that folder's.
+            self._host = Host([sys.executable, "-P", dvc_host.__file__], *self._place)
+        status = self._host.ask(words, get_run_logger() if logged else None)
+        return status, self._host.lines
 
     def run(self, *words: str) -> str:
         """What `dvc WORDS` prints; UserError with its own words if it fails."""
@@ -188,9 +207,9 @@ class Dvc:
         return "\n".join(lines)
 
     def close(self) -> None:
-        if self._program is not None:
-            self._program.close()
-        self._program = None
+        if self._host is not None:
+            self._host.close()
+        self._host = None
 
     def __enter__(self) -> Dvc:
         return self

@@ -83,7 +83,9 @@ def mlflow_address(uri: str | None) -> str | None:
     return uri if uri and uri.startswith("http") else os.environ.get(settings.MLFLOW_URL)
 
 
-def run_links(tracking: Tracking, keys: Mapping[str, str], parent: str) -> dict[str, str]:
+def run_links(
+    tracking: Tracking, keys: Mapping[str, str], parent: str, seconds: float = COURIER_SECONDS
+) -> dict[str, str]:
     """`{stage: address}` of the runs in MLflow that made what lies here, and of the pipeline's own.
 
     That of the pipeline is waited for: a flow with nothing to do is over before its courier has begun. Empty
@@ -93,14 +95,13 @@ def run_links(tracking: Tracking, keys: Mapping[str, str], parent: str) -> dict[
     mlflow, experiment = mlflow_address(tracking.uri), tracking.experiment
     if mlflow is None or not tracking.enabled:
         return {}
+    own = {"pipeline": f"tags.`rlhf.pipeline` = '{parent}'"}
     conditions = {stage: f"tags.`rlhf.run` = '{key}'" for stage, key in keys.items()}
-    conditions["pipeline"] = f"tags.`rlhf.pipeline` = '{parent}'"
-    found, deadline = dict[str, str](), time.monotonic() + COURIER_SECONDS
+    deadline = time.monotonic() + seconds
     try:
-        while "pipeline" not in (found := _runs(mlflow, experiment, conditions)):
-            if time.monotonic() > deadline:
-                break
+        while not _runs(mlflow, experiment, own) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+        found = _runs(mlflow, experiment, conditions | own)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return {}  # the last ones: what answers is no MLflow
     shown = os.environ.get(settings.MLFLOW_URL, mlflow)

@@ -117,6 +117,7 @@ def _repro(dvc: Dvc, *words: str, name: str | None = None, logged: bool = True) 
 
 def _failure(name: str, lines: list[str]) -> StageFailed:
     """The stage's own last words, and its exit status as DVC tells it; DVC's where no stage has ended."""
+    lines = [line for line in lines if line]
     found = re.search(EXITED, "\n".join(lines[-5:]))
     error = next((line for line in reversed(lines[-5:]) if line.startswith("ERROR: ")), None)
     if found is None and error is not None:

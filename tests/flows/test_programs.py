@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,56 @@ def test_a_process_that_was_killed_is_replaced_or_told(root: Path, dvc: Dvc) -> 
     assert repro(dvc, "second")[0] == -signal.SIGKILL
 
 
+def test_what_a_stage_has_left_running_may_print_on(root: Path, dvc: Dvc) -> None:
+    """Whole lines, or none: neither is taken for an answer, nor hides one."""
+    for text in ("tick\\n", "tick"):
+        toy.write_script(
+            root, [toy.SECOND.strip(), "rm -f stop", f"(while [ ! -e stop ]; do printf '{text}'; done) &"]
+        )
+        assert repro(dvc, "first")[0] == 0
+        try:
+            for _ in range(5):
+                assert repro(dvc, "second")[0] == 0
+        finally:
+            (root / "stop").touch()
+
+
+def test_one_that_ends_without_an_answer_has_not_succeeded(root: Path, dvc: Dvc) -> None:
+    assert repro(dvc, "first")[0] == 0
+    pid = hosts()[0]
+    toy.write_script(root, [f"kill -INT {pid}", "sleep 1"])
+    (root / "dvc.yaml").write_text(
+        toy.STAGES.replace("sh ./second.sh", "sh ./second.sh; exit 1"), encoding="utf-8"
+    )
+    assert repro(dvc, "second")[0] != 0
+    host = programs.Host([sys.executable, "-c", "pass"], root, toy.environment() | {STAGE_RUN: RUN}, 5.0)
+    assert host.ask(["repro"], None) == programs.FAULT
+    host.close()
+
+
+def test_one_that_does_not_end_is_ended(root: Path) -> None:
+    words = [sys.executable, "-c", "import time; time.sleep(600)"]
+    host = programs.Host(words, root, toy.environment() | {STAGE_RUN: RUN}, 0.5)
+    host.close()
+    assert not host.is_alive
+
+
+def test_an_interrupt_that_comes_with_the_question_ends_it_too(
+    root: Path, dvc: Dvc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy.write_script(root, ["sleep 600"])
+    assert repro(dvc, "first")[0] == 0
+
+    def interrupted(self: programs.Host, is_so: object) -> None:
+        toy.until(lambda: psutil.Process(hosts()[0]).children(), "the stage")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs.Host, "_await", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        repro(dvc, "second")
+    assert hosts() == []
+
+
 def test_an_interrupt_ends_dvc_and_its_stage_and_leaves_no_lock(root: Path, dvc: Dvc) -> None:
     toy.write_script(root, ["echo $$ > pid", "sleep 600"])
     assert repro(dvc, "first")[0] == 0
@@ -141,13 +192,15 @@ def test_its_end_leaves_no_process(root: Path) -> None:
         dvc.ask("repro", "--dry", "first", logged=False)
         assert len(hosts()) == 1
     assert hosts() == []
-    with Dvc(root, toy.environment(), 20.0):
+    with Dvc(root, toy.environment() | {STAGE_RUN: RUN}, 20.0):
         assert hosts() == [], "one that is never asked is never started"
 
 
 def test_a_program_tells_its_status_and_its_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        status, lines = programs.run(["sh", "-c", "echo a; echo b >&2; exit 3"], tmp_path, os.environ, 1.0)
+        status, lines = programs.run(
+            ["sh", "-c", "echo a; echo b >&2; exit 3"], tmp_path, os.environ | {STAGE_RUN: RUN}, 1.0
+        )
     assert (status, sorted(lines)) == (3, ["a", "b"])
     assert sorted(caplog.messages) == ["a", "b"]
 

@@ -140,13 +140,12 @@ def test_links_wait_for_the_pipelines_own_run_and_not_for_ever(monkeypatch: pyte
     monkeypatch.setenv(settings.MLFLOW_URL, "http://seen")
     monkeypatch.setattr(results, "POLL_SECONDS", 0.0)
     tracking = Tracking(enabled=True, experiment="rlhf", uri="http://asked")
-    told = [{}, {"sft": "a"}, {"sft": "a", "pipeline": "b"}]
+    told = [{}, {}, {"pipeline": "b"}, {"sft": "a", "pipeline": "b"}]
     monkeypatch.setattr(results, "_runs", lambda *_: told.pop(0))
     both = {"sft": "http://seen/#/a", "pipeline": "http://seen/#/b"}
     assert results.run_links(tracking, {"sft": "k"}, "p") == both
-    monkeypatch.setattr(results, "COURIER_SECONDS", 0.0)
-    monkeypatch.setattr(results, "_runs", lambda *_: {"sft": "a"})
-    assert results.run_links(tracking, {"sft": "k"}, "p") == {"sft": "http://seen/#/a"}
+    told = [{}, {"sft": "a"}]
+    assert results.run_links(tracking, {"sft": "k"}, "p", 0.0) == {"sft": "http://seen/#/a"}
 
 
 @pytest.mark.parametrize(
