@@ -143,7 +143,7 @@ def home(root: Path) -> Path:
 
 
 def cache(root: Path) -> Path:
-    """The DVC cache of the project, as `dvc cache dir` tells it, which takes longer.
+    """The DVC cache of the project: what `dvc cache dir` prints, without a process for it.
 
     Raises:
         UserError: if the project is in no DVC repository, or its settings cannot be used.
