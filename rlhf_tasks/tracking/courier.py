@@ -8,10 +8,11 @@ when everything else has been sent.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 RETRY_SECONDS = 20.0
 MAX_REASON = 300  # characters
+UNANSWERED = re.compile("API request to .* failed with (timeout )?exception")  # MLflow's words
 TAKE_SECONDS = 1.0  # who only looks whether the courier lives holds its lock for a moment
 VANISHED = "the process vanished without a word (killed? out of memory?)"
 
@@ -226,7 +228,16 @@ class Courier:
                 reason += f"; see {self._post.log}"
             delivery.spool.tell_trouble(reason, left=over)
             delivery.due = time.monotonic() + RETRY_SECONDS
+            if UNANSWERED.search(reason):
+                self._postpone([other for other in self._open.values() if other is not delivery], reason)
             return over
+
+    def _postpone(self, others: Sequence[Delivery], reason: str) -> None:
+        """A server that does not answer costs a timeout a try: runs that go on wait for another one too."""
+        for delivery in others:
+            if self._takes(delivery.spool) and not (delivery.is_sent or delivery.spool.is_closed):
+                delivery.due = time.monotonic() + RETRY_SECONDS
+                delivery.spool.tell_trouble(reason, left=False)
 
     def _takes(self, spool: Spool) -> bool:
         """Whether the run is this courier's to deliver now: another may be at it, or at its part before."""

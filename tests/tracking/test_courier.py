@@ -439,6 +439,38 @@ def test_a_run_that_is_not_over_is_tried_again_after_a_fault(
     assert pending(home / "spool") == []
 
 
+def test_at_a_server_that_does_not_answer_runs_that_go_on_wait_for_one_try(
+    home: Path, flow: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the end of another is not held up by a timeout of each; what is over is tried at once."""
+    tried = list[str]()
+
+    def silent(self: store.Store, header: dict[str, Any], **_: bool) -> None:
+        tried.append(header["key"])
+        raise MlflowException("API request to http://x/y failed with timeout exception: read")
+
+    monkeypatch.setattr(courier, "RETRY_SECONDS", 600.0)
+    with monkeypatch.context() as patch, tracking.open_run("sft", view(), key="sft-1") as first:
+        patch.setattr(store.Store, "run", silent)
+        one, spools = Courier(flow), [Spool(home / "spool", f"sft-{i}") for i in (1, 2, 3)]
+        with tracking.open_run("sft", view(), key="sft-2"):
+            with tracking.open_run("sft", view(), key="sft-3"):
+                pass
+            one._look()
+            one._round()
+            assert (len(tried), tried[-1]) == (2, "sft-3")
+            assert all("failed with timeout exception" in str(spool.reason) for spool in spools)
+            assert [spool.is_left for spool in spools] == [False, False, True]
+            one._round()
+            assert len(tried) == 2
+        patch.undo()
+        one._round()
+        assert [spool.is_sent for spool in spools] == [False, True, False]
+        first.metrics({"train/loss": 1.0}, step=1)
+    assert one.serve()
+    assert [left.name for left in pending(home / "spool")] == ["sft-3"]
+
+
 def test_a_damaged_first_line_is_told_by_sync_and_stops_nobody(
     home: Path, flow: Post, capsys: pytest.CaptureFixture[str]
 ) -> None:
