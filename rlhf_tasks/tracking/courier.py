@@ -96,8 +96,8 @@ class Delivery:
             self._last_sign = round(time.time() * 1000)
             return
         if not self._unsent:
-            told = {"status": "FAILED", "reason": VANISHED, "device": "unknown", "outs": {}}
-            self.spool.append("end", **told, time=self._last_sign)
+            end = {"status": "FAILED", "reason": VANISHED, "device": "unknown", "outs": {}}
+            self.spool.append("end", **end, time=self._last_sign)
             self._read()
         self.is_sent = run.send(self._unsent, self.spool.files, last=self.spool.is_last)
         self._last_sign = self._unsent[-1]["time"]
