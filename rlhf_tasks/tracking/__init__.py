@@ -6,8 +6,9 @@ import nor a server that is gone costs training anything; what was not delivered
 for `rlhf sync`. A trainer that vanishes is noticed by its courier, and its run shown as FAILED.
 
 All stages of one flow, or of one dvc process, have one courier, which lives as long as that (`rendezvous`):
-MLflow is imported once. A stage waits at its end until MLflow has its run, but not for the figure of
-its curves, which the courier draws from their table (`courier`).
+MLflow is imported once. A stage waits at its end until MLflow has its run, with the figure of its curves,
+which the courier draws from their table (`courier`): the container may go with the stage. In a flow, which
+waits for all figures at its own end, a stage does not wait for its figure.
 
 A stage's final metrics are logged under their own names, unless that name already has a curve: then
 nothing is added if the curve ends at the same value, and else the final one is `final/NAME`.
@@ -20,9 +21,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -139,8 +142,8 @@ class NullTracker:
 class SpoolTracker:
     """Writes the spool; see `courier` for what becomes of it."""
 
-    def __init__(self, stage: Stage, spool: Spool, post: Post) -> None:
-        self._stage, self._spool, self._post = stage, spool, post
+    def __init__(self, stage: Stage, spool: Spool) -> None:
+        self._stage, self._spool = stage, spool
         self._history = History(curves.axis(stage))
         self._tables: dict[str, list[dict[str, Any]]] = {}
         self._num_traces = 0
@@ -232,14 +235,14 @@ class SpoolTracker:
             axis=self._history.axis,
         )
 
-    def tell_trouble(self, *, failed: bool = False) -> None:
-        """Say once that MLflow does not take what is logged; `failed`: no courier can deliver it."""
+    def tell_trouble(self, fault: str | None = None) -> None:
+        """Say once that MLflow does not take what is logged, or by what `fault` no courier delivers it."""
         if self._told:
             return
         reason = self._spool.reason
-        if failed or reason is not None:
+        if reason is not None or fault is not None:
             self._told = True
-            told = reason[:SHOWN_REASON] if reason is not None else f"see {self._post.log}"
+            told = reason[:SHOWN_REASON] if reason is not None else fault
             console.say(
                 f"MLflow cannot be reached ({told}); training goes on, metrics are kept in "
                 f"{self._spool.file}; what is missing at the end is sent by `rlhf sync`"
@@ -257,10 +260,11 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
         return
     key = key or lineage.new_key(stage)
     spool = Spool.next_part(lineage.home() / "spool", key)
-    spool.append("run", **context.header(stage, view, key))
+    header = context.header(stage, view, key)
+    spool.append("run", **header)
     post = Post.of(spool)
-    courier = rendezvous.start_courier(post)
-    tracker = SpoolTracker(stage, spool, post)
+    tracker = SpoolTracker(stage, spool)
+    courier = _start_courier(post, tracker)
     status, reason, outs = "FINISHED", "", dict[str, str]()
     try:
         yield tracker
@@ -276,6 +280,20 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
         # At once: the launcher of a failed stage ends its other processes without waiting long.
         spool.append("end", status=status, reason=reason, device=context.device(), outs=outs)
         seconds = KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS
-        taken = rendezvous.await_delivery(spool, post, courier, seconds)
-        tracker.tell_trouble(failed=not taken)
+        in_flow = header["parent"].get("owner") == "flow"
+        is_done = partial(_is_delivered_or_left, spool, with_figure=not in_flow)
+        delivered = rendezvous.await_delivery(is_done, post, courier, seconds)
+        tracker.tell_trouble(None if delivered and not spool.is_left else f"see {post.log}")
         tell_refused(spool.folder)
+
+
+def _start_courier(post: Post, tracker: SpoolTracker) -> subprocess.Popen[bytes] | None:
+    try:
+        return rendezvous.start_courier(post)
+    except OSError as error:  # the disk knows no locks, or the folder is another user's
+        tracker.tell_trouble(f"no courier could be started: {error}")
+        return None
+
+
+def _is_delivered_or_left(spool: Spool, *, with_figure: bool) -> bool:
+    return spool.is_left or (spool.is_closed if with_figure else spool.is_sent)

@@ -27,6 +27,7 @@ PACKAGES = (
     "dvc",
     "prefect",
 )
+SHARED = "shared"  # `courier` in a spool's first line: its parent's courier is to deliver it
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of all that its stages start
 HTTP_BOUNDS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -53,6 +54,7 @@ def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
         "experiment": view.tracking.experiment,
         "process": process_name(process),
         "parent": parent(process, key),
+        "courier": SHARED,
         "parameters": view.declared()
         | {f"launch.{k}": v for k, v in view.launch.model_dump(mode="json").items()},
         "inputs": lineage.input_hashes(stage),

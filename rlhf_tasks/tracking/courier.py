@@ -8,17 +8,18 @@ when everything else has been sent.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.tracking import context, rendezvous
+from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool, pending, tell_refused
 
@@ -27,120 +28,100 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 RETRY_SECONDS = 20.0
+MAX_REASON = 300  # characters
+UNANSWERED = re.compile("API request to .* failed with (timeout )?exception")  # MLflow's words
 TAKE_SECONDS = 1.0  # who only looks whether the courier lives holds its lock for a moment
 VANISHED = "the process vanished without a word (killed? out of memory?)"
 
 
 class Delivery:
-    """One run on its way to MLflow: what there is of it is sent again and again until its end.
+    """One run on its way to MLflow: what there is of it is sent until its end, and then its figures.
 
-    After a failure all of it is tried anew every so often, and a last time at the run's end; each later
-    try sends only what MLflow lacks.
+    After a failure all of it is tried anew; such a try sends only what MLflow lacks.
     """
 
     def __init__(self, spool: Spool, header: Mapping[str, Any]) -> None:
         self.spool, self.header = spool, header
+        self.due = 0.0
+        """By the monotonic clock, when a run that goes on is to be tried again."""
         self.store: Store | None = None
+        self.is_sent = False
+        """Whether MLflow has the run to its end, but perhaps for figures."""
         self._run: StageRun | PipelineRun | None = None
-        self._live = False
-        self._sent = self._seen = 0  # bytes: what MLflow has of this try; what was looked at for the end
-        self._has_end = self._is_told = False  # told: MLflow has the end
-        self._heard = int(header["time"])
-        self._figures: list[dict[str, Any]] = []
-        self._due = 0.0
+        self._is_live = False
+        self._offset = 0  # bytes of the spool that this try has read
+        self._unsent: list[dict[str, Any]] = []  # records among them that are to be sent
+        self._figures: list[dict[str, Any]] = []  # those to be drawn
+        self._has_end = False
+        self._last_sign = int(header["time"])  # of life, in milliseconds since 1970
 
     def is_over(self) -> bool:
         """Whether nothing more will be logged."""
-        alive = context.is_alive(self.header["process"])
-        records, self._seen = self.spool.read(self._seen)
-        self._has_end |= any(record["kind"] == "end" for record in records)
+        alive = context.is_alive(self.header["process"])  # asked first: all that a process wrote is then read
+        self._read()
         return self._has_end or not alive
 
-    @property
-    def is_drawing(self) -> bool:
-        """Whether only the figure is missing."""
-        return self._is_told
+    def _read(self) -> None:
+        records, self._offset = self.spool.read(self._offset)
+        self._unsent += records
+        self._has_end |= any(record["kind"] == "end" for record in records)
 
-    def advance(self) -> bool:
-        """Send what there is, if it is time to; True once the run is delivered, or left for `sync`."""
-        if not self.spool.file.exists():
-            return True  # somebody has taken it away
-        over = self.is_over()
-        if self._run is None and not over and time.monotonic() < self._due:
-            return False
-        reason = self.send()
-        if reason is not None:
-            self.spool.tell_trouble(reason, left=over)
-            self._due = time.monotonic() + RETRY_SECONDS
-            return over
-        if not self._is_told:
-            self.spool.trouble.unlink(missing_ok=True)
-            return False
-        if self._figures:
-            self.spool.sent.touch()
-            return False
-        self.spool.close()
-        return True
+    def step(self) -> bool:
+        """Send what there is, or a figure once MLflow has all else; True once nothing is missing.
 
-    def send(self) -> str | None:
-        """What there is, or a figure once the rest is sent; None, or why that failed."""
+        Raises:
+            Exception: one of `_troubles`, or whatever else is wrong; then all is tried anew the next time.
+        """
         try:
-            if self._is_told and self._figures:
-                self._send_figure()
-            else:
+            if not self.is_sent:
                 self._send_records()
-        except _troubles() as error:
-            self._run, self._is_told = None, False
-            return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return None
-
-    def send_all(self) -> str | None:
-        """All of a run that is over; None, or why that failed."""
-        while not self._is_told or self._figures:
-            reason = self.send()
-            if reason is not None:
-                return reason
-        self.spool.close()
-        return None
+            elif self._figures:
+                self._send_figure()
+        except Exception:
+            self._run, self.is_sent = None, False
+            raise
+        if self.is_sent and not self._figures:
+            self.spool.close()
+            return True
+        self.spool.trouble.unlink(missing_ok=True)
+        if self.is_sent:
+            self.spool.sent.touch()
+        return False
 
     def _send_records(self) -> None:
         run = self._run or self._begin()
         alive = context.is_alive(self.header["process"])
-        records, offset = self.spool.read(self._sent)
-        if records:
-            self._heard = records[-1]["time"]
-        elif alive:
-            self._heard = round(time.time() * 1000)
+        self._read()
+        if not self._unsent and alive:
+            self._last_sign = round(time.time() * 1000)
             return
-        else:
-            told = {"status": "FAILED", "reason": VANISHED, "device": "unknown", "outs": {}}
-            self.spool.append("end", **told, time=self._heard)
-            records, offset = self.spool.read(self._sent)
-        self._is_told = run.send(records, self.spool.files, last=self.spool.is_last)
-        self._sent = offset
-        self._figures += [record for record in records if record["kind"] == "figure"]
-        if self._is_told and not self._live and self.store is not None:
+        if not self._unsent:
+            end = {"status": "FAILED", "reason": VANISHED, "device": "unknown", "outs": {}}
+            self.spool.append("end", **end, time=self._last_sign)
+            self._read()
+        self.is_sent = run.send(self._unsent, self.spool.files, last=self.spool.is_last)
+        self._last_sign = self._unsent[-1]["time"]
+        self._figures += [record for record in self._unsent if record["kind"] == "figure"]
+        self._unsent = []
+        if self.is_sent and not self._is_live and self.store is not None:
             self.store.close_left_parents()
 
     def _begin(self) -> StageRun | PipelineRun:
         """The run, made in MLflow or found again; all is to be sent of which MLflow lacks anything."""
         from rlhf_tasks.tracking.store import Store
 
-        self._sent, self._figures = 0, []
-        self._live = self._is_live()
+        self._offset, self._unsent, self._figures = 0, [], []
+        self._read()
+        self._is_live = self._belongs_to_what_goes_on()
         self.store = Store.open(self.header)
-        self._run = self.store.run(self.header, last=self.spool.is_last, live=self._live)
+        self._run = self.store.run(self.header, last=self.spool.is_last, live=self._is_live)
         return self._run
 
-    def _is_live(self) -> bool:
-        """Whether what the run belongs to goes on: a dvc process, or else the run's own.
-
-        Of a process on another machine only the run's own end tells.
-        """
-        self.is_over()
+    def _belongs_to_what_goes_on(self) -> bool:
+        """A dvc process, or else the run's own; of one on another machine only the run's end tells."""
         owner = self.header["parent"].get("process", self.header["process"])
-        told = context.is_local(owner) or not self._has_end
-        return self.spool.is_last and told and context.is_alive(owner)
+        is_known = context.is_local(owner) or not self._has_end
+        return self.spool.is_last and is_known and context.is_alive(owner)
 
     def _send_figure(self) -> None:
         from rlhf_tasks.tracking.store import send_figure
@@ -157,6 +138,10 @@ def _troubles() -> tuple[type[Exception], ...]:
     from sqlalchemy.exc import SQLAlchemyError
 
     return MlflowException, SQLAlchemyError, OSError
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
 
 
 class Courier:
@@ -203,7 +188,7 @@ class Courier:
             if spool.name in self._known or (header := spool.header()) is None:
                 continue
             self._known.add(spool.name)
-            if rendezvous.parent_of(header) != self._post.parent or not context.is_local(header["process"]):
+            if not self._post.delivers(header):
                 continue
             if header["parent"].get("owner") == "dvc":
                 self._dvc = header["parent"]["process"]
@@ -212,8 +197,8 @@ class Courier:
 
     def _round(self) -> None:
         """A step of each run, and then at most one figure."""
-        drawing = [delivery for delivery in self._open.values() if delivery.is_drawing]
-        sending = [delivery for delivery in self._open.values() if not delivery.is_drawing]
+        drawing = [delivery for delivery in self._open.values() if delivery.is_sent]
+        sending = [delivery for delivery in self._open.values() if not delivery.is_sent]
         for delivery in [*sending, *drawing[:1]]:
             self._advance(delivery)
 
@@ -221,16 +206,38 @@ class Courier:
         spool = delivery.spool
         if not self._takes(spool):
             return
-        try:
-            over = delivery.advance()
-        except Exception as error:  # a fault in the delivery of one run is not to end that of all others
-            traceback.print_exc()
-            spool.tell_trouble(f"{type(error).__name__}: {error}; see {self._post.log}", left=True)
-            over = True
+        # Moved aside: by `rlhf sync`, before the lock was this courier's.
+        is_done = spool.is_closed or self._step(delivery)
         self._store = delivery.store or self._store
-        if over:
+        if is_done:
             del self._open[spool.name]
             self._locks.pop(spool.name).release()
+
+    def _step(self, delivery: Delivery) -> bool:
+        """What is to be done for the run now; True once it is delivered, or left for `sync`."""
+        over = not context.is_alive(delivery.header["process"])
+        try:
+            over = delivery.is_over()
+            if not over and time.monotonic() < delivery.due:
+                return False
+            return delivery.step()
+        except Exception as error:  # a fault in the delivery of one run is not to end that of all others
+            reason = _in_a_line(error)
+            if not isinstance(error, _troubles()):
+                traceback.print_exc()
+                reason += f"; see {self._post.log}"
+            delivery.spool.tell_trouble(reason, left=over)
+            delivery.due = time.monotonic() + RETRY_SECONDS
+            if UNANSWERED.search(reason):
+                self._postpone([other for other in self._open.values() if other is not delivery], reason)
+            return over
+
+    def _postpone(self, others: Sequence[Delivery], reason: str) -> None:
+        """A server that does not answer costs a timeout a try: runs that go on wait for another one too."""
+        for delivery in others:
+            if self._takes(delivery.spool) and not (delivery.is_sent or delivery.spool.is_closed):
+                delivery.due = time.monotonic() + RETRY_SECONDS
+                delivery.spool.tell_trouble(reason, left=False)
 
     def _takes(self, spool: Spool) -> bool:
         """Whether the run is this courier's to deliver now: another may be at it, or at its part before."""
@@ -249,13 +256,18 @@ def sync(home: Path) -> tuple[int, dict[str, str]]:
     """Deliver the runs that are over and not wholly in MLflow: how many were, and why others were not."""
     delivered, failed = 0, {}
     for spool in pending(home / "spool"):
-        header = spool.header()
-        if header is None or not Delivery(spool, header).is_over():
-            continue
         try:
-            reason = deliver(spool)
+            if spool.is_damaged:
+                reason: str | None = f"the first line of {spool.file} is damaged: mend it, or remove the file"
+            elif (header := spool.header()) is None or not Delivery(spool, header).is_over():
+                continue
+            else:
+                reason = deliver(spool)
         except Timeout:
             continue  # a courier is at it
+        except Exception as error:  # a fault in the delivery of one run is not to end that of all others
+            traceback.print_exc()
+            reason = _in_a_line(error)
         if reason is None:
             delivered += 1
         else:
@@ -273,16 +285,20 @@ def deliver(spool: Spool) -> str | None:
     spool.lock.parent.mkdir(exist_ok=True)
     with FileLock(spool.lock, timeout=0):
         header = spool.header()
-        return None if header is None else Delivery(spool, header).send_all()
+        if header is None:
+            return None  # somebody else has delivered it meanwhile
+        delivery = Delivery(spool, header)
+        try:
+            while not delivery.step():
+                pass
+        except _troubles() as error:
+            return _in_a_line(error)
+        return None
 
 
 def main(arguments: list[str]) -> int:
     post = Post(Path(arguments[0]), arguments[1])
-    if Courier(post).serve() and not any(
-        rendezvous.parent_of(header) == post.parent
-        for spool in pending(post.folder)
-        if (header := spool.header()) is not None
-    ):
+    if Courier(post).serve() and not post.runs():
         post.log.unlink(missing_ok=True)
     return 0
 

@@ -2,24 +2,26 @@
 
 Told through a spool of its own, as a stage's: delivered as it grows, later if MLflow cannot be reached,
 and shown as FAILED if the flow's process vanishes. Its courier delivers its stages too, and is started here:
-MLflow is imported by the time that the first stage ends.
+MLflow is imported by the time that the first stage ends. At its end the flow waits until the courier has
+delivered all of them, with their figures, or has left them for `rlhf sync`.
 """
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
-from rlhf_tasks import lineage
+from rlhf_tasks import console, lineage
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.tracking import context, rendezvous
 from rlhf_tasks.tracking.rendezvous import Post
-from rlhf_tasks.tracking.spool import Spool, pending
+from rlhf_tasks.tracking.spool import Spool
 
 WAIT_SECONDS, KILLED_WAIT_SECONDS = 10.0, 1.0  # for the courier, at the flow's end
 STAGE = "pipeline"  # in the spool's first line
@@ -63,15 +65,19 @@ class SpoolPipeline:
         self._spool.append("artifact", file=path.name, folder=folder)
 
     def trouble(self) -> str | None:
-        for spool in [self._spool, *pending(self._spool.folder)]:
-            header = spool.header()
-            if header is None or rendezvous.parent_of(header) != self._post.parent:
-                continue  # delivered meanwhile, or another's
+        for spool, header in self._post.runs():
             if (reason := spool.reason) is not None:
                 return reason
-            if spool != self._spool and not (self._post.is_manned() or spool.is_followed()):
+            if spool != self._spool and not self._is_followed(spool, header):
                 return f"nobody delivers {spool.name}"
         return None
+
+    def _is_followed(self, spool: Spool, header: Mapping[str, Any]) -> bool:
+        try:
+            manned = rendezvous.has_shared_courier(header) and self._post.is_manned()
+            return manned or spool.is_followed()
+        except OSError:
+            return False  # who cannot lock cannot deliver
 
 
 def key(flow_run: str) -> str:
@@ -88,7 +94,7 @@ def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iter
     spool = Spool.next_part(lineage.home() / "spool", f"flow-{flow_run}")
     spool.append("run", **_header(flow_run, settings))
     post = Post.of(spool)
-    courier = rendezvous.start_courier(post)
+    courier = _start_courier(post)
     pipeline = SpoolPipeline(spool, post)
     pipeline.tags(tags)
     status, reason = "FINISHED", ""
@@ -103,7 +109,19 @@ def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iter
     finally:
         spool.append("end", status=status, reason=reason)
         seconds = KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS
-        rendezvous.await_delivery(spool, post, courier, seconds)
+        rendezvous.await_delivery(lambda: _are_delivered_or_left(post), post, courier, seconds)
+
+
+def _start_courier(post: Post) -> subprocess.Popen[bytes] | None:
+    try:
+        return rendezvous.start_courier(post)
+    except OSError as error:
+        console.say(f"MLflow is told nothing before `rlhf sync`: no courier could be started: {error}")
+        return None
+
+
+def _are_delivered_or_left(post: Post) -> bool:
+    return all(spool.is_left for spool, header in post.runs() if post.delivers(header))
 
 
 def _header(flow_run: str, settings: Tracking) -> dict[str, object]:
@@ -116,6 +134,7 @@ def _header(flow_run: str, settings: Tracking) -> dict[str, object]:
         "experiment": settings.experiment,
         "process": context.process_name(process),
         "parent": {"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
+        "courier": context.SHARED,
         "parameters": {},
         "tags": {"git.rev": lineage.git_revision() or "none"},
     }

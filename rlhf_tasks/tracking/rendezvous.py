@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from urllib.parse import quote
 from filelock import FileLock, Timeout
 
 from rlhf_tasks.tracking import context
-from rlhf_tasks.tracking.spool import Spool
+from rlhf_tasks.tracking.spool import Spool, pending
 
 POLL_SECONDS = 0.05
 
@@ -65,6 +65,24 @@ class Post:
         except Timeout:
             return True
 
+    def runs(self) -> list[tuple[Spool, dict[str, Any]]]:
+        """The spools of this parent's runs, on any machine, that are not closed, with their first lines."""
+        headers = ((spool, spool.header()) for spool in pending(self.folder))
+        return [(s, header) for s, header in headers if header and parent_of(header) == self.parent]
+
+    def delivers(self, header: Mapping[str, Any]) -> bool:
+        """Whether it is this courier that is to deliver the run."""
+        return (
+            parent_of(header) == self.parent
+            and has_shared_courier(header)
+            and context.is_local(header["process"])
+        )
+
+
+def has_shared_courier(header: Mapping[str, Any]) -> bool:
+    """False for stages of old commits: each starts a courier that delivers it, and no other."""
+    return header.get("courier") == context.SHARED
+
 
 def parent_of(header: Mapping[str, Any]) -> str:
     """The name that runs delivered by one courier share. MLflow's own id of a run makes no such name."""
@@ -90,25 +108,28 @@ def start_courier(post: Post) -> subprocess.Popen[bytes] | None:
         )
 
 
-def await_delivery(spool: Spool, post: Post, courier: subprocess.Popen[bytes] | None, seconds: float) -> bool:
-    """Wait until MLflow has a run that is over; False if it is known that nobody will deliver it now.
+def await_delivery(
+    is_done: Callable[[], bool], post: Post, courier: subprocess.Popen[bytes] | None, seconds: float
+) -> bool:
+    """Wait until runs that are over are delivered or left; False if it is known that nobody is at it.
 
-    `courier`: as `start_courier` gave it at the run's begin. If it has gone since (killed?), another one is
-    started, once. True as well if the time is up while a courier is at it: it goes on by itself.
+    `is_done` tells when. `courier`: as `start_courier` gave it at the run's begin. If it has gone since
+    (killed?), another one is started, once. True as well if the time is up while a courier is at it: it
+    goes on by itself.
     """
     deadline, is_second = time.monotonic() + seconds, False
     try:
         while time.monotonic() < deadline:
             manned = post.is_manned()  # asked first: who delivers and goes does it in this order
-            if spool.is_sent:
+            if is_done():
                 return True
-            if spool.is_left:
-                return False
             if not manned and (courier is None or courier.poll() is not None):
                 if is_second:
                     return False
                 courier, is_second = start_courier(post), True
             time.sleep(POLL_SECONDS)
+    except OSError:  # as at the start: no lock can be asked for
+        return False
     finally:
         if courier is not None and courier.poll() is None:
             courier.returncode = 0  # the interpreter is not to warn of a lost child

@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_tasks import checkpoint, console
 
+HEADER = {"key", "time", "process", "parent"}  # what the first line must have to be of any use
 LEFT = "left for `rlhf sync`"  # in the second line of a trouble file
 
 
@@ -75,7 +76,7 @@ class Spool:
 
     @property
     def is_left(self) -> bool:
-        """Whether the run is over, and its courier has tried a last time in vain."""
+        """Whether a courier has tried a last time in vain to deliver a run that is over."""
         try:
             return LEFT in self.trouble.read_text(encoding="utf-8").splitlines()[1:]
         except FileNotFoundError:
@@ -87,18 +88,28 @@ class Spool:
 
     @property
     def sent(self) -> Path:
-        """Exists once MLflow has all but the figure, whose drawing takes a second and need not be awaited."""
+        """Exists while MLflow has the run to its end, and only the figure is missing."""
         return self.folder / f"{self.name}.sent"
 
     @property
     def is_sent(self) -> bool:
         """Whether MLflow has the run to its end, but perhaps for the figure."""
-        return self.sent.exists() or not self.file.exists()
+        return self.sent.exists() or self.is_closed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether MLflow has the run and its figure."""
+        return not self.file.exists()
 
     @property
     def refused(self) -> Path:
-        """Traces that MLflow refused for good, and why: a line of JSON each. Exists until that was told."""
+        """Traces that MLflow refused for good, and why: a line of JSON each. Exists until that is told."""
         return self.folder / f"{self.name}.refused"
+
+    @property
+    def refused_before(self) -> Path:
+        """The same once it is told, while a figure is missing: if it fails, all is sent again, but these."""
+        return self.folder / f"{self.name}.refused-before"
 
     def refuse(self, number: str, reason: str) -> None:
         """Set a trace aside: it is not sent again."""
@@ -106,7 +117,7 @@ class Spool:
 
     def refusals(self) -> dict[str, str]:
         """Why each trace that was set aside was refused, by its number."""
-        return _refusals(self.refused)
+        return _refusals(self.refused_before) | _refusals(self.refused)
 
     @property
     def delivered(self) -> Path:
@@ -137,14 +148,23 @@ class Spool:
         return [json.loads(line) for line in data[:end].splitlines()], offset + end
 
     def header(self) -> dict[str, Any] | None:
-        """The first line; None while it is not there as a whole, or the spool has been moved aside."""
+        """The first line; None while it is not there as a whole, if it is damaged, or the spool is closed."""
+        return _header(self._first_line())
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the first line is there as a whole, and does not say whose run this is."""
+        line = self._first_line()
+        return line != b"" and _header(line) is None
+
+    def _first_line(self) -> bytes:
+        """Empty while it is not there as a whole, or once the spool has been moved aside."""
         try:
             with self.file.open("rb") as file:
                 line = file.readline()
         except FileNotFoundError:
-            return None
-        found: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
-        return found
+            return b""
+        return line if line.endswith(b"\n") else b""
 
     def is_followed(self) -> bool:
         """Whether somebody delivers it now."""
@@ -162,6 +182,16 @@ class Spool:
         shutil.rmtree(self.files, ignore_errors=True)
         self.trouble.unlink(missing_ok=True)
         self.sent.unlink(missing_ok=True)
+        self.refused_before.unlink(missing_ok=True)
+
+
+def _header(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    is_header = isinstance(found, dict) and found.get("kind") == "run" and found.keys() >= HEADER
+    return found if is_header and isinstance(found["parent"], dict) else None
 
 
 def pending(folder: Path) -> list[Spool]:
@@ -174,17 +204,18 @@ def pending(folder: Path) -> list[Spool]:
 
 
 def tell_refused(folder: Path) -> None:
-    """Say once, of each run that is delivered, which of its traces MLflow refused for good."""
+    """Say once, of each run that MLflow has to its end, which of its traces it refused for good."""
     for file in sorted(folder.glob("*.refused")):
-        spool, claimed = Spool(folder, file.stem), file.with_suffix(f".told-{os.getpid()}")
-        if spool.file.exists():
-            continue  # there is more to be delivered
+        spool = Spool(folder, file.stem)
+        if not spool.is_sent:
+            continue  # there may be more of them
         try:
-            file.rename(claimed)
+            file.rename(spool.refused_before)
         except FileNotFoundError:
             continue  # another process tells it
-        reasons = list(_refusals(claimed).values()) or ["no reason is on the disk"]
-        claimed.unlink()
+        reasons = list(_refusals(spool.refused_before).values()) or ["no reason is on the disk"]
+        if spool.is_closed:
+            spool.refused_before.unlink(missing_ok=True)
         console.say(
             f"MLflow refused {len(reasons)} trace(s) of {spool.name} for good ({reasons[0]}); they are not "
             f"sent again, and stay in {spool.delivered}"

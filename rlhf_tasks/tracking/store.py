@@ -31,6 +31,7 @@ REASON = "rlhf.reason"  # why a run was killed or failed
 EXPERIMENT = "dvc.exp"
 TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
 REFUSED_TAG = "rlhf.refused_traces"
+FIGURE_TAG = "rlhf.figure"  # why a run has none
 EXPORTER = "mlflow.tracing.export.mlflow_v3"  # logs why a trace was not taken, and raises nothing
 LATER = (401, 403, 408, 425, 429)  # of 4xx, those that another key or another hour mends
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
@@ -195,9 +196,18 @@ def _untag(client: MlflowClient, run: str, tag: str) -> None:
 
 
 def send_figure(addressee: StageRun | PipelineRun, record: Mapping[str, Any], files: Path) -> None:
-    """Draw the curves of a table that is among the artifacts, and deliver the figure."""
+    """Draw the curves of a table that is among the artifacts, and deliver the figure.
+
+    Of curves that cannot be drawn there is none: the run's tag `rlhf.figure` says why.
+    """
     rows = curves.read_csv((files / record["table"]).read_text(encoding="utf-8"))
-    curves.draw(rows, record["axis"], record["title"], files / record["file"])
+    try:
+        curves.draw(rows, record["axis"], record["title"], files / record["file"])
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
+        told = f"{record['file']} cannot be drawn: {type(error).__name__}: {error}"
+        print(f"{record['title']}: {told}")
+        addressee.client.set_tag(addressee.run, FIGURE_TAG, told[:MAX_TAG])
+        return
     addressee.client.log_artifact(addressee.run, str(files / record["file"]))
 
 

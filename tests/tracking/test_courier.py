@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import os
 import shutil
@@ -16,16 +18,17 @@ from typing import Any
 
 import psutil
 import pytest
+from filelock import FileLock
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
 from rlhf_tasks.daemons import free_port
-from rlhf_tasks.tracking import context, courier, curves, rendezvous
+from rlhf_tasks.tracking import context, courier, curves, rendezvous, store
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.courier import Courier, Delivery
 from rlhf_tasks.tracking.rendezvous import Post
-from rlhf_tasks.tracking.spool import Spool, pending
+from rlhf_tasks.tracking.spool import Spool, pending, tell_refused
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows.toy import until
 from tests.tracking.toy import deliver, runs, served, view
@@ -121,6 +124,11 @@ def points(home: Path, stage: str, uri: str | None = None) -> list[tuple[int, fl
     return sorted((point.step, point.value) for point in history)
 
 
+def figures(home: Path, stage: str) -> list[str]:
+    run = runs(home)[stage].info.run_id
+    return [file.path for file in MlflowClient(embedded_uri(home)).list_artifacts(run) if not file.is_dir]
+
+
 @contextmanager
 def dvc() -> Iterator[subprocess.Popen[str]]:
     """A process that looks like dvc's, and runs the stages that it is told, a line each."""
@@ -147,7 +155,7 @@ def test_stages_of_one_dvc_process_have_one_courier_that_goes_with_it(there: Pat
         first = the_courier(there)
         tell(process, "ppo ppo-1")
         assert couriers(there) == [first]
-        until(lambda: pending(there / "spool") == [], "the figures")
+        assert pending(there / "spool") == []
         assert runs(there)["pipeline"].info.status == "RUNNING"
         process.kill()
         process.wait()
@@ -156,6 +164,13 @@ def test_stages_of_one_dvc_process_have_one_courier_that_goes_with_it(there: Pat
     assert [found[name].info.status for name in ("sft", "ppo", "pipeline")] == ["FINISHED"] * 3
     assert found["pipeline"].info.end_time == found["ppo"].info.end_time
     assert imports(there) == [str(first.pid)]
+
+
+@pytest.mark.e2e
+def test_a_stage_that_ends_with_its_container_leaves_nothing_behind(there: Path) -> None:
+    run_stage("sft", "sft-1")
+    assert pending(there / "spool") == []
+    assert figures(there, "sft") == ["curves.png"]
 
 
 @pytest.mark.e2e
@@ -169,9 +184,10 @@ def test_a_flow_starts_the_courier_that_delivers_its_stages(
         run_stage("ppo", "ppo-1")
         assert told.trouble() is None
         assert couriers(there) == [first]
+    assert pending(there / "spool") == [], "the flow has waited for all"
     until(lambda: couriers(there) == [], "the courier to go")
-    assert pending(there / "spool") == []
     found = runs(there)
+    assert figures(there, "sft") == figures(there, "ppo") == ["curves.png"]
     parents = {found[name].data.tags["mlflow.parentRunId"] for name in ("sft", "ppo")}
     assert parents == {found["pipeline"].info.run_id}
     assert (found["pipeline"].info.status, found["pipeline"].data.tags["a"]) == ("FINISHED", "b")
@@ -365,14 +381,14 @@ def test_one_courier_sends_again_what_a_server_did_not_take_of_several_runs(
 def test_a_fault_with_one_run_ends_the_delivery_of_no_other(
     home: Path, flow: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = Delivery.send
+    step = Delivery.step
 
-    def faulty(self: Delivery) -> str | None:
+    def faulty(self: Delivery) -> bool:
         if self.spool.name == "sft-1":
             raise ZeroDivisionError("by zero")
-        return send(self)
+        return step(self)
 
-    monkeypatch.setattr(Delivery, "send", faulty)
+    monkeypatch.setattr(Delivery, "step", faulty)
     for key in ("sft-1", "sft-2"):
         with tracking.open_run("sft", view(), key=key):
             pass
@@ -382,7 +398,7 @@ def test_a_fault_with_one_run_ends_the_delivery_of_no_other(
     assert left.reason == f"ZeroDivisionError: by zero; see {flow.log}"
 
 
-def test_a_stage_waits_for_its_run_and_not_for_the_figure(
+def test_a_run_is_sent_before_its_figure_is_drawn(
     home: Path, flow: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool = Spool(home / "spool", "sft-1")
@@ -399,6 +415,183 @@ def test_a_stage_waits_for_its_run_and_not_for_the_figure(
     assert not spool.file.exists()
     assert spool.is_sent
     assert list((home / "spool").glob("sft-1*")) == []
+
+
+def test_a_run_that_is_not_over_is_tried_again_after_a_fault(
+    home: Path, flow: Post, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, faults = Delivery.step, [ZeroDivisionError("by zero")]
+
+    def faulty(self: Delivery) -> bool:
+        if faults:
+            raise faults.pop()
+        return step(self)
+
+    monkeypatch.setattr(Delivery, "step", faulty)
+    one, spool = Courier(flow), Spool(home / "spool", "sft-1")
+    with tracking.open_run("sft", view(), key="sft-1"):
+        one._look()
+        one._round()
+        assert str(spool.reason).startswith("ZeroDivisionError: by zero")
+        assert not spool.is_left
+    assert "Traceback" in capsys.readouterr().err
+    assert one.serve()
+    assert pending(home / "spool") == []
+
+
+def test_at_a_server_that_does_not_answer_runs_that_go_on_wait_for_one_try(
+    home: Path, flow: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the end of another is not held up by a timeout of each; what is over is tried at once."""
+    tried = list[str]()
+
+    def silent(self: store.Store, header: dict[str, Any], **_: bool) -> None:
+        tried.append(header["key"])
+        raise MlflowException("API request to http://x/y failed with timeout exception: read")
+
+    monkeypatch.setattr(courier, "RETRY_SECONDS", 600.0)
+    with monkeypatch.context() as patch, tracking.open_run("sft", view(), key="sft-1") as first:
+        patch.setattr(store.Store, "run", silent)
+        one, spools = Courier(flow), [Spool(home / "spool", f"sft-{i}") for i in (1, 2, 3)]
+        with tracking.open_run("sft", view(), key="sft-2"):
+            with tracking.open_run("sft", view(), key="sft-3"):
+                pass
+            one._look()
+            one._round()
+            assert (len(tried), tried[-1]) == (2, "sft-3")
+            assert all("failed with timeout exception" in str(spool.reason) for spool in spools)
+            assert [spool.is_left for spool in spools] == [False, False, True]
+            one._round()
+            assert len(tried) == 2
+        patch.undo()
+        one._round()
+        assert [spool.is_sent for spool in spools] == [False, True, False]
+        first.metrics({"train/loss": 1.0}, step=1)
+    assert one.serve()
+    assert [left.name for left in pending(home / "spool")] == ["sft-3"]
+
+
+def test_a_damaged_first_line_is_told_by_sync_and_stops_nobody(
+    home: Path, flow: Post, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torn = {"torn": b'{"kind": "run", "ti{"kind": "metrics"}\n', "bytes": b"\xff\x00\n", "number": b"5\n"}
+    with tracking.open_run("sft", view(), key="sft-1"):
+        pass
+    for name, line in torn.items():
+        (home / f"spool/{name}.jsonl").write_bytes(line)
+    (home / "spool/begins.jsonl").write_bytes(b'{"kind": "ru')
+    pipeline = tracking_pipeline.SpoolPipeline(Spool(home / "spool", "flow-1"), flow)
+    assert pipeline.trouble() == "nobody delivers sft-1"
+    assert courier.main([str(flow.folder), flow.parent]) == 0
+    assert pipeline.trouble() is None
+    assert {left.name for left in pending(home / "spool")} == {*torn, "begins"}
+    assert runs(home)["sft"].info.status == "FINISHED"
+    with tracking.open_run("sft", view(), key="sft-2"):
+        pass
+    delivered, failed = courier.sync(home)
+    assert (delivered, set(failed)) == (1, set(torn))
+    file = home / "spool/torn.jsonl"
+    assert failed["torn"] == f"the first line of {file} is damaged: mend it, or remove the file"
+    assert capsys.readouterr().err == ""
+
+
+def test_sync_goes_on_after_a_fault_with_one_run(
+    home: Path, flow: Post, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("sft-1", "sft-2"):
+        with tracking.open_run("sft", view(), key=key):
+            pass
+    file = Spool(home / "spool", "sft-1").file
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([first, b'{"kind": "metr\n', *others]))
+    delivered, failed = courier.sync(home)
+    assert (delivered, list(failed)) == (1, ["sft-1"])
+    assert failed["sft-1"].startswith("JSONDecodeError")
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_of_curves_that_cannot_be_drawn_all_else_is_delivered(
+    home: Path, flow: Post, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tracking.open_run("sft", view(), key="sft-1") as tracker:
+        tracker.metrics({"train/loss": 1e308}, step=1)
+        tracker.metrics({"train/loss": -1e308}, step=2)
+    assert Courier(flow).serve()
+    assert pending(home / "spool") == []
+    assert points(home, "sft") == [(1, 1e308), (2, -1e308)]
+    run = runs(home)["sft"]
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["rlhf.figure"].startswith("curves.png cannot be drawn: ")
+    assert run.data.tags["rlhf.figure"] in capsys.readouterr().out
+    assert figures(home, "sft") == []
+
+
+def test_refused_traces_are_told_once_the_run_is_sent_and_not_sent_again_for_a_figure(
+    home: Path, flow: Post, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, spool = Courier(flow), Spool(home / "spool", "judge-1")
+    with tracking.open_run("judge", view("judge"), key="judge-1") as tracker:
+        tracker.metrics({"a": 1.0}, step=1)
+        spool.refuse("0", "status 400: bad tag")
+    told = "MLflow refused 1 trace(s) of judge-1 for good (status 400: bad tag)"
+    assert told not in capsys.readouterr().out, "there may be more of them"
+    one._look()
+    one._round()
+    assert not spool.is_closed
+    tell_refused(spool.folder)
+    assert told in capsys.readouterr().out
+    real = store.send_figure
+    monkeypatch.setattr(store, "send_figure", lambda *_: spool.folder.joinpath("none").read_text())
+    one._round()
+    assert str(spool.reason).startswith("FileNotFoundError")
+    assert spool.refusals() == {"0": "status 400: bad tag"}
+    monkeypatch.setattr(store, "send_figure", real)
+    assert courier.sync(home) == (1, {})
+    assert told not in capsys.readouterr().out
+    assert list((home / "spool").glob("judge-1*")) == []
+
+
+def test_what_old_commits_began_is_left_to_their_own_courier(home: Path, flow: Post) -> None:
+    with tracking.open_run("sft", view(), key="sft-1"):
+        pass
+    spool = Spool(home / "spool", "sft-1")
+    first, rest = spool.file.read_text(encoding="utf-8").split("\n", 1)
+    header = json.loads(first)
+    del header["courier"]
+    spool.file.write_text(json.dumps(header) + "\n" + rest, encoding="utf-8")
+    assert Courier(flow).serve()
+    assert pending(home / "spool") == [spool]
+    pipeline = tracking_pipeline.SpoolPipeline(Spool(home / "spool", "flow-1"), flow)
+    spool.lock.parent.mkdir(exist_ok=True)
+    with FileLock(flow.lock):
+        assert pipeline.trouble() == "nobody delivers sft-1"
+    with FileLock(spool.lock):
+        assert pipeline.trouble() is None
+    assert courier.sync(home) == (1, {})
+
+
+def test_a_disk_that_knows_no_locks_ends_no_stage_and_is_told_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: Post) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(Post, "is_manned", fails)
+    with tracking.open_run("sft", view(), key="sft-1") as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+    told = capsys.readouterr().out
+    assert told.count("MLflow cannot be reached (no courier could be started: ") == 1
+    assert told.count("No locks available") == 1
+    with tracking_pipeline.open_run("1", config.load().tracking, {}) as pipeline:
+        monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
+        with tracking.open_run("sft", view(), key="sft-2"):
+            pass
+        assert pipeline.trouble() == "nobody delivers sft-2"
+    assert "no courier could be started: [Errno" in capsys.readouterr().out
+    spools = pending(project / ".rlhf/spool")
+    assert {spool.name for spool in spools} == {"sft-1", "flow-1", "sft-2"}
+    assert {spool.read()[0][-1]["status"] for spool in spools} == {"FINISHED"}
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -422,11 +615,11 @@ def test_the_wait_for_a_courier_ends_if_none_can_be_started(
 def test_the_wait_for_a_courier_is_bounded(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     spool = Spool(home / "spool", "k")
-    spool.append("run", key="k", parent={"key": "alone-k"})
+    spool.append("run", key="k", parent={"key": "alone-k"}, process="elsewhere:1:1")
     post = Post.of(spool)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as busy:
         began = time.monotonic()
-        assert rendezvous.await_delivery(spool, post, busy, 0.2), "it goes on by itself"
+        assert rendezvous.await_delivery(lambda: False, post, busy, 0.2), "it goes on by itself"
         assert time.monotonic() - began >= 0.2
         busy.returncode = None
         busy.kill()
