@@ -177,9 +177,13 @@ def test_an_interrupt_ends_dvc_and_its_stage_and_leaves_no_lock(root: Path, dvc:
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        repro(dvc, "second")
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            repro(dvc, "second")
+    finally:
+        signal.signal(signal.SIGINT, heard)
     thread.join()
     assert not psutil.pid_exists(int((root / "pid").read_text(encoding="utf-8")))
     assert hosts() == []
