@@ -153,9 +153,8 @@ class Host(Program):
         except BaseException:
             self.interrupt()
             raise
-        if self._answer is None:
-            return self.wait() or FAULT
-        return self._answer
+        ended = FAULT if self._answer is not None else self.wait() or FAULT  # which may hear an answer yet
+        return ended if self._answer is None else self._answer
 
     def close(self) -> None:
         """No more questions: it ends by that."""

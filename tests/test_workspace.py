@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,15 @@ def repro(folder: Path) -> None:
     subprocess.run(words, cwd=folder, check=True, start_new_session=True)
 
 
+def save(place: Workspace, name: str) -> str:
+    return place.save(name, partial(repository.dvc, place.folder))
+
+
 def test_a_run_becomes_an_experiment_that_restores_and_touches_nothing(root: Path) -> None:
     place = create(root, overrides={"ppo.kl_coef": 0.25})
     assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
     repro(place.folder)
-    revision = place.save("mine")
+    revision = save(place, "mine")
     place.remove()
     assert not place.top.exists()
     assert toy.git(root, "worktree", "list").count("\n") == 1
@@ -208,7 +213,7 @@ def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
     assert first.like is None
     repro(first.folder)
     ran = sorted(repository.changed(first.folder))
-    commit = first.save("before")
+    commit = save(first, "before")
     first.remove()
     again = create(root, "two")
     assert again.like == (commit, "before")
@@ -225,7 +230,7 @@ def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
 def test_other_parameters_or_another_commit_were_not_asked_before(root: Path) -> None:
     first = create(root, "one")
     repro(first.folder)
-    first.save("before")
+    save(first, "before")
     text = (first.folder / "params.yaml").read_text(encoding="utf-8")
     assert repository.alike(root, "HEAD", text) is not None
     assert repository.alike(root, "HEAD", text + "\n") is None

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
-import re
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +16,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from rlhf_tasks.tracking import context, curves
+from rlhf_tasks.tracking import context, curves, refusals
 from rlhf_tasks.tracking.spool import Spool
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
-MAX_PARAM, MAX_TAG, MAX_REASON = 6000, 5000, 300  # characters
+MAX_PARAM, MAX_TAG = 6000, 5000  # characters
 MAX_DIGEST = 36  # `….dir` just fits
 PIPELINE = "pipeline"  # stands for the stage in the spool of a flow
 REASON = "rlhf.reason"  # why a run was killed or failed
@@ -32,8 +28,6 @@ EXPERIMENT = "dvc.exp"
 TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
 REFUSED_TAG = "rlhf.refused_traces"
 FIGURE_TAG = "rlhf.figure"  # why a run has none
-EXPORTER = "mlflow.tracing.export.mlflow_v3"  # logs why a trace was not taken, and raises nothing
-LATER = (401, 403, 408, 425, 429)  # of 4xx, those that another key or another hour mends
 TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
 
 
@@ -287,13 +281,13 @@ class StageRun:
             self._traced.add(number)
             if number in done:
                 continue
-            with _heard() as errors:
+            with refusals.heard() as errors:
                 self._send_trace(record, experiment)
-            if reason := next(filter(None, map(_refusal, errors)), None):
+            if reason := next(filter(None, map(refusals.reason, errors)), None):
                 spool.refuse(number, reason)
 
     def _send_trace(self, record: Mapping[str, Any], experiment: str) -> None:
-        """MLflow raises nothing where it does not take it: see `_heard` and `_check_traces`."""
+        """MLflow raises nothing where it does not take it: see `refusals` and `_check_traces`."""
         span = self.client.start_trace(
             record["name"],
             span_type="LLM",
@@ -366,42 +360,3 @@ class StageRun:
         """Whether the pipeline came to its end after this: then it is not this that tells how."""
         parent = self.client.get_run(self.parent).info
         return parent.status != "RUNNING" and bool((parent.end_time or 0) > record["time"])
-
-
-# ------------------------------------------------------------------------------- errors of traces
-
-
-class _Errors(logging.Handler):
-    """Keeps the errors that are logged while they are handled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.errors: list[BaseException] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if error is not None:
-            self.errors.append(error)
-
-
-@contextmanager
-def _heard() -> Iterator[list[BaseException]]:
-    """The errors that MLflow's exporter of traces logs meanwhile."""
-    handler, logger = _Errors(), logging.getLogger(EXPORTER)
-    logger.addHandler(handler)
-    try:
-        yield handler.errors
-    finally:
-        logger.removeHandler(handler)
-
-
-def _refusal(error: BaseException) -> str | None:
-    """Why the server would never take it; None where it may later, or did not answer."""
-    if not isinstance(error, MlflowException):
-        return None
-    told = re.search(r"failed with error code (\d{3})", str(error))  # MLflow knows a few codes only
-    status = int(told[1]) if told else error.get_http_status_code()  # type: ignore[no-untyped-call]
-    of_database = error.error_code == "BAD_REQUEST"  # what MLflow makes of any trouble with its database
-    if not 400 <= status < 500 or status in LATER or of_database:
-        return None
-    return " ".join(f"status {status}: {type(error).__name__}: {error}".split())[:MAX_REASON]

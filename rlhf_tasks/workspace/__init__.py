@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -55,12 +54,11 @@ class Workspace:
             return {}
         return {"PYTHONPATH": os.pathsep.join([str(self.folder), *_given("PYTHONPATH")])}
 
-    def save(self, name: str, dvc: Callable[..., str] | None = None) -> str:
+    def save(self, name: str, dvc: Callable[..., str]) -> str:
         """Keep the state of the workspace as a DVC experiment of this name; returns its commit.
 
-        `dvc`: runs the words of a command in this workspace; by default a process of its own does.
+        `dvc`: runs the words of a command of DVC in this workspace.
         """
-        dvc = dvc or partial(repository.dvc, self.folder)
         # DVC keeps its exchange with git under refs/exps/exec, which all worktrees share.
         with FileLock(self.root / ".rlhf" / "exp.lock"):
             dvc("exp", "save", "--force", "--name", name, *self._uncached())

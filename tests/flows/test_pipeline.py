@@ -30,7 +30,6 @@ from rlhf_tasks import comparison, config, lineage, repository
 from rlhf_tasks.config import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.tracking import rendezvous
-from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
 
 pytestmark = [
@@ -187,8 +186,8 @@ def test_a_stage_that_takes_too_long_is_ended_whole_and_said_to_be(
     def repro(dvc: programs.Dvc, *words: str, name: str | None = None, logged: bool = True) -> str:
         """At once, however busy the machine."""
         if name == "second" and "--dry" not in words:
-            environment = os.environ | {STAGE_RUN: "a test's"}
-            programs.run(["sh", "-c", "echo $$ >> tries; exec sleep 600"], root, environment, 5.0)
+            command = ["sh", "-c", "echo $$ >> tries; exec sleep 600"]
+            programs.run(command, root, toy.run_environment(), 5.0)
         return ""
 
     monkeypatch.setattr(stages, "_repro", repro)

@@ -17,10 +17,7 @@ import pytest
 from flows import programs
 from flows.programs import Dvc
 from rlhf_tasks.config import UserError
-from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
-
-RUN = "a test's"
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +28,14 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dvc(root: Path) -> Iterator[Dvc]:
-    with Dvc(root, toy.environment() | {STAGE_RUN: RUN}, 20.0) as made:
+    with Dvc(root, toy.run_environment(), 20.0) as made:
         yield made
 
 
 def hosts() -> list[int]:
     """The processes that answer for DVC, of this test."""
-    mine = psutil.Process().children()
-    return [p.pid for p in mine if any(word.endswith("dvc_host.py") for word in p.cmdline())]
+    mine = [p for p in psutil.process_iter(["ppid", "cmdline"]) if p.info["ppid"] == os.getpid()]
+    return [p.pid for p in mine if any(word.endswith("dvc_host.py") for word in p.info["cmdline"] or ())]
 
 
 def repro(dvc: Dvc, name: str) -> tuple[int, list[str]]:
@@ -140,14 +137,14 @@ def test_one_that_ends_without_an_answer_has_not_succeeded(root: Path, dvc: Dvc)
         toy.STAGES.replace("sh ./second.sh", "sh ./second.sh; exit 1"), encoding="utf-8"
     )
     assert repro(dvc, "second")[0] != 0
-    host = programs.Host([sys.executable, "-c", "pass"], root, toy.environment() | {STAGE_RUN: RUN}, 5.0)
+    host = programs.Host([sys.executable, "-c", "pass"], root, toy.run_environment(), 5.0)
     assert host.ask(["repro"], None) == programs.FAULT
     host.close()
 
 
 def test_one_that_does_not_end_is_ended(root: Path) -> None:
     words = [sys.executable, "-c", "import time; time.sleep(600)"]
-    host = programs.Host(words, root, toy.environment() | {STAGE_RUN: RUN}, 0.5)
+    host = programs.Host(words, root, toy.run_environment(), 0.5)
     host.close()
     assert not host.is_alive
 
@@ -192,18 +189,18 @@ def test_an_interrupt_ends_dvc_and_its_stage_and_leaves_no_lock(root: Path, dvc:
 
 
 def test_its_end_leaves_no_process(root: Path) -> None:
-    with Dvc(root, toy.environment() | {STAGE_RUN: RUN}, 20.0) as dvc:
+    with Dvc(root, toy.run_environment(), 20.0) as dvc:
         dvc.ask("repro", "--dry", "first", logged=False)
         assert len(hosts()) == 1
     assert hosts() == []
-    with Dvc(root, toy.environment() | {STAGE_RUN: RUN}, 20.0):
+    with Dvc(root, toy.run_environment(), 20.0):
         assert hosts() == [], "one that is never asked is never started"
 
 
 def test_a_program_tells_its_status_and_its_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         status, lines = programs.run(
-            ["sh", "-c", "echo a; echo b >&2; exit 3"], tmp_path, os.environ | {STAGE_RUN: RUN}, 1.0
+            ["sh", "-c", "echo a; echo b >&2; exit 3"], tmp_path, toy.run_environment(), 1.0
         )
     assert (status, sorted(lines)) == (3, ["a", "b"])
     assert sorted(caplog.messages) == ["a", "b"]

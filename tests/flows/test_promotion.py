@@ -17,7 +17,6 @@ from flows import pipeline as flows_pipeline
 from flows import programs, promotion, results, stages
 from rlhf_tasks import config, lineage
 from rlhf_tasks.promotion.command import GOES_ON, UNDECIDED, verdict_file
-from rlhf_tasks.tracking.context import STAGE_RUN
 from tests.flows import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Prefect's and its server's own
@@ -67,7 +66,7 @@ def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
     monkeypatch.setattr(programs, "get_run_logger", logging.getLogger)
     gate_says(root, text, status)
     values = config.load(root / "params.yaml")
-    found: Any = promotion.promote.fn(root, {**toy.environment(), STAGE_RUN: "x"}, values)
+    found: Any = promotion.promote.fn(root, toy.run_environment(), values)
     assert (found.is_completed(), found.name) == (True, state)
     assert found.message == message, "and no command, which would put another policy to the gate"
 
@@ -86,7 +85,7 @@ def test_a_slot_is_waited_for_only_where_there_is_something_to_judge(
     monkeypatch.setattr(programs, "get_run_logger", logging.getLogger)
     monkeypatch.setattr(stages, "slots", slots)
     gate_says(root, f"Refused: {REFUSED}", 3)
-    environment = {**toy.environment(), STAGE_RUN: "x"}
+    environment = toy.run_environment()
     found: Any = promotion.promote.fn(root, environment, values)
     assert (found.name, asked) == ("Refused", [])
     code = "import sys\nquick = '--unless-judging' in sys.argv\n"

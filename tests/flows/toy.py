@@ -18,6 +18,7 @@ import psutil
 from ruamel.yaml import YAML
 
 from rlhf_tasks import daemons
+from rlhf_tasks.tracking.context import STAGE_RUN
 
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 600.0  # of a very busy machine
@@ -97,6 +98,11 @@ def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "RLHF", "MLFLOW"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept["PATH"]])
     return kept | {"PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run_environment() -> dict[str, str]:
+    """As a flow's run gives it, one to each process that tests: what carries its mark is ended with it."""
+    return environment() | {STAGE_RUN: f"of-a-test-{os.getpid()}"}
 
 
 def until(is_so: Callable[[], Any], what: str) -> Any:

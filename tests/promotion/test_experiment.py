@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,10 @@ def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
     place = workspace.create(root, name, text, settings)
     try:
         repro(place.folder)
+        dvc = partial(repository.dvc, place.folder)
         if push:
-            repository.dvc(place.folder, "push", "--quiet")
-        return place.save(name)
+            dvc("push", "--quiet")
+        return place.save(name, dvc)
     finally:
         place.remove()
 

@@ -25,7 +25,7 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import config, lineage, tracking
 from rlhf_tasks.config import UserError
 from rlhf_tasks.daemons import free_port
-from rlhf_tasks.tracking import context, courier, curves, dashboard, records, store
+from rlhf_tasks.tracking import context, courier, curves, dashboard, records, refusals
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool, pending, table_json, tell_refused
@@ -125,13 +125,18 @@ def test_stages_under_dvc_live_by_its_process(monkeypatch: pytest.MonkeyPatch) -
     assert found == {"key": "flow-1", "owner": "flow"}, "a flow tells itself of what it saved"
 
 
+def under_dvc(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
+    """The stages to come belong to a `dvc` that is this very process."""
+    mine = context.process_name(psutil.Process())
+    parent = {"key": f"dvc-{mine}", "owner": "dvc", "process": mine, **more}
+    monkeypatch.setattr(context, "parent", lambda process, key: parent)
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_failed_dvc_exp_run_names_no_experiment(
     home: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    mine = context.process_name(psutil.Process())
-    parent = {"key": f"dvc-{mine}", "owner": "dvc", "process": mine, "dvc.exp": "mine"}
-    monkeypatch.setattr(context, "parent", lambda process, key: parent)
+    under_dvc(monkeypatch, **{"dvc.exp": "mine"})
     with suppress(RuntimeError), tracking.open_run("report", view("report")):
         if fails:
             raise RuntimeError("boom")
@@ -206,9 +211,7 @@ def test_a_late_delivery_leaves_a_failed_pipeline_failed(
     home: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
 ) -> None:
     """Of a dvc process whose PPO failed; its PPO delivered in time, or all of it late."""
-    mine = context.process_name(psutil.Process())
-    parent = {"key": f"dvc-{mine}", "owner": "dvc", "process": mine}
-    monkeypatch.setattr(context, "parent", lambda process, key: parent)
+    under_dvc(monkeypatch)
     with tracking.open_run("sft", view(), key="sft-k"):
         pass
     with pytest.raises(RuntimeError), tracking.open_run("ppo", view("ppo"), key="ppo-k"):
@@ -225,9 +228,7 @@ def test_a_late_delivery_leaves_a_failed_pipeline_failed(
 def test_a_late_delivery_alone_leaves_no_pipeline_running(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = context.process_name(psutil.Process())
-    parent = {"key": f"dvc-{mine}", "owner": "dvc", "process": mine}
-    monkeypatch.setattr(context, "parent", lambda process, key: parent)
+    under_dvc(monkeypatch)
     with tracking.open_run("sft", view()):
         pass
     monkeypatch.setattr(context, "is_alive", lambda name: False)
@@ -639,7 +640,7 @@ def test_a_trace_that_was_refused_is_sent_again_and_holds_nothing_else_up(
 def test_what_another_key_or_hour_mends_and_a_database_s_trouble_is_no_refusal(
     error: BaseException, for_good: bool
 ) -> None:
-    assert (store._refusal(error) is not None) is for_good
+    assert (refusals.reason(error) is not None) is for_good
 
 
 def test_refusals_are_told_though_a_line_is_torn_and_another_process_tells_them_too(
