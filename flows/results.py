@@ -189,8 +189,6 @@ def page(
     if outcome.experiment:
         where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` brings it back"
     parts.append(f"{where}. {'[MLflow](' + links['pipeline'] + ')' if 'pipeline' in links else ''}")
-    if outcome.changes:
-        parts.append("Changed for this run:\n\n" + "\n".join(f"- `{change}`" for change in outcome.changes))
     if outcome.verdict is not None:
         parts.append(f"## Promotion\n\n{outcome.verdict}")
         parts += [_markdown(outcome.criteria)] if outcome.criteria else []
@@ -204,6 +202,9 @@ def page(
             for name in shown
         ]  # fmt: skip
         parts.append("## Metrics\n\n" + _markdown(headline))
+    if outcome.changes:
+        changes = "\n".join(f"- `{change}`" for change in outcome.changes)
+        parts.append(f"## Parameters that this run changed\n\n{changes}")
     stages = [
         {"stage": stage, "how": outcome.how.get(stage, "–"),
          "MLflow": f"[run]({links[stage]})" if stage in links else "–",

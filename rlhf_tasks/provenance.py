@@ -1,8 +1,9 @@
 """`rlhf lineage MODEL_OR_RUN`: the chain from raw data to the verdict, and what brings each part back.
 
 A thing is named by a path (models/policy), an experiment, a git revision, a run's key (`rlhf.run`), a
-flow run's id, or an MLflow run's id. What is known of it stands in the dvc.lock of a commit; who made
-each part, in the models/lineage/STAGE.json of that commit, which the DVC cache holds. No torch here.
+flow run's id, or an MLflow run's id. What is known of it stands in the dvc.lock of a commit, or in that of
+the working tree where it has not been committed; who made each part, in the models/lineage/STAGE.json
+that it names, which the DVC cache holds. No torch here.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Chain:
-    revision: str
-    """A commit that has all of it."""
+    revision: str | None
+    """A commit that has all of it; None for what only the working tree has."""
     experiment: str | None
     path: str | None
     """What was asked for, if it was a single out."""
@@ -80,8 +81,8 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
         if _locked(root, revision).get(path) == md5:
             return _of_revision(root, revision, name, stage, path)
     raise UserError(
-        f"{path} ({md5}) is in no commit and no experiment: commit dvc.lock after the run that made it, or "
-        f"`dvc checkout {path}` to have what dvc.lock says"
+        f"{path} ({md5}) is in no commit, no experiment and not in dvc.lock: no stage left it like this; "
+        f"`dvc checkout {path}` brings back what dvc.lock says"
     )
 
 
@@ -89,11 +90,11 @@ def _of_key(root: Path, key: str, stage: str) -> Chain:
     for revision, name in _revisions(root):
         if _made(root, _locked(root, revision), stage).get("rlhf.run") == key:
             return _of_revision(root, revision, name, stage)
-    raise UserError(f"no commit and no experiment has what the run {key} made")
+    raise UserError(f"no commit, no experiment and no dvc.lock has what the run {key} made")
 
 
 def _of_revision(
-    root: Path, revision: str, name: str | None, last: str | None, path: str | None = None
+    root: Path, revision: str | None, name: str | None, last: str | None, path: str | None = None
 ) -> Chain:
     locked, graph = _locked(root, revision), lineage.graph(root)
     wanted = _before(graph, last) if last is not None else set(graph)
@@ -125,18 +126,25 @@ def _before(graph: Mapping[str, lineage.Node], stage: str) -> set[str]:
     return found
 
 
-def _revisions(root: Path) -> Iterator[tuple[str, str | None]]:
-    """The commit checked out, then the experiments, newest first, each with its name."""
+def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
+    """The commit checked out, the experiments, newest first, each with its name, and the working tree."""
     head = repository.commit(root, "HEAD")
     if head is not None:
         yield head, None
     yield from repository.experiments(root)
+    yield None, None
 
 
-def _locked(root: Path, revision: str) -> dict[str, str]:
-    if not repository.paths(root, revision, "dvc.lock"):
-        return {}
-    return lineage.locked_in(repository.shown(root, revision, "dvc.lock"))
+def _locked(root: Path, revision: str | None) -> dict[str, str]:
+    text = _text(root, revision, "dvc.lock")
+    return lineage.locked_in(text) if text is not None else {}
+
+
+def _text(root: Path, revision: str | None, path: str) -> str | None:
+    """Of a file in a commit, or in the working tree; None if it is not there."""
+    if revision is not None:
+        return repository.shown(root, revision, path) if repository.paths(root, revision, path) else None
+    return (root / path).read_text(encoding="utf-8") if (root / path).exists() else None
 
 
 def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
@@ -151,11 +159,9 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
     return found
 
 
-def _metrics(root: Path, revision: str) -> dict[str, float]:
-    path = "metrics/judge.json"
-    if not repository.paths(root, revision, path):
-        return {}
-    return config.flatten(json.loads(repository.shown(root, revision, path)))
+def _metrics(root: Path, revision: str | None) -> dict[str, float]:
+    text = _text(root, revision, "metrics/judge.json")
+    return config.flatten(json.loads(text)) if text is not None else {}
 
 
 def _stage_of_key(root: Path, name: str) -> str | None:
@@ -190,7 +196,9 @@ def _experiment_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
 
 def lines(chain: Chain) -> Iterator[str]:
     """The chain as text: data first, verdict last, then the commands."""
-    where = f"experiment {chain.experiment} ({chain.revision})" if chain.experiment else chain.revision
+    where = chain.revision or "the working tree, and in no commit yet"
+    if chain.experiment:
+        where = f"experiment {chain.experiment} ({chain.revision})"
     yield f"{chain.path} in {where}" if chain.path else where
     made = {out for link in chain.links for out in link.outs}
     raw = {dep: md5 for link in chain.links for dep, md5 in link.inputs.items() if dep not in made}
@@ -209,17 +217,21 @@ def lines(chain: Chain) -> Iterator[str]:
             low, high = chain.metrics[f"{base}/low"], chain.metrics[f"{base}/high"]
             yield f"verdict      {base.replace('_vs_', ' vs ')}  {rate:.1%} ({low:.1%}–{high:.1%})"
     yield from (f"note         {note}" for note in chain.notes)
-    yield from ("", "to bring it back:", *(f"  {command}" for command in commands(chain)))
+    aim = "to bring it back" if chain.revision else "to keep it, so that it can be brought back"
+    yield from ("", f"{aim}:", *(f"  {command}" for command in commands(chain)))
 
 
 def commands(chain: Chain) -> list[str]:
-    """What restores all of it, here or beside, and each out alone."""
+    """What restores all of it, here or beside, and each out alone; what commits it, if no commit has it."""
+    keys = [link.made["rlhf.run"] for link in chain.links if link.made]
+    told = [f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]]
+    if chain.revision is None:
+        return [f"git add {' '.join(['dvc.lock', *repository.GIT_HELD])} && git commit", *told]
     here = (
         f"dvc exp apply {chain.experiment}"
         if chain.experiment
         else f"git checkout {chain.revision} && dvc checkout"
     )
-    keys = [link.made["rlhf.run"] for link in chain.links if link.made]
     all_outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
     outs = [chain.path] if chain.path else all_outs
     held = [out for out in outs if not out.startswith(repository.GIT_HELD)]
@@ -227,5 +239,5 @@ def commands(chain: Chain) -> list[str]:
         f"{here}  # all of it, in this folder",
         *(f"dvc get . {out} --rev {chain.revision[:12]} -o {out.replace('/', '-')}" for out in held),
         *(f"git show {chain.revision[:12]}:{out}" for out in outs if out not in held),
-        *(f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]),
+        *told,
     ]

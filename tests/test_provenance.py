@@ -116,10 +116,29 @@ def test_the_text_goes_from_data_to_verdict_and_its_commands_work(
     assert target.read_bytes() == (root / "second.txt").read_bytes()
 
 
-def test_bytes_that_no_commit_has_are_told(root: Path) -> None:
+@pytest.mark.parametrize("asked", ["second.txt", KEY])
+def test_what_no_commit_has_yet_is_the_working_tree_s_until_it_is_committed(
+    root: Path, asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after `make run` in a fresh clone."""
+    repository.dvc(root, "exp", "remove", "mine")
+    assert cli.main(["lineage", asked]) == 0
+    told = capsys.readouterr().out
+    assert "the working tree, and in no commit yet" in told
+    assert f"run {KEY}" in told
+    assert "gold/policy vs sft  75.0%" in told
+    keep = provenance.commands(provenance.find(root, asked))[0]
+    assert keep == "git add dvc.lock metrics/ plots/ && git commit"
+    (root / "plots").mkdir(exist_ok=True)
+    (root / "plots/x.csv").touch()
+    subprocess.run(f"{keep} -qm run", shell=True, cwd=root, check=True)
+    assert provenance.find(root, asked).revision == repository.commit(root, "HEAD")
+
+
+def test_bytes_that_no_stage_left_are_told(root: Path) -> None:
     (root / "second.txt").unlink()
     (root / "second.txt").write_text("altered\n", encoding="utf-8")
-    with pytest.raises(UserError, match="is in no commit and no experiment"):
+    with pytest.raises(UserError, match=r"is in no commit, no experiment and not in dvc\.lock"):
         provenance.find(root, "second.txt")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,8 +124,14 @@ def combined(
     after = safe.load(written.getvalue())
     settings = config.validate(after, origin)
     old, new = config.flatten(before), config.flatten(after)
-    changes = [f"{k}: {old.get(k)} → {new.get(k)}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    changes = [f"{key}: {_in_yaml(old.get(key))} → {_in_yaml(new.get(key))}" for key in changed]
     return written.getvalue(), settings, changes + left_off
+
+
+def _in_yaml(value: Any) -> str:
+    """In one line, as it could be given; JSON is YAML."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
