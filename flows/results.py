@@ -204,7 +204,7 @@ def page(
         parts.append("## Metrics\n\n" + _markdown(headline))
     if outcome.changes:
         changes = "\n".join(f"- `{change}`" for change in outcome.changes)
-        parts.append(f"## Parameters that this run changed\n\n{changes}")
+        parts.append(f"## Changes asked for\n\n{changes}")
     stages = [
         {"stage": stage, "how": outcome.how.get(stage, "–"),
          "MLflow": f"[run]({links[stage]})" if stage in links else "–",

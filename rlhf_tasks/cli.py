@@ -287,8 +287,7 @@ def _lineage(options: argparse.Namespace) -> int:
     from rlhf_tasks import provenance
 
     lineage.graph()  # a project is here, before anything is asked of git
-    for line in provenance.lines(provenance.find(Path.cwd(), options.asked)):
-        print(line)
+    print("\n".join(provenance.lines(provenance.find(Path.cwd(), options.asked))))
     return 0
 
 

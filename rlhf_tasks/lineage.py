@@ -109,37 +109,50 @@ def parameters(root: Path = Path()) -> dict[str, Any]:
 
 def locked(root: Path = Path()) -> dict[str, str]:
     """`{path: md5}` of all outs and deps as dvc.lock has them; empty without one."""
-    file = root / "dvc.lock"
-    return locked_in(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return locked_in(_lock(root))
 
 
 def locked_by(stage: str, root: Path = Path()) -> dict[str, str]:
     """`{path: md5}` of what one stage read and wrote, as dvc.lock has it; empty where it does not."""
-    entry = _entry(stage, root)
-    return {e["path"]: e["md5"] for kind in ("deps", "outs") for e in entry.get(kind, []) if "md5" in e}
+    entry = _entries(_lock(root)).get(stage, {})
+    return _hashes(entry, "deps") | _hashes(entry, "outs")
 
 
 def locked_params(stage: str, root: Path = Path()) -> dict[str, Any]:
     """The parameters that one stage ran with, as dvc.lock has them; empty where it does not."""
-    return copy.deepcopy(dict(_entry(stage, root).get("params", {}).get("params.yaml", {})))
-
-
-def _entry(stage: str, root: Path) -> dict[str, Any]:
-    file = root / "dvc.lock"
-    text = file.read_text(encoding="utf-8") if file.exists() else "stages: {}"
-    entry: dict[str, Any] = _parsed(text, "dvc.lock")["stages"].get(stage, {})
-    return entry
+    entry = _entries(_lock(root)).get(stage, {})
+    return copy.deepcopy(dict(entry.get("params", {}).get("params.yaml", {})))
 
 
 def locked_in(text: str) -> dict[str, str]:
-    """The same of the text of a dvc.lock."""
-    tree = _parsed(text, "dvc.lock")
-    return {
-        entry["path"]: entry["md5"]
-        for stage in tree["stages"].values()
-        for entry in [*stage.get("deps", []), *stage.get("outs", [])]
-        if "md5" in entry
-    }
+    """`{path: md5}` of the text of a dvc.lock: outs as their stage left them, others as they were read.
+
+    A stage that has not run again since may have read an older one of an out.
+    """
+    both = read_and_written(text).values()
+    found: dict[str, str] = {}
+    for hashes in [*(read for read, _ in both), *(written for _, written in both)]:
+        found |= hashes
+    return found
+
+
+def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+    """Per stage in the text of a dvc.lock, `{path: md5}` of what it read, and of what it wrote."""
+    entries = _entries(text).items()
+    return {stage: (_hashes(entry, "deps"), _hashes(entry, "outs")) for stage, entry in entries}
+
+
+def _lock(root: Path) -> str:
+    file = root / "dvc.lock"
+    return file.read_text(encoding="utf-8") if file.exists() else "{}"
+
+
+def _entries(lock: str) -> Mapping[str, Mapping[str, Any]]:
+    return _parsed(lock, "dvc.lock").get("stages") or {}
+
+
+def _hashes(entry: Mapping[str, Any], kind: str) -> dict[str, str]:
+    return {each["path"]: each["md5"] for each in entry.get(kind, []) if "md5" in each}
 
 
 def digest(path: Path) -> str:

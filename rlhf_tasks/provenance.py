@@ -8,6 +8,7 @@ that it names, which the DVC cache holds. No torch here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from rlhf_tasks import config, lineage, repository
 from rlhf_tasks.config import UserError
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
+VERDICTS = "metrics/judge.json"
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
 
 
@@ -28,7 +30,7 @@ class Link:
 
     stage: str
     inputs: Mapping[str, str | None]
-    """`{path: md5}`; None where dvc.lock does not say."""
+    """`{path: md5}` as the stage read it; None where dvc.lock does not say."""
     outs: Mapping[str, str | None]
     made: Mapping[str, Any]
     """models/lineage/STAGE.json: the run's key, its commit; empty if the cache does not have it."""
@@ -37,7 +39,7 @@ class Link:
 @dataclass(frozen=True)
 class Chain:
     revision: str | None
-    """A commit that has all of it; None for what only the working tree has."""
+    """A commit that has all of it; None where only the dvc.lock of the working tree does."""
     experiment: str | None
     path: str | None
     """What was asked for, if it was a single out."""
@@ -81,8 +83,8 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
         if _locked(root, revision).get(path) == md5:
             return _of_revision(root, revision, name, stage, path)
     raise UserError(
-        f"{path} ({md5}) is in no commit, no experiment and not in dvc.lock: no stage left it like this; "
-        f"`dvc checkout {path}` brings back what dvc.lock says"
+        f"{path} ({md5}) is not what dvc.lock says, here, in the commit checked out or in an experiment: "
+        f"`dvc commit {stage}` makes it say so, `dvc checkout --force {path}` brings back what it says now"
     )
 
 
@@ -90,28 +92,60 @@ def _of_key(root: Path, key: str, stage: str) -> Chain:
     for revision, name in _revisions(root):
         if _made(root, _locked(root, revision), stage).get("rlhf.run") == key:
             return _of_revision(root, revision, name, stage)
-    raise UserError(f"no commit, no experiment and no dvc.lock has what the run {key} made")
+    raise UserError(
+        f"neither dvc.lock, here or in the commit checked out, nor an experiment has the run {key}"
+    )
 
 
 def _of_revision(
     root: Path, revision: str | None, name: str | None, last: str | None, path: str | None = None
 ) -> Chain:
-    locked, graph = _locked(root, revision), lineage.graph(root)
+    lock, graph = _text(root, revision, "dvc.lock") or "{}", lineage.graph(root)
+    read = {stage: hashes for stage, (hashes, _) in lineage.read_and_written(lock).items()}
+    locked = lineage.locked_in(lock)
+    made = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
     wanted = _before(graph, last) if last is not None else set(graph)
     if last is not None:
         wanted |= {stage for stage in graph if last in _before(graph, stage)}  # up to the verdict on it
     links = [
         Link(
             stage,
-            {dep: locked.get(dep) for dep in node.inputs},
-            {out: locked.get(out) for out in node.outs if out in locked},
+            {dep: read.get(stage, locked).get(dep) for dep in node.inputs},
+            {out: made[out] for out in node.outs if out in made},
             _made(root, locked, stage),
         )
         for stage, node in graph.items()
         if stage in wanted
     ]
-    notes = [f"{link.stage} has not run in this commit" for link in links if not link.outs]
-    return Chain(revision, name, path, links, _metrics(root, revision), notes)
+    where = "in this commit" if revision else "here"
+    notes = [f"{link.stage} has not run {where}" for link in links if not link.outs]
+    notes += [
+        f"{link.stage} has not run again since {', '.join(changed)} changed"
+        for link in links
+        if (changed := _changed(link, made))
+    ]
+    verdicts = _verdicts(root, revision, links, made)
+    if verdicts is None:
+        notes.append(f"{VERDICTS} is of something else, and is not told")
+    return Chain(revision, name, path, links, verdicts or {}, notes)
+
+
+def _verdicts(
+    root: Path, revision: str | None, links: Sequence[Link], made: Mapping[str, str]
+) -> dict[str, float] | None:
+    """What the judges measured; None if it was of other answers."""
+    text = _text(root, revision, VERDICTS)
+    if text is None:
+        return {}
+    is_behind = any(_changed(link, made) for link in links if VERDICTS in link.outs)
+    if is_behind or hashlib.md5(text.encode()).hexdigest() != made.get(VERDICTS):
+        return None
+    return config.flatten(json.loads(text))
+
+
+def _changed(link: Link, made: Mapping[str, str]) -> list[str]:
+    """What the stage read of other stages that they have made anew."""
+    return [dep for dep, md5 in link.inputs.items() if made.get(dep, md5) != md5]
 
 
 def _before(graph: Mapping[str, lineage.Node], stage: str) -> set[str]:
@@ -159,11 +193,6 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
     return found
 
 
-def _metrics(root: Path, revision: str | None) -> dict[str, float]:
-    text = _text(root, revision, "metrics/judge.json")
-    return config.flatten(json.loads(text)) if text is not None else {}
-
-
 def _stage_of_key(root: Path, name: str) -> str | None:
     stage, _, rest = name.partition("-")
     return stage if stage in lineage.graph(root) and re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]+", rest) else None
@@ -196,7 +225,7 @@ def _experiment_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
 
 def lines(chain: Chain) -> Iterator[str]:
     """The chain as text: data first, verdict last, then the commands."""
-    where = chain.revision or "the working tree, and in no commit yet"
+    where = chain.revision or "the working tree; the commit checked out does not have it"
     if chain.experiment:
         where = f"experiment {chain.experiment} ({chain.revision})"
     yield f"{chain.path} in {where}" if chain.path else where
@@ -223,16 +252,17 @@ def lines(chain: Chain) -> Iterator[str]:
 
 def commands(chain: Chain) -> list[str]:
     """What restores all of it, here or beside, and each out alone; what commits it, if no commit has it."""
+    all_outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
     keys = [link.made["rlhf.run"] for link in chain.links if link.made]
     told = [f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]]
     if chain.revision is None:
-        return [f"git add {' '.join(['dvc.lock', *repository.GIT_HELD])} && git commit", *told]
+        held = sorted({f"{out.split('/')[0]}/" for out in all_outs if out.startswith(repository.GIT_HELD)})
+        return [f"git add {' '.join(['dvc.lock', *held])} && git commit --all", *told]
     here = (
         f"dvc exp apply {chain.experiment}"
         if chain.experiment
         else f"git checkout {chain.revision} && dvc checkout"
     )
-    all_outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
     outs = [chain.path] if chain.path else all_outs
     held = [out for out in outs if not out.startswith(repository.GIT_HELD)]
     return [

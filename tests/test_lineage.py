@@ -97,6 +97,17 @@ def test_a_graph_that_cannot_be_read_is_the_users_to_mend(dvc: str, params: str,
         lineage.graph_in(dvc, params)
 
 
+def test_an_out_is_what_its_stage_left_not_what_another_had_read_of_it() -> None:
+    lock = """\
+stages:
+  sft: {outs: [{path: models/sft, md5: new}], deps: [{path: data/sft, md5: d}]}
+  ppo: {deps: [{path: models/sft, md5: old}, {path: a.py}], outs: [{path: models/policy, md5: p}]}
+"""
+    assert lineage.locked_in(lock) == {"data/sft": "d", "models/sft": "new", "models/policy": "p"}
+    assert lineage.read_and_written(lock)["ppo"] == ({"models/sft": "old"}, {"models/policy": "p"})
+    assert lineage.locked_in("schema: '2.0'") == {}
+
+
 def test_what_is_read_of_a_text_is_the_callers_own_and_told_anew_of_another(project: Path) -> None:
     """Texts are parsed once a process."""
     lock = (

@@ -383,6 +383,15 @@ def test_of_a_request_presets_come_first_and_single_values_win() -> None:
 
 
 @pytest.mark.parametrize(
+    "value", ["true", "Null", "1", "", "two\nlines", "a: b", "- a", "plain", "models/x-1.0", None, 1.5]
+)
+def test_a_change_is_told_in_one_line_that_reads_back_as_the_value(value: str | float | None) -> None:
+    told = presets._in_yaml(value)
+    assert "\n" not in told
+    assert YAML(typ="safe", pure=True).load(told) == value
+
+
+@pytest.mark.parametrize(
     ("overrides", "told"),
     [
         ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),

@@ -124,21 +124,45 @@ def test_what_no_commit_has_yet_is_the_working_tree_s_until_it_is_committed(
     repository.dvc(root, "exp", "remove", "mine")
     assert cli.main(["lineage", asked]) == 0
     told = capsys.readouterr().out
-    assert "the working tree, and in no commit yet" in told
+    assert "the working tree; the commit checked out does not have it" in told
     assert f"run {KEY}" in told
     assert "gold/policy vs sft  75.0%" in told
+    (root / "given/other.txt").write_text("of this run\n", encoding="utf-8")
+    toy.git(root, "add", "given/other.txt")
     keep = provenance.commands(provenance.find(root, asked))[0]
-    assert keep == "git add dvc.lock metrics/ plots/ && git commit"
-    (root / "plots").mkdir(exist_ok=True)
-    (root / "plots/x.csv").touch()
+    assert keep == "git add dvc.lock metrics/ plots/ && git commit --all"
     subprocess.run(f"{keep} -qm run", shell=True, cwd=root, check=True)
     assert provenance.find(root, asked).revision == repository.commit(root, "HEAD")
+    assert toy.git(root, "status", "--porcelain", "--untracked-files=no") == ""
+
+
+def test_a_stage_that_is_behind_is_told_and_no_verdict_of_other_bytes(root: Path) -> None:
+    (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
+    repository.dvc(root, "repro", "first")
+    chain = provenance.find(root, "first.txt")
+    assert (chain.revision, chain.metrics) == (None, {})
+    first, second = chain.links
+    assert first.outs["first.txt"] == lineage.digest(root / "first.txt") != second.inputs["first.txt"]
+    assert list(chain.notes) == [
+        "second has not run again since first.txt changed",
+        "metrics/judge.json is of something else, and is not told",
+    ]
+
+
+def test_verdicts_that_somebody_wrote_over_are_not_told(root: Path) -> None:
+    repository.dvc(root, "exp", "remove", "mine")
+    (root / "metrics/judge.json").write_text("<<<<<<< HEAD", encoding="utf-8")
+    chain = provenance.find(root, "second.txt")
+    assert (chain.metrics, list(chain.notes)) == (
+        {},
+        ["metrics/judge.json is of something else, and is not told"],
+    )
 
 
 def test_bytes_that_no_stage_left_are_told(root: Path) -> None:
     (root / "second.txt").unlink()
     (root / "second.txt").write_text("altered\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"is in no commit, no experiment and not in dvc\.lock"):
+    with pytest.raises(UserError, match=r"is not what dvc\.lock says.*`dvc commit second`"):
         provenance.find(root, "second.txt")
 
 

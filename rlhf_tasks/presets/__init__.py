@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from rlhf_tasks import checkpoint, config
 from rlhf_tasks.config import ConfigError, UserError
 
 FOLDER = Path(__file__).parent
+PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts that need no quotes in YAML
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ def combined(
 
 def _in_yaml(value: Any) -> str:
     """In one line, as it could be given; JSON is YAML."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
+    return value if is_plain else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
