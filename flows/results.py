@@ -203,7 +203,7 @@ def page(
         ]  # fmt: skip
         parts.append("## Metrics\n\n" + _markdown(headline))
     if outcome.changes:
-        changes = "\n".join(f"- `{change}`" for change in outcome.changes)
+        changes = "\n".join(f"- {_code(change)}" for change in outcome.changes)
         parts.append(f"## Changes asked for\n\n{changes}")
     stages = [
         {"stage": stage, "how": outcome.how.get(stage, "–"),
@@ -231,6 +231,14 @@ def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(rows[0])
     lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _code(text: str) -> str:
+    """A code span, whatever the text holds."""
+    fence = "`"
+    while fence in text:
+        fence += "`"
+    return f"`{text}`" if len(fence) == 1 else f"{fence} {text} {fence}"
 
 
 def _cell(value: Any) -> str:

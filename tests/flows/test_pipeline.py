@@ -535,6 +535,17 @@ def test_the_first_answers_are_shown_cut_and_in_one_line_each(root: Path) -> Non
     assert lines[2:] == [f"| a \\| b | x<br>y | {'s' * 300} | p |"] * 5
 
 
+def test_the_changes_asked_for_come_after_the_results_and_stay_code(root: Path) -> None:
+    changes = ["seed: 1 → 2", 'ppo.x: "a`b" → null']
+    outcome = results.Outcome("n", {}, changes, "c", None, [], "Refused: it lost")
+    page = results.page(outcome, root, {"ppo/objective/kl": 1.0}, {}, {})
+    places = [
+        page.index(title) for title in ("## Promotion", "## Metrics", "## Changes asked for", "## Stages")
+    ]
+    assert places == sorted(places)
+    assert '- `seed: 1 → 2`\n- `` ppo.x: "a`b" → null ``\n' in page
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """As in a foreground shell, wherever the tests run."""
