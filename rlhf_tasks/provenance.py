@@ -20,8 +20,8 @@ from rlhf_tasks import config, lineage, repository
 from rlhf_tasks.config import UserError
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
-VERDICTS = "metrics/judge.json"
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
+VERDICTS = "metrics/judge.json"
 
 
 @dataclass(frozen=True)

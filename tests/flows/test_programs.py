@@ -142,6 +142,22 @@ def test_one_that_ends_without_an_answer_has_not_succeeded(root: Path, dvc: Dvc)
     host.close()
 
 
+def test_one_that_ends_before_its_answer_is_read_has_answered(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = programs.Host._hear
+
+    def late(self: programs.Host, line: str) -> None:
+        toy.until(lambda: not self.is_alive, "its end")
+        hear(self, line)
+
+    monkeypatch.setattr(programs.Host, "_hear", late)
+    words = [sys.executable, "-c", "import sys; input(); print(sys.argv[1], 0, flush=True); sys.exit(3)"]
+    host = programs.Host(words, root, toy.run_environment(), 5.0)
+    assert host.ask(["repro"], None) == 0
+    host.close()
+
+
 def test_one_that_does_not_end_is_ended(root: Path) -> None:
     words = [sys.executable, "-c", "import time; time.sleep(600)"]
     host = programs.Host(words, root, toy.run_environment(), 0.5)
