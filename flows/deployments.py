@@ -38,8 +38,8 @@ from flows import hooks, settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
-from rlhf_tasks import repository
 from rlhf_tasks.config import UserError
+from rlhf_tasks.project import repository
 
 GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run

@@ -9,7 +9,7 @@ from typing import Any
 from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 
-from rlhf_tasks import daemons, workspace
+from rlhf_tasks.project import processes, workspaces
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 GRACE_SECONDS = 10.0
@@ -33,6 +33,6 @@ def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 def clean_run(flow_run: str) -> None:
     """The same for whoever knows only its id; in the project's folder."""
-    daemons.end_carriers(STAGE_RUN, flow_run, signal.SIGINT, GRACE_SECONDS)
+    processes.end_carriers(STAGE_RUN, flow_run, signal.SIGINT, GRACE_SECONDS)
     if (Path.cwd() / "dvc.yaml").exists():  # not where a worker only makes jobs for other machines
-        workspace.remove(Path.cwd(), workspace_name(flow_run))
+        workspaces.remove(Path.cwd(), workspace_name(flow_run))

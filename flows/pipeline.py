@@ -2,7 +2,7 @@
 
 DVC decides what is to be done, as under a plain `dvc repro`, and shares cache, run cache and lineage
 with it; Prefect shows it, logs it and can cancel it. By default a run has a workspace of its own
-(`rlhf_tasks.workspace`) and ends as a DVC experiment. `python -m flows.pipeline` runs it once in the
+(`rlhf_tasks.project.workspaces`) and ends as a DVC experiment. `python -m flows.pipeline` runs it once in the
 working folder.
 """
 
@@ -25,12 +25,12 @@ from prefect.states import Completed
 
 from flows import hooks, promotion, request, results, settings, stages, watch
 from flows.programs import Dvc
-from rlhf_tasks import daemons, lineage, repository, workspace
 from rlhf_tasks.config import Config, Service, UserError
 from rlhf_tasks.presets import Request
+from rlhf_tasks.project import lineage, processes, repository, workspace_inputs, workspaces
+from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import STAGE_RUN
-from rlhf_tasks.workspace import Workspace, inputs
 
 PUSH_TRIES, PUSH_DELAY_SECONDS = 3, 10.0  # the delay doubles
 PREFECT_OWN = "PREFECT__"  # what Prefect tells the engine's process is not for the stages
@@ -86,11 +86,11 @@ def _run(
     commit = request.commit_of(root, where, revision, name)
     text, values, changes = request.settle(root, asked, commit)
     if commit is not None:
-        inputs.check_data(values.data.path)
+        workspace_inputs.check_data(values.data.path)
     # As the run finds it, not as it may have become meanwhile.
     revision = commit or lineage.git_revision() or "none"
     data = watch.fingerprint(root, values)
-    unseen = inputs.unseen(root, values.data.path) if commit is not None else []
+    unseen = workspace_inputs.unseen(root, values.data.path) if commit is not None else []
     given, name = name is not None, name or request.default_name(str(flow_run.get_name()), run)
     tags = {"prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
@@ -160,7 +160,7 @@ def _place(
         logger.info("sees commit %s and the data at %s as it is now", commit, values.data.path)
         if unseen:
             logger.warning("does not see the uncommitted changes of %s", ", ".join(unseen))
-        place = workspace.create(root, hooks.workspace_name(run), text, values, commit)
+        place = workspaces.create(root, hooks.workspace_name(run), text, values, commit)
         try:
             yield place
         finally:
@@ -191,7 +191,7 @@ def stage_environment(place: Workspace | Path, run: str) -> dict[str, str]:
     return {
         **settings.QUIET,
         **own,
-        "PATH": daemons.environment_path(os.environ),
+        "PATH": processes.environment_path(os.environ),
         "PYTHONUNBUFFERED": "1",
         **names,
         **code,

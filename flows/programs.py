@@ -24,8 +24,8 @@ from typing import Any
 from prefect import get_run_logger
 
 from flows import dvc_host
-from rlhf_tasks import daemons
 from rlhf_tasks.config import UserError
+from rlhf_tasks.project import processes
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 HINTS = (
@@ -125,7 +125,7 @@ class Program:
             self._process.wait(self._grace)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-        daemons.end_carriers(STAGE_RUN, self._token, signal.SIGTERM, 1.0)
+        processes.end_carriers(STAGE_RUN, self._token, signal.SIGTERM, 1.0)
         self._process.wait()
         self._listener.join(DRAIN_SECONDS)
 

@@ -15,8 +15,8 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows import programs, stages
-from rlhf_tasks import lineage
 from rlhf_tasks.config import Config
+from rlhf_tasks.project import lineage
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, UNDECIDED, verdict_file
 
@@ -38,7 +38,7 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
     that has to name, the run's notes know. A slot of the limit is waited for only where there is something
     to judge.
     """
-    command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
+    command, service = [sys.executable, "-m", "rlhf_tasks.cli.main", "promote"], values.service
     ask = partial(programs.run, folder=folder, environment=environment, grace_seconds=service.grace_seconds)
     status, lines = ask([*command, "--unless-judging"])
     if status == UNDECIDED:

@@ -15,9 +15,10 @@ from prefect.client.schemas.objects import State
 from prefect.states import Failed
 from pydantic import Field
 
-from rlhf_tasks import config, lineage, presets, repository
+from rlhf_tasks import config, presets
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.presets import Request
+from rlhf_tasks.project import lineage, repository
 
 ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # of a run's process, when it ends
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"

@@ -14,8 +14,9 @@ import httpx
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
 
 from flows import settings
-from rlhf_tasks import config, lineage
+from rlhf_tasks import config
 from rlhf_tasks.config import Tracking
+from rlhf_tasks.project import lineage
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 ANSWERS = Path("evaluation/judge/answers.parquet")

@@ -29,9 +29,10 @@ import psutil
 from filelock import FileLock
 
 from flows import settings
-from rlhf_tasks import console, daemons, lineage, workspace
+from rlhf_tasks import console
 from rlhf_tasks.config import UserError
-from rlhf_tasks.daemons import HOST, Daemon, free_port, is_free
+from rlhf_tasks.project import lineage, processes, workspaces
+from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
 from rlhf_tasks.tracking import dashboard
 from rlhf_tasks.tracking.courier import sync
 from rlhf_tasks.tracking.spool import pending
@@ -103,7 +104,7 @@ class Service:
         """For whatever talks to the servers."""
         told = settings.prefect(self.home, self.url("prefect"))
         told[settings.MLFLOW_URL] = self.url("mlflow")
-        return {**settings.QUIET, **base, **told, "PATH": daemons.environment_path(base)}
+        return {**settings.QUIET, **base, **told, "PATH": processes.environment_path(base)}
 
     # ---------------------------------------------------------------------------------- starting
 
@@ -134,7 +135,7 @@ class Service:
                 self.daemon("worker").stop(END_SECONDS["worker"])
                 deployments.crash_lost_runs()
                 self._start_worker(addresses)
-            workspace.remove_left(self.root)
+            workspaces.remove_left(self.root)
             self._await("worker")
         self.say()
 
@@ -257,7 +258,7 @@ class Service:
     def _end_runs(self) -> None:
         """The flow runs first, so that stages keep their state: their worker would kill them with itself."""
         runs = [process for process in self.daemon("worker").members() if _is_flow_run(process)]
-        daemons.send(runs, signal.SIGTERM)
+        processes.send(runs, signal.SIGTERM)
         psutil.wait_procs(runs, END_SECONDS["worker"])
 
 
@@ -353,8 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _port(text: str) -> int:
     value = int(text)
-    if not 1 <= value <= daemons.LAST_PORT:
-        raise argparse.ArgumentTypeError(f"ports go from 1 to {daemons.LAST_PORT} (given: {text})")
+    if not 1 <= value <= processes.LAST_PORT:
+        raise argparse.ArgumentTypeError(f"ports go from 1 to {processes.LAST_PORT} (given: {text})")
     return value
 
 

@@ -32,9 +32,10 @@ from prefect.variables import Variable
 from pydantic import Field
 
 from flows import request, results, settings, watch
-from rlhf_tasks import comparison, repository
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.presets import Request
+from rlhf_tasks.project import repository
+from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import pipeline as tracking
 
 POLL_SECONDS = 1.0

@@ -24,10 +24,9 @@ from prefect.states import Completed, Failed
 from prefect.variables import Variable
 
 from flows import request, settings
-from rlhf_tasks import lineage
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.workspace import inputs
+from rlhf_tasks.project import lineage, workspace_inputs
 
 TRIES = 3  # runs for one change of the data
 
@@ -43,7 +42,7 @@ def _content(path: Path) -> Any:
     """What lies there: a file's md5, the md5 of each file of a folder, or None."""
     if not path.is_dir():
         return lineage.digest(path) if path.exists() else None
-    files = (file for file in inputs.files(path) if file.is_file())
+    files = (file for file in workspace_inputs.files(path) if file.is_file())
     return sorted((file.relative_to(path).as_posix(), lineage.digest(file)) for file in files)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import console, lineage
+from rlhf_tasks import console
+from rlhf_tasks.project import lineage
 
 ROOT = Path(__file__).parents[1]
 

@@ -20,13 +20,14 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlhf_tasks import config, contracts, models
+from rlhf_tasks import config
 from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch, StageView
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, collate
 from rlhf_tasks.data.synthetic import generate
-from rlhf_tasks.models import TokenScores
-from rlhf_tasks.runtime import Runtime
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.training.runtime import Runtime
 
 ROOT = Path(__file__).parents[1]
 Family = Literal["gpt_neox", "llama", "qwen2", "gpt2"]

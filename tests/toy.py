@@ -21,8 +21,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_tasks import config, presets, stages
+from rlhf_tasks import config, presets
 from rlhf_tasks.config import Stage, StageView
+from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import NullTracker
 
 ROOT = Path(__file__).parents[1]
@@ -143,7 +144,7 @@ def foreign(
 
 def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = None) -> dict[str, float]:
     """One stage in this process."""
-    module = importlib.import_module(stages.MODULES[stage])
+    module = importlib.import_module(runner.MODULES[stage])
     metrics: dict[str, float] = module.run(StageView(settings, stage), tracker or NullTracker(stage))
     return metrics
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.modeling.tensors import Reduce, distinct, masked_moments, masked_sum, whiten
 from rlhf_tasks.ppo.advantages import gae
 from rlhf_tasks.ppo.kl import ESTIMATORS, KlController, k1
 from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import Episodes
-from rlhf_tasks.tensors import Reduce, distinct, masked_moments, masked_sum, whiten
 
 Metrics = dict[str, float]
 LARGEST_NATS = math.log(sys.float_info.max)

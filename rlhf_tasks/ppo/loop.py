@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from rlhf_tasks import console, lineage, resume
+from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, StageView
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.ppo.watch import Watch
-from rlhf_tasks.resume import State
-from rlhf_tasks.runtime import NonFiniteError, Runtime
+from rlhf_tasks.project import lineage
 from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import resume
+from rlhf_tasks.training.resume import State
+from rlhf_tasks.training.runtime import NonFiniteError, Runtime
 
 Metrics = dict[str, float]
 

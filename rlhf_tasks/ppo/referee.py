@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_tasks import statistics
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.judges import making
-from rlhf_tasks.judges.verdicts import check_failures
-from rlhf_tasks.runtime import Runtime
+from rlhf_tasks.evaluation import statistics
+from rlhf_tasks.evaluation.judges import making
+from rlhf_tasks.evaluation.judges.verdicts import check_failures
+from rlhf_tasks.training.runtime import Runtime
 
 KEY = "ppo.select_by.judge"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
-from rlhf_tasks.models import without_adapters
+from rlhf_tasks.modeling.models import without_adapters
 from rlhf_tasks.ppo.rollout import logprobs_of
 
 

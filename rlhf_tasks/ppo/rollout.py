@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, Ids, Size, sizes
-from rlhf_tasks.models import TokenScores, response_logits
-from rlhf_tasks.tensors import gather_logprobs
+from rlhf_tasks.modeling.models import TokenScores, response_logits
+from rlhf_tasks.modeling.tensors import gather_logprobs
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from rlhf_tasks.ppo.lesson import Lesson, Teacher
 from rlhf_tasks.ppo.optimise import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.runtime import NonFiniteError, Runtime, adamw, learning_rate, set_learning_rate
-from rlhf_tasks.supervised import LanguageModelling
+from rlhf_tasks.training.runtime import NonFiniteError, Runtime, adamw, learning_rate, set_learning_rate
+from rlhf_tasks.training.supervised import LanguageModelling
 
 Metrics = dict[str, float]
 

@@ -16,8 +16,9 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from rlhf_tasks import checkpoint, config
+from rlhf_tasks import config
 from rlhf_tasks.config import ConfigError, UserError
+from rlhf_tasks.project import atomic
 
 FOLDER = Path(__file__).parent
 PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts that need no quotes in YAML
@@ -81,7 +82,7 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     origin = f"params.yaml with {', '.join([*chosen, *settings])}"
     config.load(path)
     text, _, changes = combined(path.read_text(encoding="utf-8"), overlays, origin, single)
-    checkpoint.write_text(path, text)
+    atomic.write_text(path, text)
     return changes
 
 

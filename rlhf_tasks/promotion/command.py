@@ -16,10 +16,12 @@ from typing import Any
 
 from filelock import FileLock
 
-from rlhf_tasks import checkpoint, config, console, judges, lineage, repository
+from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Promotion, StageView, UserError
 from rlhf_tasks.config.promotion import parts
-from rlhf_tasks.promotion import evidence, experiment, files, gate, stage, weights
+from rlhf_tasks.evaluation import judges
+from rlhf_tasks.project import atomic, lineage, repository
+from rlhf_tasks.promotion import evidence, experiment, files, gate, weights
 from rlhf_tasks.promotion.evidence import POLICY
 from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
 from rlhf_tasks.tracking.courier import sync
@@ -106,9 +108,9 @@ def _promote(
         "time": _now(),
     }
     known = {"model": criteria.model, "version": version.number, "against": told["against"]}
-    checkpoint.write_json(verdict_file(home, md5), verdict.tree() | known | {"time": told["time"]})
+    atomic.write_json(verdict_file(home, md5), verdict.tree() | known | {"time": told["time"]})
     registry.record(version, told | {"criteria": _criteria_tag(verdict)}, _page(called, told, verdict))
-    stage.show(verdict)
+    gate.show(verdict)
     name = f"{criteria.model} version {version.number} ({called})"
     if not verdict.passed:
         console.say(f"Refused: {name}: {verdict.summary}")
@@ -205,10 +207,10 @@ def _measured(
 
 def _contest(settings: Config, criteria: Promotion, model: str, against: str, name: str) -> dict[str, float]:
     """As `rlhf judge MODEL --against …` measures it, by the names `JUDGE/policy_vs_NAME/…`."""
-    from rlhf_tasks.judge import command
+    from rlhf_tasks.evaluation import head_to_head
 
     view = StageView(settings, "judge")
-    found = command.run(view, model, against, num_examples=None, names=criteria.named)
+    found = head_to_head.run(view, model, against, num_examples=None, names=criteria.named)
     return {
         key.replace(f"/{model}_vs_{against}/", f"/policy_vs_{name}/"): value for key, value in found.items()
     }

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_tasks import console, contracts, models
+from rlhf_tasks import console
 from rlhf_tasks.config import Config, UserError
-from rlhf_tasks.contracts import ContractError
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, micro_batches, read_table, sizes
-from rlhf_tasks.judge.answers import sample
-from rlhf_tasks.judge.retention import Probes
+from rlhf_tasks.evaluation.answers import sample
+from rlhf_tasks.evaluation.retention import Probes
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.ppo.rollout import logprobs_of
 
 NEEDED = ("data/prompts/test.parquet", "data/sft/test.parquet")

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import lineage
 from rlhf_tasks.config import UserError
+from rlhf_tasks.project import lineage
 
 JUDGE, PPO, CURVE = Path("metrics/judge.json"), Path("metrics/ppo.json"), Path("plots/ppo.csv")
 POLICY = "models/policy"

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlhf_tasks import console, lineage, presets, repository, workspace
+from rlhf_tasks import console, presets
 from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.project import lineage, repository, workspaces
 from rlhf_tasks.promotion import files
 from rlhf_tasks.promotion.evidence import POLICY
 
@@ -41,7 +42,7 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
         {section: given[section] for section in OF_HERE},
         f"params.yaml of {name} with the sections {', '.join(OF_HERE)} of here",
     )
-    place = workspace.visited(root, f"promote-{name}", text, revision)
+    place = workspaces.visited(root, f"promote-{name}", text, revision)
     with place as folder, contextlib.chdir(folder):
         _complete(name)
         yield files.taken_from(root, own, [out for node in lineage.graph().values() for out in node.outs])

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import lineage
 from rlhf_tasks.config import Config, Judging
-from rlhf_tasks.judge.probes import ENGLISH
-from rlhf_tasks.judges import prompts
+from rlhf_tasks.evaluation.judges import prompts
+from rlhf_tasks.evaluation.probes import ENGLISH
+from rlhf_tasks.project import lineage
 
 
 def taken_from(root: Path, settings: Config, made: Collection[str]) -> Config:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Promotion
 
 Relation = Literal[">", ">=", "<="]
@@ -182,3 +183,8 @@ def _with(function: Callable[..., float], *values: Value) -> Value:
 def _failure_share(measured: Mapping[str, float], stem: str) -> Value:
     counts = (_of(measured, f"{stem}/{name}") for name in ("failures", "examples"))
     return _with(lambda failed, judged: failed / (failed + judged), *counts)
+
+
+def show(verdict: Verdict) -> None:
+    rows = verdict.rows()
+    console.table("the gate", list(rows[0]), [list(row.values()) for row in rows])

@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_tasks import lineage, repository
-from rlhf_tasks.checkpoint import whole
 from rlhf_tasks.config import UserError
+from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.project.atomic import whole
 
 PATH, EXPERIMENT, REVISION, FOLDER = "dvc.path", "dvc.exp", "dvc.rev", "rlhf.folder"
 """Tags of a version that say where its weights are."""

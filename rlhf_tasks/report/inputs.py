@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_tasks import lineage
 from rlhf_tasks.config import STAGES, UserError
+from rlhf_tasks.project import lineage
 
 Rows = list[dict[str, Any]]
 MAX_SHOWN = 5  # keys of a file that are wrong

@@ -14,10 +14,10 @@ import jinja2
 from markupsafe import Markup
 
 from rlhf_tasks.config import flatten
+from rlhf_tasks.evaluation.statistics import Verdict, verdict
 from rlhf_tasks.report import agreement, chain, charts, trust
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curves, Inputs, Rows
-from rlhf_tasks.statistics import Verdict, verdict
 
 KL_BAND = (0.0, 10.0)  # nats; where PPO's objective/kl should end
 NUM_SAMPLES = 5  # of each kind: won most, lost most

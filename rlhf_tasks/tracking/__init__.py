@@ -29,8 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_tasks import checkpoint, console, lineage
+from rlhf_tasks import console
 from rlhf_tasks.config import Stage, StageView
+from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.tracking import context, curves, rendezvous
 from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool, table_json, tell_refused
@@ -161,7 +162,7 @@ class SpoolTracker:
 
     def _keep_table(self, name: str) -> None:
         kept = self._spool.files / "tables" / f"{name}.json"
-        checkpoint.write_text(kept, table_json(self._tables[name]))
+        atomic.write_text(kept, table_json(self._tables[name]))
         self._spool.append("artifact", file=f"tables/{name}.json", folder="tables", table=True)
 
     def event(self, name: str, text: str, *, step: int) -> None:

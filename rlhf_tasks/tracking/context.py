@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 
-from rlhf_tasks import lineage
 from rlhf_tasks.config import STAGES, Stage, StageView, Tracking, UserError
 from rlhf_tasks.config.types import store_uri
+from rlhf_tasks.project import lineage
 
 PACKAGES = (
     "torch",

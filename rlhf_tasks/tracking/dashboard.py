@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_tasks import console
 from rlhf_tasks.config import UserError
-from rlhf_tasks.daemons import HOST, free_port
+from rlhf_tasks.project.processes import HOST, free_port
 from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking.courier import sync
 

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import psutil
 
-from rlhf_tasks import console, lineage
+from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
+from rlhf_tasks.project import lineage
 from rlhf_tasks.tracking import context, rendezvous
 from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool

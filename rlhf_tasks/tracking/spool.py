@@ -21,7 +21,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks import checkpoint, console
+from rlhf_tasks import console
+from rlhf_tasks.project import atomic
 
 HEADER = {"key", "time", "process", "parent"}  # what the first line must have to be of any use
 LEFT = "left for `rlhf sync`"  # in the second line of a trouble file
@@ -84,7 +85,7 @@ class Spool:
 
     def tell_trouble(self, reason: str, *, left: bool) -> None:
         """`left`: this was the last try; the rest is for `rlhf sync`."""
-        checkpoint.write_text(self.trouble, "\n".join([reason, LEFT] if left else [reason]) + "\n")
+        atomic.write_text(self.trouble, "\n".join([reason, LEFT] if left else [reason]) + "\n")
 
     @property
     def sent(self) -> Path:
@@ -113,7 +114,7 @@ class Spool:
 
     def refuse(self, number: str, reason: str) -> None:
         """Set a trace aside: it is not sent again."""
-        checkpoint.append_line(self.refused, json.dumps({"number": number, "reason": reason}))
+        atomic.append_line(self.refused, json.dumps({"number": number, "reason": reason}))
 
     def refusals(self) -> dict[str, str]:
         """Why each trace that was set aside was refused, by its number."""

@@ -109,10 +109,12 @@ def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
 
 def judge(out: Path) -> None:
     """Judge models/policy of this folder on the validation posts."""
-    from rlhf_tasks import config, models, statistics
+    from rlhf_tasks import config
     from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
     from rlhf_tasks.data.synthetic import gold, gold_scores
-    from rlhf_tasks.generation import answer
+    from rlhf_tasks.evaluation import statistics
+    from rlhf_tasks.modeling import models
+    from rlhf_tasks.modeling.generation import answer
 
     settings, policy = config.load(), Path("models/policy")
     rows = read_table("prompts", "validation")

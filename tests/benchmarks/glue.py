@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import lineage, repository
+from rlhf_tasks.project import lineage, repository
 from tests.flows import toy
 from tests.flows.toy import Service
 
@@ -42,7 +42,7 @@ def rlhf(folder: Path, *words: str) -> float:
     environment = toy.environment() | {"PYTHONPATH": str(folder)}
     began = time.monotonic()
     subprocess.run(
-        [sys.executable, "-m", "rlhf_tasks.cli", *words],
+        [sys.executable, "-m", "rlhf_tasks.cli.main", *words],
         cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     return time.monotonic() - began

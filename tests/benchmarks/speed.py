@@ -158,8 +158,8 @@ def _queries(shape: Mapping[str, int], updates: int) -> list[list[int]]:
 
 
 def _train_ours(shape: Mapping[str, int], updates: int) -> None:
-    from rlhf_tasks import scorers
-    from rlhf_tasks.models import TokenScores
+    from rlhf_tasks.modeling import scorers
+    from rlhf_tasks.modeling.models import TokenScores
     from rlhf_tasks.ppo.reference import OwnModel
     from rlhf_tasks.ppo.rollout import ActorCritic
     from rlhf_tasks.ppo.trainer import Trainer

@@ -25,9 +25,10 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.states import Completed, Running
 
 from flows import deployments, pipeline, request, service, settings, sweep, watch
-from rlhf_tasks import config, repository
+from rlhf_tasks import config
 from rlhf_tasks.config import UserError
 from rlhf_tasks.presets import Request
+from rlhf_tasks.project import repository
 from tests.flows import toy
 
 pytestmark = [

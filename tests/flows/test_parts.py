@@ -23,7 +23,7 @@ import httpx
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_tasks.daemons import HOST, Daemon, free_port
+from rlhf_tasks.project.processes import HOST, Daemon, free_port
 from tests.flows import toy
 from tests.flows.toy import Service
 

@@ -26,9 +26,11 @@ from pyarrow import parquet
 
 from flows import hooks, programs, request, results, stages, sweep, watch
 from flows import pipeline as flows_pipeline
-from rlhf_tasks import comparison, config, lineage, repository
+from rlhf_tasks import config
 from rlhf_tasks.config import UserError
 from rlhf_tasks.presets import Request
+from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import rendezvous
 from tests.flows import toy
 

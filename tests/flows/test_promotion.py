@@ -15,7 +15,8 @@ from prefect.client.orchestration import get_client
 
 from flows import pipeline as flows_pipeline
 from flows import programs, promotion, results, stages
-from rlhf_tasks import config, lineage
+from rlhf_tasks import config
+from rlhf_tasks.project import lineage
 from rlhf_tasks.promotion.command import GOES_ON, UNDECIDED, verdict_file
 from tests.flows import toy
 
@@ -90,7 +91,7 @@ def test_a_slot_is_waited_for_only_where_there_is_something_to_judge(
     assert (found.name, asked) == ("Refused", [])
     code = "import sys\nquick = '--unless-judging' in sys.argv\n"
     code += "print('Undecided: wait' if quick else 'Promoted: it is champion now')\n"
-    (root / "rlhf_tasks/cli.py").write_text(f"{code}sys.exit({UNDECIDED} if quick else 0)\n")
+    (root / "rlhf_tasks/cli/main.py").write_text(f"{code}sys.exit({UNDECIDED} if quick else 0)\n")
     found = promotion.promote.fn(root, environment, values)
     assert (found.name, found.message, asked) == ("Promoted", "it is champion now", [1])
 

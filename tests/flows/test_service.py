@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from rlhf_tasks import daemons
+from rlhf_tasks.project import processes as daemons
 from tests.flows import toy
 from tests.flows.toy import Service
 

@@ -16,8 +16,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import results, service, settings
 from flows.service import Service
-from rlhf_tasks import daemons
 from rlhf_tasks.config import Tracking, UserError
+from rlhf_tasks.project import processes
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
@@ -54,7 +54,7 @@ class Healthy(BaseHTTPRequestHandler):
 @pytest.fixture
 def stranger() -> Iterator[int]:
     """The port of a server that says of itself that it is well, and is not ours."""
-    server = HTTPServer((daemons.HOST, 0), Healthy)
+    server = HTTPServer((processes.HOST, 0), Healthy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server.server_port
     server.shutdown()
@@ -64,7 +64,7 @@ def stranger() -> Iterator[int]:
 def test_a_port_in_use_is_told_with_the_setting_that_gives_another(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server((daemons.HOST, 0)) as taken:
+    with socket.create_server((processes.HOST, 0)) as taken:
         port = taken.getsockname()[1]
         assert service.main(["up", "--prefect-port", str(port)]) == 2
     said = capsys.readouterr().err
@@ -97,9 +97,9 @@ def test_a_strangers_server_on_our_port_is_not_ours(
 
 def test_our_own_server_is_healthy_while_it_answers(root: Path) -> None:
     here = Service.here()
-    port = daemons.free_port(20000 + os.getpid() % 10000)
+    port = processes.free_port(20000 + os.getpid() % 10000)
     (root / "health").touch()
-    words = [sys.executable, "-m", "http.server", "--bind", daemons.HOST, str(port)]
+    words = [sys.executable, "-m", "http.server", "--bind", processes.HOST, str(port)]
     here.daemon("mlflow").start(words, dict(os.environ), root, port=port)
     try:
         here.daemon("mlflow").await_ready(lambda: here.is_healthy("mlflow"), 60)
@@ -132,7 +132,7 @@ def test_a_result_has_no_links_where_a_stranger_answers_for_mlflow(
     stranger: int, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
     monkeypatch.setattr(Healthy, "body", body)
-    tracking = Tracking(enabled=True, experiment="rlhf", uri=f"http://{daemons.HOST}:{stranger}")
+    tracking = Tracking(enabled=True, experiment="rlhf", uri=f"http://{processes.HOST}:{stranger}")
     assert results.run_links(tracking, {"sft": "k"}, "p") == {}
 
 
@@ -174,9 +174,9 @@ def test_a_number_that_cannot_be_is_told(
 def test_the_servers_ports_are_told_apart_before_anything_starts(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here, port = Service.here(), daemons.free_port(12000 + os.getpid() % 5000)
-    while not daemons.is_free(port + 1):
-        port = daemons.free_port(port + 2)
+    here, port = Service.here(), processes.free_port(12000 + os.getpid() % 5000)
+    while not processes.is_free(port + 1):
+        port = processes.free_port(port + 2)
     monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port + 1})
     assert here._ports({"prefect": None, "mlflow": None}) == {"prefect": port, "mlflow": port + 1}
     assert capsys.readouterr().out == ""
@@ -194,8 +194,8 @@ def test_the_servers_ports_are_told_apart_before_anything_starts(
 
 
 def test_a_port_that_our_other_server_has_is_refused(root: Path) -> None:
-    here, port = Service.here(), daemons.free_port(22000 + os.getpid() % 10000)
-    words = [sys.executable, "-m", "http.server", "--bind", daemons.HOST, str(port)]
+    here, port = Service.here(), processes.free_port(22000 + os.getpid() % 10000)
+    words = [sys.executable, "-m", "http.server", "--bind", processes.HOST, str(port)]
     here.daemon("prefect").start(words, dict(os.environ), root, port=port)
     try:
         with pytest.raises(UserError, match=rf"port {port} is prefect's"):
@@ -236,7 +236,7 @@ def test_deploy_without_a_login_is_one_message(
     root: Path, stranger: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Healthy, "status", 401)
-    url = f"http://{daemons.HOST}:{stranger}/api"
+    url = f"http://{processes.HOST}:{stranger}/api"
     monkeypatch.setenv("PREFECT_API_URL", url)
     with temporary_settings({PREFECT_API_URL: url}):
         assert service.main(["deploy"]) == 2
@@ -279,7 +279,7 @@ time.sleep(60)
 
 
 @pytest.fixture
-def at_work(root: Path) -> Iterator[daemons.Daemon]:
+def at_work(root: Path) -> Iterator[processes.Daemon]:
     """A worker that kills its run with itself, and its run."""
     worker = Service.here().daemon("worker")
     worker.start([sys.executable, "-c", WORKER], dict(os.environ), root)
@@ -288,7 +288,7 @@ def at_work(root: Path) -> Iterator[daemons.Daemon]:
     worker.stop(0.5)
 
 
-def test_the_runs_end_before_their_worker_and_keep_their_state(root: Path, at_work: daemons.Daemon) -> None:
+def test_the_runs_end_before_their_worker_and_keep_their_state(root: Path, at_work: processes.Daemon) -> None:
     Service.here()._end_runs()
     assert (root / "kept").exists()
     assert at_work.is_running()
@@ -296,7 +296,7 @@ def test_the_runs_end_before_their_worker_and_keep_their_state(root: Path, at_wo
 
 
 def test_down_lets_the_runs_keep_their_state(
-    root: Path, at_work: daemons.Daemon, capsys: pytest.CaptureFixture[str]
+    root: Path, at_work: processes.Daemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
     members = at_work.members()
     assert len(members) == 2

@@ -17,7 +17,7 @@ import httpx
 import psutil
 from ruamel.yaml import YAML
 
-from rlhf_tasks import daemons
+from rlhf_tasks.project import processes as daemons
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 ROOT = Path(__file__).parents[2]

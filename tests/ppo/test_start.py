@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks import models
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.models import TokenScores
-from rlhf_tasks.ppo import stage
+from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.small import PAD
@@ -40,12 +40,12 @@ def start(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
     def started(**changes: Any) -> ActorCritic:
         with pytest.raises(Seen):
-            stage.run(
+            ppo.run(
                 small.view("ppo", {f"ppo.{key}": value for key, value in changes.items()}), NullTracker("ppo")
             )
         return made[-1]
 
-    monkeypatch.setattr(stage, "ActorCritic", caught)
+    monkeypatch.setattr(ppo, "ActorCritic", caught)
     return started
 
 

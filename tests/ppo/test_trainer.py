@@ -18,8 +18,8 @@ from rlhf_tasks.ppo.optimise import Queue
 from rlhf_tasks.ppo.reference import OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, logprobs_of, pad_rows
 from rlhf_tasks.ppo.trainer import Trainer
-from rlhf_tasks.runtime import Runtime
-from rlhf_tasks.supervised import LanguageModelling
+from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.supervised import LanguageModelling
 from tests import small
 from tests.small import EOS, PAD
 

@@ -74,5 +74,5 @@ def contests(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(
         "rlhf_tasks.promotion.cost.measured", lambda settings, policy, sft: dict(told["cost"])
     )
-    monkeypatch.setattr("rlhf_tasks.judges.optimised", lambda settings, policy: {})
+    monkeypatch.setattr("rlhf_tasks.evaluation.judges.optimised", lambda settings, policy: {})
     return told

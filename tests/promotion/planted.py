@@ -10,7 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_tasks import lineage
+from rlhf_tasks.project import lineage
 from tests import small
 
 ROOT = Path(__file__).parents[2]

@@ -18,10 +18,14 @@ from mlflow.tracking import MlflowClient
 from ruamel.yaml import YAML
 from safetensors.numpy import save_file
 
-from rlhf_tasks import checkpoint, cli, config, contracts, lineage
+from rlhf_tasks import config
+from rlhf_tasks.cli import main
 from rlhf_tasks.config import StageView
-from rlhf_tasks.promotion import command, gate, registry, stage
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.promotion import command, gate, registry
 from rlhf_tasks.promotion.registry import Registry
+from rlhf_tasks.stages import verdict as stage
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.promotion import planted
@@ -59,7 +63,7 @@ def promote(
     """Plant a policy, keep it in the cache, and promote it by the command line; its exit status."""
     md5 = planted.pipeline(project, weights, kl=kl, changes=changes)
     planted.cached(project / "models/policy", project / ".dvc/cache")
-    status = cli.main(["promote", *words])
+    status = main.main(["promote", *words])
     label(project, md5, weights)
     return status
 
@@ -99,10 +103,10 @@ def test_a_better_one_takes_its_place_and_rollback_gives_it_back(
     assert promote(project, "two") == 0
     assert contests["asked"] == [("champion", "one")]
     assert aliases(project) == {"champion": "two"}
-    assert cli.main(["rollback"]) == 0
+    assert main.main(["rollback"]) == 0
     assert aliases(project) == {"champion": "one"}
     assert f"{NAME} version 1 is champion again; version 2 is not" in capsys.readouterr().out
-    assert cli.main(["rollback"]) == 2
+    assert main.main(["rollback"]) == 2
     assert "is the first champion: there is none to go back to" in capsys.readouterr().err
 
 
@@ -112,7 +116,7 @@ def test_what_was_rolled_back_returns_only_when_asked(
     """Else the next nightly run would put back what a person has taken away."""
     promote(project, "one")
     promote(project, "two")
-    cli.main(["rollback"])
+    main.main(["rollback"])
     assert promote(project, "two") == 3
     assert "rollbacks of this policy" in capsys.readouterr().out
     assert aliases(project) == {"champion": "one", "challenger": "two"}
@@ -163,7 +167,7 @@ def test_without_judging_it_is_decided_or_nothing_is_done(
     assert "Undecided: models/policy is to be judged first" in capsys.readouterr().out
     shutil.copytree("models/policy", "elsewhere")
     (project / "elsewhere/weights").write_text("foreign", encoding="utf-8")
-    assert cli.main(["promote", "elsewhere", *words]) == command.UNDECIDED, "the metrics do not tell of it"
+    assert main.main(["promote", "elsewhere", *words]) == command.UNDECIDED, "the metrics do not tell of it"
     assert contests["asked"] == []
     assert len(client(project).search_model_versions(f"name = '{NAME}'")) == 1, "nothing is registered"
     assert promote(project, "two") == 0
@@ -177,17 +181,17 @@ def test_a_policy_of_which_the_metrics_do_not_tell_is_judged_now(
     (project / "elsewhere/weights").write_text("foreign", encoding="utf-8")
     wins = {key: value for key, value in planted.BETTER.items() if "_vs_sft" in key}
     contests["sft"] = wins
-    assert cli.main(["promote", "elsewhere"]) == 3
+    assert main.main(["promote", "elsewhere"]) == 3
     assert contests["asked"] == [("sft", "models/sft")]
     shown = capsys.readouterr().out
     assert "KL is not known: kl was not measured of this policy" in shown
     assert "is not in the DVC cache" in shown
     lost = {key: value for key, value in planted.BETTER.items() if key not in wins}
     contests["cost"] = lost | {"kl": 11.0}
-    assert cli.main(["promote", "elsewhere"]) == 3
+    assert main.main(["promote", "elsewhere"]) == 3
     assert "KL 11 > 10" in capsys.readouterr().out
     contests["cost"] = lost | {"kl": 9.0}
-    assert cli.main(["promote", "elsewhere/"]) == 0
+    assert main.main(["promote", "elsewhere/"]) == 0
 
 
 def test_what_the_gate_does_not_ask_for_is_not_measured(
@@ -200,7 +204,7 @@ def test_what_the_gate_does_not_ask_for_is_not_measured(
     off = ("promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop")
     planted.params(project, dict.fromkeys(off))
     (project / "models/policy/weights").write_text("foreign", encoding="utf-8")
-    assert cli.main(["promote"]) == 0
+    assert main.main(["promote"]) == 0
 
 
 def test_a_judge_that_ppo_optimised_for_this_policy_promotes_nothing(
@@ -208,7 +212,7 @@ def test_a_judge_that_ppo_optimised_for_this_policy_promotes_nothing(
 ) -> None:
     """By its weights, whatever its folder is called."""
     optimised = {"reward_model": "models/reward_heldout"}
-    monkeypatch.setattr("rlhf_tasks.judges.optimised", lambda settings, policy: optimised)
+    monkeypatch.setattr("rlhf_tasks.evaluation.judges.optimised", lambda settings, policy: optimised)
     assert promote(project, "one") == 3
     verdict = client(project).get_model_version(NAME, "1").tags["verdict.summary"]
     assert verdict == "judges that are the optimised reward (reward_model) 1 > 0"
@@ -248,13 +252,13 @@ def test_a_champion_whose_weights_are_gone_is_a_mistake_to_mend(
 
 
 def test_mistakes_are_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["promote", "models/none"]) == 2
+    assert main.main(["promote", "models/none"]) == 2
     assert "models/none is no checkpoint" in capsys.readouterr().err
-    assert cli.main(["rollback"]) == 2
+    assert main.main(["rollback"]) == 2
     assert "has no champion" in capsys.readouterr().err
     planted.params(project, {"promotion": None})
     for word in ("promote", "rollback"):
-        assert cli.main([word]) == 2
+        assert main.main([word]) == 2
         assert "promotion: null" in capsys.readouterr().err
 
 
@@ -263,9 +267,9 @@ def test_mlflow_that_is_away_puts_it_off(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     planted.params(project, {"tracking.uri": "http://127.0.0.1:9"})
-    assert cli.main(["promote"]) == 4
+    assert main.main(["promote"]) == 4
     assert "Deferred: MLflow does not answer" in capsys.readouterr().out
-    assert cli.main(["rollback"]) == 4
+    assert main.main(["rollback"]) == 4
 
 
 # ----------------------------------------------------------------------------- killed, and again
@@ -314,7 +318,7 @@ def test_killed_before_any_request_the_same_command_ends_alike(
     if act != "promote":
         promote(project, "two")
     if act == "promote again":
-        cli.main(["rollback"])
+        main.main(["rollback"])
         client(project).set_model_version_tag(NAME, "2", "verdict.of_old", "1")
     md5 = planted.pipeline(project, "two")
     planted.cached(project / "models/policy", project / ".dvc/cache")
@@ -390,7 +394,7 @@ def test_killed_while_the_verdict_is_written(project: Path, monkeypatch: pytest.
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_json", killed)
+        patch.setattr(atomic, "write_json", killed)
         with pytest.raises(Killed):
             promote(project, "one")
     assert aliases_of(project) == ["challenger"]
@@ -430,11 +434,11 @@ def test_what_is_no_policy_is_refused_before_anything_is_registered(
     planted.pipeline(project, "one")
     reward = project / "models/reward"
     reward.mkdir()
-    assert cli.main(["promote", "models/reward"]) == 2
+    assert main.main(["promote", "models/reward"]) == 2
     assert "models/reward is no checkpoint (it has no config.json)" in capsys.readouterr().err
     (reward / "config.json").write_text("{}", encoding="utf-8")
     (reward / "rlhf.json").write_text('{"kind": "reward"}', encoding="utf-8")
-    assert cli.main(["promote", "models/reward"]) == 2
+    assert main.main(["promote", "models/reward"]) == 2
     assert "models/reward is a reward model" in capsys.readouterr().err
     assert client(project).search_registered_models() == []
 
@@ -445,7 +449,7 @@ def test_a_champion_of_someone_else_s_is_named(project: Path, capsys: pytest.Cap
     store.create_model_version(NAME, "somewhere", await_creation_for=0)
     store.set_registered_model_alias(NAME, "champion", "1")
     planted.pipeline(project, "one")
-    assert cli.main(["promote"]) == 2
+    assert main.main(["promote"]) == 2
     assert "is champion and has no tag dvc.md5" in capsys.readouterr().err
 
 
@@ -460,5 +464,5 @@ def test_a_judge_that_the_policy_was_trained_to_please_does_not_count_though_par
     lock["stages"]["ppo"]["params"] = {"params.yaml": {"ppo": {"scorers": scorers}}}
     with Path("dvc.lock").open("w", encoding="utf-8") as file:
         YAML().dump(lock, file)
-    assert cli.main(["promote"]) == 3
+    assert main.main(["promote"]) == 3
     assert "judges that are the optimised reward (gold)" in capsys.readouterr().out

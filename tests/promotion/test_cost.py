@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_tasks import config, console, models
+from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, UserError
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
-from rlhf_tasks.judge.answers import sample
+from rlhf_tasks.evaluation.answers import sample
+from rlhf_tasks.modeling import models
 from rlhf_tasks.promotion import cost
 from tests import small, toy
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import lineage
 from rlhf_tasks.config import UserError
+from rlhf_tasks.project import lineage
 from rlhf_tasks.promotion import evidence
 from tests.promotion import planted
 

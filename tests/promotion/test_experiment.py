@@ -11,14 +11,16 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import cli, console, lineage, repository, workspace
-from rlhf_tasks.judges import making
+from rlhf_tasks import console
+from rlhf_tasks.cli import main
+from rlhf_tasks.evaluation.judges import making
 from rlhf_tasks.presets import Request
+from rlhf_tasks.project import lineage, repository, workspaces
 from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
+from tests.project.test_workspaces import repro
 from tests.promotion import planted
-from tests.test_workspace import repro
 
 pytestmark = [pytest.mark.usefixtures("contests"), pytest.mark.e2e]
 NAME = "rlhf-policy"
@@ -75,7 +77,7 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
     """As the service's run of this name leaves it; its commit."""
     text, settings, _ = Request(overrides=changes).settle(repository.committed(root, "params.yaml"))
-    place = workspace.create(root, name, text, settings)
+    place = workspaces.create(root, name, text, settings)
     try:
         repro(place.folder)
         dvc = partial(repository.dvc, place.folder)
@@ -111,21 +113,21 @@ def test_an_experiment_is_promoted_and_the_working_tree_stays_as_it_is(
     first, second = run(root, "one", seed=11), run(root, "two", seed=12)
     (root / "given/judge.json").write_text("a change of the user's\n", encoding="utf-8")
     before = seen(root)
-    assert cli.main(["promote", "one"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert f"{NAME} version 1 (models/policy of one) is champion now" in capsys.readouterr().out
     told = tags(root, "1")
     assert (told["dvc.exp"], told["dvc.rev"], told["dvc.path"]) == ("one", first, "models/policy")
     assert (told["rlhf.run"], told["verdict"]) == ("ppo-of-it", "passed")
     assert "rlhf.folder" not in told, "the cache has it, and the folder it lay in is gone"
     assert "kl: 1.5 <= 10, margin +8.5, passed" in told["verdict.criteria"].splitlines()
-    assert cli.main(["promote", "two"]) == 0
+    assert main.main(["promote", "two"]) == 0
     assert contests["asked"] == [("champion", "11")], "the metrics count, and the champion's weights are had"
     assert (champion(root), tags(root, "2")["dvc.rev"]) == ("2", second)
     assert seen(root) == before
     assert Path.cwd() == root
     assert list((root / ".rlhf/workspaces").iterdir()) == []
     assert toy.git(root, "worktree", "list").count("\n") == 1
-    assert cli.main(["rollback"]) == 0
+    assert main.main(["rollback"]) == 0
     assert champion(root) == "1"
 
 
@@ -135,11 +137,11 @@ def test_the_gate_and_the_judges_are_those_of_here(
     """A sweep's cell without a gate can be promoted by hand; other judges than it ran with judge it anew."""
     run(root, "cell", seed=11, promotion=None)
     planted.params(root, {"data.path": "given", "promotion.max_kl": 1.0})
-    assert cli.main(["promote", "cell"]) == 3
+    assert main.main(["promote", "cell"]) == 3
     assert "KL 1.5 > 1" in capsys.readouterr().out
     assert contests["asked"] == []
     planted.params(root, {"data.path": "given", "judge.temperature": 0.5})
-    assert cli.main(["promote", "cell"]) == 0
+    assert main.main(["promote", "cell"]) == 0
     assert contests["asked"] == [("sft", "models/sft")]
 
 
@@ -196,11 +198,11 @@ def test_files_that_judges_read_are_those_of_here_and_models_of_the_pipeline_the
     monkeypatch.setattr(
         "rlhf_tasks.promotion.cost.measured", lambda settings, policy, sft: dict(planted.BETTER)
     )
-    assert cli.main(["promote", "one"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert seen == {}, "the files are the same: what the pipeline measured counts"
     write_own_files(root, "now", 1)
     run(root, "two", seed=12)
-    assert cli.main(["promote", "two"]) == 0
+    assert main.main(["promote", "two"]) == 0
     others = "elsewhere, rubric.txt, general.txt, opinion_of_here.py"
     assert f"the metrics here were measured with another {others}: it is judged" in capsys.readouterr().out
     assert seen == {
@@ -213,7 +215,7 @@ def test_weights_that_are_nowhere_are_told_with_how_to_have_them(
 ) -> None:
     run(root, "one", seed=11)
     shutil.rmtree(root / ".dvc/cache")
-    assert cli.main(["promote", "one"]) == 2
+    assert main.main(["promote", "one"]) == 2
     told = capsys.readouterr().err
     assert "the DVC cache here lacks of the experiment one: models/policy (" in told
     assert "`dvc exp push GIT_REMOTE one`" in told
@@ -227,7 +229,7 @@ def test_weights_that_a_remote_has_are_pulled(root: Path) -> None:
     toy.commit(root)
     run(root, "one", seed=11, push=True)
     shutil.rmtree(root / ".dvc/cache")
-    assert cli.main(["promote", "one"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert champion(root) == "1"
     assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
 
@@ -236,7 +238,7 @@ def test_a_lineage_that_is_nowhere_stops_nothing(root: Path, capsys: pytest.Capt
     run(root, "one", seed=11)
     md5 = lineage.digest(root / "given/lineage.json")
     (root / f".dvc/cache/files/md5/{md5[:2]}/{md5[2:]}").unlink()
-    assert cli.main(["promote", "one"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert "models/lineage/ppo.json of one is nowhere" in capsys.readouterr().out
     assert "rlhf.run" not in tags(root, "1")
 
@@ -248,7 +250,7 @@ def test_promoting_makes_no_commit_and_asks_for_no_name(root: Path, monkeypatch:
     for variable in ("HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(variable, str(root.parent))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    assert cli.main(["promote", "one"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert champion(root) == "1"
 
 
@@ -257,13 +259,13 @@ def test_a_name_is_taken_by_the_letter_and_no_folder_without_a_checkpoint_hides_
 ) -> None:
     run(root, "one", seed=11)
     for pattern in ("o*", "[o]ne", "on?"):
-        assert cli.main(["promote", pattern]) == 2
+        assert main.main(["promote", pattern]) == 2
         assert (
             f"{pattern} is no checkpoint (it has no config.json), and no experiment"
             in capsys.readouterr().err
         )
     (root / "one").mkdir()
-    assert cli.main(["promote", "one"]) == 0
+    assert main.main(["promote", "one"]) == 0
     assert champion(root) == "1"
 
 
@@ -272,7 +274,7 @@ def test_a_run_without_a_policy_and_a_name_of_nothing_are_told(
 ) -> None:
     head = toy.git(root, "rev-parse", "HEAD").strip()
     toy.git(root, "update-ref", f"refs/exps/{head[:2]}/{head[2:]}/idle", head)
-    assert cli.main(["promote", "idle"]) == 2
+    assert main.main(["promote", "idle"]) == 2
     assert "the experiment idle has no models/policy: its stage ppo has not run" in capsys.readouterr().err
-    assert cli.main(["promote", "none"]) == 2
+    assert main.main(["promote", "none"]) == 2
     assert "none is no checkpoint (it has no config.json), and no experiment" in capsys.readouterr().err

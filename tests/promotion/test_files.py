@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_tasks import lineage
+from rlhf_tasks.project import lineage
 from rlhf_tasks.promotion import files
 
 JUDGES = [

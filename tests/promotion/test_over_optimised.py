@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks import checkpoint, config
+from rlhf_tasks import config
 from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.project import atomic
 from rlhf_tasks.promotion import evidence
 from rlhf_tasks.tracking import NullTracker
 from tests import small, toy
@@ -51,7 +52,7 @@ def made(kl_coef: float) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """The judge's metrics of a policy that is trained now, and the criteria that the gate put to it."""
     settings = config.validate(small.params(TASK | {"ppo.kl_coef": kl_coef}), "test")
     tracker = NullTracker("ppo")
-    checkpoint.write_json(evidence.PPO, toy.run("ppo", settings, tracker))
+    atomic.write_json(evidence.PPO, toy.run("ppo", settings, tracker))
     evidence.CURVE.parent.mkdir(exist_ok=True)
     with evidence.CURVE.open("w", encoding="utf-8", newline="") as file:
         rows = [{"episode": row["episode"], evidence.KL: row.get(evidence.KL)} for row in tracker.history()]
@@ -59,7 +60,7 @@ def made(kl_coef: float) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         writer.writeheader()
         writer.writerows(rows)
     judged = toy.run("judge", settings)
-    checkpoint.write_json(evidence.JUDGE, judged)
+    atomic.write_json(evidence.JUDGE, judged)
     toy.run("verdict", settings)
     verdict = json.loads(Path("evaluation/verdict.json").read_text(encoding="utf-8"))
     return judged, {criterion["key"]: criterion for criterion in verdict["criteria"]}

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import checkpoint, cli, config, console, contracts, lineage, models
+from rlhf_tasks import config, console
+from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking.store import embedded_uri
 from tests import small, toy
@@ -35,9 +38,9 @@ def judged(folder: Path, seed: int) -> str:
     )
     (folder / "plots").mkdir(exist_ok=True)
     (folder / "plots/ppo.csv").write_text(f"episode,{planted.CURVE}\n16,0\n32,1.25\n", encoding="utf-8")
-    checkpoint.write_json(folder / "metrics/ppo.json", {"selected_episode": 16.0})
-    checkpoint.write_json(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-{seed}"})
-    checkpoint.write_json(folder / "metrics/judge.json", toy.run("judge", config.load()))
+    atomic.write_json(folder / "metrics/ppo.json", {"selected_episode": 16.0})
+    atomic.write_json(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-{seed}"})
+    atomic.write_json(folder / "metrics/judge.json", toy.run("judge", config.load()))
     planted.lock(folder)
     planted.cached(folder / "models/policy", folder / ".dvc/cache")
     return lineage.digest(folder / "models/policy")
@@ -54,9 +57,9 @@ def test_from_the_judges_to_the_champion_and_back(
     shutil.copy(planted.ROOT / "dvc.yaml", models_here)
     planted.params(models_here, LENIENT)
     first = judged(models_here, seed=2)
-    assert cli.main(["promote"]) == 0
+    assert main.main(["promote"]) == 0
     second = judged(models_here, seed=7)
-    assert cli.main(["promote"]) == 0
+    assert main.main(["promote"]) == 0
     verdict = json.loads(command.verdict_file(home, second).read_text(encoding="utf-8"))
     told = {criterion["key"]: criterion for criterion in verdict["criteria"]}
     assert told["kl"]["value"] == 1.25
@@ -65,7 +68,7 @@ def test_from_the_judges_to_the_champion_and_back(
     assert f"models/policy vs .rlhf/policies/{first}" in capsys.readouterr().out
     third = judged(models_here, seed=8)
     planted.params(models_here, {**LENIENT, "promotion.over_champion": 1.0})
-    assert cli.main(["promote"]) == 3
+    assert main.main(["promote"]) == 3
     store = MlflowClient(embedded_uri(home))
 
     def aliases() -> dict[str, str]:
@@ -73,5 +76,5 @@ def test_from_the_judges_to_the_champion_and_back(
         return {a: store.get_model_version("rlhf-policy", v).tags["dvc.md5"] for a, v in found.items()}
 
     assert aliases() == {"champion": second, "challenger": third}
-    assert cli.main(["rollback"]) == 0
+    assert main.main(["rollback"]) == 0
     assert aliases()["champion"] == first

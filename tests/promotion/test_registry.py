@@ -12,7 +12,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks.config import Tracking, UserError
-from rlhf_tasks.daemons import free_port
+from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.promotion.registry import (
     BEFORE,
     CHALLENGER,

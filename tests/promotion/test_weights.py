@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import lineage
 from rlhf_tasks.config import UserError
+from rlhf_tasks.project import lineage
 from rlhf_tasks.promotion import weights
 from tests.flows.toy import commit
 from tests.promotion import planted

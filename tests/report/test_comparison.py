@@ -1,144 +1,89 @@
-"""Runs side by side: settings by what differs, seeds as one line, and a message for what is unknown."""
+"""Means and bands by hand; the same results give the same picture."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlhf_tasks import cli, comparison
-from rlhf_tasks.comparison import Result
 from rlhf_tasks.config import UserError
-from rlhf_tasks.report import comparison as compared
-from rlhf_tasks.report import page
-from tests.report.test_page import Document
+from rlhf_tasks.project import repository
+from rlhf_tasks.report import comparison
+from rlhf_tasks.report.comparison import Result
+from tests.flows import toy
 
 
-def result(name: str, seed: int, kl_coef: str, values: list[float], **more: str) -> Result:
-    curves = {"ppo": [{"episode": 64.0 * (i + 1), "objective/kl": v} for i, v in enumerate(values)]}
-    metrics = {
-        "ppo/objective/kl": values[-1],
-        "judge/gold/policy_vs_sft/win_rate": 0.6,
-        "judge/gold/policy_vs_sft/low": 0.5,
-        "judge/gold/policy_vs_sft/high": 0.7,
-        "judge/gold/win_rate": 0.9,
-    }
-    return Result("", seed, name, metrics, curves, {"ppo.kl_coef": kl_coef, "ppo.lam": "0.95", **more})
+def result(setting: str, seed: int, values: list[float], accuracy: float) -> Result:
+    curves = [{"episode": 64.0 * (i + 1), "objective/kl": value} for i, value in enumerate(values)]
+    return Result(setting, seed, f"{setting}-{seed}", {"reward/accuracy": accuracy}, {"ppo": curves})
 
 
-RUNS = [
-    result("first", 1, "0.03", [1.0, 2.0]),
-    result("second", 2, "0.03", [3.0, 4.0]),
-    result("third", 1, "0.1", [0.5, 0.5], **{"reward.margin": "1.0"}),
+RESULTS = [
+    result("a", 1, [1.0, 2.0], 0.5),
+    result("a", 2, [3.0, 6.0, 7.0], 0.7),
+    result("b", 1, [1.0], 0.9),
 ]
 
 
-def test_a_setting_is_what_the_runs_differ_in() -> None:
-    """A parameter that one of them does not tell is not looked at."""
-    settings = [one.setting for one in comparison.settled(RUNS)]
-    assert settings == ["ppo.kl_coef=0.03", "ppo.kl_coef=0.03", "ppo.kl_coef=0.1"]
-    assert [one.setting for one in comparison.settled(RUNS[:2])] == ["all", "all"]
+def test_the_band_is_the_mean_and_sample_deviation_where_all_seeds_have_points() -> None:
+    xs, means, deviations = comparison.band(RESULTS[:2], "objective/kl")
+    assert xs == [64.0, 128.0]
+    assert means == [2.0, 4.0]
+    assert deviations == pytest.approx([2**0.5, 8**0.5])
+    assert comparison.band(RESULTS[2:], "objective/kl") == ([64.0], [1.0], [0.0])
+    assert comparison.band(RESULTS, "no/such") == ([], [], [])
 
 
-def test_runs_that_differ_in_their_verdict_only_are_one() -> None:
-    """Of two gates over one training: no further seed."""
-    other = replace(RUNS[0], experiment="other gate", metrics={**RUNS[0].metrics, "verdict/passed": 0.0})
-    assert [one.experiment for one in comparison.settled([*RUNS, other])] == ["other gate", "second", "third"]
-    unlike = replace(RUNS[0], experiment="unlike", metrics={**RUNS[0].metrics, "judge/gold/win_rate": 0.8})
-    assert len(comparison.settled([*RUNS, unlike])) == 4
-
-
-def test_seeds_are_a_line_with_a_band_and_a_single_run_has_its_interval() -> None:
-    context = compared.context(comparison.settled(RUNS))
-    assert [label for label, _ in context["groups"]] == ["A: ppo.kl_coef=0.03", "B: ppo.kl_coef=0.1"]
-    assert context["parameters"] == [("ppo.kl_coef", ["0.03", "0.1"])]
-    assert dict(context["headlines"]) == {
-        "judge/gold/policy_vs_sft/win_rate": ["0.6 ± 0", "0.6 (0.5 to 0.7)"],
-        "ppo/objective/kl": ["3 ± 1.4", "0.5"],
-    }
-    (figure,) = context["figures_drawn"]
-    assert figure.title == "KL from the reference"
-    assert figure.svg.count("<polyline") == 2
-    assert figure.svg.count("<polygon") == 1, "one run has no band"
-    assert "A from 2 to 3" in figure.svg
-
-
-def test_the_page_is_whole_and_loads_nothing() -> None:
-    html = page.document("comparison.html", compared.context(comparison.settled(RUNS)))
-    document = Document(html)
-    assert "3 runs of 2 settings" in document.text
-    assert all(a.get("scope") for a in document.of("th"))
-    sources = [a[key] for _, a in document.tags for key in ("src", "href") if key in a]
-    assert [s for s in sources if not (s or "").startswith(("#", "data:"))] == []
-    hostile = page.document("comparison.html", compared.context(comparison.settled(
-        [result("<script>", 1, "<b>", [1.0]), result("b", 1, "0.1", [1.0])]
-    )))  # fmt: skip
-    assert Document(hostile).of("script") == []
-
-
-def test_more_settings_than_a_figure_tells_apart_are_refused() -> None:
-    many = [result(str(i), 1, str(i), [1.0]) for i in range(7)]
-    with pytest.raises(UserError, match="7 different settings, and a figure shows 6 at most"):
-        compared.context(comparison.settled(many))
-
-
-def folder(root: Path, seed: int, kl: float) -> Path:
-    for name, text in {
-        "params.yaml": f"seed: {seed}\nppo: {{kl_coef: 0.03}}\nservice: {{retries: {seed}}}\n",
-        "metrics/ppo.json": json.dumps({"objective/kl": kl}),
-        "plots/ppo.csv": f"episode,objective/kl\n64,{kl}\n",
-    }.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="utf-8")
-    return root
-
-
-def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = folder(project / "one", 1, 1.0), folder(project / "two", 2, 3.0)
-    assert cli.main(["compare", str(one), str(two), str(one), "--out", "both.html"]) == 0
-    assert "2 run(s), 1 setting(s)" in capsys.readouterr().out
-    text = Document(Path("both.html").read_text(encoding="utf-8")).text
-    assert "ppo/objective/kl 2 ± 1.4" in text
-
-
-def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", "no-such-run"]) == 2
-    said = capsys.readouterr().err
-    assert "no-such-run is no run that MLflow or git knows here; give an MLflow run's id" in said
-    assert said.count("\n") == 1
-    assert not Path("comparison.html").exists()
-
-
-def test_a_run_that_does_not_tell_what_others_differ_in_is_a_setting_of_its_own() -> None:
-    silent = Result("", 1, "cached", {}, {}, {"ppo.lam": "0.95"})
-    settings = [one.setting for one in comparison.settled([*RUNS, silent])]
-    assert settings == ["ppo.kl_coef=0.03", "ppo.kl_coef=0.03", "ppo.kl_coef=0.1", "ppo.kl_coef=?"]
-    context = compared.context(comparison.settled([*RUNS, silent]))
-    assert context["parameters"] == [("ppo.kl_coef", ["0.03", "0.1", "?"])]
-
-
-def test_what_is_not_finite_is_left_out_and_counted() -> None:
-    values = {"a": 0.5, "b": float("nan"), "c": 1.5}
-    runs = [comparison._result(name, {"ppo/x": v}, {}, {}, name) for name, v in values.items()]
-    assert comparison.cell(runs, "ppo/x") == "1 ± 0.71 (2 of 3)"
-    assert comparison._rows("episode,x,y\n1,inf,2\n2,nan,3\n") == [
-        {"episode": 1.0, "y": 2.0},
-        {"episode": 2.0, "y": 3.0},
+def test_the_table_has_a_row_per_setting() -> None:
+    rows = comparison.table(RESULTS, ["reward/accuracy", "no/such"])
+    assert rows == [
+        {"setting": "a", "seeds": 2, "reward/accuracy": "0.6 ± 0.14", "no/such": "–"},
+        {"setting": "b", "seeds": 1, "reward/accuracy": "0.9 ± 0", "no/such": "–"},
     ]
 
 
-def test_a_number_is_one_value_however_it_was_written() -> None:
-    """YAML says 12, MLflow, which keeps what the types made of it, "12.0"."""
-    pairs = [(12, "12.0"), (0.03, "0.03"), ([0.9, 1], "[0.9, 1.0]"), (None, "null"), ("gpt_neox", "gpt_neox")]
-    for yaml, mlflow in pairs:
-        told = [comparison._result("x", {}, {}, {"k": v}, "").parameters["k"] for v in (yaml, mlflow)]
-        assert told[0] == told[1]
+def test_the_same_results_give_the_same_figure(tmp_path: Path) -> None:
+    for name in ("one.png", "two.png"):
+        comparison.draw(RESULTS, ["objective/kl"], "sweep", tmp_path / name)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
 
 
-def test_a_run_asked_for_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics/ppo.json").write_text(json.dumps({"objective/kl": 1.0}), encoding="utf-8")
-    compared.run(tmp_path, [str(tmp_path), f"{tmp_path}/."], tmp_path / "out.html")
-    assert "1 run(s)" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("path", "content", "why"),
+    [
+        ("metrics/judge.json", "{", "metrics/judge.json of . cannot be read"),
+        ("metrics/judge.json", '{"rate": "much"}', "metrics/judge.json of . cannot be read .*'much'"),
+        ("plots/ppo.csv", "episode,kl\n64,high\n", "plots/ppo.csv of . cannot be read .*'high'"),
+        ("params.yaml", "seed: [", "params.yaml of . cannot be read"),
+        ("metrics/judge.json", None, r"\./metrics is empty"),
+    ],
+)
+def test_a_file_of_a_run_that_is_torn_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str | None, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"metrics/judge.json": '{"rate": 1}', path: content}.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        if text is not None:
+            Path(name).write_text(text, encoding="utf-8")
+        else:
+            Path(name).unlink(missing_ok=True)
+    with pytest.raises(UserError, match=why):
+        comparison.find(tmp_path, ".", [])
+
+
+def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
+    root = toy.make(tmp_path / "project")
+    for path in ("metrics/first.json", "plots/ppo.csv"):
+        (root / path).parent.mkdir()
+    (root / "metrics/first.json").write_text('{"x": {"y": 2}}', encoding="utf-8")
+    (root / "plots/ppo.csv").write_text("episode,objective/kl,lr\n64,0.5,\n", encoding="utf-8")
+    toy.commit(root)
+    toy.git(root, "update-ref", f"refs/exps/00/{'0' * 38}/mine", "HEAD")
+    toy.git(root, "rm", "-q", "-r", "metrics")
+    found = comparison.read(root, "a", 1, "mine")
+    assert found.metrics == {"first/x.y": 2}
+    assert found.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
+    assert repository.experiment(root, "ine") is None, "whole names only"
+    with pytest.raises(UserError, match="no experiment 'other'"):
+        comparison.read(root, "a", 1, "other")

@@ -23,7 +23,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
-from rlhf_tasks.daemons import free_port
+from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import context, courier, curves, rendezvous, store
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.courier import Courier, Delivery

@@ -22,9 +22,10 @@ from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE, R
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import config, lineage, tracking
+from rlhf_tasks import config, tracking
 from rlhf_tasks.config import UserError
-from rlhf_tasks.daemons import free_port
+from rlhf_tasks.project import lineage
+from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import context, courier, curves, dashboard, records, refusals
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.rendezvous import Post

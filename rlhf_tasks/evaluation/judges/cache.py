@@ -1,0 +1,48 @@
+"""Replies that were paid for, kept for good: a file of JSON lines that only ever grows.
+
+A record is written by one call the moment it is there, so that a killed process loses none that it had
+read, and several processes can share the file. What a crash of the machine tore is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks.project import atomic
+
+
+class Cache:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            for line in path.read_bytes().splitlines():
+                self._read(line)
+
+    def _read(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(record, dict) and isinstance(record.get("key"), str):
+            self._known[record["key"]] = record
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        return self._known.get(key)
+
+    def add(self, key: str, record: Mapping[str, Any]) -> None:
+        kept = {"key": key, **record}
+        atomic.append_line(self._path, json.dumps(kept))
+        self._known[key] = kept
+
+
+def key_of(content: Mapping[str, Any]) -> str:
+    """sha256 of what decides a reply."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,352 @@
+"""The models of the pipeline: made, loaded, given adapters, saved.
+
+A checkpoint is an ordinary Hugging Face folder (safetensors, config, tokenizer, a model card), and in it
+the rlhf.json of contracts.py. Nothing in it changes from run to run. Newly initialised weights at load are
+an error: a reward head made up on the spot would train PPO on noise.
+
+B batch · Q query · R response · T = Q + R · V vocabulary · H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_tasks.config import Scratch, is_hub_id
+from rlhf_tasks.config.training import Lora
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
+
+SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
+
+
+# -------------------------------------------------------------------------------------- making
+
+
+def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
+    """A randomly initialised causal LM of one of the known families; weights from torch's global RNG.
+
+    Dropout is off, as everywhere in this pipeline: PPO's ratio must be 1 before the first step.
+    """
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
+        "initializer_range": shape.hidden_size**-0.5,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if shape.family == "gpt2":
+        sizes: dict[str, Any] = {
+            "n_embd": shape.hidden_size, "n_layer": shape.num_layers, "n_head": shape.num_heads,
+            "n_positions": max_positions, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }  # fmt: skip
+    else:
+        sizes = {
+            "hidden_size": shape.hidden_size, "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads, "intermediate_size": 4 * shape.hidden_size,
+            "max_position_embeddings": max_positions,
+        }  # fmt: skip
+        if shape.family != "gpt_neox":
+            # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
+            sizes["intermediate_size"] = 8 * round(shape.hidden_size / 3)
+            sizes["num_key_value_heads"] = shape.num_heads
+    config = AutoConfig.for_model(shape.family, **common, **sizes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model on a device; transformers types `to` for whole arguments of its own only."""
+    nn.Module.to(model, device)
+    return model
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A causal LM from a folder or the hub, in float32, dropout off.
+
+    Raises:
+        ContractError: if it cannot be read, or weights are missing from it.
+    """
+    return _load(AutoModelForCausalLM, source, revision)
+
+
+def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
+    """A reward (or value) model with its **trained** head.
+
+    Raises:
+        ContractError: if it has no trained one-score head, or cannot be read.
+    """
+    model = load_classifier(source, revision)
+    if model.config.num_labels != 1:
+        raise ContractError(
+            f"{source} is no reward model: it has {model.config.num_labels} labels where a reward model "
+            "has one score"
+        )
+    return TokenScores(model)
+
+
+def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A sequence classifier with its trained head, in float32, dropout off.
+
+    Raises:
+        ContractError: if it cannot be read, or weights are missing from it.
+    """
+    return _load(AutoModelForSequenceClassification, source, revision)
+
+
+def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
+    try:
+        model, info = auto.from_pretrained(
+            source, revision=revision, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        hint = (
+            "a hub id needs network access or a filled cache"
+            if is_hub_id(str(source))
+            else "is it a checkpoint folder?"
+        )
+        raise ContractError(
+            f"cannot load a model from {source}: {str(error).splitlines()[0]} ({hint})"
+        ) from error
+    heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
+    if heads:
+        raise ContractError(
+            f"{source} holds {', '.join(heads)}: it is a model that scores or classifies texts, where a "
+            "language model is asked for"
+        )
+    missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
+    if missing:
+        what = "its trained head" if any("score" in key for key in missing) else "weights"
+        raise ContractError(
+            f"{source} lacks {what}: {', '.join(missing[:5])} would be newly initialised; "
+            "give a checkpoint that holds every weight"
+        )
+    return without_dropout(model)
+
+
+class TokenScores(nn.Module):
+    """A scalar for every token: a reward model reads the one of the last real token, a value model all.
+
+    `mean` are the constants that make the score's mean zero on the demonstrations; they are stored in
+    the model's config, and a value model starts with them too.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.mean: float = getattr(model.config, "score_mean", 0.0)
+
+    @classmethod
+    def from_policy(cls, policy_folder: Path, generator: torch.Generator) -> TokenScores:
+        """The policy's trunk under a new head drawn from N(0, 1/√(H+1)) (arXiv 2403.17031)."""
+        config = AutoConfig.from_pretrained(policy_folder, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        trunk = load_causal(policy_folder).base_model
+        model.base_model.load_state_dict(trunk.state_dict())
+        std = 1 / (head_of(model).in_features + 1) ** 0.5
+        with torch.no_grad():
+            head_of(model).weight.normal_(0.0, std, generator=generator)
+        return cls(without_dropout(model))
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """(B, T, H) of the last layer."""
+        out = self.model.base_model(
+            input_ids=batch.query_response, attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids, use_cache=False,
+        )  # fmt: skip
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(B, T) float32: a score after each token."""
+        return self.scored(self.hidden_states(batch))
+
+    def scored(self, hidden: Tensor) -> Tensor:
+        """(B, T, H) → (B, T) float32, the stored mean taken off."""
+        scores: Tensor = head_of(self.model)(hidden).squeeze(-1).float()
+        return scores - self.mean
+
+    def set_mean(self, mean: float) -> None:
+        """Store the constant that is taken off every score."""
+        self.mean = self.model.config.score_mean = mean
+
+
+def head_of(model: PreTrainedModel) -> nn.Linear:
+    """The score head of a sequence classifier (`score` in every decoder family)."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ContractError(
+            f"{type(model).__name__} has no linear head called `score`: not a known reward model shape"
+        )
+    return head
+
+
+def last_token(per_token: Tensor, batch: Batch) -> Tensor:
+    """(B, T) → (B,): the entry of each row's last real token."""
+    positions = torch.arange(per_token.shape[1], device=per_token.device)
+    last = torch.where(batch.attention_mask.bool(), positions, -1).amax(dim=1)
+    return per_token.gather(1, last[:, None]).squeeze(1)
+
+
+def response_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """(B, R, V) logits that predict the response tokens; the LM head runs on those positions only."""
+    keep = batch.num_response_columns + 1
+    out = model(
+        input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
+        use_cache=False, logits_to_keep=keep,
+    )  # fmt: skip
+    logits: Tensor = out.logits
+    return logits[:, :-1]
+
+
+# ---------------------------------------------------------------------------------- adapters
+
+
+def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
+    """Low-rank adapters put into every linear layer but the head, in place; the same model comes back.
+
+    W x becomes W x + alpha / r · B A x, with A drawn by `seed` and B zero, so that nothing changes at first
+    (arXiv 2106.09685, 4.1). Only the adapters are trained, and the head of a model that scores.
+    """
+    from peft import LoraConfig, TaskType, inject_adapter_in_model
+
+    scores = model.get_output_embeddings() is None
+    settings = LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, target_modules="all-linear",  # type: ignore[arg-type]
+        task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):  # what else is drawn does not depend on adapters
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model)
+    if scores:
+        head_of(model).requires_grad_(True)
+    return model
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before its adapters, while it lasts: PPO's reference without a copy.
+
+    A trained head stays trained. What is to be trained is the same afterwards.
+    """
+    layers = _adapted(model).values()
+    trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, flag in trained:
+            parameter.requires_grad_(flag)
+
+
+@torch.no_grad()
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """The plain model with its adapters folded into the weights, for saving: a copy on the CPU.
+
+    The model itself is left as it is (folding in and out again would round its weights), and comes back
+    where it has no adapters.
+    """
+    layers = _adapted(model)
+    if not layers:
+        return model
+    weights: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items():
+        layer, inside, rest = key.partition(".base_layer.")
+        if inside:
+            delta = layers[layer].get_delta_weight("default") if rest == "weight" else 0
+            weights[f"{layer}.{rest}"] = (value + delta).to(value).cpu()
+        elif ".lora_" not in key:
+            weights[key] = value.cpu()
+    with torch.random.fork_rng(devices=[]):
+        plain: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    plain.load_state_dict(weights)
+    if model.can_generate():
+        plain.generation_config = copy.deepcopy(model.generation_config)
+    plain.train(model.training)
+    return without_dropout(plain)
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers that carry an adapter, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+# -------------------------------------------------------------------------------------- saving
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    identity: Mapping[str, Any],
+    card: str,
+    stop: int | None = None,
+) -> None:
+    """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
+
+    `stop`, by default EOS, is the token that ends its answers; the generation config says so.
+    The same weights, tokenizer, identity and card give the same bytes.
+    """
+    # transformers' version and the folder it was read from would change bytes without a change of meaning
+    model.config._name_or_path = ""
+    if model.can_generate():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / IDENTITY).write_text(
+        json.dumps(dict(identity), indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
+
+
+def local_tokenizer(source: str, revision: str | None) -> Path:
+    """The folder of a source's tokenizer, config and identity: the source, or the hub's cached snapshot.
+
+    Raises:
+        ContractError: if the hub does not give it.
+    """
+    if not is_hub_id(source):
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    kinds = ["*.json", "*.txt", "*.jinja", "*.model"]
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
+    except (OSError, ValueError) as error:
+        raise ContractError(
+            f"cannot fetch {source} at {revision}: {error} (a hub id needs network access or a filled cache)"
+        ) from error

@@ -1,0 +1,329 @@
+"""What gives an answer a number: a reward model, a Python function, an HTTP service, a weighted sum of them.
+
+Used by PPO's reward and by judges. A scorer gets token ids and says (B,) float32 on the CPU, in the
+order of the rows. Functions and services get texts: the prompt as the model reads it (special tokens
+and chat template included), the response without its EOS. A tokenizer of words gives texts back with
+one space between words, whatever stood there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.config import ppo as config
+from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes, text_of
+from rlhf_tasks.modeling.models import TokenScores, last_token
+from rlhf_tasks.training.runtime import NonFiniteError
+
+NUM_TRIES = 5
+BACK_OFF_SECONDS = 1.0  # doubles from try to try
+LONGEST_WAIT_SECONDS = 30.0
+SHOWN_CHARACTERS = 200
+
+TextFunction = Callable[[list[str], list[str]], Any]
+
+
+class Scorer(Protocol):
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        """(B,) float32 on the CPU, in the order of the rows."""
+
+
+class ScorerError(RuntimeError):
+    """A scorer that gave no finite number for each answer, or stayed unreachable; names it and what came."""
+
+
+class UnusableAnswer(ScorerError, UserError):
+    """An answer of another kind or number than asked for, or a refusal: to be mended by the user."""
+
+
+class NonFiniteScore(NonFiniteError, ScorerError):
+    """NaN or infinity for an answer: PPO's guards know what to do with it."""
+
+
+# ------------------------------------------------------------------------------------- the kinds
+
+
+class RewardScorer:
+    """A reward model as a function of token ids: the score of each row's last real token."""
+
+    def __init__(
+        self, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 16384
+    ) -> None:
+        self._scores, self._pad, self._max_tokens = scores.eval(), tokenizer.pad_token_id, max_tokens
+        self._device = next(scores.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        """(B,) float32 on the CPU, in the order of the rows."""
+        result = torch.zeros(len(queries))
+        for rows in micro_batches(sizes(queries, responses), self._max_tokens):
+            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad).to(
+                self._device
+            )
+            result[rows] = last_token(self._scores(batch), batch).cpu()
+        return result
+
+
+class FunctionScorer:
+    """`module:function`, called once with all prompts and all responses; gives a float for each.
+
+    Modules of the current directory can be named, after installed ones.
+
+    Raises:
+        UserError: if it cannot be imported or called.
+    """
+
+    def __init__(self, function: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._name, self._tokenizer = f"function {function}", tokenizer
+        self._function = imported(function, "ppo.scorers")
+
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        if not queries:
+            return torch.zeros(0)
+        found = self._function(*_texts(self._tokenizer, queries, responses))
+        return _finite(self._name, numbers(self._name, found, len(queries)))
+
+
+def imported(function: str, key: str) -> TextFunction:
+    """`module:function`, as the parameter `key` names it.
+
+    Raises:
+        UserError: if it cannot be imported or called.
+    """
+    module_name, _, name = function.partition(":")
+    here = str(Path.cwd())
+    if not {"", here} & set(sys.path):
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module does wrong, it is said in one message
+        raise UserError(
+            f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
+            f"(looked for in {here} and among installed packages)"
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
+        raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
+    return found  # type: ignore[no-any-return]
+
+
+class HttpScorer:
+    """A service that is sent {"prompts": […], "responses": […]} and answers {"scores": […]}.
+
+    A request is tried NUM_TRIES times: after 429, 5xx, a timeout or a broken connection, with a wait that
+    doubles, or as long as `Retry-After` asks for. Any other status, and an answer that is none, is an error
+    at once. `timeout_seconds` is for connecting, for each silence, and for the whole answer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        timeout_seconds: float,
+        batch_size: int,
+        back_off_seconds: float = BACK_OFF_SECONDS,
+    ) -> None:
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise UserError(f"ppo.scorers: {url!r} is no URL: {error}") from error
+        if not parsed.host or (parsed.port or 0) > 65535:
+            raise UserError(f"ppo.scorers: {url!r} names no host and port")
+        shown = parsed.copy_with(username=None, password=None, query=None)  # what may be secret is not told
+        self._url, self._name, self._tokenizer = url, f"http scorer {shown}", tokenizer
+        self._timeout, self._batch_size = timeout_seconds, batch_size
+        self._back_off = back_off_seconds
+
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        prompts, answers = _texts(self._tokenizer, queries, responses)
+        parts = [torch.zeros(0)]
+        # a client for each call: a connection kept over an update would be closed by the other side
+        with httpx.Client(timeout=self._timeout) as client:
+            for start in range(0, len(prompts), self._batch_size):
+                rows = slice(start, start + self._batch_size)
+                asked = {"prompts": prompts[rows], "responses": answers[rows]}
+                parts.append(self._scores(self._answer(client, asked), len(asked["prompts"])))
+        return torch.cat(parts)
+
+    def _scores(self, body: bytes, count: int) -> Tensor:
+        try:
+            answer = json.loads(body)
+        except ValueError as error:
+            raise UnusableAnswer(f"{self._name} answered no JSON but {_shown(body)}") from error
+        if not (isinstance(answer, dict) and isinstance(answer.get("scores"), list)):
+            raise UnusableAnswer(
+                f'{self._name} answered {_shown(body)} where {{"scores": […]}} was asked for'
+            )
+        return _finite(self._name, numbers(self._name, answer["scores"], count))
+
+    def _answer(self, client: httpx.Client, asked: Mapping[str, list[str]]) -> bytes:
+        """The body of a good answer, after as many tries as it may take."""
+        problem = ""
+        for number in range(NUM_TRIES):
+            wait = self._back_off * 2**number
+            try:
+                status, headers, body = self._request(client, asked)
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if 200 <= status < 300:
+                    return body
+                problem = f"status {status}: {_shown(body)}"
+                if status != 429 and status < 500:
+                    raise UnusableAnswer(f"{self._name} refused: {problem}")
+                wait = _retry_after(headers, wait)
+            if number < NUM_TRIES - 1:
+                time.sleep(min(wait, LONGEST_WAIT_SECONDS))
+        raise ScorerError(f"{self._name} gave no scores in {NUM_TRIES} tries; the last: {problem}")
+
+    def _request(
+        self, client: httpx.Client, asked: Mapping[str, list[str]]
+    ) -> tuple[int, httpx.Headers, bytes]:
+        """httpx times each silence; an answer that drips for ever is ended here."""
+        deadline = time.monotonic() + self._timeout
+        body = b""
+        with client.stream("POST", self._url, json=asked) as response:
+            for chunk in response.iter_bytes():
+                body += chunk
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"the answer was not whole after {self._timeout} s")
+        return response.status_code, response.headers, body
+
+
+def _retry_after(headers: httpx.Headers, otherwise: float) -> float:
+    """Seconds that the other side asks to wait (RFC 9110, 10.2.3; its dates are not read)."""
+    asked = headers.get("Retry-After", "")
+    return float(asked) if asked.isdecimal() else otherwise
+
+
+class DummyScorer:
+    """Zero for every answer: the whole machinery without anything to learn."""
+
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        return torch.zeros(len(queries))
+
+
+# --------------------------------------------------------------------------------------- the sum
+
+
+class Part(NamedTuple):
+    name: str
+    weight: float
+    scorer: Scorer
+
+
+class WeightedSum:
+    """Σ weight · score over the parts; each part can be logged on its own."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = tuple(parts)
+
+    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
+        """Each part's scores, unweighted: (B,) float32 on the CPU.
+
+        Raises:
+            ScorerError: if one of them is not finite.
+        """
+        return {part.name: _finite(part.name, part.scorer(queries, responses)) for part in self._parts}
+
+    def total(self, found: Mapping[str, Tensor]) -> Tensor:
+        """Σ weight · part of what `parts` gave; (B,)."""
+        return torch.stack([part.weight * found[part.name] for part in self._parts]).sum(dim=0)
+
+
+def build(
+    settings: Sequence[config.Scorer],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    reward_model: TokenScores | None,
+    max_tokens: int,
+) -> WeightedSum:
+    """What `ppo.scorers` asks for; `reward_model` is needed where that kind is among them.
+
+    A part is named by its kind, `kind_2` … where there are several of it.
+
+    Raises:
+        UserError: for a function that cannot be imported, or a URL that is none.
+    """
+    parts: list[Part] = []
+    for number, one in enumerate(settings):
+        earlier = sum(before.kind == one.kind for before in settings[:number])
+        name = f"{one.kind}_{earlier + 1}" if earlier else one.kind
+        weight = 0.0 if isinstance(one, config.DummyScorer) else one.weight
+        parts.append(Part(name, weight, _one(one, tokenizer, reward_model, max_tokens)))
+    return WeightedSum(parts)
+
+
+def _one(
+    one: config.Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_model: TokenScores | None,
+    max_tokens: int,
+) -> Scorer:
+    if isinstance(one, config.RewardModelScorer):
+        assert reward_model is not None, "the config has checked that there is one"
+        return RewardScorer(reward_model, tokenizer, max_tokens)
+    if isinstance(one, config.FunctionScorer):
+        return FunctionScorer(one.function, tokenizer)
+    if isinstance(one, config.HttpScorer):
+        return HttpScorer(one.url, tokenizer, timeout_seconds=one.timeout_seconds, batch_size=one.batch_size)
+    return DummyScorer()
+
+
+# ------------------------------------------------------------------------------------- both ways
+
+
+def _texts(
+    tokenizer: PreTrainedTokenizerBase, queries: Sequence[Ids], responses: Sequence[Ids]
+) -> tuple[list[str], list[str]]:
+    prompts = [str(tokenizer.decode(query, skip_special_tokens=False)) for query in queries]
+    return prompts, [text_of(tokenizer, response) for response in responses]
+
+
+def numbers(name: str, found: Any, count: int) -> Tensor:
+    """What a function or service gave as (count,) float32.
+
+    Raises:
+        UnusableAnswer: saying what came instead.
+    """
+    try:
+        given = list(found)
+        if any(isinstance(x, str | bytes) for x in given):
+            raise TypeError("text is no number")
+        scores = torch.tensor([float(x) for x in given], dtype=torch.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnusableAnswer(
+            f"{name} gave {_shown(found)}: {error}; one number per answer is needed"
+        ) from error
+    if len(scores) != count:
+        raise UnusableAnswer(f"{name} gave {len(scores)} scores for {count} answers")
+    return scores
+
+
+def _finite(name: str, scores: Tensor) -> Tensor:
+    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
+    if wrong:
+        raise NonFiniteScore(
+            f"{name} gave {float(scores[wrong[0]])} for answer {wrong[0]} of {len(scores)} "
+            f"({len(wrong)} are no finite numbers)"
+        )
+    return scores
+
+
+def _shown(found: Any) -> str:
+    text = found.decode(errors="replace") if isinstance(found, bytes) else repr(found)
+    return text[:SHOWN_CHARACTERS] + ("…" if len(text) > SHOWN_CHARACTERS else "")

@@ -1,0 +1,67 @@
+"""Stage base: the model that SFT starts from; trained from nothing on the task's prompts, or fetched."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.config import Split, StageView
+from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.supervised import Fit, LanguageModelling, evaluate, plain, resumed
+
+TOKENIZER = Path("data/tokenizer")
+OUT = Path("models/base")
+ROLES = ("sft", "preferences")
+
+
+def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+    """Write models/base. Metrics: loss and perplexity on validation prompts, number of parameters."""
+    rt = Runtime(config.launch, config.seed)
+    tokenizer = load_tokenizer(TOKENIZER)
+    validation = _texts(tokenizer, "validation")
+    if config.model.base == "scratch":
+        train = _texts(tokenizer, "train")
+        longest = max(map(sum, [*train.sizes, *validation.sizes]))
+        model = models.from_scratch(
+            config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
+        )
+        models.place(model, rt.device)
+        fit = Fit(rt, model, train, config.base, config.seed)
+        for step in resumed(config, "base", fit, tracker):
+            tracker.metrics(step.metrics, step=step.number)
+    else:
+        model = models.place(models.load_causal(config.model.base, config.model.revision), rt.device)
+    contracts.check_fits(model, tokenizer, "model.base")
+    result = evaluate(rt, model, validation, config.base.micro_batch_tokens)
+    with rt.gathered(model):
+        if rt.is_main:
+            with whole(OUT) as folder:
+                models.save(
+                    model, tokenizer, folder,
+                    identity={"kind": "base", "parents": {}},
+                    card=contracts.model_card(
+                        "Base model", task="base", parameters=config.declared(),
+                        inputs={"data/tokenizer": contracts.file_hash(TOKENIZER),
+                                "data/sft": contracts.file_hash(Path("data/sft"))},
+                        how="A causal language model of the task's prompts, before any instruction.",
+                    ),
+                )  # fmt: skip
+    rt.barrier()
+    loss = result["loss"]
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+    """All prompts; no answers among them."""
+    prompts = {row["prompt"]: None for role in ROLES for row in read_table(role, split)}
+    return plain(encode(tokenizer, list(prompts)), tokenizer.pad_token_id)

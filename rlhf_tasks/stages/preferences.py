@@ -1,0 +1,110 @@
+"""Stage preferences: the pairs to compare: those given, and samples of the SFT policy.
+
+A reward model that never saw the policy's own kind of answer misjudges it. On the synthetic task the
+gold judge compares two samples to one prompt; elsewhere nothing here can label, so that a sample
+stands as rejected against the prompt's reference. Training labels of the gold judge are flipped with
+`label_noise`, as people err; held-out pairs are labelled right, to measure by.
+
+With `reward.train: false` nothing will read the pairs: the tables are empty, and nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Split, StageView, UserError
+from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
+from rlhf_tasks.data.synthetic import gold_scores
+from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.generation import answer
+from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training.runtime import Runtime
+
+SFT = Path("models/sft")
+OUT = Path("data/comparisons")
+COLUMNS = ("prompt", "chosen", "rejected", "source", "origin")
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+Row = dict[str, str]
+
+
+def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+    """Write data/comparisons. Metrics: pairs by split and origin, and how many labels were flipped."""
+    rt = Runtime(config.launch, config.seed)
+    wanted = config.reward.train
+    policy = models.place(models.load_causal(SFT), rt.device).eval() if wanted else None
+    tokenizer = load_tokenizer(SFT)
+    metrics: dict[str, float] = {}
+    with whole(OUT) as folder, console.progress("preferences", len(SPLITS), unit="splits") as bar:
+        for number, split in enumerate(SPLITS):
+            rows: list[Row] = []
+            if policy is not None:
+                rows += [row | {"origin": "given"} for row in read_table("preferences", split)]
+                rows += _sampled(config, policy, tokenizer, split, seed=config.seed * len(SPLITS) + number)
+            if split == "train" and config.data.source == "synthetic":
+                metrics["flipped"] = _flip(rows, config.preferences.label_noise, config.seed)
+            if wanted and not rows and split == "train":
+                raise UserError(
+                    "there is no pair to train a reward model on: data/preferences is empty and "
+                    "preferences.num_prompts is 0; give pairs or let the SFT policy be sampled"
+                )
+            for origin in ("given", "sft_samples"):
+                metrics[f"pairs/{split}/{origin}"] = sum(row["origin"] == origin for row in rows)
+            table = pa.table({c: pa.array([row[c] for row in rows], pa.string()) for c in COLUMNS})
+            pq.write_table(table, folder / f"{split}.parquet")
+            bar.advance()
+    return metrics
+
+
+def _sampled(
+    config: StageView, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+) -> list[Row]:
+    """Pairs made with the SFT policy's samples; a quarter as many prompts in each held-out split."""
+    settings = config.preferences
+    count = settings.num_prompts if split == "train" else -(-settings.num_prompts // 4)
+    prompts = read_table("prompts", split)
+    prompts = random.Random(f"preferences-{seed}").sample(prompts, min(count, len(prompts)))
+    asked = [row for row in prompts for _ in range(settings.pairs_per_prompt)]
+
+    def samples(seed: int) -> list[str]:
+        answers = answer(
+            model, tokenizer, [row["prompt"] for row in asked],
+            max_new_tokens=config.data.max_completion_tokens, temperature=settings.temperature, seed=seed,
+        )  # fmt: skip
+        return [text_of(tokenizer, response) for response in answers]
+
+    first = samples(2 * seed)
+    if config.data.source == "synthetic":
+        pairs = compare_by_gold([row["prompt"] for row in asked], first, samples(2 * seed + 1))
+    else:
+        pairs = [(row["reference"], text) for row, text in zip(asked, first, strict=True)]
+    return [
+        {"prompt": row["prompt"], "chosen": pair[0], "rejected": pair[1], "source": row["source"],
+         "origin": "sft_samples"}
+        for row, pair in zip(asked, pairs, strict=True)
+        if pair is not None and pair[0].strip() != pair[1].strip()
+    ]  # fmt: skip
+
+
+def compare_by_gold(prompts: list[str], first: list[str], second: list[str]) -> list[tuple[str, str] | None]:
+    """(better, worse) of each two summaries; None where the gold judge finds them equal."""
+    scores = zip(gold_scores(prompts, first), gold_scores(prompts, second), strict=True)
+    return [
+        None if a == b else (x, y) if a > b else (y, x)
+        for (a, b), x, y in zip(scores, first, second, strict=True)
+    ]  # fmt: skip
+
+
+def _flip(rows: list[Row], share: float, seed: int) -> int:
+    """Exchange chosen and rejected in a random share of the rows, in place; how many."""
+    rng = random.Random(f"label-noise-{seed}")
+    flipped = [row for row in rows if rng.random() < share]
+    for row in flipped:
+        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    return len(flipped)

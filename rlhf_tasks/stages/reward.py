@@ -1,0 +1,269 @@
+"""Stage reward: two reward models, one to optimise and one held out, that PPO never optimises.
+
+    loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
+         + centring_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
+         + lm_coef · LM loss on the chosen answer                      arXiv 2307.04964, eq. 4
+
+The score is read at the last real token. The mean score of the demonstrations is stored with the
+model and taken off every score, so that a demonstration scores zero on average.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.config import Reward, StageView, UserError
+from rlhf_tasks.data.batches import Batch, Ids, collate, encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.evaluation import statistics
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.models import TokenScores, last_token
+from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.supervised import Fit, Sums, evaluate, lm_sums, resumed
+
+SFT = Path("models/sft")
+OUTS = {"reward": Path("models/reward"), "reward_heldout": Path("models/reward_heldout")}
+NONE_MADE = """\
+# No reward model
+
+None was asked for: `reward.train` is false, since no scorer, critic or judge of params.yaml uses one.
+"""
+Row = dict[str, Any]
+
+
+def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+    """Write models/reward and models/reward_heldout.
+
+    Metrics on the test pairs, for the optimised model (and for the other under `heldout/`): accuracy
+    with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
+    the folders only say that there is none, and there are no metrics.
+    """
+    rt = Runtime(config.launch, config.seed)
+    if not config.reward.train:
+        return _none_made(rt)
+    tokenizer = load_tokenizer(SFT)
+    metrics: dict[str, float] = {}
+    for number, (name, out) in enumerate(OUTS.items()):
+        if config.reward.source is not None and name == "reward":
+            scores, parents = _fetched(config.reward, tokenizer)
+        else:
+            scores = _trained(rt, config, tokenizer, tracker, name, seed=config.seed + 1000 * number)
+            parents = {"sft": contracts.fingerprint(SFT)}
+        metrics |= _measured(rt, scores, tokenizer, "" if name == "reward" else "heldout/")
+        with rt.gathered(scores):
+            if rt.is_main:
+                _save(config, scores, tokenizer, out, parents)
+        rt.barrier()
+    return metrics
+
+
+# ----------------------------------------------------------------------------------- learning
+
+
+@dataclass
+class Pairs:
+    """Chosen and rejected answers of each query, token ids; what `supervised.Fit` learns."""
+
+    queries: list[Ids]
+    chosen: list[Ids]
+    rejected: list[Ids]
+    pad: int
+    margin: float = 0.0
+    centring_coef: float = 0.0
+    lm_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        longest = [max(len(c), len(r)) for c, r in zip(self.chosen, self.rejected, strict=True)]
+        self.sizes = [(2 * len(q), 2 * n) for q, n in zip(self.queries, longest, strict=True)]
+
+    def weight(self, rows: Sequence[int]) -> float:
+        return len(rows)
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        queries = [self.queries[i] for i in rows]
+        answers = [self.chosen[i] for i in rows] + [self.rejected[i] for i in rows]
+        batch = collate(queries * 2, answers, self.pad).to(device)
+        per_token, logits = model(batch)
+        chosen, rejected = last_token(per_token, batch).chunk(2)
+        sums = pair_sums(chosen, rejected, self.margin, self.centring_coef)
+        if self.lm_coef and logits is not None:
+            # a pair's part is the mean over its chosen answer's tokens, so that the sum is over pairs
+            half = len(rows)
+            for i in range(half):
+                one = Batch(
+                    batch.query_response[i : i + 1],
+                    batch.attention_mask[i : i + 1],
+                    batch.response_mask[i : i + 1],
+                )
+                nll = lm_sums(logits[i : i + 1], one)["loss"] / one.response_mask.sum()
+                sums["loss"] = sums["loss"] + self.lm_coef * nll
+        return sums
+
+
+def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: float) -> Sums:
+    """Σ over pairs of the loss, of right orders (equal scores count half) and of leads; scores (B,)."""
+    lead = chosen - rejected
+    loss = -F.logsigmoid(lead - margin) + centring_coef * (chosen + rejected) ** 2
+    right = (lead > 0).float() + 0.5 * (lead == 0).float()
+    return {"loss": loss.sum(), "accuracy": right.sum(), "margin": lead.sum()}
+
+
+class Learner(nn.Module):
+    """The reward model in training, with the policy's LM head beside it where `lm_coef` asks for one."""
+
+    def __init__(self, scores: TokenScores, lm_head: nn.Module | None) -> None:
+        super().__init__()
+        self.scores, self.lm_head = scores, lm_head
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """((B, T) scores, (B, R, V) logits or None)."""
+        hidden = self.scores.hidden_states(batch)
+        width = batch.num_response_columns
+        logits = None if self.lm_head is None else self.lm_head(hidden[:, -width - 1 : -1])
+        return self.scores.scored(hidden), logits
+
+
+def _trained(
+    rt: Runtime, config: StageView, tokenizer: PreTrainedTokenizerBase, tracker: Tracker, name: str, seed: int
+) -> TokenScores:
+    settings = config.reward
+    generator = torch.Generator().manual_seed(seed)
+    scores = TokenScores.from_policy(SFT, generator)
+    if settings.lora is not None:
+        models.with_lora(scores.model, settings.lora, seed=seed)
+    head = models.load_causal(SFT).get_output_embeddings() if settings.lm_coef else None
+    learner = Learner(scores, head).to(rt.device)
+    rows = [row for row in read_table("comparisons", "train") if model_of(row["prompt"]) == name]
+    if not rows:
+        raise UserError(f"no comparison is left to train models/{name} on: there are too few prompts")
+    train = _pairs(tokenizer, rows)
+    train.margin, train.centring_coef, train.lm_coef = (
+        settings.margin,
+        settings.centring_coef,
+        settings.lm_coef,
+    )
+    validation = _pairs(tokenizer, read_table("comparisons", "validation"))
+    prefix = "" if name == "reward" else "heldout/"
+    fit = Fit(rt, learner, train, settings, seed)
+    for step in resumed(config, name, fit, tracker):
+        tracker.metrics({prefix + key: value for key, value in step.metrics.items()}, step=step.number)
+        if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
+            found = evaluate(rt, learner, validation, settings.micro_batch_tokens)
+            tracker.metrics({f"{prefix}eval/{key}": value for key, value in found.items()}, step=step.number)
+    _normalise(rt, scores, tokenizer, settings.micro_batch_tokens)
+    return scores
+
+
+def model_of(prompt: str) -> str:
+    """Which model a prompt's pairs train, by its hash: two thirds `reward`, one third `reward_heldout`."""
+    return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 3 else "reward_heldout"
+
+
+def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> Pairs:
+    return Pairs(
+        encode(tokenizer, [row["prompt"] for row in rows]),
+        encode_answers(tokenizer, [row["chosen"] for row in rows]),
+        encode_answers(tokenizer, [row["rejected"] for row in rows]),
+        tokenizer.pad_token_id,
+    )
+
+
+def _normalise(rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+    """Make the mean score of the demonstrations zero; the constant is stored in the model's config."""
+    rows = read_table("sft", "train")[:1000]
+    found = RewardScorer(scores, tokenizer, max_tokens)(
+        encode(tokenizer, [row["prompt"] for row in rows]),
+        encode_answers(tokenizer, [row["completion"] for row in rows]),
+    )
+    scores.set_mean(scores.mean + float(found.mean()))
+
+
+# ------------------------------------------------------------------------- fetching, measuring, saving
+
+
+def _none_made(rt: Runtime) -> dict[str, float]:
+    """Both outs, with a README in place of a model; `contracts.is_made` says False of them."""
+    for out in OUTS.values():
+        if rt.is_main:
+            with whole(out) as folder:
+                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
+    rt.barrier()
+    return {}
+
+
+def _fetched(settings: Reward, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenScores, dict[str, str]]:
+    """A ready reward model and its known parents, checked against the SFT model before it is loaded."""
+    assert settings.source is not None
+    where = models.local_tokenizer(settings.source, settings.revision)
+    contracts.check_same_tokenizer(SFT, where)
+    contracts.check_parent(where, "sft", SFT)
+    scores = models.load_reward(settings.source, settings.revision)
+    contracts.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")
+    return scores, contracts.parents_of(where)
+
+
+@torch.no_grad()
+def _measured(
+    rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, prefix: str
+) -> dict[str, float]:
+    """Accuracy, margin, calibration and length correlation on the test pairs."""
+    rows = read_table("comparisons", "test") or read_table("comparisons", "validation")
+    if not rows:
+        return {}
+    scores.to(rt.device).eval()
+    pairs = _pairs(tokenizer, rows)
+    scorer = RewardScorer(scores, tokenizer)
+    chosen, rejected = (
+        scorer(pairs.queries, pairs.chosen).numpy(),
+        scorer(pairs.queries, pairs.rejected).numpy(),
+    )
+    lead = chosen - rejected
+    metrics: dict[str, float] = {"margin": float(lead.mean())}
+    origins = np.array([row["origin"] for row in rows])
+    for name, mask in {"": origins != "", **{f"/{o}": origins == o for o in sorted(set(origins))}}.items():
+        found = statistics.rate(statistics.outcomes(chosen[mask], rejected[mask]))
+        metrics |= {
+            f"accuracy{name}": found.value,
+            f"accuracy{name}/low": found.low,
+            f"accuracy{name}/high": found.high,
+        }
+    metrics["calibration"] = statistics.calibration_error(lead, np.ones(len(lead)))
+    lengths = [len(a) for a in pairs.chosen + pairs.rejected]
+    metrics["length_correlation"] = statistics.pearson(np.concatenate([chosen, rejected]), lengths)
+    metrics["score_mean"] = scores.mean
+    return {prefix + key: value for key, value in metrics.items()}
+
+
+def _save(
+    config: StageView,
+    scores: TokenScores,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    parents: dict[str, str],
+) -> None:
+    with whole(out) as folder:
+        models.save(
+            models.merged(scores.model), tokenizer, folder,
+            identity=contracts.identity("reward", parents),
+            card=contracts.model_card(
+                f"Reward model ({out.name})", task="reward-model", parameters=config.declared(),
+                inputs={
+                    "data/comparisons": contracts.file_hash(Path("data/comparisons")),
+                    "models/sft": parents.get("sft", "lineage unknown"),
+                },
+                how="One score, read at the last token of query + response + EOS; `score_mean` of the config "
+                "is to be taken off it. `reward_heldout` is trained on other prompts and never optimised.",
+            ),
+        )  # fmt: skip

@@ -1,0 +1,118 @@
+"""A stage from its inputs to what every stage leaves behind: metrics, curves, lineage, an MLflow run."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rlhf_tasks import config, console, tracking
+from rlhf_tasks.config import Stage, StageView, UserError
+from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.tracking import curves
+from rlhf_tasks.training import launch, resume
+
+MODULES: Mapping[Stage, str] = {
+    "prepare": "rlhf_tasks.stages.prepare",
+    "base": "rlhf_tasks.stages.base",
+    "sft": "rlhf_tasks.stages.sft",
+    "preferences": "rlhf_tasks.stages.preferences",
+    "reward": "rlhf_tasks.stages.reward",
+    "ppo": "rlhf_tasks.stages.ppo",
+    "judge": "rlhf_tasks.stages.judge",
+    "verdict": "rlhf_tasks.stages.verdict",
+    "report": "rlhf_tasks.stages.report",
+}
+SUMMARIES: Mapping[Stage, str] = {
+    "prepare": "read, check and split the data; make the tokenizer",
+    "base": "train a small base model, or fetch one",
+    "sft": "supervised fine-tuning on completions",
+    "preferences": "pairs for the reward model: given ones, and compared samples of the SFT policy",
+    "reward": "train the reward model, and the held-out one",
+    "ppo": "train the policy against the reward model",
+    "judge": "win rates of reference, SFT and policy answers",
+    "verdict": "whether the policy may be promoted, by the criteria of `promotion`",
+    "report": "one page of all of it",
+}
+SHOWN_METRICS = 20
+
+
+def run(stage: Stage) -> int:
+    """Check, then run one stage here or in launched workers; returns the exit status."""
+    settings = config.load()
+    check_inputs(stage)
+    if launch.is_needed(stage, settings.launch):
+        return launch.run(stage, settings.launch)
+    start = time.monotonic()
+    view, is_main = StageView(settings, stage), tracking.context.is_main_rank()
+    with resume.claim(view, main=is_main) as claim:
+        with tracking.open_run(stage, view, key=claim.key) as tracker:
+            metrics = _run_module(stage, view, tracker)
+            if not is_main:
+                return 0
+            write_results(stage, claim.key, metrics, tracker.history())
+            tracker.final(metrics)
+        claim.clear()
+    _say_summary(stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
+    return 0
+
+
+def _run_module(stage: Stage, view: StageView, tracker: tracking.Tracker) -> dict[str, float]:
+    try:
+        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, tracker)
+    except KeyboardInterrupt:
+        raise  # no failure: the others end by it too
+    except BaseException as error:
+        launch.report(error)
+        raise
+    return metrics
+
+
+def check_inputs(stage: Stage) -> None:
+    """Raises UserError naming each missing input and the stage that makes it."""
+    graph = lineage.graph()
+    if stage not in graph:
+        raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
+    makers = {out: name for name, node in graph.items() for out in node.outs}
+    missing = [
+        f"{path} (made by `rlhf {makers[path]}`)" if path in makers else path
+        for path in graph[stage].inputs
+        if not Path(path).exists()
+    ]
+    if missing:
+        advice = "run `dvc repro`, which runs what is needed in order"
+        raise UserError(f"stage {stage} lacks {', '.join(missing)}; {advice}")
+
+
+def write_results(
+    stage: Stage, key: str, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
+) -> None:
+    """metrics/STAGE.json (if declared), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
+
+    Raises:
+        ValueError: a metric that is no finite number.
+    """
+    wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
+    if wrong:
+        raise ValueError(f"stage {stage} ended with metrics that are no finite numbers: {', '.join(wrong)}")
+    if f"metrics/{stage}.json" in lineage.graph()[stage].outs:
+        atomic.write_json(Path("metrics") / f"{stage}.json", dict(sorted(metrics.items())))
+    if stage in curves.CURVES:
+        text = curves.csv_text(history, curves.axis(stage))
+        atomic.write_text(Path("plots") / f"{stage}.csv", text)
+    lineage.write(stage, key)
+
+
+def _say_summary(stage: Stage, metrics: Mapping[str, float], seconds: float, *, tracked: bool) -> None:
+    shown = sorted(metrics.items())[:SHOWN_METRICS]
+    title = f"{stage}: done in {console.duration(seconds)}"
+    if shown:
+        console.table(title, ["metric", "value"], shown)
+    else:
+        console.say(title)
+    outs = [path for path in lineage.graph()[stage].outs if Path(path).exists()]
+    console.say(f"wrote {', '.join(outs)}")
+    more = "`dvc metrics show`" + (", and curves in MLflow: `make mlflow`" if tracked else "")
+    console.say(f"more: {more}")

@@ -1,0 +1,169 @@
+"""The `launch` section as an `accelerate launch` command, and word from its workers. No torch.
+
+`launch.num_processes` counts all processes of all machines. On several machines the same command runs
+on each, told apart by MASTER_ADDR, MASTER_PORT and MACHINE_RANK.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from rlhf_tasks.config import Launch, Stage, UserError
+from rlhf_tasks.tracking import context
+
+TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
+DEEPSPEED = Path("infra/deepspeed")
+FAILURE = "RLHF_FAILURE_FILE"  # where the first worker that fails says why
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
+
+
+def is_needed(stage: Stage, launch: Launch) -> bool:
+    """True if this process is to start workers, rather than to run the stage or to be a worker."""
+    several = launch.num_processes > 1 or launch.num_machines > 1 or launch.deepspeed is not None
+    return stage in TRAINING and several and not is_worker()
+
+
+def is_worker() -> bool:
+    return "LOCAL_RANK" in os.environ
+
+
+def is_orphan() -> bool:
+    """True in a worker whose launcher was killed: nobody would end it, or hear what becomes of it."""
+    return LAUNCHER in os.environ and not context.is_alive(os.environ[LAUNCHER])
+
+
+def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
+    """The words that start the stage's workers.
+
+    Raises:
+        UserError: if a setting or a variable that the launch needs is missing.
+    """
+    words = ["-m", "accelerate.commands.launch"]
+    if launch.deepspeed == "zero3" and stage == "ppo":
+        raise UserError(
+            "launch.deepspeed='zero3' is for base, sft and reward; ppo samples answers of different lengths "
+            "on every process, which would wait for each other's weights for ever: set zero2 for it"
+        )
+    if launch.deepspeed is not None:
+        settings = DEEPSPEED / f"{launch.deepspeed}.json"
+        if not settings.exists():
+            raise UserError(f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which is not here")
+        words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
+        if launch.num_machines > 1:
+            words += ["--deepspeed_multinode_launcher", "standard"]
+    else:
+        words += ["--multi_gpu"]
+        if launch.num_processes < 2:
+            raise UserError(
+                f"launch.num_machines={launch.num_machines} needs launch.num_processes of as many or more "
+                f"(it counts those of all machines; given: {launch.num_processes})"
+            )
+    threads = environment.get("OMP_NUM_THREADS") or _threads(launch)
+    words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
+    words += ["--mixed_precision", launch.mixed_precision, "--dynamo_backend", "no"]
+    words += ["--num_cpu_threads_per_process", str(threads), *_rendezvous(launch, environment)]
+    return [sys.executable, *words, "--module", "rlhf_tasks.cli.main", stage]
+
+
+def _threads(launch: Launch) -> int:
+    return max(1, (os.cpu_count() or 1) * launch.num_machines // launch.num_processes)
+
+
+def _rendezvous(launch: Launch, environment: Mapping[str, str]) -> list[str]:
+    if launch.num_machines == 1:
+        return ["--main_process_port", "0"]  # any free one, so that two runs share a machine
+    if launch.num_processes % launch.num_machines:
+        raise UserError(
+            f"launch.num_processes={launch.num_processes} is not divisible by "
+            f"launch.num_machines={launch.num_machines}: every machine runs equally many"
+        )
+    missing = [name for name in ("MASTER_ADDR", "MACHINE_RANK") if name not in environment]
+    if missing:
+        raise UserError(
+            f"launch.num_machines={launch.num_machines} needs {' and '.join(missing)} in the environment of "
+            "each machine: the first machine's address, and 0, 1, … for this one"
+        )
+    port = environment.get("MASTER_PORT", "29500")
+    where = ["--main_process_ip", environment["MASTER_ADDR"], "--main_process_port", port]
+    return [*where, "--machine_rank", environment["MACHINE_RANK"]]
+
+
+def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
+    """What the workers' libraries read; without CUDA, processes talk by gloo."""
+    if cuda:
+        return {}
+    return {"DS_ACCELERATOR": "cpu"} if launch.deepspeed is not None else {"ACCELERATE_USE_CPU": "true"}
+
+
+def run(stage: Stage, launch: Launch) -> int:
+    """Start the workers, wait for them, pass signals on. Returns their exit status.
+
+    Raises:
+        UserError: told by a worker.
+    """
+    words = command(stage, launch, os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        failure = Path(folder) / "failure.json"
+        names = {FAILURE: str(failure), LAUNCHER: context.process_name(psutil.Process())}
+        environment = os.environ | variables(launch, cuda=_has_cuda()) | names
+        workers = subprocess.Popen(words, env=environment)
+        try:
+            status = workers.wait()
+        except KeyboardInterrupt:
+            workers.send_signal(signal.SIGTERM)
+            workers.wait()
+            raise
+        told = reported(failure)
+    if told is not None and told["kind"] == "user":
+        raise UserError(told["message"])
+    return status
+
+
+def _has_cuda() -> bool:
+    """Asked of torch in a process of its own: this one stays free of torch."""
+    question = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
+    return subprocess.run([sys.executable, "-c", question], check=False).returncode == 0
+
+
+def mistake(error: BaseException) -> str | None:
+    """What to tell the user who can mend it; None of a fault."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return f"{error}; this user must be able to read and write there"
+    return None
+
+
+def report(error: BaseException) -> None:
+    """Tell the launcher, and the first rank, why this worker fails; only the first word counts."""
+    where = os.environ.get(FAILURE)
+    if where is None:
+        return
+    kind, message = "user", mistake(error)
+    if message is None:
+        kind, message = "fault", f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
+    try:
+        with Path(where).open("x", encoding="utf-8") as file:
+            json.dump({"kind": kind, "message": message}, file)
+    except FileExistsError:
+        return
+
+
+def reported(failure: Path | None = None) -> dict[str, str] | None:
+    """What a worker has reported, if one has."""
+    where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
+    if where is None or not where.exists():
+        return None
+    told: dict[str, str] = json.loads(where.read_text(encoding="utf-8") or "null")
+    return told

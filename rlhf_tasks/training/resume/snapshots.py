@@ -1,0 +1,258 @@
+"""The last states of one training loop: written beside, fsynced, renamed; a torn one is told and removed."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhf_tasks import config, console
+from rlhf_tasks.config import StageView, UserError
+from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.training import launch
+from rlhf_tasks.training.resume.signals import Signals
+from rlhf_tasks.training.resume.state import MANIFEST, differences, read_manifest, state_folder
+
+if TYPE_CHECKING:
+    from rlhf_tasks.training.runtime import Runtime
+
+State = dict[str, Any]
+"""Nested: tensors, numbers, strings, lists, None, and `Files`. What stands under `shared` is the same on
+all processes and is written once."""
+
+FILES = "files"  # the key of what stands for a folder of `Files` in a stored state
+
+
+@dataclass(frozen=True)
+class Files:
+    """A part of a state that writes files of its own; all processes call it. Loaded, it is their folder."""
+
+    write: Callable[[Path], Any]
+
+
+class Loop(Protocol):
+    """The snapshots of one training loop."""
+
+    def load(self) -> State | None:
+        """The newest whole state, each process its own part; None to begin at the beginning.
+
+        Raises:
+            UserError: if it was made by other processes, parameters or inputs.
+        """
+
+    def due(self) -> bool:
+        """True at the end of a step after which to save; all processes ask, and agree."""
+
+    def save(self, step: int, state: State) -> None:
+        """Keep the state after a step; ends the stage if a signal has asked for that."""
+
+
+@contextmanager
+def open(rt: Runtime, view: StageView, name: str) -> Iterator[Loop]:
+    """The snapshots of the loop `name` of a stage, while it runs; none are kept outside a project.
+
+    Raises:
+        KeyboardInterrupt: (or what SIGTERM raised before) at its end, if a signal came too late for a
+            snapshot.
+    """
+    identity = rt.from_main(lineage.identity(view.stage, view.declared()) if rt.is_main else None)
+    if identity is None:
+        yield Nothing()
+        return
+    folder = rt.from_main(state_folder(view.stage, identity) / name if rt.is_main else None)
+    made_by = {
+        "launch.num_processes": rt.world_size,
+        "launch.deepspeed": view.launch.deepspeed,
+        "launch.mixed_precision": view.launch.mixed_precision,
+        "device": rt.device.type,
+    }
+    with Signals() as signals:
+        yield Snapshots(rt, folder, identity, made_by, view.resume, signals)
+
+
+class Nothing:
+    """No snapshots: every run begins at the beginning."""
+
+    def load(self) -> State | None:
+        return None
+
+    def due(self) -> bool:
+        return False
+
+    def save(self, step: int, state: State) -> None:
+        pass
+
+
+class Snapshots:
+    """The last K states of a training loop, in a folder of their own."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        folder: Path,
+        identity: Mapping[str, Any],
+        made_by: Mapping[str, Any],
+        settings: config.Resume,
+        signals: Signals,
+    ) -> None:
+        self._rt, self.folder, self._settings, self._signals = rt, folder, settings, signals
+        self._identity, self._made_by = identity, made_by
+        self._saved_at = time.monotonic()
+
+    # ----------------------------------------------------------------------------------- reading
+
+    def load(self) -> State | None:
+        import torch
+
+        snapshot = self._rt.from_main(self._newest() if self._rt.is_main else None)
+        if snapshot is None:
+            return None
+        manifest = read_manifest(snapshot)
+        if manifest is None:
+            raise UserError(
+                f"{snapshot} is not seen by process {self._rt.rank}: the state must be on a disk that all "
+                "machines see; set RLHF_STATE_DIR to a folder on one"
+            )
+        self._check(manifest, snapshot)
+        own = torch.load(snapshot / f"rank-{self._rt.rank}.pt", map_location="cpu", weights_only=True)
+        shared = torch.load(snapshot / "shared.pt", map_location="cpu", weights_only=True)
+        console.say(f"{self.folder.name}: goes on after step {manifest['step']}")
+        self._saved_at = time.monotonic()
+        loaded: State = _with_folders(own | {"shared": shared}, snapshot)
+        return loaded
+
+    def _newest(self) -> Path | None:
+        """The newest whole snapshot; torn ones are told and removed."""
+        for snapshot in sorted(self.folder.glob("step-*"), reverse=True):
+            wrong = _torn(snapshot)
+            if wrong is None:
+                return snapshot
+            console.say(f"{self.folder.name}: {snapshot} is torn ({wrong}); the one before it is used")
+            shutil.rmtree(snapshot)
+        return None
+
+    def _check(self, manifest: Mapping[str, Any], snapshot: Path) -> None:
+        old = {**manifest["identity"], **manifest["made_by"]}
+        new = {**self._identity, **self._made_by}
+        if old != new:
+            raise UserError(
+                f"the state in {snapshot} cannot be gone on from, it differs in {differences(old, new)}; "
+                f"set this back, or remove {self.folder.parent} to begin anew"
+            )
+        if manifest["threads"] != _threads():
+            console.say(
+                f"{self.folder.name}: {_threads()} threads where there were {manifest['threads']}: it goes "
+                "on, but not to the same last bits (OMP_NUM_THREADS sets them)"
+            )
+
+    # ----------------------------------------------------------------------------------- writing
+
+    def due(self) -> bool:
+        if launch.is_orphan():
+            self._signals.asked = signal.SIGTERM
+        late = time.monotonic() - self._saved_at >= self._settings.every_seconds
+        agreed = self._rt.max(2 * self._signals.asked + late)
+        self._signals.asked = agreed // 2
+        return agreed > 0
+
+    def save(self, step: int, state: State) -> None:
+        import torch
+
+        rt, snapshot = self._rt, self.folder / f"step-{step:09d}"
+        partial = self.folder / f".{snapshot.name}.partial"
+        if rt.is_main:
+            for stale in self.folder.glob(".step-*"):
+                shutil.rmtree(stale)
+            partial.mkdir(parents=True)
+        rt.barrier()
+        if not partial.exists():
+            raise UserError(
+                f"{partial} is not seen by process {rt.rank}: the state must be on a disk that all machines "
+                "see; set RLHF_STATE_DIR to a folder on one"
+            )
+        own = _with_files_written(state, partial)
+        shared = own.pop("shared", {})
+        parts = {f"rank-{rt.rank}.pt": own} | ({"shared.pt": shared} if rt.is_main else {})
+        for name, part in parts.items():
+            torch.save(part, partial / name)
+            atomic.fsync(partial / name)  # here: another machine cannot do it for this one
+        rt.barrier()
+        if rt.is_main:
+            self._seal(step, partial, snapshot)
+        rt.barrier()
+        self._saved_at = time.monotonic()
+        if self._signals.asked:
+            console.say(f"{self.folder.name}: the state after step {step} is kept; the same command goes on")
+            self._signals.act()
+
+    def _seal(self, step: int, partial: Path, snapshot: Path) -> None:
+        manifest = {
+            "step": step,
+            "made_by": self._made_by,
+            "threads": _threads(),
+            "identity": self._identity,
+            "files": _sums(partial),
+        }
+        atomic.write_json(partial / MANIFEST, manifest)
+        atomic.finish(partial, snapshot)
+        for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
+            shutil.rmtree(old)
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _torn(snapshot: Path) -> str | None:
+    """What is wrong with a snapshot; None if it is as it was written."""
+    manifest = read_manifest(snapshot)
+    if manifest is None:
+        return f"no readable {MANIFEST}"
+    found = _sums(snapshot)
+    wrong = [name for name, digest in manifest["files"].items() if found.get(name) != digest]
+    return f"{', '.join(wrong)} not as written" if wrong else None
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """sha256 of every file but the manifest, by relative path."""
+    sums = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            with path.open("rb") as file:
+                sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
+def _with_files_written(state: State, folder: Path) -> State:
+    """The state with each `Files` written to a folder of its own, whose name stands in its place."""
+    written = 0
+
+    def stored(part: Any) -> Any:
+        nonlocal written
+        if isinstance(part, Files):
+            name = f"{FILES}-{written}"
+            written += 1
+            (folder / name).mkdir(exist_ok=True)
+            part.write(folder / name)
+            return {FILES: name}
+        return {key: stored(value) for key, value in part.items()} if type(part) is dict else part
+
+    result: State = stored(state)
+    return result
+
+
+def _with_folders(part: Any, folder: Path) -> Any:
+    """`_with_files_written` undone: the folder in the place of its name."""
+    if type(part) is not dict:
+        return part
+    if part.keys() == {FILES}:
+        return folder / part[FILES]
+    return {key: _with_folders(value, folder) for key, value in part.items()}

@@ -1,0 +1,45 @@
+"""Where a stage's state lies, and what a manifest says of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks.project import lineage
+
+MANIFEST = "manifest.json"
+SHOWN_DIFFERENCES = 8
+HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
+
+
+def state_folder(stage: str, identity: Mapping[str, Any]) -> Path:
+    """By all that decides what the stage writes; below $RLHF_STATE_DIR."""
+    root = os.environ.get("RLHF_STATE_DIR")
+    text = json.dumps(identity, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return (Path(root).absolute() if root else lineage.home() / "state") / stage / digest
+
+
+def read_manifest(snapshot: Path) -> dict[str, Any] | None:
+    """None if there is none that can be read."""
+    try:
+        found: dict[str, Any] = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """`sft.learning_rate (0.1 → 0.2), data/sft`: values for parameters, names for files."""
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    hashed = {name for name in names if HASH.fullmatch(str(old.get(name) or new.get(name)))}
+    shown = [
+        name if name in hashed else f"{name} ({old.get(name)!r} → {new.get(name)!r})"
+        for name in names[:SHOWN_DIFFERENCES]
+    ]
+    return ", ".join([*shown, *([f"{len(names) - len(shown)} more"] if len(names) > len(shown) else [])])

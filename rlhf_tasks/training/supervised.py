@@ -1,0 +1,295 @@
+"""What base, SFT and reward training share: epochs of optimiser steps, evaluations, the best kept.
+
+All of it can be stopped between two steps and gone on with to the same bytes: see `resume`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Optimisation, Split, StageView
+from rlhf_tasks.data.batches import (
+    Batch,
+    Ids,
+    Size,
+    collate,
+    encode,
+    encode_answers,
+    epoch_batches,
+    micro_batches,
+    read_table,
+    sizes,
+)
+from rlhf_tasks.modeling.models import response_logits
+from rlhf_tasks.modeling.tensors import gather_logprobs, masked_sum
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import resume
+from rlhf_tasks.training.resume import State
+from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
+
+Sums = dict[str, Tensor]
+SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them
+
+
+class Task(Protocol):
+    """What is learned: rows, how wide they are when padded, and the sums of one forward pass over some."""
+
+    sizes: list[Size]
+
+    def weight(self, rows: Sequence[int]) -> float:
+        """What the loss of these rows is averaged over (tokens, or pairs)."""
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        """`loss` and other metrics, **summed** over what `weight` counts."""
+
+
+@dataclass
+class LanguageModelling:
+    """Predict the response tokens of (query, response) rows, EOS among them."""
+
+    queries: list[Ids]
+    responses: list[Ids]
+    pad: int
+
+    def __post_init__(self) -> None:
+        self.sizes = sizes(self.queries, self.responses)
+
+    def weight(self, rows: Sequence[int]) -> float:
+        return sum(len(self.responses[i]) for i in rows)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        return collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad)
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        batch = self.batch(rows).to(device)
+        return lm_sums(response_logits(model, batch), batch)
+
+
+def demonstrations(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+    """The demonstrations of data/sft."""
+    rows = read_table("sft", split)
+    return LanguageModelling(
+        encode(tokenizer, [row["prompt"] for row in rows]),
+        encode_answers(tokenizer, [row["completion"] for row in rows]),
+        tokenizer.pad_token_id,
+    )
+
+
+def plain(texts: Sequence[Ids], pad: int) -> LanguageModelling:
+    """Text that answers nothing: the first token is given, all others are predicted."""
+    return LanguageModelling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
+
+
+def lm_sums(logits: Tensor, batch: Batch) -> Sums:
+    """Σ of −log p and of right guesses over the real response tokens; logits (B, R, V)."""
+    right = (logits.argmax(-1) == batch.responses) & batch.response_mask
+    nll = -masked_sum(gather_logprobs(logits, batch.responses), batch.response_mask)
+    return {"loss": nll, "token_accuracy": right.sum().float()}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step: its number from 1, how many there will be, its metrics (global means)."""
+
+    number: int
+    num_steps: int
+    metrics: dict[str, float]
+
+
+class Fit:
+    """Training of `model` in place for `num_epochs`: iterate it for one optimiser step after another.
+
+    The loss of a step is its sum over the whole batch of all processes, over `weight`: it is the same
+    however the batch is cut into micro-batches or shared among processes. Between two steps all there is
+    to know is in `state_dict`.
+    """
+
+    def __init__(self, rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed: int) -> None:
+        self.rt, self.task, self.settings = rt, task, settings
+        self.model, self.optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
+        self.steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
+        self.num_steps = math.ceil(self.steps_per_epoch * settings.num_epochs)
+        self.number = 0  # of steps taken
+        self._order = torch.Generator().manual_seed(seed)
+        self._drawn_from = self._order.get_state()  # what this epoch's batches were drawn from
+        self._batches: list[list[int]] = []  # this epoch's
+
+    def __iter__(self) -> Iterator[Step]:
+        while self.number < self.num_steps:
+            yield self.step()
+
+    @property
+    def epochs(self) -> float:
+        """Epochs done."""
+        return self.settings.num_epochs * self.number / self.num_steps
+
+    def step(self) -> Step:
+        rows = self._next_rows()
+        rate = learning_rate(self.settings, self.number, self.num_steps)
+        set_learning_rate(self.optimizer, rate)
+        sums, norm = self._optimise(rows)
+        self.number += 1
+        weight = self.task.weight(rows)
+        means = {f"train/{key}": value / weight for key, value in sums.items()}
+        return Step(self.number, self.num_steps, means | {"train/grad_norm": norm, "lr": rate})
+
+    def _next_rows(self) -> list[int]:
+        done = self.number % self.steps_per_epoch
+        if done == 0:
+            self._drawn_from = self._order.get_state()
+            self._batches = self._draw()
+        return self._batches[done]
+
+    def _draw(self) -> list[list[int]]:
+        return list(epoch_batches(self.task.sizes, self.settings.batch_size, self._order))
+
+    def _optimise(self, rows: list[int]) -> tuple[dict[str, float], float]:
+        """The sums of a batch, and the norm of its gradient."""
+        weight = self.task.weight(rows)
+        parts: list[Sums] = []
+
+        def loss_of(group: list[int]) -> Callable[[], Tensor]:
+            def compute() -> Tensor:
+                sums = _sums(self.rt, self.model, self.task, group, rows)
+                parts.append({key: value.detach() for key, value in sums.items()})
+                return sums["loss"] / weight
+
+            return compute
+
+        self.model.train()
+        own, settings = self.rt.share(rows), self.settings
+        losses = [loss_of(g) for g in groups(self.rt, self.task.sizes, own, settings.micro_batch_tokens)]
+        norm = self.rt.step(self.model, self.optimizer, losses, settings.max_grad_norm)
+        return total(self.rt, parts), norm
+
+    def state_dict(self) -> State:
+        """Weights, optimiser and place in the data; the same on all processes."""
+        between_epochs = self.number % self.steps_per_epoch == 0
+        return {
+            "training": self.rt.training_state(self.model, self.optimizer),
+            "number": self.number,
+            "order": self._order.get_state() if between_epochs else self._drawn_from,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self.rt.load_training_state(self.model, self.optimizer, state["training"])
+        self.number = state["number"]
+        self._order.set_state(state["order"])
+        if self.number % self.steps_per_epoch:
+            self._drawn_from = state["order"]
+            self._batches = self._draw()
+
+
+def groups(rt: Runtime, sizes_of_all: Sequence[Size], own: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """This process's own rows as micro-batches; every process gets as many, if need be empty ones."""
+    mine = [sizes_of_all[i] for i in own]
+    cut = micro_batches(mine, max_tokens)
+    if rt.world_size > 1:
+        cut = micro_batches(mine, max_tokens, count=rt.max(len(cut)))
+    return [[own[i] for i in group] for group in cut]
+
+
+def _sums(rt: Runtime, model: nn.Module, task: Task, group: Sequence[int], rows: Sequence[int]) -> Sums:
+    """The sums of a micro-batch; of an empty one, zeros by a pass over some other row.
+
+    All processes must call the model equally often, and one of them may have a row less.
+    """
+    with rt.autocast():
+        sums = task.sums(model, group or rows[:1], rt.device)
+    return sums if group else {key: 0 * value for key, value in sums.items()}
+
+
+def total(rt: Runtime, parts: Sequence[Sums]) -> dict[str, float]:
+    """Micro-batches' sums, added up over all processes."""
+    keys = list(parts[0])
+    stacked = rt.sum(torch.stack([torch.stack([part[key].double() for part in parts]).sum() for key in keys]))
+    return dict(zip(keys, stacked.tolist(), strict=True))
+
+
+@torch.no_grad()
+def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict[str, float]:
+    """Means of a task's metrics over all of its rows, over all processes."""
+    model.eval()
+    rows = range(len(task.sizes))
+    cut = groups(rt, task.sizes, rt.share(rows), max_tokens)
+    parts = [_sums(rt, model, task, group, rows) for group in cut]
+    weight = task.weight(rows)
+    return {key: value / weight for key, value in total(rt, parts).items()}
+
+
+class Best:
+    """The weights with the lowest validation loss so far, kept on the CPU."""
+
+    def __init__(self, patience: int) -> None:
+        self.loss, self.step, self._patience, self._worse = math.inf, 0, patience, 0
+        self._weights: dict[str, Tensor] = {}
+
+    def offer(self, model: nn.Module, loss: float, step: int) -> None:
+        if loss < self.loss:
+            self.loss, self.step, self._worse = loss, step, 0
+            self._weights = {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
+        else:
+            self._worse += 1
+
+    @property
+    def exhausted(self) -> bool:
+        return self._worse >= self._patience
+
+    def restore(self, model: nn.Module) -> None:
+        if self._weights:
+            model.load_state_dict(self._weights)
+
+    def state_dict(self) -> State:
+        return {"loss": self.loss, "step": self.step, "worse": self._worse, "weights": self._weights}
+
+    def load_state_dict(self, state: State) -> None:
+        self.loss, self.step = state["loss"], state["step"]
+        self._worse, self._weights = state["worse"], state["weights"]
+
+
+# ------------------------------------------------------------------------------- stopped and gone on
+
+
+def resumed(
+    view: StageView, name: str, fit: Fit, tracker: Tracker, best: Best | None = None
+) -> Iterator[Step]:
+    """The steps of `fit` from where its last snapshot left it, on a progress bar, until `best` is exhausted.
+
+    The caller logs and evaluates each step before it asks for the next: snapshots are taken in between.
+    """
+    rt = fit.rt
+    with resume.open(rt, view, name) as snapshots, _bar(name, fit) as bar:
+        state = snapshots.load()
+        if state is not None:
+            fit.load_state_dict(state["shared"]["fit"])
+            if best is not None:
+                best.load_state_dict(state["shared"]["best"])
+            tracker.load_state_dict(state["tracker"])
+            rt.set_rng_state(state["rng"])
+            bar.skip(fit.epochs)
+        while fit.number < fit.num_steps and not (best is not None and best.exhausted):
+            step = fit.step()
+            yield step
+            bar.advance(fit.settings.num_epochs / step.num_steps, **_shown(step, best))
+            if snapshots.due():
+                shared = {"fit": fit.state_dict()} | ({"best": best.state_dict()} if best is not None else {})
+                state = {"shared": shared, "tracker": tracker.state_dict(), "rng": rt.rng_state()}
+                snapshots.save(step.number, state)
+
+
+def _bar(name: str, fit: Fit) -> AbstractContextManager[console.Meter]:
+    return console.progress(name, fit.settings.num_epochs, unit="epoch")
+
+
+def _shown(step: Step, best: Best | None) -> dict[str, float]:
+    found = {key: step.metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in step.metrics}
+    return found if best is None else found | {"best": best.loss}

@@ -1,0 +1,328 @@
+"""`rlhf STAGE`: what it checks, writes and says, and its exit status."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks import config, presets
+from rlhf_tasks.cli import main
+from rlhf_tasks.config import StageView, UserError
+from rlhf_tasks.stages import runner
+from rlhf_tasks.tracking import Tracker
+
+ROOT = Path(__file__).parents[2]
+Run = Callable[[StageView, Tracker], dict[str, float]]
+
+
+@pytest.fixture
+def quiet_project(project: Path) -> Path:
+    """A project with tracking off."""
+    text = (project / "params.yaml").read_text(encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("enabled: true", "enabled: false"), encoding="utf-8")
+    return project
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
+    """Makes a function the stages sft and prepare."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def install(run: Run) -> None:
+        module = types.ModuleType("stage_of_the_test")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "stage_of_the_test", module)
+        modules = dict.fromkeys(("sft", "prepare"), "stage_of_the_test")
+        monkeypatch.setattr(runner, "MODULES", modules)
+
+    yield install
+    signal.signal(signal.SIGTERM, before)
+
+
+def trained(view: StageView, tracker: Tracker) -> dict[str, float]:
+    tracker.metrics({"train/loss": 2.0}, step=1)
+    Path("models/sft").mkdir(parents=True)
+    return {"perplexity": 4.0, "loss": 1.5}
+
+
+def test_a_stage_leaves_metrics_plots_and_lineage(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage(trained)
+    assert main.main(["sft"]) == 0
+    assert (
+        Path("metrics/sft.json").read_text(encoding="utf-8") == '{\n  "loss": 1.5,\n  "perplexity": 4.0\n}\n'
+    )
+    assert Path("plots/sft.csv").read_text(encoding="utf-8") == "step,train/loss\n1,2.0\n"
+    assert json.loads(Path("models/lineage/sft.json").read_text())["rlhf.run"].startswith("sft-")
+    shown = capsys.readouterr().out
+    assert "loss | 1.5" in shown
+    assert "wrote models/sft, models/lineage/sft.json, metrics/sft.json" in shown
+
+
+def test_a_stage_without_curves_writes_no_plot(quiet_project: Path, stage: Callable[[Run], None]) -> None:
+    stage(lambda view, tracker: {"rows": 3})
+    assert main.main(["prepare"]) == 0
+    assert not Path("plots").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_fails_the_stage(
+    quiet_project: Path, stage: Callable[[Run], None], value: float
+) -> None:
+    stage(lambda view, tracker: {"loss": value})
+    with pytest.raises(ValueError, match="loss="):
+        main.main(["sft"])
+    assert not Path("metrics").exists()
+
+
+def test_a_missing_input_is_named_with_its_maker(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage(trained)
+    (quiet_project / "data/sft").rename(quiet_project / "data/moved")
+    assert main.main(["sft"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("rlhf: stage sft lacks data/sft (made by `rlhf prepare`)")
+    assert not Path("models/sft").exists()
+
+
+def test_every_problem_of_params_is_told_before_anything_is_loaded(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage(trained)
+    text = Path("params.yaml").read_text(encoding="utf-8")
+    Path("params.yaml").write_text(text.replace("kl_coef:", "kl_coeff:").replace("seed: 1", "seed: -1"))
+    assert main.main(["sft"]) == 2
+    message = capsys.readouterr().err
+    assert "kl_coeff" in message
+    assert "seed" in message
+    assert "Traceback" not in message
+
+
+def test_a_users_mistake_is_2_and_a_fault_keeps_its_traceback(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def mistaken(view: StageView, tracker: Tracker) -> dict[str, float]:
+        raise UserError("given 1, allowed 2, change it")
+
+    stage(mistaken)
+    assert main.main(["sft"]) == 2
+    assert capsys.readouterr().err == "rlhf: given 1, allowed 2, change it\n"
+
+    def faulty(view: StageView, tracker: Tracker) -> dict[str, float]:
+        raise RuntimeError("boom")
+
+    stage(faulty)
+    with pytest.raises(RuntimeError, match="boom"):
+        main.main(["sft"])
+
+
+@pytest.mark.parametrize("words", [["judge", "models/policy"], ["compare", "."]])
+@pytest.mark.parametrize(
+    ("out", "why"),
+    [
+        ("folder.jsonl", "that is a folder"),
+        ("params.yaml/v.jsonl", "its folder cannot be made"),
+        ("shut/v.jsonl", "shut cannot be written to"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_paid_for(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    out: str,
+    why: str,
+) -> None:
+    Path("folder.jsonl").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "shut")
+    assert main.main([*words, "--out", out]) == 2
+    told = capsys.readouterr().err
+    assert f"rlhf: --out {out}: " in told
+    assert why in told
+
+
+def test_a_folder_that_may_not_be_written_is_one_message(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shut_out(view: StageView, tracker: Tracker) -> dict[str, float]:
+        raise PermissionError(errno.EACCES, "Permission denied", "models/sft")
+
+    stage(shut_out)
+    assert main.main(["sft"]) == 2
+    told = "rlhf: [Errno 13] Permission denied: 'models/sft'; this user must be able to read and write there"
+    assert capsys.readouterr().err == f"{told}\n"
+
+
+def test_ctrl_c_is_130(quiet_project: Path, stage: Callable[[Run], None]) -> None:
+    def interrupted(view: StageView, tracker: Tracker) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    stage(interrupted)
+    assert main.main(["sft"]) == 130
+
+
+def test_sigterm_unwinds_the_stage_and_is_143(quiet_project: Path, stage: Callable[[Run], None]) -> None:
+    closed = []
+
+    def terminated(view: StageView, tracker: Tracker) -> dict[str, float]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            closed.append(True)
+        return {}
+
+    stage(terminated)
+    assert main.main(["sft"]) == 143
+    assert closed == [True]
+
+
+def test_other_ranks_write_nothing_and_say_nothing(
+    quiet_project: Path,
+    stage: Callable[[Run], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    stage(lambda view, tracker: {"loss": 1.0})
+    assert main.main(["sft"]) == 0
+    assert capsys.readouterr().out == ""
+    assert not Path("metrics").exists()
+
+
+def test_a_stage_sees_only_the_sections_it_declares(
+    quiet_project: Path, stage: Callable[[Run], None]
+) -> None:
+    def prying(view: StageView, tracker: Tracker) -> dict[str, float]:
+        return {"kl_coef": view.ppo.kl_coef}
+
+    stage(prying)
+    with pytest.raises(AttributeError, match="does not declare"):
+        main.main(["sft"])
+
+
+def test_help_names_every_stage_and_loads_no_torch() -> None:
+    code = (
+        "import sys; from rlhf_tasks import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'torch', 'transformers', 'mlflow', 'prefect', 'matplotlib'} & sys.modules.keys()\n"
+        "sys.exit(f'loaded {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name in config.STAGES:
+        assert name in done.stdout
+
+
+# -------------------------------------------------------------------------------------- generate
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
+    """What was asked of the model; each answer is the prompt in capitals."""
+    asked: list[tuple[str, dict[str, object]]] = []
+    module = types.ModuleType("rlhf_tasks.modeling.generation")
+
+    def respond(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
+        asked.append((prompts[0], settings))
+        return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
+
+    module.respond = respond  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rlhf_tasks.modeling.generation", module)
+    return asked
+
+
+def test_generate_answers_a_prompt(
+    tmp_path: Path, answers: list[tuple[str, dict[str, object]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(tmp_path), "--prompt", "hello", "--num-samples", "2", "--temperature", "0.7"]
+    assert main.main([*words, "--max-new-tokens", "5", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == "HELLO\nHELLO\n"
+    assert answers == [("hello", {"temperature": 0.7, "max_new_tokens": 5, "num_samples": 2, "seed": 3})]
+
+
+def test_generate_says_which_checkpoint_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["generate", "models/none", "--prompt", "x"]) == 2
+    assert "models/none is no folder" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- presets
+
+
+@pytest.fixture
+def preset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "presets"
+    folder.mkdir()
+    (folder / "small.yaml").write_text(
+        "# less of everything\nseed: 7\nmodel: {base: a/b, revision: " + "a" * 40 + ", scratch: null}\n"
+        "ppo: {kl_coef: 0.5}\n",
+        encoding="utf-8",
+    )
+    (folder / "wrong.yaml").write_text("seed: 8\nppo: {kl_coef: -1.0}\n", encoding="utf-8")
+    monkeypatch.setattr(presets, "FOLDER", folder)
+    return folder
+
+
+def test_a_preset_changes_values_and_keeps_comments(project: Path, preset_folder: Path) -> None:
+    before = Path("params.yaml").read_text(encoding="utf-8").splitlines()
+    assert main.main(["preset", "small"]) == 0
+    after = Path("params.yaml").read_text(encoding="utf-8").splitlines()
+    changed = config.load()
+    assert (changed.seed, changed.ppo.kl_coef, changed.model.scratch) == (7, 0.5, None)
+    assert len(after) == len(before)
+    differing = [line for line, old in zip(after, before, strict=True) if line != old]
+    assert [line.split(":")[0].strip() for line in differing] == [
+        "seed",
+        "base",
+        "revision",
+        "scratch",
+        "kl_coef",
+    ]
+    assert any("# of a hub id" in line for line in differing)
+
+
+def test_a_section_can_stand_for_null_and_null_for_a_section(project: Path, preset_folder: Path) -> None:
+    main.main(["preset", "small"])
+    scratch = "model: {base: scratch, revision: null, scratch: {family: gpt2, hidden_size: 8, num_layers: 1, "
+    back = scratch + "num_heads: 2, vocab_size: 9, tokenizer: bpe}}\n"
+    (preset_folder / "back.yaml").write_text(back, encoding="utf-8")
+    assert main.main(["preset", "back"]) == 0
+    shape = config.load().model.scratch
+    assert shape is not None
+    assert shape.hidden_size == 8
+
+
+def test_presets_that_make_an_invalid_file_change_nothing(
+    project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Path("params.yaml").read_bytes()
+    assert main.main(["preset", "small", "wrong"]) == 2
+    assert "params.yaml with small, wrong has 1 problem" in capsys.readouterr().err
+    assert Path("params.yaml").read_bytes() == before
+
+
+def test_an_unknown_preset_is_answered_with_the_known(
+    project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["preset", "smal"]) == 2
+    assert "known are small, wrong" in capsys.readouterr().err
+
+
+def test_presets_are_listed_with_their_first_line(
+    preset_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["preset", "--list"]) == 0
+    assert "small | less of everything" in capsys.readouterr().out

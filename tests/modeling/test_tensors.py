@@ -1,0 +1,88 @@
+"""Masked arithmetic against torch.distributions, numpy-like loops and hand-worked numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+
+from rlhf_tasks.modeling.tensors import (
+    distinct,
+    entropy_from_logits,
+    gather_logprobs,
+    masked_mean,
+    masked_moments,
+    masked_sum,
+    whiten,
+)
+
+X = torch.tensor([[1.0, 2.0, 6.0], [3.0, 8.0, 9.0]])
+MASK = torch.tensor([[True, True, False], [True, False, False]])  # 1, 2, 3: mean 2, variance 2/3
+JUNK = (torch.nan, torch.inf, 1e30, -7.0)
+
+
+def with_junk(junk: float) -> Tensor:
+    return torch.where(MASK, X, junk)
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_padding_content_changes_no_mean_and_no_variance(junk: float) -> None:
+    x = with_junk(junk)
+    assert masked_sum(x, MASK) == 6
+    assert masked_mean(x, MASK) == 2
+    mean, variance = masked_moments(x, MASK)
+    assert mean.item() == 2
+    assert variance.item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_whitening_gives_mean_0_and_variance_1_and_zero_on_padding(junk: float) -> None:
+    white = whiten(with_junk(junk), MASK)
+    side = 1.5**0.5  # 1, 2, 3 less their mean, over √(2/3)
+    torch.testing.assert_close(white, torch.tensor([[-side, 0.0, 0.0], [side, 0.0, 0.0]]))
+
+
+def test_whitening_without_a_shift_keeps_the_mean() -> None:
+    white = whiten(with_junk(torch.nan), MASK, shift_mean=False)
+    side = 1.5**0.5
+    torch.testing.assert_close(white, torch.tensor([[2 - side, 2.0, 0.0], [2 + side, 0.0, 0.0]]))
+
+
+def test_whitening_is_over_the_tokens_of_all_processes() -> None:
+    other = torch.tensor([5.0, 9.0])  # with 1, 2, 3: mean 4, squares 9 + 4 + 1 + 1 + 25 = 40, variance 8
+    answers = iter([torch.tensor([14.0, 2.0]), torch.tensor([float(((other - 4) ** 2).sum()), 2.0])])
+    white = whiten(X, MASK, reduce=lambda sums: sums + next(answers))
+    expected = torch.tensor([[-3.0, -2.0, 0.0], [-1.0, 0.0, 0.0]]) / 8**0.5
+    torch.testing.assert_close(white, expected)
+
+
+def test_the_mean_over_processes_weighs_tokens_not_processes() -> None:
+    assert masked_mean(X, MASK, lambda sums: sums + torch.tensor([4.0, 1.0])) == 2.5  # (1 + 2 + 3 + 4) / 4
+
+
+def test_gathered_logprobs_are_those_of_a_categorical() -> None:
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(1)) * 3
+    labels = torch.tensor([[0, 6, 3, 2, 2], [1, 1, 5, 4, 0]])
+    torch.testing.assert_close(gather_logprobs(logits, labels), Categorical(logits=logits).log_prob(labels))
+
+
+def test_entropy_is_that_of_a_categorical() -> None:
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(2)) * 3
+    torch.testing.assert_close(entropy_from_logits(logits), Categorical(logits=logits).entropy())
+    assert entropy_from_logits(torch.zeros(1, 1, 8)).item() == pytest.approx(3 * 0.6931472)  # log 8
+
+
+def test_logprobs_and_entropy_of_low_precision_logits_are_taken_in_float32() -> None:
+    logits = torch.randn(1, 2, 9, generator=torch.Generator().manual_seed(3)).bfloat16()
+    labels = torch.tensor([[4, 8]])
+    exact = Categorical(logits=logits.float())
+    torch.testing.assert_close(gather_logprobs(logits, labels), exact.log_prob(labels))
+    torch.testing.assert_close(entropy_from_logits(logits), exact.entropy())
+
+
+def test_distinct_ngrams_by_hand() -> None:
+    # a b a b: 2 of 4 words differ, ab ba ab: 2 of 3 pairs; one word has no pair
+    found = [[5, 6, 5, 6], [7]]
+    torch.testing.assert_close(distinct(found, 1), torch.tensor([0.5, 1.0]))
+    torch.testing.assert_close(distinct(found, 2), torch.tensor([2 / 3, 1.0]))

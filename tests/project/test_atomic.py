@@ -1,0 +1,78 @@
+"""Nothing half-written is ever taken for a finished output."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.project import atomic
+
+
+def test_a_folder_appears_whole_with_its_parents(tmp_path: Path) -> None:
+    target = tmp_path / "models/sft"
+    with atomic.whole(target) as folder:
+        (folder / "weights").write_text("w", encoding="utf-8")
+        assert not target.exists()
+    assert (target / "weights").read_text(encoding="utf-8") == "w"
+    assert [path.name for path in target.parent.iterdir()] == ["sft"]
+
+
+def test_a_folder_replaces_the_old_one_wholly(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        with atomic.whole(tmp_path / "out") as folder:
+            (folder / name).touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_folder_and_no_other(tmp_path: Path, error: type[BaseException]) -> None:
+    with atomic.whole(tmp_path / "out") as folder:
+        (folder / "old").touch()
+
+    def breaks_off() -> None:
+        with atomic.whole(tmp_path / "out") as folder:
+            (folder / "new").touch()
+            raise error
+
+    with pytest.raises(error):
+        breaks_off()
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
+        "out",
+        "out/old",
+    ]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".out.partial-dead").mkdir()
+    (tmp_path / ".output.partial-other").mkdir()  # of another path
+    with atomic.whole(tmp_path / "out"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".output.partial-other", "out"]
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics/sft.json"
+    atomic.write_json(path, {"loss": 1.5})
+    atomic.write_json(path, {"loss": 0.5})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"loss": 0.5}
+    assert [p.name for p in path.parent.iterdir()] == ["sft.json"]
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    texts = [letter * 200_000 for letter in "abcd"]
+    writers = [threading.Thread(target=_write_often, args=(path, text)) for text in texts]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert path.read_text(encoding="utf-8") in texts
+    assert [p.name for p in tmp_path.iterdir()] == ["answers.json"]
+
+
+def _write_often(path: Path, text: str) -> None:
+    for _ in range(20):
+        atomic.write_text(path, text)

@@ -1,0 +1,130 @@
+"""Hashes are DVC's own, of the bytes on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.project import lineage
+
+
+def git(folder: Path, *words: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.e2e
+def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "b").mkdir(parents=True)
+    for name in ("z.txt", "b/a.txt", "b!.txt", "ü.txt"):
+        (folder / name).write_text(f"content of {name}\n", encoding="utf-8")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside/c.txt").write_text("left out by DVC\n", encoding="utf-8")
+    (folder / "beside").symlink_to("../beside")
+    (tmp_path / "one.txt").write_text("one\n", encoding="utf-8")
+    dvc = [sys.executable, "-m", "dvc"]
+    subprocess.run([*dvc, "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
+    subprocess.run([*dvc, "add", "-q", "data", "one.txt"], cwd=tmp_path, check=True)
+    for path in (folder, tmp_path / "one.txt"):
+        assert lineage.digest(path) in (tmp_path / f"{path.name}.dvc").read_text(encoding="utf-8")
+
+
+def test_inputs_are_the_data_among_the_deps_with_params_filled_in(project: Path) -> None:
+    graph = lineage.graph()
+    assert graph["prepare"].inputs == ("rlhf_tasks/data/examples",)
+    assert graph["sft"].inputs == ("data/sft",)
+    assert graph["sft"].outs == ("models/sft", "models/lineage/sft.json", "metrics/sft.json")
+
+
+def test_the_lineage_file_holds_the_run_key_and_input_hashes(project: Path) -> None:
+    path = lineage.write("sft", "sft-k")
+    assert json.loads(path.read_text(encoding="utf-8")) == {
+        "rlhf.run": "sft-k",
+        "inputs": {"data/sft": lineage.digest(project / "data/sft")},
+        "git.rev": None,
+        "git.dirty": False,
+    }
+
+
+def test_a_worktree_uses_the_main_checkouts_store(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(project, "init", "-q")
+    git(project, "add", "params.yaml", "dvc.yaml")
+    git(project, "commit", "-q", "-m", "first")
+    git(project, "worktree", "add", "-q", str(project / "tree"))
+    assert lineage.home() == project / ".rlhf"
+    monkeypatch.chdir(project / "tree")
+    assert lineage.home() == project / ".rlhf"
+
+
+def test_what_a_run_writes_itself_makes_no_tree_dirty(project: Path) -> None:
+    git(project, "init", "-q")
+    git(project, "add", ".")
+    git(project, "commit", "-q", "-m", "first")
+    (project / "metrics").mkdir()
+    (project / "metrics/sft.json").write_text("{}", encoding="utf-8")
+    assert not lineage.git_dirty()
+    (project / "code.py").write_text("", encoding="utf-8")
+    assert lineage.git_dirty()
+
+
+def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist here"):
+        lineage.graph(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dvc", "params", "told"),
+    [
+        ("stages: [", "{}", "dvc.yaml is not readable as YAML"),
+        ("[1]", "{}", "dvc.yaml must hold sections"),
+        ("plots: []", "{}", "dvc.yaml has no `stages`"),
+        ("stages: {}", "data: {", "params.yaml is not readable as YAML"),
+        (
+            "stages: {a: {cmd: x, deps: ['${data.path}/y']}}",
+            "data: {}",
+            r"takes data\.path of params\.yaml, which has none",
+        ),
+    ],
+)
+def test_a_graph_that_cannot_be_read_is_the_users_to_mend(dvc: str, params: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        lineage.graph_in(dvc, params)
+
+
+def test_an_out_is_what_its_stage_left_not_what_another_had_read_of_it() -> None:
+    lock = """\
+stages:
+  sft: {outs: [{path: models/sft, md5: new}], deps: [{path: data/sft, md5: d}]}
+  ppo: {deps: [{path: models/sft, md5: old}, {path: a.py}], outs: [{path: models/policy, md5: p}]}
+"""
+    assert lineage.locked_in(lock) == {"data/sft": "d", "models/sft": "new", "models/policy": "p"}
+    assert lineage.read_and_written(lock)["ppo"] == ({"models/sft": "old"}, {"models/policy": "p"})
+    assert lineage.locked_in("schema: '2.0'") == {}
+
+
+def test_what_is_read_of_a_text_is_the_callers_own_and_told_anew_of_another(project: Path) -> None:
+    """Texts are parsed once a process."""
+    lock = (
+        "stages:\n  ppo:\n    params: {params.yaml: {ppo: {scorers: [1]}}}\n    outs: [{path: a, md5: '1'}]\n"
+    )
+    (project / "dvc.lock").write_text(lock, encoding="utf-8")
+    for _ in range(2):
+        assert lineage.locked_params("ppo") == {"ppo": {"scorers": [1]}}
+        assert lineage.locked() == lineage.locked_by("ppo") == {"a": "1"}
+        assert lineage.parameters()["seed"] == 1
+        lineage.locked_params("ppo")["ppo"]["scorers"].append(2)
+        lineage.locked()["a"] = lineage.locked_by("ppo")["a"] = "2"
+        lineage.parameters()["judge"]["judges"].clear()
+        lineage.graph().clear()
+    assert lineage.parameters()["judge"]["judges"]
+    assert "sft" in lineage.graph()
+    (project / "dvc.lock").write_text(lock.replace("'1'", "'3'"), encoding="utf-8")
+    assert lineage.locked() == {"a": "3"}
+    (project / "dvc.lock").unlink()
+    assert lineage.locked() == lineage.locked_params("ppo") == {}

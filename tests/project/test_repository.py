@@ -1,0 +1,80 @@
+"""What git is asked of a project, and what it is told if git cannot say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.project import repository
+from tests.flows import toy
+
+pytestmark = [pytest.mark.e2e]
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("git@example.org:team/rlhf.git", "example.org/team/rlhf"),
+        ("https://example.org/team/rlhf", "example.org/team/rlhf"),
+        ("https://user:secret@example.org:8443/team/rlhf.git/", "example.org/team/rlhf"),
+        ("ssh://git@example.org:22/team/rlhf.git", "example.org/team/rlhf"),
+        ("host:rlhf.git", "host/rlhf"),
+        ("file:///srv/git/rlhf.git", "/srv/git/rlhf"),
+        ("/srv/git/rlhf.git", "/srv/git/rlhf"),
+    ],
+)
+def test_a_project_is_known_by_its_remote_without_protocol_and_login(
+    tmp_path: Path, remote: str, address: str
+) -> None:
+    toy.git(tmp_path, "init", "-q")
+    assert repository.address(tmp_path) == str(tmp_path)
+    toy.git(tmp_path, "remote", "add", "origin", remote)
+    assert repository.address(tmp_path) == address
+    (tmp_path / "part").mkdir()
+    assert repository.address(tmp_path / "part") == f"{address}/part"
+
+
+def test_an_address_that_is_none_leaves_the_folder(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    toy.git(tmp_path, "remote", "add", "origin", "https://[bad/a")
+    assert repository.address(tmp_path) == str(tmp_path)
+
+
+def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    with pytest.raises(UserError, match="has no git commit"):
+        repository.committed(tmp_path, "params.yaml")
+
+
+def test_a_nameless_user_is_told_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = toy.make(tmp_path / "project")
+    toy.git(root, "config", "--unset", "user.email")
+    for variable in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    with pytest.raises(UserError, match=r"git config user\.email"):
+        repository.committed(root, "params.yaml")
+
+
+@pytest.mark.parametrize("told", [None, "../shared", "/somewhere/else"])
+def test_the_cache_is_where_dvc_says(tmp_path: Path, told: str | None) -> None:
+    root = tmp_path / "project"
+    (root / "below").mkdir(parents=True)
+    repository.dvc(root, "init", "-q", "--no-scm")
+    if told is not None:
+        repository.dvc(root, "config", "--local", "cache.dir", told)
+    for folder in (root, root / "below"):
+        assert repository.cache(folder) == Path(repository.dvc(folder, "cache", "dir"))
+
+
+def test_no_dvc_repository_and_settings_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="in no DVC repository"):
+        repository.cache(tmp_path)
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("[cache]\nno_such_key = 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"DVC's settings .* cannot be used: .*no_such_key"):
+        repository.cache(tmp_path)

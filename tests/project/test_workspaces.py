@@ -1,0 +1,239 @@
+"""An isolated run sees the commit, its parameters and the data of now; the working tree stays as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks import config
+from rlhf_tasks.config import UserError
+from rlhf_tasks.presets import Request
+from rlhf_tasks.project import repository, workspace_inputs, workspaces
+from rlhf_tasks.project.workspaces import Workspace
+from tests.flows import toy
+
+pytestmark = [pytest.mark.e2e]
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = toy.make(tmp_path / "project")
+    monkeypatch.chdir(made)
+    return made
+
+
+def create(
+    root: Path, name: str = "one", overrides: dict[str, Any] | None = None, revision: str = "HEAD"
+) -> Workspace:
+    text, settings, _ = Request(overrides=overrides).settle(repository.committed(root, "params.yaml"))
+    return workspaces.create(root, name, text, settings, revision)
+
+
+def repro(folder: Path) -> None:
+    words = [sys.executable, "-m", "dvc", "repro", "-q"]
+    subprocess.run(words, cwd=folder, check=True, start_new_session=True)
+
+
+def save(place: Workspace, name: str) -> str:
+    return place.save(name, partial(repository.dvc, place.folder))
+
+
+def test_a_run_becomes_an_experiment_that_restores_and_touches_nothing(root: Path) -> None:
+    place = create(root, overrides={"ppo.kl_coef": 0.25})
+    assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
+    repro(place.folder)
+    revision = save(place, "mine")
+    place.remove()
+    assert not place.top.exists()
+    assert toy.git(root, "worktree", "list").count("\n") == 1
+    assert toy.git(root, "status", "--porcelain") == ""
+    assert not (root / "second.txt").exists()
+    assert repository.experiment(root, "mine") == revision
+    assert (revision, "mine") in repository.experiments(root)
+    assert repository.paths(root, revision, "metrics/") == ["metrics/first.json"]
+    repository.dvc(root, "exp", "apply", "mine")
+    assert (root / "second.txt").read_text(encoding="utf-8").split() == [
+        "rows", "kl_coef:", "0.25", *second_comment(root),
+    ]  # fmt: skip
+
+
+def second_comment(root: Path) -> list[str]:
+    """What else the grepped line of params.yaml holds."""
+    line = next(x for x in (root / "params.yaml").read_text(encoding="utf-8").splitlines() if "kl_coef:" in x)
+    return line.split()[2:]
+
+
+def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: Path) -> None:
+    first, second = create(root, "one"), create(root, "two")
+    repro(first.folder)
+    told = repository.dvc(second.folder, "repro")
+    assert told.count("is cached - skipping run") == 2
+    assert (second.folder / "second.txt").read_bytes() == (first.folder / "second.txt").read_bytes()
+
+
+def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
+    (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
+    (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
+    assert workspace_inputs.unseen(root, "given") == ["second.sh"]
+    place = create(root)
+    assert (place.folder / "given/rows.txt").read_text(encoding="utf-8") == "newer\n"
+    assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
+
+
+def test_what_a_killed_run_left_is_replaced(root: Path) -> None:
+    left = create(root)
+    (left.folder / "rubbish").touch()
+    left.lock.release()  # as the kernel does for a killed process
+    again = create(root)
+    assert again.top == left.top
+    assert not (again.folder / "rubbish").exists()
+    again.lock.release()
+    shutil.rmtree(again.top)  # somebody tidied up by hand
+    create(root).remove()
+
+
+def test_what_vanished_processes_left_goes_and_what_is_worked_in_stays(root: Path) -> None:
+    kept, left = create(root, "kept"), create(root, "left")
+    left.lock.release()
+    elsewhere = (
+        root / ".rlhf/workspaces/elsewhere"
+    )  # worked in by another machine, for all that is known here
+    elsewhere.mkdir()
+    elsewhere.with_name("elsewhere@another-host.lock").touch()
+    assert workspaces.remove_left(root) == ["left"]
+    assert kept.folder.exists()
+    assert elsewhere.exists()
+    workspaces.remove(root, "elsewhere")
+    with pytest.raises(UserError, match="a process still works in the workspace kept"):
+        create(root, "kept")
+    kept.remove()
+    assert list((root / ".rlhf/workspaces").iterdir()) == []
+
+
+def test_a_run_sees_the_commit_it_is_given(root: Path) -> None:
+    before = repository.resolve(root, None)
+    toy.write_script(root, ["exit 1"])
+    place = create(root, revision=before)
+    assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
+    with pytest.raises(UserError, match="revision='no-such' is no commit, branch or tag"):
+        repository.resolve(root, "no-such")
+
+
+def test_a_remote_told_relative_to_the_project_is_the_same_from_a_workspace(root: Path) -> None:
+    repository.dvc(root, "remote", "add", "--default", "store", "../store")
+    repository.dvc(root, "remote", "add", "--local", "own", "own-store")
+    toy.commit(root)
+    place = create(root)
+    repro(place.folder)
+    repository.dvc(place.folder, "push")
+    repository.dvc(place.folder, "push", "--remote", "own")
+    assert (root.parent / "store/files").is_dir()
+    assert (root / "own-store/files").is_dir()
+    assert "config" not in toy.git(place.folder, "status", "--porcelain"), "no experiment holds such paths"
+
+
+def test_links_in_the_data_are_followed(root: Path) -> None:
+    outside = root.parent / "corpus"
+    (outside / "more").mkdir(parents=True)
+    (outside / "rows.txt").write_text("linked\n", encoding="utf-8")
+    (outside / "more/rows.txt").write_text("more\n", encoding="utf-8")
+    (root / "given/rows.txt").unlink()
+    (root / "given/rows.txt").symlink_to("../../corpus/rows.txt")
+    (root / "given/more").symlink_to("../../corpus/more")
+    place = create(root)
+    for name, text in {"rows.txt": "linked\n", "more/rows.txt": "more\n"}.items():
+        assert (place.folder / "given" / name).read_text(encoding="utf-8") == text
+        assert not (place.folder / "given" / name).is_symlink()
+
+
+def test_data_that_no_copy_can_hold_is_named(root: Path) -> None:
+    (root / "given/away.txt").symlink_to("nowhere.txt")
+    (root / "given/up").symlink_to("..")
+    os.mkfifo(root / "given/pipe")
+    with pytest.raises(UserError, match=r"data.path='given' has up, .*away\.txt.*; take them out") as told:
+        create(root)
+    assert "pipe" in str(told.value)
+    assert list((root / ".rlhf/workspaces").iterdir()) == []
+
+
+def test_inputs_that_only_the_working_tree_has_are_named(root: Path) -> None:
+    (root.parent / "shared.sh").write_text(toy.SECOND, encoding="utf-8")
+    (root / "second.sh").unlink()
+    (root / "second.sh").symlink_to("../shared.sh")
+    file = root / "dvc.yaml"
+    text = file.read_text(encoding="utf-8").replace("deps: [given]", "deps: [given, extra.txt]")
+    file.write_text(text, encoding="utf-8")
+    toy.commit(root)
+    (root / "extra.txt").touch()
+    with pytest.raises(UserError, match=r"cannot see extra\.txt, second\.sh: it sees what is in git"):
+        create(root)
+
+
+def test_a_project_below_the_repositorys_top_works_too(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    toy.identify(tmp_path)
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q", "--subdir"], cwd=inner, check=True)
+    toy.write_params(inner)
+    (inner / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    toy.commit(tmp_path)
+    place = create(inner)
+    assert place.folder == place.top / "inner"
+    assert (place.folder / "params.yaml").exists()
+
+
+def test_stages_run_the_code_of_the_workspaces_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "rlhf_tasks").mkdir()
+    (root / "rlhf_tasks/__init__.py").write_text("", encoding="utf-8")
+    toy.commit(root)
+    monkeypatch.setenv("PYTHONPATH", "given-before")
+    place = create(root)
+    assert place.environment() == {"PYTHONPATH": os.pathsep.join([str(place.folder), "given-before"])}
+
+
+def test_data_outside_the_project_is_refused_and_left_alone(root: Path) -> None:
+    outside = root.parent / "corpus"
+    outside.mkdir()
+    (outside / "sft.jsonl").write_text("the user's own", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data.path='../corpus' leads out of the project.*absolute path"):
+        create(root, overrides={"data.path": "../corpus"})
+    assert (outside / "sft.jsonl").read_text(encoding="utf-8") == "the user's own"
+    assert not (root / ".rlhf/workspaces/one").exists()
+
+
+def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
+    first = create(root, "one")
+    assert first.like is None
+    repro(first.folder)
+    ran = sorted(repository.changed(first.folder))
+    commit = save(first, "before")
+    first.remove()
+    again = create(root, "two")
+    assert again.like == (commit, "before")
+    told = repository.dvc(again.folder, "repro")
+    assert told.count("didn't change, skipping") == 2, "not restored one by one"
+    assert again.is_like()
+    assert sorted(repository.changed(again.folder)) == ran, "as if it had run there"
+    (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
+    later = create(root, "four")
+    repro(later.folder)
+    assert not later.is_like(), "other data"
+
+
+def test_other_parameters_or_another_commit_were_not_asked_before(root: Path) -> None:
+    first = create(root, "one")
+    repro(first.folder)
+    save(first, "before")
+    text = (first.folder / "params.yaml").read_text(encoding="utf-8")
+    assert repository.alike(root, "HEAD", text) is not None
+    assert repository.alike(root, "HEAD", text + "\n") is None
+    toy.write_script(root, ["exit 1"])
+    assert repository.alike(root, "HEAD", text) is None

@@ -1,0 +1,267 @@
+"""Checkpoints that others have made: what is taken, and what is refused by name before any training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rlhf_tasks.config import UserError
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.contracts import ContractError
+from tests import toy
+
+HASH = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working folder with the user's files."""
+    monkeypatch.chdir(tmp_path)
+    toy.write_given()
+
+
+def prepared(family: str, words: Any = None, **changes: Any) -> Any:
+    """data/ and models/base from a foreign base of this family; the settings."""
+    toy.foreign("foreign/base", family, words=words)
+    settings = toy.write_params(**changes)
+    toy.run("prepare", settings)
+    toy.run("base", settings)
+    return settings
+
+
+def with_sft(source: str = "foreign/sft", **changes: Any) -> Any:
+    return toy.write_params(sft={"from": source}, **changes)
+
+
+def with_reward(source: str = "foreign/reward", **changes: Any) -> Any:
+    return toy.write_params(reward={"from": source}, **changes)
+
+
+def said(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / "rlhf.json").read_text(encoding="utf-8"))
+    return found
+
+
+# ------------------------------------------------------------------------------- what is taken
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
+    """GPT-2's tokenizer has no pad: EOS pads then."""
+    settings = prepared(family, words=toy.tokenizer(pad=None if family == "gpt2" else "<pad>"))
+    for stage in ("sft", "preferences", "reward", "ppo", "judge"):
+        metrics = toy.run(stage, settings)
+        assert metrics
+        assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
+    assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
+    assert said("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
+    assert models.load_causal("models/policy").config.model_type == family
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
+def test_other_families_take_a_step_of_sft_reward_and_ppo(family: str) -> None:
+    settings = prepared(family)
+    for stage in ("sft", "preferences", "reward", "ppo"):
+        toy.run(stage, settings)
+    assert models.load_reward("models/reward").model.config.model_type == family
+
+
+def test_ready_sft_and_reward_models_skip_training_and_their_lineage_is_unknown() -> None:
+    prepared("gpt2")
+    toy.foreign("foreign/sft", "gpt2", seed=2)
+    toy.foreign("foreign/reward", "gpt2", seed=3, labels=1)
+    settings = toy.write_params(sft={"from": "foreign/sft"}, reward={"from": "foreign/reward"})
+    metrics = toy.run("sft", settings)
+    assert "steps_trained" not in metrics
+    assert metrics["loss"] > 0
+    for stage in ("preferences", "reward", "ppo"):
+        toy.run(stage, settings)
+    assert_same_weights("foreign/sft", "models/sft")
+    assert_same_weights("foreign/reward", "models/reward")
+    for folder in ("models/sft", "models/reward"):
+        assert (said(folder)["lineage"], said(folder)["parents"]) == ("unknown", {})
+    assert said("models/reward_heldout")["parents"] == {"sft": contracts.fingerprint(Path("models/sft"))}
+
+
+def assert_same_weights(first: str, second: str) -> None:
+    a, b = (load_file(Path(folder) / "model.safetensors") for folder in (first, second))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_weights_stored_in_bf16_are_read_as_float32() -> None:
+    toy.foreign("foreign/base", "llama", dtype=torch.bfloat16)
+    model = models.load_causal("foreign/base")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    toy.foreign("foreign/reward", "llama", dtype=torch.bfloat16, labels=1)
+    assert {p.dtype for p in models.load_reward("foreign/reward").parameters()} == {torch.float32}
+
+
+def test_a_pad_token_of_its_own_is_no_other_tokenizer() -> None:
+    """The base pads with EOS, the SFT model with a token that neither has ever read."""
+    prepared("gpt2", words=toy.tokenizer(pad=None))
+    toy.foreign("foreign/sft", "gpt2", seed=2)
+    toy.run("sft", with_sft())
+    assert "lineage" in said("models/sft")
+
+
+def test_one_of_our_own_checkpoints_keeps_its_lineage() -> None:
+    settings = prepared("gpt2")
+    toy.run("sft", settings)
+    parents = said("models/sft")["parents"]
+    Path("models/sft").rename("kept")
+    toy.run("sft", with_sft("kept"))
+    assert said("models/sft") == {"kind": "policy", "parents": parents}
+
+
+def test_a_hub_id_is_fetched_at_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code as for a folder; here the hub is one."""
+    import huggingface_hub
+
+    prepared("gpt2")
+    local = toy.foreign("hub/sft", "gpt2", seed=2).resolve()
+    asked: list[tuple[str, str]] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def snapshot(source: str, revision: str, **_: Any) -> str:
+        asked.append((source, revision))
+        return str(local)
+
+    def loaded(source: Any, revision: str | None = None, **options: Any) -> Any:
+        if source == "someone/sft":
+            asked.append((source, str(revision)))
+            source = local
+        return load(source, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    toy.run("sft", toy.write_params(sft={"from": "someone/sft", "revision": HASH}))
+    assert asked == [("someone/sft", HASH)] * 2
+    assert_same_weights("hub/sft", "models/sft")
+
+
+# ----------------------------------------------------------------------------- what is refused
+
+
+def refused(stage: Any, settings: Any, words: str) -> None:
+    with pytest.raises(ContractError, match=words):
+        toy.run(stage, settings)
+
+
+def test_another_tokenizer_is_refused() -> None:
+    prepared("gpt2")
+    words = toy.tokenizer()
+    words.add_tokens(["purple"])
+    toy.foreign("foreign/sft", "gpt2", words=words)
+    refused("sft", with_sft(), r"foreign/sft has another tokenizer than data/tokenizer: .*'purple'")
+
+
+def test_another_end_of_answer_is_refused() -> None:
+    prepared("gpt2")
+    words = toy.tokenizer()
+    words.eos_token = "now"
+    toy.foreign("foreign/sft", "gpt2", words=words)
+    refused("sft", with_sft(), "foreign/sft ends answers with 'now', but data/tokenizer with '<eos>'")
+
+
+def test_another_chat_template_is_refused() -> None:
+    prepared("gpt2")
+    toy.foreign("foreign/sft", "gpt2", words=toy.tokenizer(chat_template=toy.CHAT))
+    refused("sft", with_sft(), "foreign/sft has another chat template than data/tokenizer")
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused() -> None:
+    prepared("gpt2")
+    for file in toy.foreign("foreign/sft", "gpt2").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match="foreign/sft holds no tokenizer"):
+        toy.run("sft", with_sft())
+
+
+def test_an_sft_model_of_another_shape_than_the_base_is_refused() -> None:
+    prepared("gpt2")
+    toy.foreign("foreign/sft", "llama")
+    refused("sft", with_sft(), "foreign/sft was not made from models/base: model_type llama and gpt2")
+
+
+def test_an_sft_model_that_names_another_base_is_refused() -> None:
+    settings = prepared("gpt2")
+    toy.run("sft", settings)
+    Path("models/sft").rename("kept")
+    toy.foreign("foreign/base", "gpt2", seed=7)
+    toy.run("base", settings)
+    refused("sft", with_sft("kept"), "kept was made from another base model")
+
+
+@pytest.mark.parametrize("family", toy.FAMILIES)
+def test_a_reward_model_is_no_sft_model(family: str) -> None:
+    """GPT-2's LM head is its embedding: nothing would be missing, only the score head be left over."""
+    toy.foreign("foreign/sft", family, labels=1)
+    with pytest.raises(ContractError, match="a language model is asked for"):
+        models.load_causal("foreign/sft")
+
+
+@pytest.mark.parametrize("family", toy.FAMILIES)
+def test_a_reward_model_without_its_trained_head_is_refused(family: str) -> None:
+    toy.foreign("foreign/reward", family)
+    with pytest.raises(
+        ContractError, match=r"lacks its trained head: score\.weight would be newly initialised"
+    ):
+        models.load_reward("foreign/reward")
+
+
+def test_a_classifier_of_several_labels_is_no_reward_model() -> None:
+    toy.foreign("foreign/reward", "llama", labels=3)
+    with pytest.raises(ContractError, match="has 3 labels where a reward model has one score"):
+        models.load_reward("foreign/reward")
+
+
+def test_a_missing_weight_is_never_made_up() -> None:
+    file = toy.foreign("foreign/base", "llama") / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ContractError, match=r"lacks weights: model.layers.1.mlp.up_proj.weight would be newly"
+    ):
+        models.load_causal("foreign/base")
+
+
+def test_the_reward_model_is_checked_before_anything_is_trained() -> None:
+    settings = prepared("gpt2")
+    for stage in ("sft", "preferences"):
+        toy.run(stage, settings)
+    words = toy.tokenizer()
+    words.add_tokens(["purple"])
+    toy.foreign("foreign/reward", "gpt2", labels=1, words=words)
+    refused("reward", with_reward(), "foreign/reward has another tokenizer than models/sft")
+    toy.foreign("foreign/headless", "gpt2")
+    refused("reward", with_reward("foreign/headless"), "foreign/headless lacks its trained head")
+    assert not Path("models/reward").exists()
+    assert not Path("models/reward_heldout").exists()
+
+
+def test_a_reward_model_of_another_sft_model_is_refused_by_ppo() -> None:
+    settings = prepared("gpt2")
+    for stage in ("sft", "preferences", "reward"):
+        toy.run(stage, settings)
+    toy.run("sft", toy.write_params(sft={"learning_rate": 1e-2}))
+    refused("ppo", settings, "models/reward was made from another sft model")
+
+
+def test_a_hub_that_cannot_be_reached_is_a_users_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    prepared("gpt2")
+    settings = toy.write_params(sft={"from": "someone/sft", "revision": HASH})
+    refused("sft", settings, f"cannot fetch someone/sft at {HASH}: no route")

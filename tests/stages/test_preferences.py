@@ -1,0 +1,107 @@
+"""Pairs of SFT samples: who labels them, which labels err, and that no split leaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.stages import preferences
+from rlhf_tasks.stages.preferences import compare_by_gold
+from rlhf_tasks.tracking import NullTracker
+from tests import small
+
+PROMPT = "TITLE: a\nPOST: my boss stole my lamp . it was at the park . i feel sad . i want a refund .\nTL;DR:"
+SETTINGS = {"preferences.num_prompts": 12, "preferences.pairs_per_prompt": 2, "preferences.label_noise": 0.0}
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
+    metrics = preferences.run(small.view("preferences", SETTINGS | changes), NullTracker())
+    return metrics, {split: read_table("comparisons", split) for split in SPLITS}
+
+
+def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out() -> None:
+    good, bad = " my boss stole my lamp", " my aunt"
+    assert compare_by_gold([PROMPT] * 3, [good, bad, bad], [bad, good, bad]) == [
+        (good, bad),
+        (good, bad),
+        None,
+    ]
+
+
+def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(models_here: Path) -> None:
+    metrics, found = run()
+    for split in SPLITS:
+        given = [row for row in found[split] if row["origin"] == "given"]
+        assert [
+            {k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given
+        ] == read_table("preferences", split)
+        for row in found[split]:
+            assert gold(row["prompt"], row["chosen"]).score > gold(row["prompt"], row["rejected"]).score
+        for origin in ("given", "sft_samples"):
+            count = sum(row["origin"] == origin for row in found[split])
+            assert metrics[f"pairs/{split}/{origin}"] == count
+    assert metrics["pairs/train/sft_samples"] > 0
+    assert metrics["flipped"] == 0
+
+
+def test_only_training_labels_err_and_about_as_often_as_asked(models_here: Path) -> None:
+    metrics, found = run(**{"preferences.label_noise": 0.25})
+
+    def wrong(split: str) -> int:
+        return sum(
+            gold(r["prompt"], r["chosen"]).score < gold(r["prompt"], r["rejected"]).score
+            for r in found[split]
+        )
+
+    assert wrong("validation") == wrong("test") == 0
+    assert wrong("train") == metrics["flipped"]
+    assert 0.1 < wrong("train") / len(found["train"]) < 0.45
+
+
+def test_samples_of_a_split_answer_prompts_of_that_split(models_here: Path) -> None:
+    _, found = run()
+    for split in SPLITS:
+        prompts = {row["prompt"] for row in read_table("prompts", split)}
+        assert {row["prompt"] for row in found[split] if row["origin"] == "sft_samples"} <= prompts
+
+
+def test_without_a_labeller_a_sample_stands_rejected_against_the_reference(models_here: Path) -> None:
+    changes = {"data.source": "files", "judge.judges": [small.HELDOUT]}
+    metrics, found = run(**changes)
+    references = {row["prompt"]: row["reference"] for row in read_table("prompts", "train")}
+    sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
+    assert len(sampled) == 24  # 12 prompts, two samples each
+    assert all(row["chosen"] == references[row["prompt"]] != row["rejected"] for row in sampled)
+    assert "flipped" not in metrics
+
+
+def test_the_same_seed_writes_the_same_pairs(models_here: Path) -> None:
+    assert run() == run()
+    assert run()[1] != run(seed=2)[1]
+
+
+def test_no_pair_at_all_is_refused(models_here: Path) -> None:
+    for split in SPLITS:
+        file = models_here / f"data/preferences/{split}.parquet"
+        pq.write_table(pq.read_table(file).slice(0, 0), file)
+    with pytest.raises(UserError, match="no pair to train a reward model on"):
+        run(**{"preferences.num_prompts": 0})
+    assert len(run()[1]["train"]) > 0
+
+
+def test_nothing_is_sampled_where_no_reward_model_is_asked_for(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_tasks.modeling.models.load_causal", None)
+    metrics, tables = run(**small.WITHOUT_REWARD)
+    assert tables == {"train": [], "validation": [], "test": []}
+    assert set(metrics.values()) == {0}
+    columns = [pq.read_schema(preferences.OUT / f"{split}.parquet").names for split in SPLITS]
+    assert columns == [list(preferences.COLUMNS)] * 3

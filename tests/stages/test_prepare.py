@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from rlhf_tasks.config import StageView, UserError
+from rlhf_tasks.data import docstrings
+from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
+from rlhf_tasks.stages import prepare
+from rlhf_tasks.tracking import NullTracker
+from tests.data.conftest import demonstrations, jsonl
+
+View = Callable[..., StageView]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(view: StageView) -> dict[str, float]:
+    return prepare.run(view, NullTracker("prepare"))
+
+
+def table(role: str, split: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(f"data/{role}/{split}.parquet").to_pylist()
+    return rows
+
+
+def small_synthetic(view: View, **changes: Any) -> StageView:
+    return view(
+        {
+            "prepare.synthetic_prompt_rows": 60, "prepare.synthetic_sft_rows": 60,
+            "prepare.synthetic_preference_rows": 30,
+            "data.num_validation": 10, "data.num_test": 20, **changes,
+        }
+    )  # fmt: skip
+
+
+def test_synthetic_rows_are_written_by_role_and_split_and_counted(prepare_view: View) -> None:
+    metrics = run(small_synthetic(prepare_view))
+    for role in ROLES:
+        for split in SPLITS:
+            rows = table(role, split)
+            assert len(rows) == metrics[f"rows/{role}/{split}"]
+            assert all(tuple(row) == (*TEXTS[role], "source") for row in rows)
+    assert [metrics[f"rows/sft/{split}"] for split in SPLITS] == [60, 10, 20]
+    assert (metrics["quarantined"], metrics["duplicates"]) == (0, 0)
+    words = AutoTokenizer.from_pretrained("data/tokenizer")
+    seen = [len(words(row["prompt"])["input_ids"]) for r in ROLES for s in SPLITS for row in table(r, s)]
+    assert metrics["tokens/prompt_max"] == max(seen)
+    assert metrics["tokens/prompt_mean"] == pytest.approx(sum(seen) / len(seen))
+    assert Path("data/quarantine/rows.jsonl").read_text(encoding="utf-8") == ""
+
+
+def test_a_second_run_writes_the_same_bytes(
+    prepare_view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        run(small_synthetic(prepare_view))
+        written.append({str(f): f.read_bytes() for f in Path("data").rglob("*") if f.is_file()})
+    assert len(written[0]) == 9 + 2 + 1
+    assert written[0] == written[1]
+
+
+def test_the_tokenizer_sees_no_held_out_text(prepare_view: View, tmp_path: Path) -> None:
+    jsonl(tmp_path / "in" / "sft.train.jsonl", *demonstrations(5))
+    jsonl(tmp_path / "in" / "sft.validation.jsonl", {"prompt": "validationword", "completion": "x"})
+    jsonl(tmp_path / "in" / "sft.test.jsonl", {"prompt": "testword", "completion": "answer"})
+    metrics = run(prepare_view({"data.source": "files", "data.path": "in"}))
+    vocabulary = AutoTokenizer.from_pretrained("data/tokenizer").get_vocab()
+    assert "question" in vocabulary
+    assert {"validationword", "testword"}.isdisjoint(vocabulary)
+    assert metrics["tokens/unknown"] == 3 / 4
+
+
+BAD = [
+    {"prompt": "", "completion": " x"},
+    {"prompt": "question 3 ?", "completion": " answer 3"},
+    {"prompt": "long " * 30, "completion": " x"},
+    {"prompt": "long answer", "completion": " x" * 10},
+]
+
+
+def bad_files(folder: Path) -> None:
+    jsonl(folder / "sft.train.jsonl", *demonstrations(8), *BAD)
+    with (folder / "sft.train.jsonl").open("a", encoding="utf-8") as handle:
+        handle.write('{"prompt": \n')
+    jsonl(folder / "sft.validation.jsonl", *demonstrations(20)[10:12])
+    jsonl(folder / "sft.test.jsonl", *demonstrations(20)[7:10])
+    jsonl(
+        folder / "preferences.train.jsonl", {"prompt": "q", "chosen": "a", "rejected": "a"}, {"prompt": "q"}
+    )
+
+
+FOUND = {
+    "sft.train.jsonl:9": "empty", "sft.train.jsonl:10": "duplicate", "sft.train.jsonl:11": "too_long",
+    "sft.train.jsonl:12": "too_long", "sft.train.jsonl:13": "malformed", "sft.test.jsonl:1": "leak",
+    "preferences.train.jsonl:1": "chosen_is_rejected", "preferences.train.jsonl:2": "malformed",
+}  # fmt: skip
+LIMITS = {
+    "data.source": "files",
+    "data.path": "in",
+    "data.max_prompt_tokens": 20,
+    "data.max_completion_tokens": 10,
+    "ppo.response_length": 8,
+}
+
+
+def test_bad_input_of_every_kind_is_told_in_one_report_and_nothing_is_written(
+    prepare_view: View, tmp_path: Path
+) -> None:
+    bad_files(tmp_path / "in")
+    with pytest.raises(UserError) as error:
+        run(prepare_view(LIMITS))
+    for where, reason in FOUND.items():
+        assert f"  {where}: {reason}: " in str(error.value)
+    assert str(error.value).startswith("8 row(s) of the data cannot be used")
+    assert str(error.value).endswith("set data.on_bad_row: quarantine to go on without them.")
+    assert not Path("data").exists()
+
+
+def test_quarantine_leaves_bad_rows_out_writes_them_with_reasons_and_counts_them(
+    prepare_view: View, tmp_path: Path
+) -> None:
+    bad_files(tmp_path / "in")
+    metrics = run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
+    lines = [
+        json.loads(line)
+        for line in Path("data/quarantine/rows.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert {line["where"]: line["problems"][0]["reason"] for line in lines} == FOUND
+    assert next(line["row"] for line in lines if line["where"] == "sft.train.jsonl:13") == {
+        "line": '{"prompt": '
+    }
+    assert [len(table("sft", split)) for split in SPLITS] == [8, 2, 2]
+    assert metrics["quarantined"] == 8
+    assert {reason: metrics[f"quarantined/{reason}"] for reason in REASONS} == {
+        "malformed": 2, "not_utf8": 0, "empty": 1, "too_long": 2,
+        "chosen_is_rejected": 1, "duplicate": 1, "leak": 1,
+    }  # fmt: skip
+
+
+def test_a_missing_column_fails_under_quarantine_too(prepare_view: View, tmp_path: Path) -> None:
+    jsonl(tmp_path / "in" / "sft.jsonl", {"question": "q", "completion": "a"})
+    with pytest.raises(UserError, match="no column 'prompt'"):
+        run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
+
+
+def test_when_nothing_is_left_the_reasons_are_told(prepare_view: View, tmp_path: Path) -> None:
+    jsonl(tmp_path / "in" / "sft.jsonl", *({"prompt": " ", "completion": "a"} for _ in range(4)))
+    with pytest.raises(UserError, match=r"no usable row is left for sft/train(.|\n)*sft.jsonl:1: empty"):
+        run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
+
+
+def test_roles_without_comparisons_still_have_their_columns(prepare_view: View, tmp_path: Path) -> None:
+    jsonl(tmp_path / "in" / "sft.jsonl", *demonstrations(8))
+    metrics = run(prepare_view({"data.source": "files", "data.path": "in"}))
+    assert metrics["rows/preferences/train"] == 0
+    empty = pq.read_table("data/preferences/train.parquet")
+    assert empty.column_names == ["prompt", "chosen", "rejected", "source"]
+    assert {str(kind) for kind in empty.schema.types} == {"string"}
+
+
+def test_a_base_models_tokenizer_is_copied_and_its_template_applied(
+    prepare_view: View, tmp_path: Path, chat_model: Path
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"hi {n}"}, {"role": "assistant", "content": "x"}]}
+        for n in range(8)
+    ]
+    jsonl(tmp_path / "talks.jsonl", *rows)
+    run(
+        prepare_view(
+            {
+                "data.source": "files", "data.path": "talks.jsonl", "data.max_prompt_tokens": 200,
+                "model.base": str(chat_model), "model.scratch": None,
+            }
+        )
+    )  # fmt: skip
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in ("data/tokenizer", chat_model))
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.chat_template == theirs.chat_template
+    assert all(
+        r["prompt"].endswith("<eos>\n<assistant>") and r["completion"] == "x" for r in table("sft", "train")
+    )
+    assert "hi" in AutoTokenizer.from_pretrained("data/tokenizer").decode(
+        ours(rows[0]["messages"][0]["content"])["input_ids"]
+    )
+
+
+def test_mined_pairs_that_are_too_long_are_left_out_and_are_nobodys_bad_rows(
+    prepare_view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(seed: int, **bounds: Any) -> Any:
+        rows = [
+            {"prompt": f"def f{i} " + "x " * i, "completion": " Do it.", "source": f"a.py:{i}"}
+            for i in range(40)
+        ]
+        return {"sft": {"train": rows[:30:2] + rows[30:], "validation": rows[1:5:2], "test": rows[5:9:2]}}
+
+    monkeypatch.setattr(docstrings, "load", load)
+    metrics = run(prepare_view({"data.source": "docstrings", "data.max_prompt_tokens": 20}))
+    assert metrics["quarantined"] == 0
+    assert metrics["rows/sft/train"] == 10  # i = 0, 2, … 18: i + 2 tokens
+    assert metrics["tokens/prompt_max"] == 20

@@ -1,0 +1,174 @@
+"""The reward model's loss by hand, its head, its zero, and the stage from end to end in small."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.stages import reward
+from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
+from rlhf_tasks.tracking import NullTracker
+from tests import small
+from tests.small import EOS, FAMILIES, PAD, Family
+
+QUERIES, CHOSEN = small.rows(6, seed=1, longest=6)
+_, REJECTED = small.rows(6, seed=2, longest=6)
+SMALL = {"reward.num_epochs": 1.0, "reward.batch_size": 8}
+
+
+def pairs(pad: int = PAD, **changes: float) -> Pairs:
+    return Pairs(QUERIES, CHOSEN, REJECTED, pad, **changes)
+
+
+def test_pair_loss_by_hand_with_margin_and_centring() -> None:
+    chosen, rejected = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([1.0, 1.0, 0.5])
+    found = pair_sums(chosen, rejected, margin=0.5, centring_coef=0.1)
+    loss = sum(math.log(1 + math.exp(-(lead - 0.5))) for lead in (1.0, -2.0, 0.0)) + 0.1 * (9 + 0 + 1)
+    assert found["loss"].item() == pytest.approx(loss, abs=1e-5)
+    assert found["accuracy"].item() == 1.5  # a right order, a wrong one, and a tie for half
+    assert found["margin"].item() == pytest.approx(-1.0)
+
+
+def test_a_step_down_the_pair_loss_raises_the_chosen_score() -> None:
+    scores = torch.zeros(2, requires_grad=True)
+    pair_sums(scores[:1], scores[1:], 0.0, 0.0)["loss"].backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pad", [PAD, EOS])
+def test_pairs_are_scored_at_their_last_real_token(family: Family, pad: int) -> None:
+    learner = Learner(small.scores(family), None)
+    chosen = small.last_scores_alone(learner.scores, QUERIES, CHOSEN)
+    rejected = small.last_scores_alone(learner.scores, QUERIES, REJECTED)
+    found = pairs(pad).sums(learner, range(6), torch.device("cpu"))
+    loss = sum(math.log(1 + math.exp(-lead)) for lead in (chosen - rejected).tolist())
+    assert found["loss"].item() == pytest.approx(loss, rel=1e-5)
+    assert found["margin"].item() == pytest.approx((chosen - rejected).sum().item(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("pad", [PAD, EOS])
+def test_the_lm_term_is_the_mean_surprise_of_each_chosen_answer(pad: int) -> None:
+    policy = small.causal()
+    scores = small.scores()
+    scores.model.base_model.load_state_dict(policy.base_model.state_dict())
+    learner = Learner(scores, policy.get_output_embeddings())
+    plain = pairs(pad).sums(learner, range(6), torch.device("cpu"))["loss"].item()
+    found = pairs(pad, lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"].item()
+    surprises = []
+    for query, answer in zip(QUERIES, CHOSEN, strict=True):
+        log_p = small.logits_alone(policy, query, answer).log_softmax(-1)
+        surprises.append(-sum(log_p[t, token].item() for t, token in enumerate(answer)) / len(answer))
+    assert found - plain == pytest.approx(0.3 * sum(surprises), rel=1e-4)
+
+
+def test_micro_batches_change_no_sum_of_pairs() -> None:
+    learner = Learner(small.scores(), small.causal().get_output_embeddings())
+    task, cpu = pairs(lm_coef=0.3, margin=0.1, centring_coef=0.01), torch.device("cpu")
+    whole = task.sums(learner, range(6), cpu)
+    parts = [task.sums(learner, [i], cpu) for i in range(6)]
+    for key, value in whole.items():
+        assert value.item() == pytest.approx(sum(part[key].item() for part in parts), rel=1e-4, abs=1e-5)
+
+
+def test_a_scorer_gives_the_scores_in_the_order_of_the_rows() -> None:
+    scores = small.scores()
+    alone = small.last_scores_alone(scores, QUERIES, CHOSEN)
+    for max_tokens in (1, 30, 16384):
+        found = RewardScorer(scores, small.tokenizer(), max_tokens)(QUERIES, CHOSEN)
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+
+
+def test_no_prompt_trains_both_models() -> None:
+    prompts = [f"prompt {i}" for i in range(900)]
+    names = [reward.model_of(prompt) for prompt in prompts]
+    assert names == [reward.model_of(prompt) for prompt in prompts]
+    assert set(names) == {"reward", "reward_heldout"}
+    assert 0.5 < names.count("reward") / 900 < 0.8
+
+
+# ----------------------------------------------------------------------------------- the stage
+
+
+def mean_score_of_demonstrations(folder: Path) -> float:
+    """With every row alone."""
+    words, rows = load_tokenizer(folder), read_table("sft", "train")
+    queries = encode(words, [row["prompt"] for row in rows])
+    answers = encode_answers(words, [row["completion"] for row in rows])
+    return small.last_scores_alone(models.load_reward(folder).eval(), queries, answers).mean().item()
+
+
+def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_here: Path) -> None:
+    reward.run(small.view("reward", SMALL), NullTracker())
+    for name, folder in reward.OUTS.items():
+        assert models.load_reward(folder).mean != 0, name
+        assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
+
+
+def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) -> None:
+    metrics = reward.run(small.view("reward", SMALL | {"reward.lm_coef": 0.1}), NullTracker())
+    keys = ("accuracy", "accuracy/low", "accuracy/high", "margin", "calibration", "length_correlation")
+    assert {f"{prefix}{key}" for prefix in ("", "heldout/") for key in keys} <= set(metrics)
+    assert 0 <= metrics["accuracy/low"] <= metrics["accuracy"] <= metrics["accuracy/high"] <= 1
+    parent = {"sft": contracts.fingerprint(Path("models/sft"))}
+    assert [contracts.identity_of(out)["parents"] for out in reward.OUTS.values()] == [parent, parent]
+    first, second = (contracts.fingerprint(out) for out in reward.OUTS.values())
+    assert first != second
+
+
+def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
+    def trained() -> dict[str, bytes]:
+        reward.run(small.view("reward", SMALL), NullTracker())
+        return {str(f): f.read_bytes() for out in reward.OUTS.values() for f in sorted(out.iterdir())}
+
+    assert trained() == trained()
+
+
+def test_a_ready_reward_model_without_its_head_is_refused(models_here: Path) -> None:
+    with pytest.raises(contracts.ContractError, match="models/base lacks its trained head"):
+        reward.run(small.view("reward", {"reward.from": "models/base"}), NullTracker())
+
+
+def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
+    lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
+    reward.run(small.view("reward", SMALL | lora), NullTracker())
+    start = models.load_causal(reward.SFT).base_model.state_dict()
+    for name, folder in reward.OUTS.items():
+        found = models.load_reward(folder)  # a plain model, or keys would be missing
+        changed = {
+            key for key, weight in found.model.base_model.state_dict().items()
+            if not torch.equal(weight, start[key])
+        }  # fmt: skip
+        linear = {f"layers.{i}.{part}.weight" for i in (0, 1) for part in small.NEOX_LINEAR}
+        assert changed == linear, name
+        for key in changed:
+            assert (
+                torch.linalg.matrix_rank(found.model.base_model.state_dict()[key] - start[key], atol=1e-5)
+                <= 2
+            )
+        seed = 1 + 1000 * (name == "reward_heldout")
+        fresh = TokenScores.from_policy(reward.SFT, torch.Generator().manual_seed(seed))
+        assert not torch.equal(models.head_of(found.model).weight, models.head_of(fresh.model).weight)
+        assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
+    assert reward.OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1
+
+
+def test_no_reward_model_is_made_where_none_is_asked_for(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "load_causal", None)  # nothing is loaded
+    for out in reward.OUTS.values():
+        assert contracts.is_made(out)
+    assert reward.run(small.view("reward", small.WITHOUT_REWARD), NullTracker()) == {}
+    for out in reward.OUTS.values():
+        assert [file.name for file in out.iterdir()] == ["README.md"]
+        assert "reward.train" in (out / "README.md").read_text(encoding="utf-8")
+        assert not contracts.is_made(out)

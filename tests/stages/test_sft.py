@@ -1,0 +1,70 @@
+"""Stages base and sft in small: what they write, and that the validation minimum is kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.stages import base, sft
+from rlhf_tasks.tracking import NullTracker
+from tests import small
+
+SMALL = {
+    "model.scratch.hidden_size": 16, "model.scratch.num_layers": 2, "model.scratch.num_heads": 2,
+    "base.num_epochs": 1.0, "base.batch_size": 8, "sft.num_epochs": 4.0, "sft.batch_size": 8,
+    "sft.evals_per_epoch": 1, "sft.patience": 2, "sft.schedule": "constant",
+}  # fmt: skip
+
+
+def validation_loss(folder: Path) -> float:
+    """Mean −log p of completion tokens, every row alone."""
+    model, words = models.load_causal(folder), load_tokenizer(folder)
+    losses: list[float] = []
+    for row in read_table("sft", "validation"):
+        query = words.encode(row["prompt"], add_special_tokens=False)
+        answer = [*words.encode(row["completion"], add_special_tokens=False), words.eos_token_id]
+        log_p = small.logits_alone(model, query, answer).log_softmax(-1)
+        losses += [-log_p[t, token].item() for t, token in enumerate(answer)]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, models_here: Path) -> None:
+    before = contracts.fingerprint(base.OUT)
+    metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), NullTracker())
+    model = models.load_causal(base.OUT)
+    assert model.config.model_type == family
+    assert contracts.fingerprint(base.OUT) != before
+    assert metrics["parameters"] == sum(p.numel() for p in model.parameters())
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+
+
+def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None:
+    metrics = sft.run(small.view("sft", SMALL), NullTracker())
+    assert metrics["loss"] == pytest.approx(validation_loss(sft.OUT), rel=1e-4)
+    assert metrics["loss"] < validation_loss(base.OUT)
+    assert contracts.identity_of(sft.OUT)["parents"] == {"base": contracts.fingerprint(base.OUT)}
+
+
+def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:
+    tracker = NullTracker("sft")
+    settings = SMALL | {"sft.learning_rate": 0.05, "sft.num_epochs": 20.0}  # so fast that it overshoots
+    metrics = sft.run(small.view("sft", settings), tracker)
+    tried = {row["step"]: row["eval/loss"] for row in tracker.history() if "eval/loss" in row}
+    assert metrics["step_kept"] == min(tried, key=lambda step: tried[step])
+    assert metrics["loss"] == pytest.approx(min(tried.values()), rel=1e-4)
+    assert metrics["steps_trained"] == max(tried) > metrics["step_kept"]
+    assert len([step for step in tried if step > metrics["step_kept"]]) == 2  # its patience
+
+
+def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
+    def written() -> dict[str, bytes]:
+        base.run(small.view("base", SMALL), NullTracker())
+        sft.run(small.view("sft", SMALL), NullTracker())
+        return {str(f): f.read_bytes() for out in (base.OUT, sft.OUT) for f in sorted(out.iterdir())}
+
+    assert written() == written()

@@ -1,0 +1,151 @@
+"""The launch section becomes one `accelerate launch` command."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.config import STAGES, Launch, UserError
+from rlhf_tasks.training import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+def section(**values: Any) -> Launch:
+    shipped = {"num_processes": 1, "num_machines": 1, "deepspeed": None, "mixed_precision": "no"}
+    return Launch.model_validate(shipped | values)
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_one_process_runs_in_place() -> None:
+    assert not launch.is_needed("ppo", section())
+    assert not launch.is_needed("ppo", section(mixed_precision="bf16"))
+
+
+@pytest.mark.parametrize("values", [{"num_processes": 2}, {"deepspeed": "zero2"}, {"num_machines": 2}])
+def test_only_training_stages_are_launched(values: dict[str, Any]) -> None:
+    needed = [stage for stage in STAGES if launch.is_needed(stage, section(**values))]
+    assert needed == ["base", "sft", "reward", "ppo"]
+
+
+def test_a_worker_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not launch.is_needed("ppo", section(num_processes=2))
+
+
+def test_processes_of_one_machine() -> None:
+    words = launch.command("sft", section(num_processes=4, mixed_precision="bf16"), {"OMP_NUM_THREADS": "3"})
+    assert words[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    assert "--multi_gpu" in words
+    assert option(words, "--num_processes") == "4"
+    assert option(words, "--mixed_precision") == "bf16"
+    assert option(words, "--num_cpu_threads_per_process") == "3"
+    assert option(words, "--main_process_port") == "0"
+    assert words[-3:] == ["--module", "rlhf_tasks.cli.main", "sft"]
+
+
+@pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3)])
+def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
+    words = launch.command("sft", section(num_processes=2, deepspeed=name), {})
+    assert "--use_deepspeed" in words
+    assert "--multi_gpu" not in words
+    settings = json.loads(Path(option(words, "--deepspeed_config_file")).read_text(encoding="utf-8"))
+    assert settings["zero_optimization"]["stage"] == stage
+    assert settings["train_micro_batch_size_per_gpu"] == settings["gradient_accumulation_steps"] == 1
+    assert "optimizer" not in settings  # ours is passed
+
+
+def test_several_machines_meet_at_the_first() -> None:
+    where = {"MASTER_ADDR": "10.0.0.1", "MACHINE_RANK": "1"}
+    words = launch.command("ppo", section(num_processes=16, num_machines=2), where)
+    assert option(words, "--num_machines") == "2"
+    assert option(words, "--machine_rank") == "1"
+    assert option(words, "--main_process_ip") == "10.0.0.1"
+    assert option(words, "--main_process_port") == "29500"
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "words"),
+    [
+        (
+            {"num_processes": 4, "num_machines": 2},
+            {},
+            "needs MASTER_ADDR and MACHINE_RANK in the environment",
+        ),
+        ({"num_processes": 3, "num_machines": 2}, {}, "num_processes=3 is not divisible by"),
+        ({"num_processes": 1, "num_machines": 2}, {}, "counts those of all machines"),
+    ],
+)
+def test_a_launch_that_cannot_be_says_what_is_missing(
+    values: dict[str, Any], environment: dict[str, str], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        launch.command("sft", section(**values), environment)
+
+
+def test_ppo_under_zero3_is_refused_and_told_what_works() -> None:
+    with pytest.raises(UserError, match=r"'zero3' is for base, sft and reward.*set zero2 for it"):
+        launch.command("ppo", section(num_processes=2, deepspeed="zero3"), {})
+    assert launch.command("sft", section(num_processes=2, deepspeed="zero3"), {})
+
+
+def test_without_cuda_the_libraries_are_told_so() -> None:
+    assert launch.variables(section(num_processes=2), cuda=False) == {"ACCELERATE_USE_CPU": "true"}
+    assert launch.variables(section(deepspeed="zero2"), cuda=False) == {"DS_ACCELERATOR": "cpu"}
+    assert launch.variables(section(deepspeed="zero2"), cuda=True) == {}
+
+
+def test_the_first_worker_to_fail_is_the_one_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
+    monkeypatch.setenv("RANK", "1")
+    assert launch.reported() is None
+    launch.report(MemoryError("full"))
+    launch.report(UserError("later"))
+    assert launch.reported() == {"kind": "fault", "message": "rank 1: MemoryError: full"}
+
+
+def test_a_folder_that_may_not_be_written_is_the_users_in_a_worker_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
+    launch.report(PermissionError(errno.EACCES, "Permission denied", "models"))
+    told = launch.reported()
+    assert told is not None
+    assert told["kind"] == "user"
+    assert told["message"].endswith("'models'; this user must be able to read and write there")
+    assert launch.mistake(OSError(errno.ENOSPC, "No space left on device")) is None
+
+
+@pytest.mark.parametrize("kind", ["user", "fault", "none"])
+def test_a_workers_message_reaches_the_launcher(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    body = {"user": "UserError('mend it')", "fault": "ValueError('boom')", "none": "None"}[kind]
+    code = (
+        "import sys; from rlhf_tasks import launch; from rlhf_tasks.config import UserError\n"
+        f"error = {body}\n"
+        "error and launch.report(error); sys.exit(1 if error else 0)"
+    )
+    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(launch, "_has_cuda", lambda: False)
+    if kind == "user":
+        with pytest.raises(UserError, match=r"^mend it$"):
+            launch.run("sft", section(num_processes=2))
+    else:
+        assert launch.run("sft", section(num_processes=2)) == (1 if kind == "fault" else 0)
+    assert launch.FAILURE not in os.environ

@@ -1,0 +1,631 @@
+"""Killed at any moment, the same command ends with the same bytes and the same curves."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from filelock import FileLock
+from ruamel.yaml import YAML
+
+from rlhf_tasks import config
+from rlhf_tasks.config import Stage, StageView, UserError
+from rlhf_tasks.project import lineage
+from rlhf_tasks.stages import base, ppo, reward, sft
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training import launch, resume
+from rlhf_tasks.training.resume import Files, State, claims
+from rlhf_tasks.training.resume.state import state_folder
+from tests import small, toy
+
+SMALL: Mapping[str, Any] = {
+    "model.scratch.hidden_size": 16, "model.scratch.num_layers": 2, "model.scratch.num_heads": 2,
+    "base.num_epochs": 2.5, "base.batch_size": 8,
+    "sft.num_epochs": 6.0, "sft.batch_size": 8, "sft.patience": 3, "sft.learning_rate": 0.02,
+    "reward.num_epochs": 2.0, "reward.batch_size": 4,
+    "ppo.total_episodes": 160, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
+    "ppo.response_length": 8, "ppo.num_selections": 3, "ppo.num_selection_prompts": 8,
+    "ppo.num_sample_generations": 3, "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
+    "ppo.ptx": {"coef": 0.1, "text": None}, "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "ppo.reference_sync": {"every": 2, "alpha": 0.5},
+    "tracking.enabled": False, "resume.every_seconds": 1e-6,
+}  # fmt: skip
+STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
+OUTS: Mapping[str, tuple[Path, ...]] = {
+    "base": (base.OUT,), "sft": (sft.OUT,), "reward": tuple(reward.OUTS.values()),
+    "ppo": (ppo.OUT, ppo.LOOKED_AT),
+}  # fmt: skip
+
+
+class Killed(BaseException):
+    pass
+
+
+def workspace(trained: Path, folder: Path, **changes: Any) -> Path:
+    """A project of the shipped dvc.yaml with small data and models."""
+    shutil.copytree(trained, folder, dirs_exist_ok=True)
+    shutil.copy(toy.ROOT / "dvc.yaml", folder)
+    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(small.params({**SMALL, **changes}), file)
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    folder = workspace(trained, tmp_path / "project")
+    monkeypatch.chdir(folder)
+    lineage._input_hashes.cache_clear()
+    return folder
+
+
+def written(stage: str, folder: Path = Path()) -> dict[str, bytes]:
+    """Every byte of the stage's checkpoints."""
+    return {str(f): (folder / f).read_bytes() for out in OUTS[stage] for f in _files(folder, out)}
+
+
+def _files(folder: Path, out: Path) -> list[Path]:
+    return sorted(file.relative_to(folder) for file in (folder / out).iterdir())
+
+
+def run(stage: Stage) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """One stage in this process: its metrics and curves."""
+    tracker = NullTracker(stage)
+    metrics = STAGES[stage].run(StageView(config.load(), stage), tracker)
+    return metrics, tracker.history()
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
+    """The process dies when the loop `name` has kept its state after a step."""
+    save = resume.Snapshots.save
+
+    def saved(self: resume.Snapshots, at: int, state: State) -> None:
+        save(self, at, state)
+        if (self.folder.name, at) == (name, step):
+            raise Killed
+
+    monkeypatch.setattr(resume.Snapshots, "save", saved)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "step"),
+    [
+        ("base", "base", 3),  # of 28 rows: four batches an epoch
+        ("base", "base", 5),  # between epochs
+        ("sft", "sft", 7),
+        ("reward", "reward", 5),
+        ("reward", "reward_heldout", 2),
+    ],
+)
+def test_a_killed_stage_goes_on_to_the_same_bytes_and_curves(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stage: Stage,
+    name: str,
+    step: int,
+) -> None:
+    monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
+    expected, bytes_expected = run(stage), written(stage)
+    for out in OUTS[stage]:
+        shutil.rmtree(out)
+    monkeypatch.setenv("RLHF_STATE_DIR", "killed")
+    with monkeypatch.context() as patch:
+        kill_at(patch, name, step)
+        with pytest.raises(Killed):
+            run(stage)
+    random.seed(99)
+    np.random.seed(99)
+    torch.manual_seed(99)
+    assert run(stage) == expected
+    assert f"{name}: goes on after step {step}\n" in capsys.readouterr().out
+    assert written(stage) == bytes_expected
+
+
+def test_a_training_that_had_stopped_early_stays_stopped(here: Path, trained: Path) -> None:
+    """Killed after its patience ran out, before its weights were written."""
+    fast = {"sft.learning_rate": 0.2, "sft.schedule": "constant", "sft.patience": 1}
+    workspace(trained, here, **fast)
+    expected = run("sft")
+    assert expected[0]["steps_trained"] < 6 * 5, "this case is one that stops early"
+    shutil.rmtree(sft.OUT)
+    assert run("sft") == expected
+
+
+# ----------------------------------------------------------------------------------- snapshots
+
+
+@pytest.fixture
+def view(project: Path) -> StageView:
+    """Of stage sft, due after every step."""
+    settings = config.load()
+    quick = settings.resume.model_copy(update={"every_seconds": 1e-6, "keep": 2})
+    return StageView(settings.model_copy(update={"resume": quick}), "sft")
+
+
+def kept(view: StageView, *steps: int) -> None:
+    with resume.open(small.runtime(), view, "loop") as snapshots:
+        for step in steps:
+            snapshots.save(step, {"step": step, "shared": {"weights": torch.full((3,), float(step))}})
+
+
+def loaded(view: StageView) -> State | None:
+    with resume.open(small.runtime(), view, "loop") as snapshots:
+        return snapshots.load()
+
+
+def snapshots_of(project: Path) -> list[Path]:
+    return sorted((project / ".rlhf/state/sft").glob("*/loop/*"))
+
+
+def test_the_newest_of_the_last_k_is_gone_on_from(project: Path, view: StageView) -> None:
+    assert loaded(view) is None
+    kept(view, 1, 2, 10)
+    found = loaded(view)
+    assert found is not None
+    assert found["step"] == 10
+    assert found["shared"]["weights"].tolist() == [10.0] * 3
+    assert [path.name for path in snapshots_of(project)] == ["step-000000002", "step-000000010"]
+
+
+def _cut_short(snapshot: Path) -> None:
+    file = snapshot / "shared.pt"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def _flip_a_bit(snapshot: Path) -> None:
+    data = bytearray((snapshot / "rank-0.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (snapshot / "rank-0.pt").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [
+        _cut_short,
+        _flip_a_bit,
+        lambda snapshot: (snapshot / "rank-0.pt").unlink(),
+        lambda snapshot: (snapshot / "manifest.json").unlink(),
+        lambda snapshot: (snapshot / "manifest.json").write_text('{"step"', encoding="utf-8"),
+    ],
+)
+def test_a_torn_snapshot_is_told_and_the_one_before_it_used(
+    project: Path, view: StageView, tear: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept(view, 1, 2)
+    tear(snapshots_of(project)[-1])
+    found = loaded(view)
+    assert found is not None
+    assert found["step"] == 1
+    assert "step-000000002 is torn" in capsys.readouterr().out
+    tear(snapshots_of(project)[-1])
+    assert loaded(view) is None
+
+
+def test_what_a_kill_left_half_written_is_no_snapshot(project: Path, view: StageView) -> None:
+    kept(view, 1)
+    half = snapshots_of(project)[0].with_name(".step-000000002.partial")
+    half.mkdir()
+    (half / "rank-0.pt").write_bytes(b"half")
+    found = loaded(view)
+    assert found is not None
+    assert found["step"] == 1
+    kept(view, 3)
+    assert not half.exists()
+
+
+def test_a_part_that_writes_its_own_files_comes_back_as_their_folder(view: StageView) -> None:
+    """As DeepSpeed does."""
+
+    def write(folder: Path) -> None:
+        (folder / "part.bin").write_bytes(b"own")
+
+    with resume.open(small.runtime(), view, "loop") as snapshots:
+        snapshots.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
+        found = snapshots.load()
+    assert found is not None
+    assert (found["shared"]["deep"]["training"] / "part.bin").read_bytes() == b"own"
+    assert found["x"] == [1, None, "text", 0.5]
+
+
+def test_due_counts_from_the_last_snapshot(view: StageView, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    object.__setattr__(view.resume, "every_seconds", 60.0)
+    with resume.open(small.runtime(), view, "loop") as snapshots:
+        seen = []
+        for now[0] in (159.0, 160.0, 161.0):
+            seen.append(snapshots.due())
+        snapshots.save(1, {})
+        now[0] = 220.0
+        seen.append(snapshots.due())
+        now[0] = 221.0
+        seen.append(snapshots.due())
+    assert seen == [False, True, True, False, True]
+
+
+def test_generators_go_on_where_they_were() -> None:
+    def drawn() -> tuple[float, float, list[float]]:
+        return random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
+
+    rt = small.runtime()
+    random.gauss(0, 1)  # the second of its pair is kept inside
+    np.random.normal()
+    buffer = io.BytesIO()
+    torch.save(rt.rng_state(), buffer)
+    expected = drawn()
+    buffer.seek(0)
+    rt.set_rng_state(torch.load(buffer, weights_only=True))
+    assert drawn() == expected
+
+
+# ---------------------------------------------------------------------------------- mismatches
+
+
+def test_another_process_count_is_refused_by_name(project: Path, view: StageView) -> None:
+    kept(view, 1)
+    manifest = snapshots_of(project)[0] / "manifest.json"
+    tree = json.loads(manifest.read_text(encoding="utf-8"))
+    tree["made_by"]["launch.num_processes"] = 4
+    manifest.write_text(json.dumps(tree), encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"differs in launch\.num_processes \(4 → 1\); set this back, or remove"
+    ):
+        loaded(view)
+
+
+def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path, view: StageView) -> None:
+    """Put there by hand: the digest keeps them apart."""
+    kept(view, 1)
+    [snapshot] = snapshots_of(project)
+    was = view.sft.learning_rate
+    (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
+    lineage._input_hashes.cache_clear()
+    other = view._config.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
+    changed = StageView(other, "sft")
+    assert loaded(changed) is None
+    identity = lineage.identity("sft", changed.declared())
+    assert identity is not None
+    snapshot.parents[1].rename(state_folder("sft", identity))
+    with pytest.raises(UserError, match=rf"sft\.learning_rate \({was} → 0\.5\), data/sft;"):
+        loaded(changed)
+
+
+def test_a_change_begins_anew_and_says_what_differs(
+    project: Path, view: StageView, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with resume.claim(view, main=True):
+        kept(view, 1)
+    (project / "code.py").write_text("changed = True\n", encoding="utf-8")
+    with resume.claim(view, main=True):
+        assert loaded(view) is None
+    shown = capsys.readouterr().out
+    assert "sft begins anew: the state of an unfinished run differs in code.py" in shown
+
+
+# ------------------------------------------------------------------------------ claims and locks
+
+
+def test_a_run_that_goes_on_keeps_its_key_until_its_outs_are_whole(view: StageView) -> None:
+    with resume.claim(view, main=True) as first:
+        pass
+    with resume.claim(view, main=True) as second:
+        kept(view, 1)
+    with resume.claim(view, main=True) as third:
+        third.clear()
+    with resume.claim(view, main=True) as fourth:
+        assert loaded(view) is None
+    assert first.key != second.key, "nothing of the first was kept"
+    assert second.key == third.key != fourth.key
+
+
+def test_the_very_same_training_waits_for_the_other(
+    view: StageView, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = []
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with resume.claim(view, main=True):
+            entered.set()
+            leave.wait(10)
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(10)
+    threading.Timer(0.3, leave.set).start()
+    with resume.claim(view, main=True):
+        order.append("this")
+    thread.join()
+    assert order == ["other", "this"]
+    assert "another process is training the very same thing" in capsys.readouterr().out
+
+
+def test_a_launched_worker_is_told_that_the_same_is_trained_already(
+    view: StageView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "WORKER_WAIT_SECONDS", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with resume.claim(view, main=True):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(10)
+    try:
+        with (
+            pytest.raises(UserError, match="another process is training the very same sft"),
+            resume.claim(view, main=True),
+        ):
+            pass
+    finally:
+        leave.set()
+        thread.join()
+
+
+# ------------------------------------------------------------------------------------- signals
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """SIGTERM raises Ended, as it does in the cli another thing."""
+
+    def end(number: int, frame: object) -> None:
+        raise Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is end, "put back as it was"
+    signal.signal(signal.SIGTERM, before)
+
+
+def loop_with_signals(view: StageView, *at: int) -> list[str]:
+    """Three steps; SIGTERM comes in the middle of those of `at`."""
+    seen = []
+    object.__setattr__(view.resume, "every_seconds", 1e6)
+    try:
+        with resume.open(small.runtime(), view, "loop") as snapshots:
+            for step in (1, 2, 3):
+                for _ in range(at.count(step)):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                seen.append(f"step {step}")
+                if snapshots.due():
+                    seen.append(f"save {step}")
+                    snapshots.save(step, {"step": step})
+    except Ended:
+        seen.append("ended")
+    return seen
+
+
+def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(
+    view: StageView, handled: None
+) -> None:
+    assert loop_with_signals(view, 2) == ["step 1", "step 2", "save 2", "ended"]
+    found = loaded(view)
+    assert found is not None
+    assert found["step"] == 2
+
+
+def test_the_second_signal_does_not_wait(view: StageView, handled: None) -> None:
+    assert loop_with_signals(view, 2, 2) == ["step 1", "ended"]
+    assert loaded(view) is None
+
+
+def test_a_worker_hears_the_same_signal_twice(
+    view: StageView, handled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert loop_with_signals(view, 2, 2) == ["step 1", "step 2", "save 2", "ended"]
+
+
+def test_a_signal_after_anothers_failure_does_not_wait(
+    view: StageView, handled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
+    launch.report(RuntimeError("a fellow's"))
+    assert loop_with_signals(view, 2) == ["step 1", "ended"]
+
+
+def test_a_signal_after_the_last_step_ends_the_stage_all_the_same(view: StageView, handled: None) -> None:
+    def ended_between() -> None:
+        with resume.open(small.runtime(), view, "loop"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Ended):
+        ended_between()
+
+
+# ------------------------------------------------------------------------------ whole programs
+
+
+def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RLHF_STATE_DIR": str(folder / "state")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhf_tasks.cli.main", stage],
+        cwd=folder, env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(stage: str, folder: Path) -> dict[str, Any]:
+    """Run to the end: checkpoints, metrics and curves, but for what was timed."""
+    assert start(stage, folder).wait(300) == 0
+    assert not list((folder / "state").glob("*/*/*/step-*")), "cleared when the outs are whole"
+    metrics = json.loads((folder / f"metrics/{stage}.json").read_text(encoding="utf-8"))
+    with (folder / f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
+        curves = list(csv.DictReader(file))
+    return written(stage, folder) | {
+        "metrics": _untimed(metrics),
+        "curves": [_untimed(row) for row in curves],
+    }
+
+
+def _untimed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "eps" and not key.startswith("time/")}
+
+
+def terminate_after_another_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    before = newest(folder)
+    while newest(folder) == before:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.terminate()
+    assert process.wait(60) == 143
+
+
+def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not list((folder / "state").glob("*/*/*/step-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    trained: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Stage], dict[str, Any]]:
+    """What a stage makes in one go; asked once for each."""
+
+    @functools.cache
+    def made(stage: Stage) -> dict[str, Any]:
+        return finish(stage, workspace(trained, tmp_path_factory.mktemp(f"uninterrupted-{stage}")))
+
+    return made
+
+
+@pytest.mark.e2e
+def test_sft_killed_or_terminated_ends_with_the_same_bytes(
+    trained: Path, tmp_path: Path, uninterrupted: Callable[[Stage], dict[str, Any]]
+) -> None:
+    folder = workspace(trained, tmp_path)
+    process = start("sft", folder)
+    await_snapshot(folder, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process = start("sft", folder)
+    terminate_after_another_snapshot(folder, process)
+    assert not (folder / "metrics/sft.json").exists()
+    assert finish("sft", folder) == uninterrupted("sft")
+
+
+def newest(folder: Path) -> str:
+    return max(path.name for path in (folder / "state").glob("*/*/*/step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("stage", "seed"), [(("base", "sft", "reward", "ppo", "ppo")[seed % 5], seed) for seed in range(15)]
+)
+def test_killed_at_a_random_moment(
+    stage: Stage, seed: int, trained: Path, tmp_path: Path,
+    uninterrupted: Callable[[Stage], dict[str, Any]],
+) -> None:  # fmt: skip
+    """Three times in a row, anywhere from the first import to the last write."""
+    expected, folder, rng = uninterrupted(stage), workspace(trained, tmp_path), random.Random(seed)
+    for _ in range(3):
+        process = start(stage, folder)
+        if rng.random() < 0.8:
+            try:
+                await_snapshot(folder, process)
+            except AssertionError:
+                break  # it was done before
+            time.sleep(rng.uniform(0, 1.0))
+        else:
+            time.sleep(rng.uniform(0, 8))
+        process.kill()
+        process.wait()
+    assert finish(stage, folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize("deepspeed", [None, "zero2", "zero3"])
+def test_two_processes_go_on_to_the_same_bytes(deepspeed: str | None, trained: Path, tmp_path: Path) -> None:
+    def made(name: str) -> Path:
+        changes = {"launch.num_processes": 2, "launch.deepspeed": deepspeed}
+        folder = workspace(trained, tmp_path / name, **changes)
+        shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
+        return folder
+
+    expected, folder = finish("sft", made("uninterrupted")), made("killed")
+    process = start("sft", folder)
+    await_snapshot(folder, process)
+    for worker in psutil.Process(process.pid).children(recursive=True) if deepspeed else []:
+        worker.kill()  # else they are to notice that their launcher is gone, and end
+    process.kill()
+    process.wait()
+    [lock] = (folder / "state/sft").glob("*.lock")
+    with FileLock(lock, timeout=60):
+        before = newest(folder)
+    process = start("sft", folder)
+    while newest(folder) == before:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert finish("sft", folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "features",
+    [
+        {
+            "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
+            "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+        },
+        {
+            "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
+            "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
+        },
+    ],
+    ids=["warm-up-penalty", "lora-shared-checkpointing"],
+)  # fmt: skip
+def test_ppo_on_two_processes_goes_on_to_the_same_bytes(
+    features: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
+    """A worker is killed, and its fellow with it; then all of them are told to end."""
+    changes = {"launch.num_processes": 2} | features
+    expected = finish("ppo", workspace(trained, tmp_path / "uninterrupted", **changes))
+    folder = workspace(trained, tmp_path / "killed", **changes)
+    process = start("ppo", folder)
+    await_snapshot(folder, process)
+    workers = [one for one in psutil.Process(process.pid).children(recursive=True) if _is_worker(one)]
+    assert len(workers) == 2
+    workers[1].kill()
+    assert process.wait(60) != 0
+    process = start("ppo", folder)
+    terminate_after_another_snapshot(folder, process)
+    assert finish("ppo", folder) == expected
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    return "LOCAL_RANK" in process.environ()
