@@ -38,8 +38,8 @@ from flows import hooks, settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import repository
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import git
 
 GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
@@ -132,7 +132,7 @@ def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
         raise UserError(f"there is no work pool {pool!r}; `prefect work-pool create` makes one") from None
     own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
     suffix = "" if pool == settings.POOL else f"-{pool}"
-    return Place(pool, suffix, repository.address(root), own if kind == "process" else {})
+    return Place(pool, suffix, git.address(root), own if kind == "process" else {})
 
 
 def _pool(client: SyncPrefectClient, name: str) -> None:

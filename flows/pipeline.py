@@ -25,9 +25,10 @@ from prefect.states import Completed
 
 from flows import hooks, promotion, request, results, settings, stages, watch
 from flows.programs import Dvc
-from rlhf_tasks.config import Config, Service, UserError
+from rlhf_tasks.config import Config, Service
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import lineage, processes, repository, workspace_inputs, workspaces
+from rlhf_tasks.project import dvc_cli, dvc_files, git, paths, processes, workspace_inputs, workspaces
 from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import STAGE_RUN
@@ -88,7 +89,7 @@ def _run(
     if commit is not None:
         workspace_inputs.check_data(values.data.path)
     # As the run finds it, not as it may have become meanwhile.
-    revision = commit or lineage.git_revision() or "none"
+    revision = commit or git.revision() or "none"
     data = watch.fingerprint(root, values)
     unseen = workspace_inputs.unseen(root, values.data.path) if commit is not None else []
     given, name = name is not None, name or request.default_name(str(flow_run.get_name()), run)
@@ -100,7 +101,7 @@ def _run(
         folder = place.folder if isinstance(place, Workspace) else place
         environment = stage_environment(place, run)
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
-            how = run_stages(list(lineage.graph(folder)), values.service, dvc)
+            how = run_stages(list(dvc_files.graph(folder)), values.service, dvc)
             known, experiment = _saved(place, name, given, dvc)
         notes = _notes(commit, experiment, unseen, told)
         if known != name:
@@ -166,7 +167,7 @@ def _place(
         finally:
             place.remove()
         return
-    lock = FileLock(repository.home(root) / "checkout.lock")
+    lock = FileLock(paths.home(root) / "checkout.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -232,7 +233,7 @@ def _notes(
     retry_delay_seconds=[PUSH_DELAY_SECONDS * 2**i for i in range(PUSH_TRIES - 1)],
 )
 def _push(folder: Path) -> None:
-    repository.dvc(folder, "push")
+    dvc_cli.run(folder, "push")
 
 
 def send(folder: Path) -> str | None:
@@ -241,7 +242,7 @@ def send(folder: Path) -> str | None:
     if state.is_completed():
         return None
     error = state.result(raise_on_failure=False)
-    outs = ", ".join(out for node in lineage.graph(folder).values() for out in node.outs)
+    outs = ", ".join(out for node in dvc_files.graph(folder).values() for out in node.outs)
     return f"{outs} ({str(error).splitlines()[-1]}); `dvc exp apply` the run and `dvc push` sends them"
 
 
@@ -269,8 +270,10 @@ def _identity(
     folder: Path, how: dict[str, str], name: str, experiment: str | None, revision: str
 ) -> dict[str, str]:
     """How the pipeline's run in MLflow is found from DVC and git, and back."""
-    locked = lineage.locked(folder)
-    outs = {out: locked[out] for node in lineage.graph(folder).values() for out in node.outs if out in locked}
+    locked = dvc_files.locked(folder)
+    outs = {
+        out: locked[out] for node in dvc_files.graph(folder).values() for out in node.outs if out in locked
+    }
     return {
         "git.rev": revision,
         **({"dvc.exp": name, "dvc.exp_rev": experiment} if experiment else {}),

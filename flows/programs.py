@@ -24,7 +24,7 @@ from typing import Any
 from prefect import get_run_logger
 
 from flows import dvc_host
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from rlhf_tasks.tracking.context import STAGE_RUN
 

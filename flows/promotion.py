@@ -16,7 +16,7 @@ from prefect.states import Completed
 
 from flows import programs, stages
 from rlhf_tasks.config import Config
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import dvc_files, paths
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, UNDECIDED, verdict_file
 
@@ -26,7 +26,7 @@ NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Def
 
 def is_due(values: Config, folder: Path) -> bool:
     """Whether there is a gate, a registry, and a policy."""
-    made = {out for node in lineage.graph(folder).values() for out in node.outs}
+    made = {out for node in dvc_files.graph(folder).values() for out in node.outs}
     return values.promotion is not None and values.tracking.enabled and POLICY in made
 
 
@@ -53,8 +53,8 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
 
 def criteria(folder: Path) -> list[dict[str, str]]:
     """The last verdict on the policy there, a row a criterion; empty if there is none."""
-    md5 = lineage.locked(folder).get(POLICY)
-    file = verdict_file(lineage.home(), md5 or "none")
+    md5 = dvc_files.locked(folder).get(POLICY)
+    file = verdict_file(paths.home(), md5 or "none")
     if not file.exists():
         return []
     return gate.Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()

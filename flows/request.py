@@ -16,9 +16,10 @@ from prefect.states import Failed
 from pydantic import Field
 
 from rlhf_tasks import config, presets
-from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.config import Config
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.project import dvc_files, git
 
 ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # of a run's process, when it ends
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
@@ -41,8 +42,8 @@ def settle(root: Path, request: Request, commit: str | None) -> tuple[str, Confi
         UserError: for values that config refuses, and for stages that dvc.yaml does not have.
     """
     if commit is not None:
-        text, settings, changes = request.settle(repository.committed(root, "params.yaml", commit))
-        stages = lineage.graph_in(repository.committed(root, "dvc.yaml", commit), text)
+        text, settings, changes = request.settle(git.committed(root, "params.yaml", commit))
+        stages = dvc_files.graph_in(git.committed(root, "dvc.yaml", commit), text)
     else:
         if request.overlays():
             raise UserError(
@@ -52,7 +53,7 @@ def settle(root: Path, request: Request, commit: str | None) -> tuple[str, Confi
         file = root / "params.yaml"
         settings, changes = config.load(file), []
         text = file.read_text(encoding="utf-8")  # only now: that it can be read is checked
-        stages = lineage.graph(root)
+        stages = dvc_files.graph(root)
     unknown = [name for name in settings.service.stages if name not in stages]
     if unknown:
         raise UserError(
@@ -75,7 +76,7 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
     """
     check_name(name)
     if where == "workspace":
-        return repository.resolve(root, revision)
+        return git.resolve(root, revision)
     given = [what for what, value in (("revision", revision), ("name", name)) if value is not None]
     if given:
         raise UserError(

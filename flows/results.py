@@ -16,7 +16,7 @@ from prefect.artifacts import Artifact, create_markdown_artifact, create_table_a
 from flows import settings
 from rlhf_tasks import config
 from rlhf_tasks.config import Tracking
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import dvc_files
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 ANSWERS = Path("evaluation/judge/answers.parquet")
@@ -44,7 +44,7 @@ class Outcome:
 def metrics(folder: Path) -> dict[str, float]:
     """`{"ppo/objective/kl": 1.2, …}` of the metrics files that dvc.yaml names."""
     found: dict[str, float] = {}
-    for node in lineage.graph(folder).values():
+    for node in dvc_files.graph(folder).values():
         for path in (folder / out for out in node.outs if out.startswith("metrics/")):
             if path.exists():
                 tree = config.flatten(json.loads(path.read_text(encoding="utf-8")))
@@ -183,8 +183,8 @@ def page(
     links: Mapping[str, str],
 ) -> str:
     """The run on one page, in markdown."""
-    outs = {stage: node.outs for stage, node in lineage.graph(folder).items()}
-    locked = lineage.locked(folder)
+    outs = {stage: node.outs for stage, node in dvc_files.graph(folder).items()}
+    locked = dvc_files.locked(folder)
     parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes)]
     where = f"commit `{outcome.revision}`"
     if outcome.experiment:

@@ -30,8 +30,8 @@ from filelock import FileLock
 
 from flows import settings
 from rlhf_tasks import console
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage, processes, workspaces
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files, paths, processes, workspaces
 from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
 from rlhf_tasks.tracking import dashboard
 from rlhf_tasks.tracking.courier import sync
@@ -58,8 +58,8 @@ class Service:
         Raises:
             UserError: if none is here, or this is a git worktree: its service is the main checkout's.
         """
-        lineage.graph()
-        home = lineage.home()
+        dvc_files.graph()
+        home = paths.home()
         if home.parent != Path.cwd():
             raise UserError(f"the service belongs to the main checkout; run this in {home.parent}")
         return cls(Path.cwd(), home)
@@ -287,7 +287,7 @@ def elsewhere(pool: str, *, work: bool) -> int:
     """
     if "PREFECT_API_URL" not in os.environ:
         raise UserError("PREFECT_API_URL is not set: it names the server, as http://127.0.0.1:4200/api")
-    lineage.graph()
+    dvc_files.graph()
     address = os.environ["PREFECT_API_URL"]
     try:
         httpx.get(f"{address}/health", timeout=10.0)

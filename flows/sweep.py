@@ -32,9 +32,10 @@ from prefect.variables import Variable
 from pydantic import Field
 
 from flows import request, results, settings, watch
-from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.config import Config
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import repository
+from rlhf_tasks.project import experiments, git
 from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import pipeline as tracking
 
@@ -126,15 +127,15 @@ def _run(
     """
     watch.parameters_of(deployment)  # that there is one
     root, run, data = Path.cwd(), str(flow_run.get_id()), Data(Path.cwd())
-    last = repository.resolve(root, None)
+    last = git.resolve(root, None)
     project = request.settle(root, Request(preset), last)[1].tracking.experiment
     kept = variable(project, name, preset, listed)
-    commit = begun_with(root, name, kept) if revision is None else repository.resolve(root, revision)
+    commit = begun_with(root, name, kept) if revision is None else git.resolve(root, revision)
     wanted, values = cells(root, name, preset, listed, seeds, commit, data)
     Variable.set(kept, commit, overwrite=True)
     if commit != last:
         get_run_logger().warning("all runs are of commit %s; `revision: HEAD` takes the last one", commit)
-    done = [cell for cell in wanted if repository.experiment(root, cell.experiment)]
+    done = [cell for cell in wanted if experiments.find(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are done already", len(done), len(wanted))
     try:
         with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
@@ -191,12 +192,12 @@ def begun_with(root: Path, name: str, kept: str) -> str:
         UserError: if git has lost that of the sweep.
     """
     begun: Any = Variable.get(kept, None)
-    if begun is not None and repository.commit(root, begun) is None:
+    if begun is not None and git.commit(root, begun) is None:
         raise UserError(
             f"the sweep {name} broke off on commit {begun}, which git in {root} does not know any more; "
             "`revision: HEAD` does all of it, of the last one"
         )
-    return repository.resolve(root, begun)
+    return git.resolve(root, begun)
 
 
 class SweepFailed(Exception):

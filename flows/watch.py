@@ -24,9 +24,10 @@ from prefect.states import Completed, Failed
 from prefect.variables import Variable
 
 from flows import request, settings
-from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.config import Config
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import lineage, workspace_inputs
+from rlhf_tasks.project import hashing, workspace_inputs
 
 TRIES = 3  # runs for one change of the data
 
@@ -41,9 +42,9 @@ def fingerprint(root: Path, values: Config) -> str:
 def _content(path: Path) -> Any:
     """What lies there: a file's md5, the md5 of each file of a folder, or None."""
     if not path.is_dir():
-        return lineage.digest(path) if path.exists() else None
+        return hashing.dvc_md5(path) if path.exists() else None
     files = (file for file in workspace_inputs.files(path) if file.is_file())
-    return sorted((file.relative_to(path).as_posix(), lineage.digest(file)) for file in files)
+    return sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
 
 
 def _digest(tree: Any) -> str:

@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks import config
-from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch, StageView
+from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, collate
 from rlhf_tasks.data.synthetic import generate
@@ -138,8 +138,8 @@ def params(changes: Mapping[str, Any] | None = None, *, gate: bool = False) -> d
     return tree
 
 
-def view(stage: config.Stage, changes: Mapping[str, Any] | None = None) -> StageView:
-    return StageView(config.validate(params(changes), "test"), stage)
+def view(stage: config.Stage, changes: Mapping[str, Any] | None = None) -> Any:
+    return config.VIEWS[stage].of(config.validate(params(changes), "test"))
 
 
 def write_rows(root: Path, role: str, split: str, rows: Sequence[Mapping[str, str]]) -> None:

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config, presets
-from rlhf_tasks.config import READS, STAGES, Config, Section
-from rlhf_tasks.project import lineage
+from rlhf_tasks.config import STAGES, VIEWS, Config, Section
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import curves
 
@@ -35,11 +35,16 @@ AROUND = (
     "training.launch",
     "training.resume",
     "project.lineage",
+    "project.dvc_files",
+    "project.hashing",
+    "project.git",
+    "project.paths",
+    "errors",
 )
 BESIDE = (".html", ".css", ".js", ".txt")  # what a package reads of its own folder
 
 # All others: 1. Promotion judges by the code of stage judge.
-LAYERS: Mapping[str, int] = {"config": 0, "promotion": 3, "stages": 4, "cli": 5}
+LAYERS: Mapping[str, int] = {"errors": 0, "config": 0, "promotion": 3, "stages": 4, "cli": 5}
 TORCH_FREE = (
     "config",
     "console",
@@ -49,7 +54,13 @@ TORCH_FREE = (
     "project.lineage",
     "project.processes",
     "project.provenance",
-    "project.repository",
+    "project.git",
+    "project.dvc_cli",
+    "project.dvc_files",
+    "project.experiments",
+    "project.hashing",
+    "project.paths",
+    "errors",
     "project.workspaces",
     "modeling.contracts",
     "training.launch",
@@ -146,7 +157,7 @@ def our_modules() -> list[str]:
 
 
 def test_dvc_yaml_has_every_stage_in_order() -> None:
-    assert tuple(lineage.graph(ROOT)) == STAGES
+    assert tuple(dvc_files.graph(ROOT)) == STAGES
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -157,27 +168,27 @@ def test_a_stage_is_only_its_command(stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_code_a_stage_imports_is_among_its_deps(stage: str) -> None:
-    deps = lineage.graph(ROOT)[stage].deps
-    declared = [dep for dep in deps if lineage.is_code(dep) and dep.startswith("rlhf_tasks/")]
+    deps = dvc_files.graph(ROOT)[stage].deps
+    declared = [dep for dep in deps if dvc_files.is_code(dep) and dep.startswith("rlhf_tasks/")]
     assert sorted(declared) == code_of(stage), "see python -m tests.test_contracts"
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_reads_the_params_it_declares(stage: config.Stage) -> None:
-    assert tuple(dvc_stage(stage).get("params", ())) == READS[stage]
+    assert tuple(dvc_stage(stage).get("params", ())) == VIEWS[stage].reads()
 
 
 def test_data_deps_are_made_by_an_earlier_stage_or_given() -> None:
     made: set[str] = set()
-    given = {*lineage.graph(ROOT)["prepare"].inputs, config.load(ROOT / "params.yaml").judge.labels}
-    for node in lineage.graph(ROOT).values():
+    given = {*dvc_files.graph(ROOT)["prepare"].inputs, config.load(ROOT / "params.yaml").judge.labels}
+    for node in dvc_files.graph(ROOT).values():
         assert not [path for path in node.inputs if path not in made and path not in given]
         made |= set(node.outs)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_declares_what_the_cli_writes_for_it(stage: config.Stage) -> None:
-    outs = lineage.graph(ROOT)[stage].outs
+    outs = dvc_files.graph(ROOT)[stage].outs
     assert f"models/lineage/{stage}.json" in outs
     assert (f"plots/{stage}.csv" in outs) == (stage in curves.CURVES)
     assert (f"metrics/{stage}.json" in outs) == (stage != "report")
@@ -193,7 +204,7 @@ def test_metrics_and_plots_are_kept_by_git_and_all_else_by_dvc() -> None:
 
 def test_only_the_report_depends_on_lineage() -> None:
     """Run keys and commits stand there: a stage that read them would run again for nothing."""
-    readers = {s for s, node in lineage.graph(ROOT).items() if any("lineage" in dep for dep in node.inputs)}
+    readers = {s for s, node in dvc_files.graph(ROOT).items() if any("lineage" in dep for dep in node.inputs)}
     assert readers == {"report"}
 
 
@@ -289,7 +300,7 @@ def main(arguments: list[str]) -> None:
         if file_of(runner.MODULES[name]) is None:
             print(f"{name}: {runner.MODULES[name]} does not exist yet")
             continue
-        data = [dep for dep in stage["deps"] if not lineage.is_code(dep)]
+        data = [dep for dep in stage["deps"] if not dvc_files.is_code(dep)]
         stage["deps"][:] = [*data, *code_of(name)]
         print(f"{name}:", *code_of(name), sep="\n  - ")
     if "--write" in arguments:

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from rlhf_tasks import config, presets
-from rlhf_tasks.config import Stage, StageView
+from rlhf_tasks.config import VIEWS, Stage
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import NullTracker
 
@@ -145,7 +146,7 @@ def foreign(
 def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = None) -> dict[str, float]:
     """One stage in this process."""
     module = importlib.import_module(runner.MODULES[stage])
-    metrics: dict[str, float] = module.run(StageView(settings, stage), tracker or NullTracker(stage))
+    metrics: dict[str, float] = module.run(VIEWS[stage].of(settings), Paths(), tracker or NullTracker(stage))
     return metrics
 
 

@@ -18,10 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rlhf_tasks import config, console, tracking
-from rlhf_tasks.config import STAGES, Stage, StageView, UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks import config, console
+from rlhf_tasks.config import STAGES, JudgeView, Stage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files, paths
 from rlhf_tasks.stages import runner
+from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, _terminate)
-    console.set_quiet(not tracking.context.is_main_rank())
+    console.set_quiet(not context.is_main_rank())
     try:
         return int(options.command(options) or 0)
     except (UserError, OSError) as error:
@@ -141,7 +143,7 @@ def _judge(options: argparse.Namespace) -> int:
                 "models/policy`; the stage takes all from params.yaml"
             )
         return runner.run("judge")
-    view = StageView(config.load(), "judge")
+    view = JudgeView.of(config.load())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.evaluation import head_to_head
 
@@ -268,7 +270,7 @@ def _add_sync(commands: Commands) -> None:
 def _sync(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.courier import sync
 
-    delivered, failed = sync(lineage.home())
+    delivered, failed = sync(paths.home())
     console.say(f"{delivered} run(s) delivered to MLflow")
     if failed:
         reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())
@@ -289,7 +291,7 @@ def _add_lineage(commands: Commands) -> None:
 def _lineage(options: argparse.Namespace) -> int:
     from rlhf_tasks.project import provenance
 
-    lineage.graph()  # a project is here, before anything is asked of git
+    dvc_files.graph()  # a project is here, before anything is asked of git
     print("\n".join(provenance.lines(provenance.find(Path.cwd(), options.asked))))
     return 0
 
@@ -315,7 +317,7 @@ def _add_label(commands: Commands) -> None:
 
 
 def _label(options: argparse.Namespace) -> int:
-    lineage.graph()  # a project is here
+    dvc_files.graph()  # a project is here
     from rlhf_tasks.evaluation import labelling
 
     try:
@@ -343,7 +345,7 @@ def _add_compare(commands: Commands) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    lineage.graph()  # a project is here, before anything is asked of git
+    dvc_files.graph()  # a project is here, before anything is asked of git
     _check_out(options.out)
     from rlhf_tasks.report import comparison_page
 
@@ -360,7 +362,7 @@ def _mlflow(options: argparse.Namespace) -> int:
     """The dashboard, on loopback only, over the embedded store."""
     from rlhf_tasks.tracking.dashboard import serve
 
-    return serve(lineage.home(), options.port)
+    return serve(paths.home(), options.port)
 
 
 def _check_out(out: Path) -> None:

@@ -22,14 +22,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 """Of a running mean, per step."""
 
 
-class UserError(Exception):
-    """A mistake that the user can mend: shown as one message, exit code 2."""
-
-
-class ConfigError(UserError):
-    """Every problem of a parameter file, in one message."""
-
-
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

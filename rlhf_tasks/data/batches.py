@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.config import Split
+from rlhf_tasks.errors import UserError
 
 Ids = list[int]
 Size = tuple[int, int]

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.config import Split
 from rlhf_tasks.data.rows import HELD_OUT, Corpus, Row, prompt_key
 from rlhf_tasks.data.splits import hash_rank
+from rlhf_tasks.errors import UserError
 
 CHARS_PER_TOKEN = 2.8  # of code, under a BPE of 4,096 tokens: 3.2 measured; less drops fewer pairs
 CHARS_PER_PROMPT_MIN = 60

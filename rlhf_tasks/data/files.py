@@ -17,10 +17,11 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_tasks.config import Columns, Split, UserError
+from rlhf_tasks.config import Columns, Split
 from rlhf_tasks.data.rows import ROLES, Corpus, Problems, Role
 from rlhf_tasks.data.splits import SPLIT_NAMES, fill_splits
 from rlhf_tasks.data.tables import Line, Rendering, Table, assemble
+from rlhf_tasks.errors import UserError
 
 
 def load(

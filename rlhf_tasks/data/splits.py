@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.config import Split
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, Corpus, Role, Row, evaluated_role, prompt_key
+from rlhf_tasks.errors import UserError
 
 SPLIT_NAMES: Mapping[str, Split] = {
     "train": "train", "training": "train",

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks.config import Columns, Split, UserError
+from rlhf_tasks.config import Columns, Split
 from rlhf_tasks.data.rows import Corpus, Problems, Reason, Role, Row
+from rlhf_tasks.errors import UserError
 
 Message = dict[str, Any]
 Chat = Callable[[list[Message], bool], str]

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_tasks.config import Model, Scratch, UserError
+from rlhf_tasks.config import Model, Scratch
 from rlhf_tasks.data.tables import Chat, Message, Rendering
+from rlhf_tasks.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,7 +22,7 @@ from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.evaluation.judges.cache import key_of
 from rlhf_tasks.modeling import contracts, generation, models
 from rlhf_tasks.modeling.generation import answer, stop_of
-from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project import atomic, paths
 
 SETTLED = ("*.json", "*.txt", "*.jinja", "*.model")  # what, beside the weights, decides how a model answers
 CODE = (str(generation.__file__), str(batches.__file__), str(models.__file__))
@@ -88,4 +88,4 @@ def _kept(
         "code": [contracts.file_hash(Path(file)) for file in (__file__, *CODE)],
         **settings,
     }
-    return lineage.home() / "answers" / f"{key_of(content)}.json"
+    return paths.home() / "answers" / f"{key_of(content)}.json"

@@ -13,10 +13,11 @@ import pyarrow.parquet as pq
 import torch
 
 from rlhf_tasks import console
-from rlhf_tasks.config import StageView, UserError, is_hub_id
+from rlhf_tasks.config import JudgeView, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import judges, summary
 from rlhf_tasks.evaluation.answers import sample
 from rlhf_tasks.evaluation.judges import making
@@ -41,7 +42,7 @@ Row = Mapping[str, str]
 
 
 def run(
-    config: StageView,
+    config: JudgeView,
     model: str,
     against: str,
     *,
@@ -63,7 +64,7 @@ def run(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, b = _contender(model), _contender(against)
     rows = _rows(num_examples or config.judge.num_examples, [x for x in (a, b) if isinstance(x, Mapping)])
-    panel = making.build(config.judge, config.data.source, device, names)
+    panel = making.build(config.judge, config.data_source, device, names)
     _warn(config, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
     ours, theirs = (_answers(config, contender, rows, device) for contender in (a, b))
@@ -176,7 +177,7 @@ def _rows(most: int, given: Sequence[Given]) -> list[Row]:
     return answered[:most]
 
 
-def _answers(config: StageView, contender: Contender, rows: Sequence[Row], device: torch.device) -> list[str]:
+def _answers(config: JudgeView, contender: Contender, rows: Sequence[Row], device: torch.device) -> list[str]:
     """One to each row; of rows with the same prompt, each its own reference."""
     if contender == REFERENCE:
         return [row["reference"] for row in rows]
@@ -184,12 +185,12 @@ def _answers(config: StageView, contender: Contender, rows: Sequence[Row], devic
     if not isinstance(contender, Checkpoint):
         return [contender[prompt_key(prompt)] for prompt in prompts]
     return sample(
-        contender.source, prompts, max_new_tokens=config.data.max_completion_tokens,
+        contender.source, prompts, max_new_tokens=config.max_completion_tokens,
         temperature=config.judge.temperature, seed=config.seed, device=device, revision=contender.revision,
     ).texts  # fmt: skip
 
 
-def _warn(config: StageView, checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> None:
+def _warn(config: JudgeView, checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> None:
     for one in checkpoints:
         for name in judges.optimised(config.judge, Path(one.source), names):
             console.say(f"WARNING: judge {name} is the reward model that PPO optimised for {one.source}")

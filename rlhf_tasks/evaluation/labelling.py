@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import console, presets
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import labels
 from rlhf_tasks.evaluation.labels import Label, Pair
-from rlhf_tasks.project import repository
+from rlhf_tasks.project import dvc_cli
 
 ANSWERS = Path("evaluation/judge/answers.parquet")
 FILE = Path("data/labels.jsonl")
@@ -68,7 +68,7 @@ def keep() -> None:
     """Have DVC keep the labels, and the judge stage read them."""
     if not FILE.exists():
         return
-    repository.dvc(Path.cwd(), "add", "--quiet", str(FILE))
+    dvc_cli.run(Path.cwd(), "add", "--quiet", str(FILE))
     changed = presets.apply([], Path("params.yaml"), [f"judge.labels={FILE}"])
     told = ", params.yaml (judge.labels)" if changed else ""
     console.say(

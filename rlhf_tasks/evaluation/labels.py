@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_tasks import console
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.project import atomic
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_tasks.config.ppo import Guards
-from rlhf_tasks.config.types import UserError
+from rlhf_tasks.errors import UserError
 
 LONGER, MORE_REPETITION = 1.2, 0.1
 """Times the first rollout's length, and above its repetition: then they are said to rise."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Ppo, StageView
+from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.ppo.watch import Watch
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
 from rlhf_tasks.training.resume import State
@@ -25,7 +25,7 @@ Metrics = dict[str, float]
 @dataclass
 class Loop:
     rt: Runtime
-    config: StageView
+    config: PpoView
     trainer: Trainer
     watch: Watch
     tracker: Tracker
@@ -142,7 +142,7 @@ class Loop:
 
     def _kept(self, error: NonFiniteError) -> Trip:
         """What was no number, written out for inspection."""
-        folder = lineage.home() / "faults"
+        folder = paths.home() / "faults"
         folder.mkdir(parents=True, exist_ok=True)
         update = self.trainer.update
         when = f"{self.num_rollouts}-{time.time_ns()}"  # several runs share the folder

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 
 HOST = "127.0.0.1"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing, paths
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
@@ -56,16 +56,16 @@ def find(root: Path, asked: str) -> Chain:
         UserError: if nothing is known by that name, or MLflow is to be asked and does not answer.
     """
     path = asked.rstrip("/")
-    makers = {out: stage for stage, node in lineage.graph(root).items() for out in node.outs}
+    makers = {out: stage for stage, node in dvc_files.graph(root).items() for out in node.outs}
     if path in makers:
         return _of_path(root, path, makers[path])
     name = _named_by_run(root, asked) or asked
-    revision = repository.experiment(root, name)
+    revision = experiments.find(root, name)
     if revision is not None:
         return _of_revision(root, revision, name, None)
     if (stage := _stage_of_key(root, name)) is not None:
         return _of_key(root, name, stage)
-    revision = repository.commit(root, name)
+    revision = git.commit(root, name)
     if revision is not None:
         return _of_revision(root, revision, None, None)
     raise UserError(
@@ -79,7 +79,7 @@ def _of_path(root: Path, path: str, stage: str) -> Chain:
     """Of what lies in the working tree now, by its bytes."""
     if not (root / path).exists():
         raise UserError(f"{path} is not here; `dvc checkout {path}` brings back what dvc.lock has")
-    md5 = lineage.digest(root / path)
+    md5 = hashing.dvc_md5(root / path)
     for revision, name in _revisions(root):
         if _locked(root, revision).get(path) == md5:
             return _of_revision(root, revision, name, stage, path)
@@ -101,9 +101,9 @@ def _of_key(root: Path, key: str, stage: str) -> Chain:
 def _of_revision(
     root: Path, revision: str | None, name: str | None, last: str | None, path: str | None = None
 ) -> Chain:
-    lock, graph = _text(root, revision, "dvc.lock") or "{}", lineage.graph(root)
-    read = {stage: hashes for stage, (hashes, _) in lineage.read_and_written(lock).items()}
-    locked = lineage.locked_in(lock)
+    lock, graph = _text(root, revision, "dvc.lock") or "{}", dvc_files.graph(root)
+    read = {stage: hashes for stage, (hashes, _) in dvc_files.read_and_written(lock).items()}
+    locked = dvc_files.locked_in(lock)
     made = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
     wanted = _before(graph, last) if last is not None else set(graph)
     if last is not None:
@@ -149,7 +149,7 @@ def _changed(link: Link, made: Mapping[str, str]) -> list[str]:
     return [dep for dep, md5 in link.inputs.items() if made.get(dep, md5) != md5]
 
 
-def _before(graph: Mapping[str, lineage.Node], stage: str) -> set[str]:
+def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:
     """The stage, and all whose outs it depends on, directly or not."""
     makers = {out: name for name, node in graph.items() for out in node.outs}
     found, todo = set[str](), [stage]
@@ -163,22 +163,22 @@ def _before(graph: Mapping[str, lineage.Node], stage: str) -> set[str]:
 
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
     """The commit checked out, the experiments, newest first, each with its name, and the working tree."""
-    head = repository.commit(root, "HEAD")
+    head = git.commit(root, "HEAD")
     if head is not None:
         yield head, None
-    yield from repository.experiments(root)
+    yield from experiments.listing(root)
     yield None, None
 
 
 def _locked(root: Path, revision: str | None) -> dict[str, str]:
     text = _text(root, revision, "dvc.lock")
-    return lineage.locked_in(text) if text is not None else {}
+    return dvc_files.locked_in(text) if text is not None else {}
 
 
 def _text(root: Path, revision: str | None, path: str) -> str | None:
     """Of a file in a commit, or in the working tree; None if it is not there."""
     if revision is not None:
-        return repository.shown(root, revision, path) if repository.paths(root, revision, path) else None
+        return git.show(root, revision, path) if git.files(root, revision, path) else None
     return (root / path).read_text(encoding="utf-8") if (root / path).exists() else None
 
 
@@ -187,7 +187,7 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
     if md5 is None:
         return {}
     try:
-        blob = repository.cache(root) / "files" / "md5" / md5[:2] / md5[2:]
+        blob = dvc_cli.cache(root) / "files" / "md5" / md5[:2] / md5[2:]
         found: dict[str, Any] = json.loads(blob.read_text(encoding="utf-8"))
     except OSError:
         return {}
@@ -196,13 +196,13 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
 
 def _stage_of_key(root: Path, name: str) -> str | None:
     stage, _, rest = name.partition("-")
-    return stage if stage in lineage.graph(root) and re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]+", rest) else None
+    return stage if stage in dvc_files.graph(root) and re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]+", rest) else None
 
 
 def _named_by_run(root: Path, asked: str) -> str | None:
     """What a flow run's spool or an MLflow run's tags name: a key, an experiment that there is, a commit."""
     if flow := FLOW_ID.fullmatch(asked):
-        spool = repository.home(root) / "spool"
+        spool = paths.home(root) / "spool"
         tags = dict[str, str]()
         for file in [*spool.glob(f"flow-{flow[2]}*.jsonl"), *spool.glob(f"delivered/flow-{flow[2]}*.jsonl")]:
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -213,7 +213,7 @@ def _named_by_run(root: Path, asked: str) -> str | None:
         from rlhf_tasks.tracking import context, records
 
         uri = context.uri(config.load(root / "params.yaml").tracking)
-        tags = records.tags(uri, repository.home(root), asked)
+        tags = records.tags(uri, paths.home(root), asked)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 
@@ -221,7 +221,7 @@ def _named_by_run(root: Path, asked: str) -> str | None:
 def _experiment_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
     """The commit where nothing differed from it, so that nothing was saved."""
     name = tags.get("dvc.exp")
-    return name if name and repository.experiment(root, name) else tags.get("git.rev")
+    return name if name and experiments.find(root, name) else tags.get("git.rev")
 
 
 def lines(chain: Chain) -> Iterator[str]:
@@ -257,7 +257,7 @@ def commands(chain: Chain) -> list[str]:
     keys = [link.made["rlhf.run"] for link in chain.links if link.made]
     told = [f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]]
     if chain.revision is None:
-        held = sorted({f"{out.split('/')[0]}/" for out in all_outs if out.startswith(repository.GIT_HELD)})
+        held = sorted({f"{out.split('/')[0]}/" for out in all_outs if out.startswith(dvc_files.KEPT_BY_GIT)})
         return [f"git add {' '.join(['dvc.lock', *held])} && git commit --all", *told]
     here = (
         f"dvc exp apply {chain.experiment}"
@@ -265,7 +265,7 @@ def commands(chain: Chain) -> list[str]:
         else f"git checkout {chain.revision} && dvc checkout"
     )
     outs = [chain.path] if chain.path else all_outs
-    held = [out for out in outs if not out.startswith(repository.GIT_HELD)]
+    held = [out for out in outs if not out.startswith(dvc_files.KEPT_BY_GIT)]
     return [
         f"{here}  # all of it, in this folder",
         *(f"dvc get . {out} --rev {chain.revision[:12]} -o {out.replace('/', '-')}" for out in held),

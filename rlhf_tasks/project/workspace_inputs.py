@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files, git
 
 UNBROUGHT = ("__pycache__",)  # folders below the data that are none of it
 
@@ -64,7 +64,7 @@ def _link(source: str, target: str) -> None:
 
 def check_seen(root: Path, folder: Path) -> None:
     """Raises UserError naming the stages' inputs that the main checkout has and the workspace cannot see."""
-    graph = lineage.graph(folder)
+    graph = dvc_files.graph(folder)
     made = [out for node in graph.values() for out in node.outs]
     deps = dict.fromkeys(dep for node in graph.values() for dep in node.deps)
     given = [
@@ -101,4 +101,4 @@ def unseen(root: Path, data: str) -> list[str]:
     Left aside: what runs write themselves, and the data at this path, which is seen as it is now.
     """
     given = [] if Path(data).is_absolute() else [f":!{data}"]
-    return repository.changed(root, *lineage.UNTOLD, *given)
+    return git.changed(root, *git.WRITTEN_BY_RUNS, *given)

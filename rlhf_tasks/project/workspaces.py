@@ -24,9 +24,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks.config import Config, UserError
-from rlhf_tasks.project import lineage, repository, workspace_inputs
-from rlhf_tasks.project.repository import GIT_HELD, home
+from rlhf_tasks.config import Config
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, workspace_inputs
+from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
+from rlhf_tasks.project.paths import home
 
 FOLDER = "workspaces"
 LOCK = "dvc.lock"
@@ -61,21 +63,21 @@ class Workspace:
         # DVC keeps its exchange with git under refs/exps/exec, which all worktrees share.
         with FileLock(self.root / ".rlhf" / "exp.lock"):
             dvc("exp", "save", "--force", "--name", name, *self._uncached())
-        return repository.experiment(self.root, name) or ""
+        return experiments.find(self.root, name) or ""
 
     def differs(self) -> bool:
         """Whether anything in it differs from its commit."""
-        return bool(repository.changed(self.folder))
+        return bool(git.changed(self.folder))
 
     def is_like(self) -> bool:
         """Whether it is still what the experiment left that it began with."""
         if self.like is None:
             return False
-        return repository.shown(self.root, self.like[0], LOCK) == (self.folder / LOCK).read_text("utf-8")
+        return git.show(self.root, self.like[0], LOCK) == (self.folder / LOCK).read_text("utf-8")
 
     def _uncached(self) -> list[str]:
         """Metrics and curves, which git holds: at the first run it does not know them yet."""
-        outs = [out for node in lineage.graph(self.folder).values() for out in node.outs]
+        outs = [out for node in dvc_files.graph(self.folder).values() for out in node.outs]
         held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
         return [word for out in held for word in ("--include-untracked", out)]
 
@@ -94,9 +96,9 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
         UserError: if the project is in no git repository, or has no commit; if its data lies outside by a
             relative path; for inputs that are here and cannot be carried, by name.
     """
-    repository.check_commit(root)
+    git.check_commit(root)
     workspace_inputs.check_data(settings.data.path)
-    workspace = replace(_claimed(root, name), like=repository.alike(root, revision, params))
+    workspace = replace(_claimed(root, name), like=experiments.alike(root, revision, params))
     try:
         _furnish(workspace, params, revision)
         workspace_inputs.bring(settings.data.path, root, workspace.folder)
@@ -125,7 +127,7 @@ def _claimed(root: Path, name: str) -> Workspace:
     """An empty place of this name that is this process's own; what vanished processes left goes first."""
     remove_left(root)
     top = home(root) / FOLDER / name
-    inside = root.resolve().relative_to(Path(repository.git(root, "rev-parse", "--show-toplevel")).resolve())
+    inside = root.resolve().relative_to(Path(git.output(root, "rev-parse", "--show-toplevel")).resolve())
     workspace = Workspace(root, top, top / inside, _lock(root, name))
     with _worktrees(root):
         if _is_held(root, name):
@@ -138,14 +140,14 @@ def _claimed(root: Path, name: str) -> Workspace:
 def _furnish(workspace: Workspace, params: str, revision: str) -> None:
     """The files of a commit, parameters, DVC's settings, and the outs that the cache has."""
     with _worktrees(workspace.root):
-        repository.git(workspace.root, "worktree", "add", "--quiet", "--detach", str(workspace.top), revision)
+        git.output(workspace.root, "worktree", "add", "--quiet", "--detach", str(workspace.top), revision)
     (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
     if workspace.like is not None:
-        known = repository.paths(workspace.root, workspace.like[0], "")
+        known = git.files(workspace.root, workspace.like[0], "")
         left = [p for p in known if p.startswith(GIT_HELD) or Path(p).name in (LOCK, ".gitignore")]
-        repository.git(workspace.folder, "restore", "--source", workspace.like[0], "--worktree", "--", *left)
+        git.output(workspace.folder, "restore", "--source", workspace.like[0], "--worktree", "--", *left)
     _configure(workspace.root, workspace.folder)
-    repository.dvc(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
+    dvc_cli.run(workspace.folder, "checkout", "--quiet", "--force", "--allow-missing")
 
 
 def remove(root: Path, name: str) -> None:
@@ -169,7 +171,7 @@ def _remove(root: Path, *names: str) -> None:
         shutil.rmtree(home(root) / FOLDER / name, ignore_errors=True)
         for lock in (home(root) / FOLDER).glob(f"{name}@*.lock"):
             lock.unlink(missing_ok=True)
-    repository.git(root, "worktree", "prune")  # what was tidied up by hand, too
+    git.output(root, "worktree", "prune")  # what was tidied up by hand, too
 
 
 def _is_held(root: Path, name: str) -> bool:
@@ -201,7 +203,7 @@ def _configure(root: Path, folder: Path) -> None:
                         if isinstance(value, RelPath):
                             told = os.path.relpath(value, here)
                             own["remote"].setdefault(name, {})[key] = os.path.normpath(there / told)
-            own["cache"]["dir"] = str(repository.cache(root))
+            own["cache"]["dir"] = str(dvc_cli.cache(root))
     except DvcConfigError as error:
         raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) cannot be used: {error}") from None
 

@@ -17,10 +17,11 @@ from typing import Any
 from filelock import FileLock
 
 from rlhf_tasks import config, console
-from rlhf_tasks.config import Config, Promotion, StageView, UserError
+from rlhf_tasks.config import Config, JudgeView, Promotion
 from rlhf_tasks.config.promotion import parts
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import judges
-from rlhf_tasks.project import atomic, lineage, repository
+from rlhf_tasks.project import atomic, dvc_files, experiments, git, hashing, paths
 from rlhf_tasks.promotion import evidence, experiment, files, gate, weights
 from rlhf_tasks.promotion.evidence import POLICY
 from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
@@ -46,7 +47,7 @@ def promote(asked: str, *, again: bool = False, unless_judging: bool = False) ->
     revision = None if (Path(asked) / "config.json").is_file() else experiment.find(asked)
     if revision is None:
         _check_policy(Path(asked))
-    home, here = lineage.home(), Path.cwd()
+    home, here = paths.home(), Path.cwd()
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "promotion.lock"):
@@ -75,7 +76,7 @@ def _promote(
 
     `here` is the user's folder, of which the judges' files are.
     """
-    root, md5, called = Path.cwd(), lineage.digest(Path(model)), called or model
+    root, md5, called = Path.cwd(), hashing.dvc_md5(Path(model)), called or model
     registry = Registry.open(settings.tracking, home, criteria.model)
     champion = registry.champion()
     if champion is not None and champion.md5 == md5:
@@ -142,7 +143,7 @@ def rollback() -> int:
     Raises:
         UserError: if there is no gate, no champion, or none before it.
     """
-    settings, home = config.load(), lineage.home()
+    settings, home = config.load(), paths.home()
     criteria = _criteria(settings)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -209,7 +210,7 @@ def _contest(settings: Config, criteria: Promotion, model: str, against: str, na
     """As `rlhf judge MODEL --against …` measures it, by the names `JUDGE/policy_vs_NAME/…`."""
     from rlhf_tasks.evaluation import head_to_head
 
-    view = StageView(settings, "judge")
+    view = JudgeView.of(settings)
     found = head_to_head.run(view, model, against, num_examples=None, names=criteria.named)
     return {
         key.replace(f"/{model}_vs_{against}/", f"/policy_vs_{name}/"): value for key, value in found.items()
@@ -251,9 +252,9 @@ def _origin(
 
 def _made(model: str, md5: str) -> dict[str, Any]:
     """models/lineage/STAGE.json of the stage whose out it is; empty if that tells of another, or of none."""
-    stage = next((name for name, node in lineage.graph().items() if model in node.outs), "none")
-    path, locked = Path("models/lineage") / f"{stage}.json", lineage.locked_by(stage)
-    if locked.get(model) != md5 or not path.exists() or locked.get(path.as_posix()) != lineage.digest(path):
+    stage = next((name for name, node in dvc_files.graph().items() if model in node.outs), "none")
+    path, locked = Path("models/lineage") / f"{stage}.json", dvc_files.locked_by(stage)
+    if locked.get(model) != md5 or not path.exists() or locked.get(path.as_posix()) != hashing.dvc_md5(path):
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -261,14 +262,14 @@ def _made(model: str, md5: str) -> dict[str, Any]:
 
 def _revision(root: Path, model: str, md5: str) -> tuple[str, str | None] | None:
     """The commit checked out, else an experiment's, whose dvc.lock has it; with its name if it is one's."""
-    head = repository.commit(root, "HEAD")
+    head = git.commit(root, "HEAD")
     if head is None:
         return None
-    known = repository.experiments(root)
+    known = experiments.listing(root)
     for revision, name in [(head, dict(known).get(head)), *known]:
-        if not repository.paths(root, revision, "dvc.lock"):
+        if not git.files(root, revision, "dvc.lock"):
             continue
-        if lineage.locked_in(repository.shown(root, revision, "dvc.lock")).get(model) == md5:
+        if dvc_files.locked_in(git.show(root, revision, "dvc.lock")).get(model) == md5:
             return revision, name
     return None
 

@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Config, UserError
+from rlhf_tasks.config import Config
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, micro_batches, read_table, sizes
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.answers import sample
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import contracts, models

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files, hashing
 
 JUDGE, PPO, CURVE = Path("metrics/judge.json"), Path("metrics/ppo.json"), Path("plots/ppo.csv")
 POLICY = "models/policy"
@@ -61,16 +61,16 @@ def kl(root: Path) -> dict[str, float]:
 
 def is_trained(root: Path, md5: str) -> bool:
     """Whether PPO's files here tell of the policy with these bytes, by dvc.lock."""
-    ppo = lineage.locked_by("ppo", root)
+    ppo = dvc_files.locked_by("ppo", root)
     here = all(
-        (root / path).exists() and lineage.digest(root / path) == ppo.get(str(path)) for path in (PPO, CURVE)
+        (root / path).exists() and hashing.dvc_md5(root / path) == ppo.get(str(path)) for path in (PPO, CURVE)
     )
     return here and ppo.get(POLICY) == md5
 
 
 def rewards(root: Path) -> set[str]:
     """The functions that PPO optimised when it made the policy of dvc.lock."""
-    scorers = lineage.locked_params("ppo", root).get("ppo", {}).get("scorers", [])
+    scorers = dvc_files.locked_params("ppo", root).get("ppo", {}).get("scorers", [])
     return {scorer["function"] for scorer in scorers if "function" in scorer}
 
 
@@ -80,9 +80,9 @@ def is_of(root: Path, md5: str) -> bool:
     They do not where PPO has run again and the judge has not, where git has brought back other metrics, or
     where params.yaml asks for other judges by now.
     """
-    judge = lineage.locked_by("judge", root)
-    here = (root / JUDGE).exists() and lineage.digest(root / JUDGE) == judge.get(str(JUDGE))
-    then, now = lineage.locked_params("judge", root).get("judge", {}), lineage.parameters(root)["judge"]
+    judge = dvc_files.locked_by("judge", root)
+    here = (root / JUDGE).exists() and hashing.dvc_md5(root / JUDGE) == judge.get(str(JUDGE))
+    then, now = dvc_files.locked_params("judge", root).get("judge", {}), dvc_files.parameters(root)["judge"]
     return is_trained(root, md5) and here and judge.get(POLICY) == md5 and _decisive(then) == _decisive(now)
 
 

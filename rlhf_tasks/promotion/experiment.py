@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf_tasks import console, presets
-from rlhf_tasks.config import Config, UserError
-from rlhf_tasks.project import lineage, repository, workspaces
+from rlhf_tasks.config import Config
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, workspaces
 from rlhf_tasks.promotion import files
 from rlhf_tasks.promotion.evidence import POLICY
 
@@ -23,7 +24,7 @@ OF_HERE = ("judge", "promotion", "tracking")
 
 def find(name: str) -> str | None:
     """The commit of an experiment; None if there is none of this name, or no git."""
-    return repository.experiment(Path.cwd(), name) if lineage.git_revision() else None
+    return experiments.find(Path.cwd(), name) if git.revision() else None
 
 
 @contextlib.contextmanager
@@ -38,28 +39,28 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
     """
     root, given = Path.cwd(), settings.model_dump(mode="json", by_alias=True)
     text, own = presets.replaced(
-        repository.shown(root, revision, "params.yaml"),
+        git.show(root, revision, "params.yaml"),
         {section: given[section] for section in OF_HERE},
         f"params.yaml of {name} with the sections {', '.join(OF_HERE)} of here",
     )
     place = workspaces.visited(root, f"promote-{name}", text, revision)
     with place as folder, contextlib.chdir(folder):
         _complete(name)
-        yield files.taken_from(root, own, [out for node in lineage.graph().values() for out in node.outs])
+        yield files.taken_from(root, own, [out for node in dvc_files.graph().values() for out in node.outs])
 
 
 def _complete(name: str) -> None:
     """Pull what the cache lacks of the policy, of what stage judge reads and, if it can be had, LINEAGE."""
-    locked, graph = lineage.locked(), lineage.graph()
+    locked, graph = dvc_files.locked(), dvc_files.graph()
     if POLICY not in locked:
         raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
-    made = {out for node in graph.values() for out in node.outs if not out.startswith(repository.GIT_HELD)}
+    made = {out for node in graph.values() for out in node.outs if not out.startswith(dvc_files.KEPT_BY_GIT)}
     read = [path for path in graph["judge"].inputs if path in made] if "judge" in graph else []
     wanted = dict.fromkeys([POLICY, *read])
     lost = [path for path in wanted if _is_lost(path, locked)]
     try:
         if lost:
-            repository.dvc(Path.cwd(), "pull", "--quiet", *lost)
+            dvc_cli.run(Path.cwd(), "pull", "--quiet", *lost)
     except UserError as error:
         said = str(error).splitlines()[-1].removeprefix("ERROR: ")
         parts = ", ".join(f"{path} ({locked[path]})" for path in lost)
@@ -70,7 +71,7 @@ def _complete(name: str) -> None:
         ) from None
     if _is_lost(LINEAGE, locked):
         try:
-            repository.dvc(Path.cwd(), "pull", "--quiet", LINEAGE)
+            dvc_cli.run(Path.cwd(), "pull", "--quiet", LINEAGE)
         except UserError:
             console.say(f"{LINEAGE} of {name} is nowhere: the version does not tell its run in MLflow")
 

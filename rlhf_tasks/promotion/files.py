@@ -14,7 +14,7 @@ from typing import Any
 from rlhf_tasks.config import Config, Judging
 from rlhf_tasks.evaluation.judges import prompts
 from rlhf_tasks.evaluation.probes import ENGLISH
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import dvc_files, hashing
 
 
 def taken_from(root: Path, settings: Config, made: Collection[str]) -> Config:
@@ -38,11 +38,11 @@ def changed(root: Path, here: Path) -> list[str]:
     What it judged by is told by dvc.lock; of a file that is no dep of the stage, nor in a folder that is one,
     by the file in `root`: where that is `here`, nothing can tell.
     """
-    judge = lineage.parameters(root)["judge"]
-    made = [out for node in lineage.graph(root).values() for out in node.outs]
+    judge = dvc_files.parameters(root)["judge"]
+    made = [out for node in dvc_files.graph(root).values() for out in node.outs]
     paths = [section[key] for section, key in _named(judge, made)]
     paths += [path for path in _modules(judge) if (root / path).exists() or (here / path).exists()]
-    locked = lineage.locked_by("judge", root)
+    locked = dvc_files.locked_by("judge", root)
     held = {path: _dep_of(path, locked) for path in paths}
     then = {path: locked.get(dep, _digest(root / path)) for path, dep in held.items()}
     return [path for path, md5 in then.items() if md5 != _digest(here / held[path])]
@@ -77,4 +77,4 @@ def _modules(judge: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _digest(path: Path) -> str | None:
-    return lineage.digest(path) if path.exists() else None
+    return hashing.dvc_md5(path) if path.exists() else None

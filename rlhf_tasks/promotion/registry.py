@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from rlhf_tasks.config import Tracking, UserError
+from rlhf_tasks.config import Tracking
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking.context import bound_requests, uri
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_cli, hashing
 from rlhf_tasks.project.atomic import whole
 
 PATH, EXPERIMENT, REVISION, FOLDER = "dvc.path", "dvc.exp", "dvc.rev", "rlhf.folder"
@@ -40,7 +40,7 @@ def bring(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
     for revision in filter(None, (tags.get(REVISION), tags.get(EXPERIMENT))) if path else ():
         shutil.rmtree(target, ignore_errors=True)
         try:
-            repository.dvc(root, "get", ".", str(path), "--rev", revision, "--out", str(target))
+            dvc_cli.run(root, "get", ".", str(path), "--rev", revision, "--out", str(target))
         except UserError as error:
             problems.append(str(error).splitlines()[-1])
             continue
@@ -65,14 +65,14 @@ def is_kept(root: Path, md5: str) -> bool:
 def _is(folder: Path, md5: str) -> bool:
     """By its bytes: DVC does not look whether its cache was altered."""
     try:
-        return folder.is_dir() and lineage.digest(folder) == md5
+        return folder.is_dir() and hashing.dvc_md5(folder) == md5
     except OSError:
         return False  # a link whose blob is gone
 
 
 def _cache(root: Path) -> Path | None:
     try:
-        return repository.cache(root)
+        return dvc_cli.cache(root)
     except UserError:
         return None  # no DVC project
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import experiments, git, paths
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # change nothing that a run makes
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict: no weight, no win rate
@@ -54,7 +54,7 @@ def read(root: Path, setting: str, seed: int, name: str) -> Result:
     Raises:
         UserError: if there is none.
     """
-    revision = repository.experiment(root, name)
+    revision = experiments.find(root, name)
     if revision is None:
         raise UserError(f"there is no experiment {name!r}; `dvc exp list` shows what there is")
     return replace(_of_commit(root, revision, name), setting=setting, seed=seed)
@@ -77,7 +77,7 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
     from rlhf_tasks.tracking import context, records
 
     uri = context.uri(config.load(root / "params.yaml").tracking)
-    record = records.find(uri, lineage.home(), asked, drawn)
+    record = records.find(uri, paths.home(), asked, drawn)
     if record is None or not record.metrics:
         why = "is no run that MLflow or git knows here" if record is None else "has no stage that ran"
         raise UserError(
@@ -93,13 +93,13 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
 
 def _experiment(root: Path, name: str) -> str | None:
     """As `repository.experiment`; None outside of git, where MLflow and folders can be asked still."""
-    return repository.experiment(root, name) if lineage.git_revision() else None
+    return experiments.find(root, name) if git.revision() else None
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:
-    paths = [path for kind in ("metrics/", "plots/") for path in repository.paths(root, revision, kind)]
-    paths += repository.paths(root, revision, "params.yaml")
-    return _of_files(name, paths, lambda path: repository.shown(root, revision, path), revision)
+    paths = [path for kind in ("metrics/", "plots/") for path in git.files(root, revision, kind)]
+    paths += git.files(root, revision, "params.yaml")
+    return _of_files(name, paths, lambda path: git.show(root, revision, path), revision)
 
 
 def _of_folder(folder: Path, name: str) -> Result:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import console
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 from rlhf_tasks.report import charts, comparison, page
 from rlhf_tasks.report.charts import Figure

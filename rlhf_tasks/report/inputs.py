@@ -14,8 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_tasks.config import STAGES, UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.config import STAGES
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files
 
 Rows = list[dict[str, Any]]
 MAX_SHOWN = 5  # keys of a file that are wrong
@@ -128,7 +129,7 @@ def read(root: Path) -> Inputs:
 def _outs(root: Path) -> dict[str, Sequence[str]]:
     if not (root / "dvc.yaml").exists():
         return {}
-    return {stage: node.outs for stage, node in lineage.graph(root).items()}
+    return {stage: node.outs for stage, node in dvc_files.graph(root).items()}
 
 
 def _again(path: Path) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Split, StageView
+from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Fit, LanguageModelling, evaluate, plain, resumed
@@ -20,12 +21,12 @@ OUT = Path("models/base")
 ROLES = ("sft", "preferences")
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/base. Metrics: loss and perplexity on validation prompts, number of parameters."""
     rt = Runtime(config.launch, config.seed)
     tokenizer = load_tokenizer(TOKENIZER)
     validation = _texts(tokenizer, "validation")
-    if config.model.base == "scratch":
+    if config.model.scratch is not None:
         train = _texts(tokenizer, "train")
         longest = max(map(sum, [*train.sizes, *validation.sizes]))
         model = models.from_scratch(
@@ -46,7 +47,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                     model, tokenizer, folder,
                     identity={"kind": "base", "parents": {}},
                     card=contracts.model_card(
-                        "Base model", task="base", parameters=config.declared(),
+                        "Base model", task="base", parameters=config.declared,
                         inputs={"data/tokenizer": contracts.file_hash(TOKENIZER),
                                 "data/sft": contracts.file_hash(Path("data/sft"))},
                         how="A causal language model of the task's prompts, before any instruction.",

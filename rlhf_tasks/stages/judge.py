@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from rouge_score.rouge_scorer import RougeScorer
 
 from rlhf_tasks import console
-from rlhf_tasks.config import StageView
+from rlhf_tasks.config import JudgeView
 from rlhf_tasks.config.judge import OPTIMISED
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.evaluation import judges, labels, progress, statistics, summary, trust
@@ -24,6 +24,7 @@ from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.tensors import distinct
 from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 
@@ -45,7 +46,7 @@ class Contest:
     sampled: dict[str, Answers]
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write evaluation/judge/{verdicts,answers,sources,calibration,lengths}.parquet.
 
     Metrics: `JUDGE/A_vs_B/…` for every judge and pair (README names them), what each judge measures of
@@ -54,7 +55,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     Curves: how the win rate over the references went while PPO trained, by the judges that score.
     """
     rt = Runtime(config.launch, config.seed)
-    panel = making.build(config.judge, config.data.source, rt.device, trace=tracker.trace)
+    panel = making.build(config.judge, config.data_source, rt.device, trace=tracker.trace)
     labelled = labels.decided(labels.read(Path(config.judge.labels)))
     probes = None if config.judge.retention is None else Probes(config.judge.retention)
     metrics = _warn(config, tracker)
@@ -86,7 +87,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     return metrics
 
 
-def _warn(config: StageView, tracker: Tracker) -> dict[str, float]:
+def _warn(config: JudgeView, tracker: Tracker) -> dict[str, float]:
     """Judges that PPO was trained to please are told loudly, and marked in the metrics."""
     told = judges.optimised(config.judge, CONTENDERS["policy"])
     for name, path in told.items():
@@ -99,7 +100,7 @@ def _warn(config: StageView, tracker: Tracker) -> dict[str, float]:
     return {f"{name}/is_optimised_reward": 1.0 for name in told}
 
 
-def _contest(rt: Runtime, config: StageView) -> Contest:
+def _contest(rt: Runtime, config: JudgeView) -> Contest:
     rows = read_table("prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     sampled: dict[str, Answers] = {}
@@ -112,10 +113,10 @@ def _contest(rt: Runtime, config: StageView) -> Contest:
     return Contest(prompts, [row.get("source", "") for row in rows], texts, sampled)
 
 
-def _sample(rt: Runtime, config: StageView, who: str, prompts: list[str], seed: int) -> Answers:
+def _sample(rt: Runtime, config: JudgeView, who: str, prompts: list[str], seed: int) -> Answers:
     """Answers at the judge's temperature; contenders are sampled with the same seed."""
     return sample(
-        CONTENDERS[who], prompts, max_new_tokens=config.data.max_completion_tokens,
+        CONTENDERS[who], prompts, max_new_tokens=config.max_completion_tokens,
         temperature=config.judge.temperature, seed=seed, device=rt.device,
     )  # fmt: skip
 
@@ -175,7 +176,7 @@ def _human(labelled: Sequence[labels.Label], panel: list[Judge]) -> dict[str, fl
 
 def _trusted(
     rt: Runtime,
-    config: StageView,
+    config: JudgeView,
     contest: Contest,
     found: summary.Found,
     columns: Mapping[str, list[float]],
@@ -218,9 +219,9 @@ def _reward_gaps(own: Mapping[str, list[float]], found: summary.Found) -> dict[s
     }
 
 
-def _sampled_pairs(rt: Runtime, config: StageView, contest: Contest) -> dict[str, trust.Pairs]:
+def _sampled_pairs(rt: Runtime, config: JudgeView, contest: Contest) -> dict[str, trust.Pairs]:
     """Two samples of each policy to the same prompts, ordered by gold; empty where there is no gold judge."""
-    if config.data.source != "synthetic":
+    if config.data_source != "synthetic":
         return {}
     pairs = {}
     for who in CONTENDERS:
@@ -246,7 +247,7 @@ def _write(
 
 
 def _show(
-    config: StageView,
+    config: JudgeView,
     metrics: Mapping[str, float],
     contest: Contest,
     found: summary.Found,

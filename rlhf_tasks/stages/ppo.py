@@ -13,9 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Ppo, StageView, UserError
+from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts, models, scorers
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
@@ -26,6 +27,7 @@ from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.ppo.trainer import Trainer, stop_token
 from rlhf_tasks.ppo.watch import Watch
 from rlhf_tasks.project.atomic import whole, write_json
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, demonstrations, plain
@@ -36,7 +38,7 @@ PTX_TOKENS = 256  # a row of pretraining text
 OUT, LOOKED_AT = Path("models/policy"), Path("evaluation/ppo")
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json}.
 
     Metrics: the last update's, and which was kept.
@@ -47,7 +49,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     referee = None if settings.select_by is None else Referee(rt, settings.select_by)
     tokenizer = load_tokenizer(SFT)
     policy, reference = _policy(rt, settings, config.seed)
-    reward = models.load_reward(REWARD) if config.reward.train else None
+    reward = models.load_reward(REWARD) if config.has_reward_model else None
     scorer = scorers.build(
         settings.scorers, tokenizer, reward_model=_frozen(rt, reward), max_tokens=settings.micro_batch_tokens
     )
@@ -68,9 +70,9 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
     return metrics | watch.result
 
 
-def _check(config: StageView) -> None:
+def _check(config: PpoView) -> None:
     """The contracts between the checkpoints and with the referee, before anything is trained; a warning."""
-    for reward in (REWARD, HELDOUT) if config.reward.train else ():
+    for reward in (REWARD, HELDOUT) if config.has_reward_model else ():
         contracts.check_same_tokenizer(SFT, reward)
         contracts.check_parent(reward, "sft", SFT)
     settings: Ppo = config.ppo
@@ -144,9 +146,7 @@ def _ptx_text(
     return plain(rows, tokenizer.pad_token_id)
 
 
-def _critic(
-    config: StageView, policy: PreTrainedModel, reward: TokenScores | None
-) -> TokenScores | ValueHead:
+def _critic(config: PpoView, policy: PreTrainedModel, reward: TokenScores | None) -> TokenScores | ValueHead:
     """What `critic_init` says; a new head starts at zero, a trunk with the weights it comes with."""
     settings: Ppo = config.ppo
     if settings.value_model == "shared":
@@ -171,8 +171,8 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
     (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
-def _heldout(rt: Runtime, config: StageView, tokenizer: PreTrainedTokenizerBase) -> RewardScorer | None:
-    if not config.reward.train:
+def _heldout(rt: Runtime, config: PpoView, tokenizer: PreTrainedTokenizerBase) -> RewardScorer | None:
+    if not config.has_reward_model:
         return None
     model = models.load_reward(HELDOUT).to(rt.device).requires_grad_(False)
     return RewardScorer(model, tokenizer, config.ppo.micro_batch_tokens)
@@ -182,14 +182,12 @@ def _frozen(rt: Runtime, reward: TokenScores | None) -> TokenScores | None:
     return None if reward is None else reward.to(rt.device).requires_grad_(False)
 
 
-def _save(
-    config: StageView, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, watch: Watch
-) -> None:
+def _save(config: PpoView, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, watch: Watch) -> None:
     parents = {"sft": contracts.fingerprint(SFT)}
     inputs = {"models/sft": parents["sft"], "data/prompts": contracts.file_hash(Path("data/prompts"))}
     if config.ppo.ptx is not None and config.ppo.ptx.text is not None:
         inputs[config.ppo.ptx.text] = contracts.file_hash(Path(config.ppo.ptx.text))
-    if config.reward.train:
+    if config.has_reward_model:
         inputs["models/reward"] = contracts.fingerprint(REWARD)
     if _is_rewarded(config.ppo):  # what the policy must not be judged by
         parents["reward"] = inputs["models/reward"]
@@ -203,7 +201,7 @@ def _save(
             policy, tokenizer, folder, stop=stop_token(config.ppo, tokenizer),
             identity={"kind": "policy", "parents": parents},
             card=contracts.model_card(
-                "PPO policy", task="ppo", parameters=config.declared(),
+                "PPO policy", task="ppo", parameters=config.declared,
                 inputs=inputs,
                 how=f"PPO from the SFT policy; {chosen}.",
             ),

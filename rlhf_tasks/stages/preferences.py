@@ -18,12 +18,14 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Split, StageView, UserError
+from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
 from rlhf_tasks.data.synthetic import gold_scores
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.generation import answer
 from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 
@@ -34,10 +36,10 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Row = dict[str, str]
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write data/comparisons. Metrics: pairs by split and origin, and how many labels were flipped."""
     rt = Runtime(config.launch, config.seed)
-    wanted = config.reward.train
+    wanted = config.train_reward_model
     policy = models.place(models.load_causal(SFT), rt.device).eval() if wanted else None
     tokenizer = load_tokenizer(SFT)
     metrics: dict[str, float] = {}
@@ -47,7 +49,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
             if policy is not None:
                 rows += [row | {"origin": "given"} for row in read_table("preferences", split)]
                 rows += _sampled(config, policy, tokenizer, split, seed=config.seed * len(SPLITS) + number)
-            if split == "train" and config.data.source == "synthetic":
+            if split == "train" and config.data_source == "synthetic":
                 metrics["flipped"] = _flip(rows, config.preferences.label_noise, config.seed)
             if wanted and not rows and split == "train":
                 raise UserError(
@@ -63,7 +65,11 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 
 
 def _sampled(
-    config: StageView, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split, seed: int
+    config: PreferencesView,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    split: Split,
+    seed: int,
 ) -> list[Row]:
     """Pairs made with the SFT policy's samples; a quarter as many prompts in each held-out split."""
     settings = config.preferences
@@ -75,12 +81,12 @@ def _sampled(
     def samples(seed: int) -> list[str]:
         answers = answer(
             model, tokenizer, [row["prompt"] for row in asked],
-            max_new_tokens=config.data.max_completion_tokens, temperature=settings.temperature, seed=seed,
+            max_new_tokens=config.max_completion_tokens, temperature=settings.temperature, seed=seed,
         )  # fmt: skip
         return [text_of(tokenizer, response) for response in answers]
 
     first = samples(2 * seed)
-    if config.data.source == "synthetic":
+    if config.data_source == "synthetic":
         pairs = compare_by_gold([row["prompt"] for row in asked], first, samples(2 * seed + 1))
     else:
         pairs = [(row["reference"], text) for row, text in zip(asked, first, strict=True)]

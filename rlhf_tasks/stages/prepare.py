@@ -15,23 +15,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Data, Model, Split, StageView, UserError
+from rlhf_tasks.config import Data, Model, PrepareView, Split
 from rlhf_tasks.data import rows, tokenizer
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, TEXTS, Corpus, Lengths, Problems, Role, Row
 from rlhf_tasks.data.splits import cap_train, complete
 from rlhf_tasks.data.tables import Rendering
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_tasks.tracking import Tracker
+    from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import Tracker
 
 FOLDER = Path("data")
 MAX_UNKNOWN_SHARE = 0.01
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write the data folders and return the counts and lengths.
 
     Raises:
@@ -67,7 +69,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------- reading
 
 
-def _read(config: StageView, rendering: Rendering, problems: Problems) -> Corpus:
+def _read(config: PrepareView, rendering: Rendering, problems: Problems) -> Corpus:
     data: Data = config.data
     sizes: dict[Split, int] = {"validation": data.num_validation, "test": data.num_test}
     if data.source == "synthetic":

@@ -9,11 +9,12 @@ from rlhf_tasks.project import atomic
 from rlhf_tasks.report import inputs, page
 
 if TYPE_CHECKING:
-    from rlhf_tasks.config import StageView
-    from rlhf_tasks.tracking import Tracker
+    from rlhf_tasks.config import ReportView
+    from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import Tracker
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: ReportView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write reports/index.html from what the other stages left; no metrics of its own.
 
     Raises:

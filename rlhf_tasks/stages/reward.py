@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Reward, StageView, UserError
+from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data.batches import Batch, Ids, collate, encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.models import TokenScores, last_token
 from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Fit, Sums, evaluate, lm_sums, resumed
@@ -43,7 +45,7 @@ None was asked for: `reward.train` is false, since no scorer, critic or judge of
 Row = dict[str, Any]
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/reward and models/reward_heldout.
 
     Metrics on the test pairs, for the optimised model (and for the other under `heldout/`): accuracy
@@ -136,7 +138,12 @@ class Learner(nn.Module):
 
 
 def _trained(
-    rt: Runtime, config: StageView, tokenizer: PreTrainedTokenizerBase, tracker: Tracker, name: str, seed: int
+    rt: Runtime,
+    config: RewardView,
+    tokenizer: PreTrainedTokenizerBase,
+    tracker: Tracker,
+    name: str,
+    seed: int,
 ) -> TokenScores:
     settings = config.reward
     generator = torch.Generator().manual_seed(seed)
@@ -247,7 +254,7 @@ def _measured(
 
 
 def _save(
-    config: StageView,
+    config: RewardView,
     scores: TokenScores,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
@@ -258,7 +265,7 @@ def _save(
             models.merged(scores.model), tokenizer, folder,
             identity=contracts.identity("reward", parents),
             card=contracts.model_card(
-                f"Reward model ({out.name})", task="reward-model", parameters=config.declared(),
+                f"Reward model ({out.name})", task="reward-model", parameters=config.declared,
                 inputs={
                     "data/comparisons": contracts.file_hash(Path("data/comparisons")),
                     "models/sft": parents.get("sft", "lineage unknown"),

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_tasks import config, console, tracking
-from rlhf_tasks.config import Stage, StageView, UserError
-from rlhf_tasks.project import atomic, lineage
-from rlhf_tasks.tracking import curves
+from rlhf_tasks.config import VIEWS, Stage, StageView
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import atomic, dvc_files, lineage
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import context, curves
 from rlhf_tasks.training import launch, resume
 
 MODULES: Mapping[Stage, str] = {
@@ -46,7 +48,7 @@ def run(stage: Stage) -> int:
     if launch.is_needed(stage, settings.launch):
         return launch.run(stage, settings.launch)
     start = time.monotonic()
-    view, is_main = StageView(settings, stage), tracking.context.is_main_rank()
+    view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with resume.claim(view, main=is_main) as claim:
         with tracking.open_run(stage, view, key=claim.key) as tracker:
             metrics = _run_module(stage, view, tracker)
@@ -61,7 +63,7 @@ def run(stage: Stage) -> int:
 
 def _run_module(stage: Stage, view: StageView, tracker: tracking.Tracker) -> dict[str, float]:
     try:
-        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, tracker)
+        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, Paths(), tracker)
     except KeyboardInterrupt:
         raise  # no failure: the others end by it too
     except BaseException as error:
@@ -72,7 +74,7 @@ def _run_module(stage: Stage, view: StageView, tracker: tracking.Tracker) -> dic
 
 def check_inputs(stage: Stage) -> None:
     """Raises UserError naming each missing input and the stage that makes it."""
-    graph = lineage.graph()
+    graph = dvc_files.graph()
     if stage not in graph:
         raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
     makers = {out: name for name, node in graph.items() for out in node.outs}
@@ -97,7 +99,7 @@ def write_results(
     wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
     if wrong:
         raise ValueError(f"stage {stage} ended with metrics that are no finite numbers: {', '.join(wrong)}")
-    if f"metrics/{stage}.json" in lineage.graph()[stage].outs:
+    if f"metrics/{stage}.json" in dvc_files.graph()[stage].outs:
         atomic.write_json(Path("metrics") / f"{stage}.json", dict(sorted(metrics.items())))
     if stage in curves.CURVES:
         text = curves.csv_text(history, curves.axis(stage))
@@ -112,7 +114,7 @@ def _say_summary(stage: Stage, metrics: Mapping[str, float], seconds: float, *, 
         console.table(title, ["metric", "value"], shown)
     else:
         console.say(title)
-    outs = [path for path in lineage.graph()[stage].outs if Path(path).exists()]
+    outs = [path for path in dvc_files.graph()[stage].outs if Path(path).exists()]
     console.say(f"wrote {', '.join(outs)}")
     more = "`dvc metrics show`" + (", and curves in MLflow: `make mlflow`" if tracked else "")
     console.say(f"more: {more}")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Sft, StageView
+from rlhf_tasks.config import Sft, SftView
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Best, Fit, demonstrations, evaluate, resumed
@@ -19,7 +20,7 @@ TOKENIZER, BASE = Path("data/tokenizer"), Path("models/base")
 OUT = Path("models/sft")
 
 
-def run(config: StageView, tracker: Tracker) -> dict[str, float]:
+def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/sft. Metrics: loss, perplexity, token_accuracy on validation; steps trained and kept."""
     rt = Runtime(config.launch, config.seed)
     settings = config.sft
@@ -40,7 +41,7 @@ def run(config: StageView, tracker: Tracker) -> dict[str, float]:
                     model, tokenizer, folder,
                     identity=contracts.identity("policy", parents),
                     card=contracts.model_card(
-                        "SFT policy", task="sft", parameters=config.declared(),
+                        "SFT policy", task="sft", parameters=config.declared,
                         inputs={"data/sft": contracts.file_hash(Path("data/sft")), **origin},
                         how="Trained on demonstrations, completion tokens only, to the validation minimum.",
                     ),
@@ -64,7 +65,7 @@ def _fetched(settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, d
 
 def _train(
     rt: Runtime,
-    config: StageView,
+    config: SftView,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tracker: Tracker,

@@ -12,9 +12,10 @@ from typing import Any
 
 import psutil
 
-from rlhf_tasks.config import STAGES, Stage, StageView, Tracking, UserError
+from rlhf_tasks.config import STAGES, Stage, StageView, Tracking
 from rlhf_tasks.config.types import store_uri
-from rlhf_tasks.project import lineage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import git, lineage, paths
 
 PACKAGES = (
     "torch",
@@ -49,13 +50,13 @@ def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
         "key": key,
         "stage": stage,
         "last": stage == STAGES[-1],
-        "home": str(lineage.home()),
+        "home": str(paths.home()),
         "uri": uri(view.tracking),
         "experiment": view.tracking.experiment,
         "process": process_name(process),
         "parent": parent(process, key),
         "courier": SHARED,
-        "parameters": view.declared()
+        "parameters": {**view.declared}
         | {f"launch.{k}": v for k, v in view.launch.model_dump(mode="json").items()},
         "inputs": lineage.input_hashes(stage),
         "tags": {"dvc.stage": stage, "dvc.how": "ran", "rlhf.run": key, **_git_tags(), **_environment_tags()},
@@ -149,7 +150,7 @@ def bound_requests() -> None:
 
 
 def _git_tags() -> dict[str, str]:
-    return {"git.rev": lineage.git_revision() or "none", "git.dirty": str(lineage.git_dirty()).lower()}
+    return {"git.rev": git.revision() or "none", "git.dirty": str(git.is_dirty()).lower()}
 
 
 def _environment_tags() -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_tasks import console
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.processes import HOST, free_port
 from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking.courier import sync

@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from sqlalchemy.exc import SQLAlchemyError
 
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import context, curves
 from rlhf_tasks.tracking.store import embedded_uri
 

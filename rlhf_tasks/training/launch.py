@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_tasks.config import Launch, Stage, UserError
+from rlhf_tasks.config import Launch, Stage
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.tracking import context
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process

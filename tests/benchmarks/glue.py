@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.project import dvc_files, experiments
 from tests.flows import toy
 from tests.flows.toy import Service
 
@@ -55,7 +55,7 @@ def bare(folder: Path, seed: int) -> dict[str, float]:
     changed = re.sub(r"^seed: \d+", f"seed: {seed}", text, count=1, flags=re.MULTILINE)
     file.write_text(changed.replace("  enabled: true", "  enabled: false"), encoding="utf-8")
     try:
-        return {stage: rlhf(folder, stage) for stage in lineage.graph(folder)}
+        return {stage: rlhf(folder, stage) for stage in dvc_files.graph(folder)}
     finally:
         file.write_text(text, encoding="utf-8")
 
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with toy.service(root) as service:
             up = time.monotonic() - began
             ran = [flow(service, seed=seed, name=f"glue-{seed}") for seed in seeds]
-            commits = [repository.experiment(root, f"glue-{seed}") for seed in seeds]
+            commits = [experiments.find(root, f"glue-{seed}") for seed in seeds]
             unchanged = [flow(service, revision=commit)[0] for commit in commits]
             restored = [flow(service, seed=seed)[0] for seed in seeds]
     print(f"{options.preset}, {options.runs} seed(s), {os.cpu_count()} cores, medians in seconds", end="\n\n")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rlhf_tasks import config
-from rlhf_tasks.config import ConfigError
+from rlhf_tasks import config, errors
+from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.tracking import context
 from tests import small
 
@@ -116,7 +116,7 @@ def test_a_store_by_a_relative_path_is_refused(uri: str, monkeypatch: pytest.Mon
     with pytest.raises(ValidationError, match=r"is relative to the working folder.*absolute path"):
         config.Tracking(enabled=True, uri=uri, experiment="a")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(config.UserError, match=r"MLFLOW_TRACKING_URI: .* is relative to the working folder"):
+    with pytest.raises(errors.UserError, match=r"MLFLOW_TRACKING_URI: .* is relative to the working folder"):
         context.uri(config.Tracking(enabled=True, uri=None, experiment="a"))
 
 
@@ -170,21 +170,19 @@ def test_a_stage_sees_the_sections_it_declares_and_no_other() -> None:
     assert view.sft.batch_size == small.params()["sft"]["batch_size"]
     assert view.launch.num_processes == 1
     for section in ("ppo", "reward", "judge", "data"):
-        with pytest.raises(AttributeError, match=f"stage 'sft' does not declare params section '{section}'"):
-            getattr(view, section)
+        assert not hasattr(view, section)
 
 
 def test_a_stage_that_declares_one_field_of_a_section_sees_that_one() -> None:
     view = small.view("judge")
-    assert view.data.source == small.params()["data"]["source"]
-    with pytest.raises(AttributeError, match="not 'max_prompt_tokens'"):
-        _ = view.data.max_prompt_tokens
+    assert view.data_source == small.params()["data"]["source"]
+    assert not hasattr(view, "data")
 
 
 @pytest.mark.parametrize("stage", config.STAGES)
 def test_declared_parameters_are_those_the_stage_may_read(stage: config.Stage) -> None:
-    declared = small.view(stage).declared()
-    reads = config.READS[stage]
+    declared = small.view(stage).declared
+    reads = config.VIEWS[stage].reads()
     assert all(any(key == r or key.startswith(f"{r}.") for r in reads) for key in declared)
     assert {key.split(".")[0] for key in declared} == {r.split(".")[0] for r in reads}
 

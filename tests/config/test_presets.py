@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_tasks import config, presets
+from rlhf_tasks import config, errors, presets
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import micro_batches
-from rlhf_tasks.presets import Request
+from rlhf_tasks.presets import Request, overlays
 from tests import toy
 from tests.test_contracts import UNPINNED
 
@@ -387,7 +387,7 @@ def test_of_a_request_presets_come_first_and_single_values_win() -> None:
     "value", ["true", "Null", "1", "", "two\nlines", "a: b", "- a", "plain", "models/x-1.0", None, 1.5]
 )
 def test_a_change_is_told_in_one_line_that_reads_back_as_the_value(value: str | float | None) -> None:
-    told = presets._in_yaml(value)
+    told = overlays._in_yaml(value)
     assert "\n" not in told
     assert YAML(typ="safe", pure=True).load(told) == value
 
@@ -404,5 +404,5 @@ def test_a_change_is_told_in_one_line_that_reads_back_as_the_value(value: str | 
 def test_of_a_request_overrides_are_checked_by_the_config_types(
     overrides: dict[str, object], told: str
 ) -> None:
-    with pytest.raises(config.ConfigError, match=told):
+    with pytest.raises(errors.ConfigError, match=told):
         Request(overrides=overrides).settle(SHIPPED)

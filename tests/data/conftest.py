@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config
-from rlhf_tasks.config import StageView
+from rlhf_tasks.config import PrepareView
 from rlhf_tasks.data import tokenizer
 from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.data.tokenizer import scratch_rendering
@@ -45,10 +45,10 @@ def columns() -> config.Columns:
 
 
 @pytest.fixture
-def prepare_view() -> Callable[..., StageView]:
+def prepare_view() -> Callable[..., PrepareView]:
     """The shipped parameters with some `{"data.source": "files", …}` changed, as stage prepare sees them."""
 
-    def build(changes: Mapping[str, Any]) -> StageView:
+    def build(changes: Mapping[str, Any]) -> PrepareView:
         tree = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
         for key, value in ({"promotion": None, "judge.judges": [small.HELDOUT]} | dict(changes)).items():
             *path, last = key.split(".")
@@ -56,7 +56,7 @@ def prepare_view() -> Callable[..., StageView]:
             for part in path:
                 section = section[part]
             section[last] = value
-        return StageView(config.validate(tree, "test"), "prepare")
+        return config.PrepareView.of(config.validate(tree, "test"))
 
     return build
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import (
     collate,
     encode,
@@ -18,6 +17,7 @@ from rlhf_tasks.data.batches import (
     load_tokenizer,
     micro_batches,
 )
+from rlhf_tasks.errors import UserError
 from tests import small
 
 DRAWN = random.Random(3)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.config import UserError
 from rlhf_tasks.data import docstrings
 from rlhf_tasks.data.docstrings import Package, Pair
+from rlhf_tasks.errors import UserError
 
 BODY = "    total = first_value + second_value\n    return total * total\n"
 

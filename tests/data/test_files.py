@@ -8,10 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config import Columns, Split, UserError
+from rlhf_tasks.config import Columns, Split
 from rlhf_tasks.data import files
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems
 from rlhf_tasks.data.tables import Rendering
+from rlhf_tasks.errors import UserError
 from tests.data.conftest import ROOT, demonstrations, jsonl
 
 SIZES: dict[Split, int] = {"validation": 2, "test": 2}

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config import Columns, UserError
+from rlhf_tasks.config import Columns
 from rlhf_tasks.data.rows import Corpus, Problems, check_texts
 from rlhf_tasks.data.tables import Line, Rendering, Table, assemble
+from rlhf_tasks.errors import UserError
 
 
 def user(text: str) -> dict[str, str]:

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.config import Split
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems, Row, check_leaks
 from rlhf_tasks.data.splits import cap_train, complete, fill_splits
+from rlhf_tasks.errors import UserError
 
 SIZES: dict[Split, int] = {"validation": 5, "test": 10}
 

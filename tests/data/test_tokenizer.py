@@ -7,8 +7,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from rlhf_tasks.config import Model, Scratch, UserError
+from rlhf_tasks.config import Model, Scratch
 from rlhf_tasks.data import synthetic, tokenizer
+from rlhf_tasks.errors import UserError
 
 TEXTS = [
     "SUBREDDIT: r/family\nTITLE: my  lamp",

@@ -11,9 +11,9 @@ import pytest
 
 from rlhf_tasks import console
 from rlhf_tasks.cli import main
-from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import head_to_head, judges
 from rlhf_tasks.modeling import contracts, models
 from tests import small

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_tasks.config import ConfigError, UserError
 from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation import judges, statistics, summary
 from rlhf_tasks.evaluation.judges import making, mixtures, prompts
 from rlhf_tasks.evaluation.judges.comparing import Comparing, Question, Reply

@@ -20,7 +20,7 @@ import pytest
 
 from rlhf_tasks import config, console
 from rlhf_tasks.cli import main
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import labelling, labels
 from rlhf_tasks.evaluation.labels import Label, Pair
 

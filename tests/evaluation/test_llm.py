@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LlmJudge
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import llm
 from rlhf_tasks.evaluation.judges.cache import Cache
 from rlhf_tasks.evaluation.judges.comparing import Comparing, Question, Reply

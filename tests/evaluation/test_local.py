@@ -25,8 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges.comparing import Comparing, Question
 from rlhf_tasks.evaluation.judges.llm import Llm
 from rlhf_tasks.evaluation.judges.local import Local, Ranker

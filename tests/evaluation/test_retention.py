@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import probes, retention
 from rlhf_tasks.evaluation.probes import Choice
 from rlhf_tasks.evaluation.retention import Probes

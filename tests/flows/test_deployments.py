@@ -26,9 +26,9 @@ from prefect.states import Completed, Running
 
 from flows import deployments, pipeline, request, service, settings, sweep, watch
 from rlhf_tasks import config
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import repository
+from rlhf_tasks.project import git
 from tests.flows import toy
 
 pytestmark = [
@@ -285,7 +285,7 @@ def complete(root: Path, monkeypatch: pytest.MonkeyPatch, asked: Request) -> Non
     """As a run of this request does at its end."""
     with monkeypatch.context() as patch:
         patch.setattr(flow_run, "get_id", lambda: "an-id", raising=False)
-        _, values, _ = request.settle(root, asked, repository.resolve(root, None))
+        _, values, _ = request.settle(root, asked, git.resolve(root, None))
         watch.note(asked, values, watch.fingerprint(root, values))
 
 

@@ -27,9 +27,9 @@ from pyarrow import parquet
 from flows import hooks, programs, request, results, stages, sweep, watch
 from flows import pipeline as flows_pipeline
 from rlhf_tasks import config
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import lineage, repository
+from rlhf_tasks.project import dvc_files, experiments, git
 from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import rendezvous
 from tests.flows import toy
@@ -342,9 +342,9 @@ def test_under_another_gate_a_sweeps_run_has_another_verdict_and_no_other_traini
     made = []
     for cell in cells:
         flows_pipeline.pipeline(seed=cell.seed, overrides=dict(cell.overrides), name=cell.experiment)
-        revision = repository.experiment(root, cell.experiment)
+        revision = experiments.find(root, cell.experiment)
         assert revision is not None
-        made.append(lineage.locked_in(repository.shown(root, revision, "dvc.lock")))
+        made.append(dvc_files.locked_in(git.show(root, revision, "dvc.lock")))
     assert made[0]["second.txt"] == made[1]["second.txt"]
     assert made[0]["third.txt"] != made[1]["third.txt"]
     assert (root / ".rlhf/trained").read_text(encoding="utf-8") == "once\n"

@@ -16,7 +16,7 @@ import pytest
 
 from flows import programs
 from flows.programs import Dvc
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from tests.flows import toy
 
 

@@ -13,7 +13,7 @@ from prefect.variables import Variable
 
 from flows import sweep, watch
 from rlhf_tasks import config
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from tests.flows import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Prefect's own

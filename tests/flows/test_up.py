@@ -16,7 +16,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import results, service, settings
 from flows.service import Service
-from rlhf_tasks.config import Tracking, UserError
+from rlhf_tasks.config import Tracking
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from tests.flows import toy
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rlhf_tasks.config import UserError
 from rlhf_tasks.config import ppo as config
 from rlhf_tasks.data.batches import encode
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import scorers
 from rlhf_tasks.modeling.scorers import DummyScorer, FunctionScorer, HttpScorer, ScorerError, build
 from tests import small

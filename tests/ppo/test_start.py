@@ -16,6 +16,7 @@ from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -41,7 +42,9 @@ def start(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     def started(**changes: Any) -> ActorCritic:
         with pytest.raises(Seen):
             ppo.run(
-                small.view("ppo", {f"ppo.{key}": value for key, value in changes.items()}), NullTracker("ppo")
+                small.view("ppo", {f"ppo.{key}": value for key, value in changes.items()}),
+                Paths(),
+                NullTracker("ppo"),
             )
         return made[-1]
 

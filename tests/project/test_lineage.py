@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files, git, hashing, lineage, paths
 
 
-def git(folder: Path, *words: str) -> None:
+def run_git(folder: Path, *words: str) -> None:
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
     subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
 
@@ -32,11 +32,11 @@ def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
     subprocess.run([*dvc, "init", "-q", "--no-scm"], cwd=tmp_path, check=True)
     subprocess.run([*dvc, "add", "-q", "data", "one.txt"], cwd=tmp_path, check=True)
     for path in (folder, tmp_path / "one.txt"):
-        assert lineage.digest(path) in (tmp_path / f"{path.name}.dvc").read_text(encoding="utf-8")
+        assert hashing.dvc_md5(path) in (tmp_path / f"{path.name}.dvc").read_text(encoding="utf-8")
 
 
 def test_inputs_are_the_data_among_the_deps_with_params_filled_in(project: Path) -> None:
-    graph = lineage.graph()
+    graph = dvc_files.graph()
     assert graph["prepare"].inputs == ("rlhf_tasks/data/examples",)
     assert graph["sft"].inputs == ("data/sft",)
     assert graph["sft"].outs == ("models/sft", "models/lineage/sft.json", "metrics/sft.json")
@@ -46,36 +46,36 @@ def test_the_lineage_file_holds_the_run_key_and_input_hashes(project: Path) -> N
     path = lineage.write("sft", "sft-k")
     assert json.loads(path.read_text(encoding="utf-8")) == {
         "rlhf.run": "sft-k",
-        "inputs": {"data/sft": lineage.digest(project / "data/sft")},
+        "inputs": {"data/sft": hashing.dvc_md5(project / "data/sft")},
         "git.rev": None,
         "git.dirty": False,
     }
 
 
 def test_a_worktree_uses_the_main_checkouts_store(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(project, "init", "-q")
-    git(project, "add", "params.yaml", "dvc.yaml")
-    git(project, "commit", "-q", "-m", "first")
-    git(project, "worktree", "add", "-q", str(project / "tree"))
-    assert lineage.home() == project / ".rlhf"
+    run_git(project, "init", "-q")
+    run_git(project, "add", "params.yaml", "dvc.yaml")
+    run_git(project, "commit", "-q", "-m", "first")
+    run_git(project, "worktree", "add", "-q", str(project / "tree"))
+    assert paths.home() == project / ".rlhf"
     monkeypatch.chdir(project / "tree")
-    assert lineage.home() == project / ".rlhf"
+    assert paths.home() == project / ".rlhf"
 
 
 def test_what_a_run_writes_itself_makes_no_tree_dirty(project: Path) -> None:
-    git(project, "init", "-q")
-    git(project, "add", ".")
-    git(project, "commit", "-q", "-m", "first")
+    run_git(project, "init", "-q")
+    run_git(project, "add", ".")
+    run_git(project, "commit", "-q", "-m", "first")
     (project / "metrics").mkdir()
     (project / "metrics/sft.json").write_text("{}", encoding="utf-8")
-    assert not lineage.git_dirty()
+    assert not git.is_dirty()
     (project / "code.py").write_text("", encoding="utf-8")
-    assert lineage.git_dirty()
+    assert git.is_dirty()
 
 
 def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist here"):
-        lineage.graph(tmp_path)
+        dvc_files.graph(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
 )
 def test_a_graph_that_cannot_be_read_is_the_users_to_mend(dvc: str, params: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        lineage.graph_in(dvc, params)
+        dvc_files.graph_in(dvc, params)
 
 
 def test_an_out_is_what_its_stage_left_not_what_another_had_read_of_it() -> None:
@@ -103,9 +103,9 @@ stages:
   sft: {outs: [{path: models/sft, md5: new}], deps: [{path: data/sft, md5: d}]}
   ppo: {deps: [{path: models/sft, md5: old}, {path: a.py}], outs: [{path: models/policy, md5: p}]}
 """
-    assert lineage.locked_in(lock) == {"data/sft": "d", "models/sft": "new", "models/policy": "p"}
-    assert lineage.read_and_written(lock)["ppo"] == ({"models/sft": "old"}, {"models/policy": "p"})
-    assert lineage.locked_in("schema: '2.0'") == {}
+    assert dvc_files.locked_in(lock) == {"data/sft": "d", "models/sft": "new", "models/policy": "p"}
+    assert dvc_files.read_and_written(lock)["ppo"] == ({"models/sft": "old"}, {"models/policy": "p"})
+    assert dvc_files.locked_in("schema: '2.0'") == {}
 
 
 def test_what_is_read_of_a_text_is_the_callers_own_and_told_anew_of_another(project: Path) -> None:
@@ -115,16 +115,16 @@ def test_what_is_read_of_a_text_is_the_callers_own_and_told_anew_of_another(proj
     )
     (project / "dvc.lock").write_text(lock, encoding="utf-8")
     for _ in range(2):
-        assert lineage.locked_params("ppo") == {"ppo": {"scorers": [1]}}
-        assert lineage.locked() == lineage.locked_by("ppo") == {"a": "1"}
-        assert lineage.parameters()["seed"] == 1
-        lineage.locked_params("ppo")["ppo"]["scorers"].append(2)
-        lineage.locked()["a"] = lineage.locked_by("ppo")["a"] = "2"
-        lineage.parameters()["judge"]["judges"].clear()
-        lineage.graph().clear()
-    assert lineage.parameters()["judge"]["judges"]
-    assert "sft" in lineage.graph()
+        assert dvc_files.locked_params("ppo") == {"ppo": {"scorers": [1]}}
+        assert dvc_files.locked() == dvc_files.locked_by("ppo") == {"a": "1"}
+        assert dvc_files.parameters()["seed"] == 1
+        dvc_files.locked_params("ppo")["ppo"]["scorers"].append(2)
+        dvc_files.locked()["a"] = dvc_files.locked_by("ppo")["a"] = "2"
+        dvc_files.parameters()["judge"]["judges"].clear()
+        dvc_files.graph().clear()
+    assert dvc_files.parameters()["judge"]["judges"]
+    assert "sft" in dvc_files.graph()
     (project / "dvc.lock").write_text(lock.replace("'1'", "'3'"), encoding="utf-8")
-    assert lineage.locked() == {"a": "3"}
+    assert dvc_files.locked() == {"a": "3"}
     (project / "dvc.lock").unlink()
-    assert lineage.locked() == lineage.locked_params("ppo") == {}
+    assert dvc_files.locked() == dvc_files.locked_params("ppo") == {}

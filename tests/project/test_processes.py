@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from rlhf_tasks.project.processes import Daemon
 

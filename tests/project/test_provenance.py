@@ -11,8 +11,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks.cli import main
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage, provenance, repository
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_cli, git, hashing, provenance
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
 
@@ -46,7 +46,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(made)
     words = [sys.executable, "-m", "dvc", "repro", "-q"]
     subprocess.run(words, cwd=made, check=True, start_new_session=True)
-    repository.dvc(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
+    dvc_cli.run(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
     spool = made / ".rlhf/spool/delivered"
     spool.mkdir(parents=True)
     (spool / f"flow-{FLOW}.jsonl").write_text(
@@ -60,8 +60,8 @@ def test_every_name_leads_to_the_same_chain(root: Path, asked: str) -> None:
     chain = provenance.find(root, asked)
     assert chain.experiment == "mine"
     assert [link.stage for link in chain.links] == ["first", "second"]
-    assert chain.links[0].inputs["given"] == lineage.digest(root / "given")
-    assert chain.links[1].outs["second.txt"] == lineage.digest(root / "second.txt")
+    assert chain.links[0].inputs["given"] == hashing.dvc_md5(root / "given")
+    assert chain.links[1].outs["second.txt"] == hashing.dvc_md5(root / "second.txt")
     assert chain.links[1].made["rlhf.run"] == KEY
 
 
@@ -113,7 +113,7 @@ def test_the_text_goes_from_data_to_verdict_and_its_commands_work(
     chain = provenance.find(root, "second.txt")
     get = next(line for line in provenance.commands(chain) if line.startswith("dvc get"))
     target = tmp_path / "back.txt"
-    repository.dvc(root, *get.split()[1:-1], str(target))
+    dvc_cli.run(root, *get.split()[1:-1], str(target))
     assert target.read_bytes() == (root / "second.txt").read_bytes()
 
 
@@ -122,7 +122,7 @@ def test_what_no_commit_has_yet_is_the_working_tree_s_until_it_is_committed(
     root: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As after `make run` in a fresh clone."""
-    repository.dvc(root, "exp", "remove", "mine")
+    dvc_cli.run(root, "exp", "remove", "mine")
     assert main.main(["lineage", asked]) == 0
     told = capsys.readouterr().out
     assert "the working tree; the commit checked out does not have it" in told
@@ -133,17 +133,17 @@ def test_what_no_commit_has_yet_is_the_working_tree_s_until_it_is_committed(
     keep = provenance.commands(provenance.find(root, asked))[0]
     assert keep == "git add dvc.lock metrics/ plots/ && git commit --all"
     subprocess.run(f"{keep} -qm run", shell=True, cwd=root, check=True)
-    assert provenance.find(root, asked).revision == repository.commit(root, "HEAD")
+    assert provenance.find(root, asked).revision == git.commit(root, "HEAD")
     assert toy.git(root, "status", "--porcelain", "--untracked-files=no") == ""
 
 
 def test_a_stage_that_is_behind_is_told_and_no_verdict_of_other_bytes(root: Path) -> None:
     (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
-    repository.dvc(root, "repro", "first")
+    dvc_cli.run(root, "repro", "first")
     chain = provenance.find(root, "first.txt")
     assert (chain.revision, chain.metrics) == (None, {})
     first, second = chain.links
-    assert first.outs["first.txt"] == lineage.digest(root / "first.txt") != second.inputs["first.txt"]
+    assert first.outs["first.txt"] == hashing.dvc_md5(root / "first.txt") != second.inputs["first.txt"]
     assert list(chain.notes) == [
         "second has not run again since first.txt changed",
         "metrics/judge.json is of something else, and is not told",
@@ -151,7 +151,7 @@ def test_a_stage_that_is_behind_is_told_and_no_verdict_of_other_bytes(root: Path
 
 
 def test_verdicts_that_somebody_wrote_over_are_not_told(root: Path) -> None:
-    repository.dvc(root, "exp", "remove", "mine")
+    dvc_cli.run(root, "exp", "remove", "mine")
     (root / "metrics/judge.json").write_text("<<<<<<< HEAD", encoding="utf-8")
     chain = provenance.find(root, "second.txt")
     assert (chain.metrics, list(chain.notes)) == (

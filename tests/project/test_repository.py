@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import repository
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_cli, git
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
@@ -29,23 +29,23 @@ def test_a_project_is_known_by_its_remote_without_protocol_and_login(
     tmp_path: Path, remote: str, address: str
 ) -> None:
     toy.git(tmp_path, "init", "-q")
-    assert repository.address(tmp_path) == str(tmp_path)
+    assert git.address(tmp_path) == str(tmp_path)
     toy.git(tmp_path, "remote", "add", "origin", remote)
-    assert repository.address(tmp_path) == address
+    assert git.address(tmp_path) == address
     (tmp_path / "part").mkdir()
-    assert repository.address(tmp_path / "part") == f"{address}/part"
+    assert git.address(tmp_path / "part") == f"{address}/part"
 
 
 def test_an_address_that_is_none_leaves_the_folder(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     toy.git(tmp_path, "remote", "add", "origin", "https://[bad/a")
-    assert repository.address(tmp_path) == str(tmp_path)
+    assert git.address(tmp_path) == str(tmp_path)
 
 
 def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     with pytest.raises(UserError, match="has no git commit"):
-        repository.committed(tmp_path, "params.yaml")
+        git.committed(tmp_path, "params.yaml")
 
 
 def test_a_nameless_user_is_told_before_anything_runs(
@@ -57,24 +57,24 @@ def test_a_nameless_user_is_told_before_anything_runs(
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     with pytest.raises(UserError, match=r"git config user\.email"):
-        repository.committed(root, "params.yaml")
+        git.committed(root, "params.yaml")
 
 
 @pytest.mark.parametrize("told", [None, "../shared", "/somewhere/else"])
 def test_the_cache_is_where_dvc_says(tmp_path: Path, told: str | None) -> None:
     root = tmp_path / "project"
     (root / "below").mkdir(parents=True)
-    repository.dvc(root, "init", "-q", "--no-scm")
+    dvc_cli.run(root, "init", "-q", "--no-scm")
     if told is not None:
-        repository.dvc(root, "config", "--local", "cache.dir", told)
+        dvc_cli.run(root, "config", "--local", "cache.dir", told)
     for folder in (root, root / "below"):
-        assert repository.cache(folder) == Path(repository.dvc(folder, "cache", "dir"))
+        assert dvc_cli.cache(folder) == Path(dvc_cli.run(folder, "cache", "dir"))
 
 
 def test_no_dvc_repository_and_settings_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in no DVC repository"):
-        repository.cache(tmp_path)
+        dvc_cli.cache(tmp_path)
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc/config").write_text("[cache]\nno_such_key = 1\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"DVC's settings .* cannot be used: .*no_such_key"):
-        repository.cache(tmp_path)
+        dvc_cli.cache(tmp_path)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rlhf_tasks import config
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import repository, workspace_inputs, workspaces
+from rlhf_tasks.project import dvc_cli, experiments, git, workspace_inputs, workspaces
 from rlhf_tasks.project.workspaces import Workspace
 from tests.flows import toy
 
@@ -32,7 +32,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def create(
     root: Path, name: str = "one", overrides: dict[str, Any] | None = None, revision: str = "HEAD"
 ) -> Workspace:
-    text, settings, _ = Request(overrides=overrides).settle(repository.committed(root, "params.yaml"))
+    text, settings, _ = Request(overrides=overrides).settle(git.committed(root, "params.yaml"))
     return workspaces.create(root, name, text, settings, revision)
 
 
@@ -42,7 +42,7 @@ def repro(folder: Path) -> None:
 
 
 def save(place: Workspace, name: str) -> str:
-    return place.save(name, partial(repository.dvc, place.folder))
+    return place.save(name, partial(dvc_cli.run, place.folder))
 
 
 def test_a_run_becomes_an_experiment_that_restores_and_touches_nothing(root: Path) -> None:
@@ -55,10 +55,10 @@ def test_a_run_becomes_an_experiment_that_restores_and_touches_nothing(root: Pat
     assert toy.git(root, "worktree", "list").count("\n") == 1
     assert toy.git(root, "status", "--porcelain") == ""
     assert not (root / "second.txt").exists()
-    assert repository.experiment(root, "mine") == revision
-    assert (revision, "mine") in repository.experiments(root)
-    assert repository.paths(root, revision, "metrics/") == ["metrics/first.json"]
-    repository.dvc(root, "exp", "apply", "mine")
+    assert experiments.find(root, "mine") == revision
+    assert (revision, "mine") in experiments.listing(root)
+    assert git.files(root, revision, "metrics/") == ["metrics/first.json"]
+    dvc_cli.run(root, "exp", "apply", "mine")
     assert (root / "second.txt").read_text(encoding="utf-8").split() == [
         "rows", "kl_coef:", "0.25", *second_comment(root),
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def second_comment(root: Path) -> list[str]:
 def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: Path) -> None:
     first, second = create(root, "one"), create(root, "two")
     repro(first.folder)
-    told = repository.dvc(second.folder, "repro")
+    told = dvc_cli.run(second.folder, "repro")
     assert told.count("is cached - skipping run") == 2
     assert (second.folder / "second.txt").read_bytes() == (first.folder / "second.txt").read_bytes()
 
@@ -118,22 +118,22 @@ def test_what_vanished_processes_left_goes_and_what_is_worked_in_stays(root: Pat
 
 
 def test_a_run_sees_the_commit_it_is_given(root: Path) -> None:
-    before = repository.resolve(root, None)
+    before = git.resolve(root, None)
     toy.write_script(root, ["exit 1"])
     place = create(root, revision=before)
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
     with pytest.raises(UserError, match="revision='no-such' is no commit, branch or tag"):
-        repository.resolve(root, "no-such")
+        git.resolve(root, "no-such")
 
 
 def test_a_remote_told_relative_to_the_project_is_the_same_from_a_workspace(root: Path) -> None:
-    repository.dvc(root, "remote", "add", "--default", "store", "../store")
-    repository.dvc(root, "remote", "add", "--local", "own", "own-store")
+    dvc_cli.run(root, "remote", "add", "--default", "store", "../store")
+    dvc_cli.run(root, "remote", "add", "--local", "own", "own-store")
     toy.commit(root)
     place = create(root)
     repro(place.folder)
-    repository.dvc(place.folder, "push")
-    repository.dvc(place.folder, "push", "--remote", "own")
+    dvc_cli.run(place.folder, "push")
+    dvc_cli.run(place.folder, "push", "--remote", "own")
     assert (root.parent / "store/files").is_dir()
     assert (root / "own-store/files").is_dir()
     assert "config" not in toy.git(place.folder, "status", "--porcelain"), "no experiment holds such paths"
@@ -213,15 +213,15 @@ def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
     first = create(root, "one")
     assert first.like is None
     repro(first.folder)
-    ran = sorted(repository.changed(first.folder))
+    ran = sorted(git.changed(first.folder))
     commit = save(first, "before")
     first.remove()
     again = create(root, "two")
     assert again.like == (commit, "before")
-    told = repository.dvc(again.folder, "repro")
+    told = dvc_cli.run(again.folder, "repro")
     assert told.count("didn't change, skipping") == 2, "not restored one by one"
     assert again.is_like()
-    assert sorted(repository.changed(again.folder)) == ran, "as if it had run there"
+    assert sorted(git.changed(again.folder)) == ran, "as if it had run there"
     (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
     later = create(root, "four")
     repro(later.folder)
@@ -233,7 +233,7 @@ def test_other_parameters_or_another_commit_were_not_asked_before(root: Path) ->
     repro(first.folder)
     save(first, "before")
     text = (first.folder / "params.yaml").read_text(encoding="utf-8")
-    assert repository.alike(root, "HEAD", text) is not None
-    assert repository.alike(root, "HEAD", text + "\n") is None
+    assert experiments.alike(root, "HEAD", text) is not None
+    assert experiments.alike(root, "HEAD", text + "\n") is None
     toy.write_script(root, ["exit 1"])
-    assert repository.alike(root, "HEAD", text) is None
+    assert experiments.alike(root, "HEAD", text) is None

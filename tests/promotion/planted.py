@@ -10,7 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import hashing
 from tests import small
 
 ROOT = Path(__file__).parents[2]
@@ -70,14 +70,14 @@ def pipeline(
     if not (folder / "params.yaml").exists():
         params(folder)
     lock(folder)
-    return lineage.digest(policy)
+    return hashing.dvc_md5(policy)
 
 
 def lock(folder: Path) -> None:
     """dvc.lock, as DVC leaves it after stages ppo and judge, and the policy in DVC's cache."""
 
     def entries(*paths: str) -> list[dict[str, str]]:
-        return [{"path": path, "md5": lineage.digest(folder / path)} for path in paths]
+        return [{"path": path, "md5": hashing.dvc_md5(folder / path)} for path in paths]
 
     ppo = entries("models/policy", "metrics/ppo.json", "plots/ppo.csv", "models/lineage/ppo.json")
     asked = YAML(typ="safe", pure=True).load((folder / "params.yaml").read_text(encoding="utf-8"))["judge"]
@@ -96,12 +96,12 @@ def cached(folder: Path, cache: Path) -> None:
     """A folder's files and their list, where DVC's cache would have them."""
     listing = []
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        md5 = lineage.digest(file)
+        md5 = hashing.dvc_md5(file)
         listing.append({"md5": md5, "relpath": file.relative_to(folder).as_posix()})
         blob = cache / "files/md5" / md5[:2] / md5[2:]
         blob.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, blob)
-    md5 = lineage.digest(folder)
+    md5 = hashing.dvc_md5(folder)
     blob = cache / "files/md5" / md5[:2] / md5[2:]
     blob.parent.mkdir(parents=True, exist_ok=True)
     blob.write_text(json.dumps(listing), encoding="utf-8")

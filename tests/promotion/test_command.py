@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
-from rlhf_tasks.config import StageView
 from rlhf_tasks.modeling import contracts
-from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project import atomic, git, hashing
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command, gate, registry
 from rlhf_tasks.promotion.registry import Registry
 from rlhf_tasks.stages import verdict as stage
@@ -77,7 +77,7 @@ def test_the_first_good_policy_is_champion(project: Path, capsys: pytest.Capture
     tags = client(project).get_model_version(NAME, "1").tags
     assert (tags["verdict"], tags["rlhf.run"], tags["git.rev"]) == ("passed", "ppo-of-one", "c" * 40)
     assert "kl: 1.5 <= 10, margin +8.5, passed" in tags["verdict.criteria"].splitlines()
-    file = command.verdict_file(project / ".rlhf", lineage.digest(Path("models/policy")))
+    file = command.verdict_file(project / ".rlhf", hashing.dvc_md5(Path("models/policy")))
     assert json.loads(file.read_text(encoding="utf-8"))["passed"] is True
 
 
@@ -85,7 +85,7 @@ def test_a_version_shows_the_run_that_made_it_and_the_commit_that_has_it(project
     planted.pipeline(project, "one")
     for words in (["add", "dvc.lock"], ["commit", "-q", "-m", "x"]):
         subprocess.run(["git", *words], check=True)
-    head = lineage.git_revision()
+    head = git.revision()
     store = client(project)
     experiment = store.get_experiment_by_name("rlhf")
     assert experiment is not None
@@ -230,7 +230,7 @@ def test_where_the_metrics_tell_all_nothing_that_runs_models_is_loaded(project: 
     planted.put(project / "models/policy/rlhf.json", contracts.identity("policy", parents))
     planted.lock(project)
     code = (
-        "import sys\nfrom rlhf_tasks import cli\nstatus = cli.main(['promote'])\n"
+        "import sys\nfrom rlhf_tasks.cli import main\nstatus = main.main(['promote'])\n"
         "heavy = {'torch', 'transformers', 'openai'} & sys.modules.keys()\n"
         "sys.exit(f'{heavy} loaded' if heavy else status)"
     )
@@ -409,7 +409,7 @@ def aliases_of(project: Path) -> list[str]:
 
 
 def verdict_of_stage() -> dict[str, float]:
-    return stage.run(StageView(config.load(), "verdict"), NullTracker("verdict"))
+    return stage.run(config.VerdictView.of(config.load()), Paths(), NullTracker("verdict"))
 
 
 def test_the_stage_tells_all_but_the_champion(project: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import hashing
 from rlhf_tasks.promotion import evidence
 from tests.promotion import planted
 
@@ -74,7 +74,7 @@ def test_metrics_are_of_the_policy_that_dvc_says(tmp_path: Path, changed: str) -
 def test_a_policy_that_was_trained_since_is_not_the_one_judged(tmp_path: Path) -> None:
     old = planted.pipeline(tmp_path)
     (tmp_path / "models/policy/weights").write_text("newer", encoding="utf-8")
-    new = lineage.digest(tmp_path / "models/policy")
+    new = hashing.dvc_md5(tmp_path / "models/policy")
     lock = (tmp_path / "dvc.lock").read_text(encoding="utf-8")
     ran, judged = lock.split("  judge:", 1)
     (tmp_path / "dvc.lock").write_text(f"{ran.replace(old, new)}  judge:{judged}", encoding="utf-8")

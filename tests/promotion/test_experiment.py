@@ -15,7 +15,7 @@ from rlhf_tasks import console
 from rlhf_tasks.cli import main
 from rlhf_tasks.evaluation.judges import making
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import lineage, repository, workspaces
+from rlhf_tasks.project import dvc_cli, git, hashing, workspaces
 from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
@@ -66,7 +66,7 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)
-    repository.dvc(tmp_path, "init", "-q")
+    dvc_cli.run(tmp_path, "init", "-q")
     shutil.copy(planted.ROOT / ".dvc/config", tmp_path / ".dvc/config")  # or DVC's daemon writes behind
     toy.commit(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -76,11 +76,11 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
     """As the service's run of this name leaves it; its commit."""
-    text, settings, _ = Request(overrides=changes).settle(repository.committed(root, "params.yaml"))
+    text, settings, _ = Request(overrides=changes).settle(git.committed(root, "params.yaml"))
     place = workspaces.create(root, name, text, settings)
     try:
         repro(place.folder)
-        dvc = partial(repository.dvc, place.folder)
+        dvc = partial(dvc_cli.run, place.folder)
         if push:
             dvc("push", "--quiet")
         return place.save(name, dvc)
@@ -225,7 +225,7 @@ def test_weights_that_are_nowhere_are_told_with_how_to_have_them(
 
 
 def test_weights_that_a_remote_has_are_pulled(root: Path) -> None:
-    repository.dvc(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
+    dvc_cli.run(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
     toy.commit(root)
     run(root, "one", seed=11, push=True)
     shutil.rmtree(root / ".dvc/cache")
@@ -236,7 +236,7 @@ def test_weights_that_a_remote_has_are_pulled(root: Path) -> None:
 
 def test_a_lineage_that_is_nowhere_stops_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(root, "one", seed=11)
-    md5 = lineage.digest(root / "given/lineage.json")
+    md5 = hashing.dvc_md5(root / "given/lineage.json")
     (root / f".dvc/cache/files/md5/{md5[:2]}/{md5[2:]}").unlink()
     assert main.main(["promote", "one"]) == 0
     assert "models/lineage/ppo.json of one is nowhere" in capsys.readouterr().out

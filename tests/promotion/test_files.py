@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import hashing
 from rlhf_tasks.promotion import files
 
 JUDGES = [
@@ -35,7 +35,7 @@ def test_files_are_known_by_their_dep_or_the_folder_that_is_one(
     for name in ("my_judges/short.py", "rubric.txt"):
         (tmp_path / name).write_text("then", encoding="utf-8")
     stage = {"cmd": "true", "deps": deps, "outs": ["models/reward_heldout"]}
-    locked = [{"path": dep, "md5": lineage.digest(tmp_path / dep)} for dep in deps]
+    locked = [{"path": dep, "md5": hashing.dvc_md5(tmp_path / dep)} for dep in deps]
     written = {
         "dvc.yaml": {"stages": {"judge": stage}},
         "dvc.lock": {"schema": "2.0", "stages": {"judge": {"cmd": "true", "deps": locked}}},

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_tasks import config
-from rlhf_tasks.config import ConfigError, Promotion
+from rlhf_tasks.config import Promotion
+from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.promotion import gate
 from tests.promotion.planted import BETTER, KL, over_champion, shipped
 
@@ -242,7 +243,9 @@ def test_a_gate_that_cannot_be_is_refused_by_params(changes: dict[str, Any], sai
 
 
 def test_no_stage_but_its_own_runs_again_for_it() -> None:
-    readers = [name for name, reads in config.READS.items() if any("promotion" in key for key in reads)]
+    readers = [
+        name for name, reads in config.VIEWS.items() if any("promotion" in key for key in reads.reads())
+    ]
     assert readers == ["verdict"]
 
 

@@ -15,7 +15,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking.store import embedded_uri
 from tests import small, toy
@@ -43,7 +43,7 @@ def judged(folder: Path, seed: int) -> str:
     atomic.write_json(folder / "metrics/judge.json", toy.run("judge", config.load()))
     planted.lock(folder)
     planted.cached(folder / "models/policy", folder / ".dvc/cache")
-    return lineage.digest(folder / "models/policy")
+    return hashing.dvc_md5(folder / "models/policy")
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import httpx
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks.config import Tracking, UserError
+from rlhf_tasks.config import Tracking
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.promotion.registry import (
     BEFORE,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import hashing
 from rlhf_tasks.promotion import weights
 from tests.flows.toy import commit
 from tests.promotion import planted
@@ -24,21 +24,21 @@ def bring(project: Path, md5: str, **tags: str) -> Path:
 
 
 def test_from_the_cache_by_hash(project: Path) -> None:
-    md5 = lineage.digest(POLICY)
+    md5 = hashing.dvc_md5(POLICY)
     assert not weights.is_kept(project, md5)
     planted.cached(POLICY, project / ".dvc/cache")
     assert weights.is_kept(project, md5)
     shutil.rmtree(POLICY)
     found = bring(project, md5)
     assert (found / "weights").read_text(encoding="utf-8") == "better"
-    assert lineage.digest(found) == md5
+    assert hashing.dvc_md5(found) == md5
     assert bring(project, md5) == found, "again it is there"
 
 
 def test_a_cache_that_was_altered_is_not_believed(project: Path) -> None:
-    md5 = lineage.digest(POLICY)
+    md5 = hashing.dvc_md5(POLICY)
     planted.cached(POLICY, project / ".dvc/cache")
-    blob = lineage.digest(POLICY / "weights")
+    blob = hashing.dvc_md5(POLICY / "weights")
     (project / ".dvc/cache/files/md5" / blob[:2] / blob[2:]).write_text("worse", encoding="utf-8")
     with pytest.raises(UserError, match="has other bytes"):
         bring(project, md5)
@@ -53,7 +53,7 @@ def test_from_the_commit_that_has_it(project: Path) -> None:
         Path(name).unlink()
     subprocess.run([sys.executable, "-m", "dvc", "add", "-q", str(POLICY)], check=True)
     commit(project)
-    md5 = lineage.digest(POLICY)
+    md5 = hashing.dvc_md5(POLICY)
     remote = project.parent / f"{project.name}-remote"
     subprocess.run([sys.executable, "-m", "dvc", "remote", "add", "-d", "r", str(remote)], check=True)
     commit(project)
@@ -61,11 +61,11 @@ def test_from_the_commit_that_has_it(project: Path) -> None:
     shutil.rmtree(project / ".dvc/cache")
     shutil.rmtree(POLICY)
     found = bring(project, md5, path=str(POLICY), rev="HEAD")
-    assert lineage.digest(found) == md5
+    assert hashing.dvc_md5(found) == md5
 
 
 def test_from_the_folder_where_it_lay_unless_that_has_changed(project: Path) -> None:
-    md5 = lineage.digest(POLICY)
+    md5 = hashing.dvc_md5(POLICY)
     assert bring(project, md5, folder=str(POLICY.resolve())) == POLICY.resolve()
     (POLICY / "weights").write_text("other", encoding="utf-8")
     with pytest.raises(UserError, match="is gone, or has changed"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.cli import main
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.report import comparison, page
 from rlhf_tasks.report import comparison_page as compared
 from rlhf_tasks.report.comparison import Result

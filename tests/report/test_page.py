@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import inputs, page
 from rlhf_tasks.stages import report
 from tests.report import workspace
@@ -295,7 +296,7 @@ def test_the_stage_writes_one_file_and_hands_it_to_the_tracker(
 ) -> None:
     monkeypatch.chdir(whole)
     tracker = Listener()
-    assert report.run(None, tracker) == {}  # type: ignore[arg-type]
+    assert report.run(None, Paths(), tracker) == {}  # type: ignore[arg-type]
     assert [path.name for path in Path("reports").iterdir()] == ["index.html"]
     assert tracker.artifacts == [Path("reports/index.html")]
     assert Path("reports/index.html").read_text(encoding="utf-8") == written(whole)

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from rlhf_tasks import console
-from rlhf_tasks.config import UserError
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import labels, summary, trust
 from rlhf_tasks.evaluation.judges import making
 from rlhf_tasks.evaluation.judges.scoring import Scoring
 from rlhf_tasks.evaluation.labels import Label, Pair
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -41,7 +42,7 @@ def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def metrics(project: Path) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
-        return stage.run(small.view("judge", SETTINGS), NullTracker())
+        return stage.run(small.view("judge", SETTINGS), Paths(), NullTracker())
 
 
 def test_every_judge_and_pair_has_a_win_rate_with_its_interval(metrics: dict[str, float]) -> None:
@@ -56,7 +57,7 @@ def test_the_win_rate_while_ppo_trained_is_a_curve(
 ) -> None:
     monkeypatch.chdir(project)
     tracker = NullTracker("judge")
-    stage.run(small.view("judge", SETTINGS), tracker)
+    stage.run(small.view("judge", SETTINGS), Paths(), tracker)
     before, after = tracker.history()
     assert (before["episode"], after["episode"]) == (0, 16)
     assert before["gold/win_rate"] < 0.2, "it said next to nothing"
@@ -138,9 +139,11 @@ def test_swapping_the_contenders_mirrors_the_verdict() -> None:
 def test_the_same_seed_judges_the_same(project: Path, metrics: dict[str, float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
-        assert stage.run(small.view("judge", SETTINGS), NullTracker()) == metrics, "from kept answers"
+        assert stage.run(small.view("judge", SETTINGS), Paths(), NullTracker()) == metrics, (
+            "from kept answers"
+        )
         shutil.rmtree(project / ".rlhf/answers")
-        assert stage.run(small.view("judge", SETTINGS), NullTracker()) == metrics, "sampled again"
+        assert stage.run(small.view("judge", SETTINGS), Paths(), NullTracker()) == metrics, "sampled again"
 
 
 def test_the_gold_judge_is_refused_for_data_it_does_not_know() -> None:
@@ -162,9 +165,9 @@ def test_a_judge_that_compares_adds_what_only_it_can_say(
         }  # fmt: skip
         both = {"kind": "all_of", "name": "both", "judges": ["gpt", "gold"]}
         given = SETTINGS | {"judge.judges": [small.GOLD, llm, both]}
-        found = stage.run(small.view("judge", given), NullTracker())
+        found = stage.run(small.view("judge", given), Paths(), NullTracker())
         asked = len(server.bodies)
-        assert stage.run(small.view("judge", given), NullTracker()) == found
+        assert stage.run(small.view("judge", given), Paths(), NullTracker()) == found
         assert len(server.bodies) == asked
     assert found["gpt/policy_vs_sft/win_rate"] == 0.5
     assert found["gpt/policy_vs_sft/position_bias"] == 1.0
@@ -182,7 +185,9 @@ def test_judges_are_compared_with_what_people_said(models_here: Path) -> None:
     pairs = [Pair(row["prompt"], "policy", "sft", row["reference"], " my stuff") for row in rows]
     for pair, outcome in zip(pairs, (1.0, 1.0, 0.0, None), strict=True):
         labels.add(Path("labels.jsonl"), Label(pair, outcome))
-    found = stage.run(small.view("judge", SETTINGS | {"judge.labels": "labels.jsonl"}), NullTracker())
+    found = stage.run(
+        small.view("judge", SETTINGS | {"judge.labels": "labels.jsonl"}), Paths(), NullTracker()
+    )
     scores = [
         gold(pair.prompt, pair.answer_a).score > gold(pair.prompt, pair.answer_b).score for pair in pairs
     ]
@@ -213,7 +218,9 @@ def test_a_judge_that_ppo_optimised_is_told_in_every_place(
     console.set_quiet(False)
     optimised = small.HELDOUT | {"name": "optimised", "path": "models/reward"}
     tracker = Listener()
-    found = stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD, optimised]}), tracker)
+    found = stage.run(
+        small.view("judge", SETTINGS | {"judge.judges": [small.GOLD, optimised]}), Paths(), tracker
+    )
     assert found["optimised/is_optimised_reward"] == 1.0
     assert "gold/is_optimised_reward" not in found
     by_reward = found["optimised/policy_vs_sft/win_rate"]
@@ -234,7 +241,9 @@ def test_without_reward_models_the_gold_judge_judges_alone(
         folder.mkdir()
         (folder / "README.md").write_text("none", encoding="utf-8")
     found = stage.run(
-        small.view("judge", SETTINGS | {"judge.judges": [small.GOLD], "judge.retention": None}), NullTracker()
+        small.view("judge", SETTINGS | {"judge.judges": [small.GOLD], "judge.retention": None}),
+        Paths(),
+        NullTracker(),
     )
     assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
     unwanted = ("agreement", "reward", "perplexity", "choice")
@@ -252,7 +261,7 @@ class Tables(NullTracker):
 
 def test_every_verdict_is_a_row_of_a_table_with_what_was_judged(models_here: Path) -> None:
     tracker = Tables()
-    stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD]}), tracker)
+    stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD]}), Paths(), tracker)
     rows = tracker.tables["verdicts"]
     assert len(rows) == 3 * 10
     for row in rows:

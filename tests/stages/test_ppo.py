@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from rlhf_tasks import config
-from rlhf_tasks.config import ConfigError, UserError
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
+from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation.judges import making
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.scorers import RewardScorer
@@ -25,6 +25,7 @@ from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.project import lineage
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import resume
@@ -40,7 +41,7 @@ SETTINGS = {
 
 def run(**changes: Any) -> tuple[dict[str, float], list[dict[str, float]]]:
     tracker = NullTracker("ppo")
-    return ppo.run(small.view("ppo", SETTINGS | changes), tracker), tracker.history()
+    return ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker), tracker.history()
 
 
 @pytest.mark.parametrize("role", ["reward", "reward_heldout"])
@@ -328,7 +329,7 @@ class Events(NullTracker):
 def run_guarded(**changes: Any) -> tuple[Events, dict[str, float]]:
     tracker = Events()
     view = small.view("ppo", SETTINGS | FAR | {"ppo.guards": guards(**changes)})
-    return tracker, ppo.run(view, tracker)
+    return tracker, ppo.run(view, Paths(), tracker)
 
 
 def test_a_tripped_guard_stops_the_stage_and_says_why(models_here: Path) -> None:
@@ -477,7 +478,7 @@ def test_a_look_that_finds_no_numbers_trips_the_guard_and_keeps_the_curve(
     monkeypatch.setattr(RewardScorer, "__call__", torn)
     tracker = Events()
     with pytest.raises(GuardTripped, match="non_finite: models/reward_heldout gave NaN") as caught:
-        ppo.run(small.view("ppo", SETTINGS | {"ppo.num_sample_generations": 0}), tracker)
+        ppo.run(small.view("ppo", SETTINGS | {"ppo.num_sample_generations": 0}), Paths(), tracker)
     assert [name for name, _ in tracker.events] == ["guard.non_finite"]
     file = str(caught.value).split("see ")[1].split(")")[0]
     assert len(torch.load(file, weights_only=False)["responses"]) == 12

@@ -8,9 +8,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf_tasks.config import Split, UserError
+from rlhf_tasks.config import Split
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import preferences
 from rlhf_tasks.stages.preferences import compare_by_gold
 from rlhf_tasks.tracking import NullTracker
@@ -22,7 +24,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
-    metrics = preferences.run(small.view("preferences", SETTINGS | changes), NullTracker())
+    metrics = preferences.run(small.view("preferences", SETTINGS | changes), Paths(), NullTracker())
     return metrics, {split: read_table("comparisons", split) for split in SPLITS}
 
 

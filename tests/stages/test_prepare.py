@@ -9,14 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_tasks.config import StageView, UserError
+from rlhf_tasks.config import PrepareView
 from rlhf_tasks.data import docstrings
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import prepare
 from rlhf_tasks.tracking import NullTracker
 from tests.data.conftest import demonstrations, jsonl
 
-View = Callable[..., StageView]
+View = Callable[..., PrepareView]
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +26,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def run(view: StageView) -> dict[str, float]:
-    return prepare.run(view, NullTracker("prepare"))
+def run(view: PrepareView) -> dict[str, float]:
+    return prepare.run(view, Paths(), NullTracker("prepare"))
 
 
 def table(role: str, split: str) -> list[dict[str, Any]]:
@@ -33,7 +35,7 @@ def table(role: str, split: str) -> list[dict[str, Any]]:
     return rows
 
 
-def small_synthetic(view: View, **changes: Any) -> StageView:
+def small_synthetic(view: View, **changes: Any) -> PrepareView:
     return view(
         {
             "prepare.synthetic_prompt_rows": 60, "prepare.synthetic_sft_rows": 60,

@@ -12,6 +12,7 @@ from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
 from rlhf_tasks.tracking import NullTracker
@@ -107,14 +108,14 @@ def mean_score_of_demonstrations(folder: Path) -> float:
 
 
 def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_here: Path) -> None:
-    reward.run(small.view("reward", SMALL), NullTracker())
+    reward.run(small.view("reward", SMALL), Paths(), NullTracker())
     for name, folder in reward.OUTS.items():
         assert models.load_reward(folder).mean != 0, name
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
 
 
 def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) -> None:
-    metrics = reward.run(small.view("reward", SMALL | {"reward.lm_coef": 0.1}), NullTracker())
+    metrics = reward.run(small.view("reward", SMALL | {"reward.lm_coef": 0.1}), Paths(), NullTracker())
     keys = ("accuracy", "accuracy/low", "accuracy/high", "margin", "calibration", "length_correlation")
     assert {f"{prefix}{key}" for prefix in ("", "heldout/") for key in keys} <= set(metrics)
     assert 0 <= metrics["accuracy/low"] <= metrics["accuracy"] <= metrics["accuracy/high"] <= 1
@@ -126,7 +127,7 @@ def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) 
 
 def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
     def trained() -> dict[str, bytes]:
-        reward.run(small.view("reward", SMALL), NullTracker())
+        reward.run(small.view("reward", SMALL), Paths(), NullTracker())
         return {str(f): f.read_bytes() for out in reward.OUTS.values() for f in sorted(out.iterdir())}
 
     assert trained() == trained()
@@ -134,12 +135,12 @@ def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
 
 def test_a_ready_reward_model_without_its_head_is_refused(models_here: Path) -> None:
     with pytest.raises(contracts.ContractError, match="models/base lacks its trained head"):
-        reward.run(small.view("reward", {"reward.from": "models/base"}), NullTracker())
+        reward.run(small.view("reward", {"reward.from": "models/base"}), Paths(), NullTracker())
 
 
 def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
     lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
-    reward.run(small.view("reward", SMALL | lora), NullTracker())
+    reward.run(small.view("reward", SMALL | lora), Paths(), NullTracker())
     start = models.load_causal(reward.SFT).base_model.state_dict()
     for name, folder in reward.OUTS.items():
         found = models.load_reward(folder)  # a plain model, or keys would be missing
@@ -167,7 +168,7 @@ def test_no_reward_model_is_made_where_none_is_asked_for(
     monkeypatch.setattr(models, "load_causal", None)  # nothing is loaded
     for out in reward.OUTS.values():
         assert contracts.is_made(out)
-    assert reward.run(small.view("reward", small.WITHOUT_REWARD), NullTracker()) == {}
+    assert reward.run(small.view("reward", small.WITHOUT_REWARD), Paths(), NullTracker()) == {}
     for out in reward.OUTS.values():
         assert [file.name for file in out.iterdir()] == ["README.md"]
         assert "reward.train" in (out / "README.md").read_text(encoding="utf-8")

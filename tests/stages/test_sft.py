@@ -9,6 +9,7 @@ import pytest
 
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, sft
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -35,7 +36,7 @@ def validation_loss(folder: Path) -> float:
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, models_here: Path) -> None:
     before = contracts.fingerprint(base.OUT)
-    metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), NullTracker())
+    metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), Paths(), NullTracker())
     model = models.load_causal(base.OUT)
     assert model.config.model_type == family
     assert contracts.fingerprint(base.OUT) != before
@@ -44,7 +45,7 @@ def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, models_
 
 
 def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None:
-    metrics = sft.run(small.view("sft", SMALL), NullTracker())
+    metrics = sft.run(small.view("sft", SMALL), Paths(), NullTracker())
     assert metrics["loss"] == pytest.approx(validation_loss(sft.OUT), rel=1e-4)
     assert metrics["loss"] < validation_loss(base.OUT)
     assert contracts.identity_of(sft.OUT)["parents"] == {"base": contracts.fingerprint(base.OUT)}
@@ -53,7 +54,7 @@ def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None
 def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:
     tracker = NullTracker("sft")
     settings = SMALL | {"sft.learning_rate": 0.05, "sft.num_epochs": 20.0}  # so fast that it overshoots
-    metrics = sft.run(small.view("sft", settings), tracker)
+    metrics = sft.run(small.view("sft", settings), Paths(), tracker)
     tried = {row["step"]: row["eval/loss"] for row in tracker.history() if "eval/loss" in row}
     assert metrics["step_kept"] == min(tried, key=lambda step: tried[step])
     assert metrics["loss"] == pytest.approx(min(tried.values()), rel=1e-4)
@@ -63,8 +64,8 @@ def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:
 
 def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
     def written() -> dict[str, bytes]:
-        base.run(small.view("base", SMALL), NullTracker())
-        sft.run(small.view("sft", SMALL), NullTracker())
+        base.run(small.view("base", SMALL), Paths(), NullTracker())
+        sft.run(small.view("sft", SMALL), Paths(), NullTracker())
         return {str(f): f.read_bytes() for out in (base.OUT, sft.OUT) for f in sorted(out.iterdir())}
 
     assert written() == written()

@@ -45,7 +45,7 @@ STAGE = """\
 import sys
 from rlhf_tasks import config, tracking
 name, key = sys.argv[1:]
-with tracking.open_run(name, config.StageView(config.load(), name), key=key) as tracker:
+with tracking.open_run(name, config.VIEWS[name].of(config.load()), key=key) as tracker:
     tracker.metrics({"train/loss": 1.0}, step=1)
 heavy = {"mlflow", "matplotlib", "torch"} & sys.modules.keys()
 assert not heavy, heavy

@@ -23,8 +23,8 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
-from rlhf_tasks.config import UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import hashing
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import context, courier, curves, dashboard, records, refusals
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
@@ -58,7 +58,7 @@ def test_a_stage_run_names_its_parameters_inputs_commit_and_pipeline(home: Path,
     assert stage.data.tags["rlhf.run"] == "sft-k"
     assert stage.data.tags["git.rev"] == "none"  # the test's project is in no repository
     [given] = stage.inputs.dataset_inputs
-    assert (given.dataset.name, given.dataset.digest) == ("data/sft", lineage.digest(project / "data/sft"))
+    assert (given.dataset.name, given.dataset.digest) == ("data/sft", hashing.dvc_md5(project / "data/sft"))
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_two_first_stages_at_once_make_one_store(project: Path) -> None:
     """Of two pipelines; real couriers, an empty folder: the tables and the experiment are made once."""
     code = (
         "from rlhf_tasks import config, tracking\n"
-        "view = config.StageView(config.load(), 'sft')\n"
+        "view = config.SftView.of(config.load())\n"
         "with tracking.open_run('sft', view) as tracker: tracker.metrics({'train/loss': 1.0}, step=1)\n"
     )
     both = [

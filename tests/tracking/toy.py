@@ -24,7 +24,7 @@ from tests.flows.toy import until
 def view(stage: Stage = "sft", **tracked: Any) -> StageView:
     settings = config.load()
     section = settings.tracking.model_copy(update=tracked)
-    return StageView(settings.model_copy(update={"tracking": section}), stage)
+    return config.VIEWS[stage].of(settings.model_copy(update={"tracking": section}))
 
 
 def deliver(home: Path) -> None:

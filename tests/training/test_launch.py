@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config import STAGES, Launch, UserError
+from rlhf_tasks.config import STAGES, Launch
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.training import launch
 
 ROOT = Path(__file__).parents[2]

@@ -26,8 +26,10 @@ from filelock import FileLock
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config
-from rlhf_tasks.config import Stage, StageView, UserError
+from rlhf_tasks.config import SftView, Stage
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import lineage
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, ppo, reward, sft
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import launch, resume
@@ -88,7 +90,7 @@ def _files(folder: Path, out: Path) -> list[Path]:
 def run(stage: Stage) -> tuple[dict[str, float], list[dict[str, float]]]:
     """One stage in this process: its metrics and curves."""
     tracker = NullTracker(stage)
-    metrics = STAGES[stage].run(StageView(config.load(), stage), tracker)
+    metrics = STAGES[stage].run(config.VIEWS[stage].of(config.load()), Paths(), tracker)
     return metrics, tracker.history()
 
 
@@ -153,20 +155,20 @@ def test_a_training_that_had_stopped_early_stays_stopped(here: Path, trained: Pa
 
 
 @pytest.fixture
-def view(project: Path) -> StageView:
+def view(project: Path) -> SftView:
     """Of stage sft, due after every step."""
     settings = config.load()
     quick = settings.resume.model_copy(update={"every_seconds": 1e-6, "keep": 2})
-    return StageView(settings.model_copy(update={"resume": quick}), "sft")
+    return SftView.of(settings.model_copy(update={"resume": quick}))
 
 
-def kept(view: StageView, *steps: int) -> None:
+def kept(view: SftView, *steps: int) -> None:
     with resume.open(small.runtime(), view, "loop") as snapshots:
         for step in steps:
             snapshots.save(step, {"step": step, "shared": {"weights": torch.full((3,), float(step))}})
 
 
-def loaded(view: StageView) -> State | None:
+def loaded(view: SftView) -> State | None:
     with resume.open(small.runtime(), view, "loop") as snapshots:
         return snapshots.load()
 
@@ -175,7 +177,7 @@ def snapshots_of(project: Path) -> list[Path]:
     return sorted((project / ".rlhf/state/sft").glob("*/loop/*"))
 
 
-def test_the_newest_of_the_last_k_is_gone_on_from(project: Path, view: StageView) -> None:
+def test_the_newest_of_the_last_k_is_gone_on_from(project: Path, view: SftView) -> None:
     assert loaded(view) is None
     kept(view, 1, 2, 10)
     found = loaded(view)
@@ -207,7 +209,7 @@ def _flip_a_bit(snapshot: Path) -> None:
     ],
 )
 def test_a_torn_snapshot_is_told_and_the_one_before_it_used(
-    project: Path, view: StageView, tear: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+    project: Path, view: SftView, tear: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept(view, 1, 2)
     tear(snapshots_of(project)[-1])
@@ -219,7 +221,7 @@ def test_a_torn_snapshot_is_told_and_the_one_before_it_used(
     assert loaded(view) is None
 
 
-def test_what_a_kill_left_half_written_is_no_snapshot(project: Path, view: StageView) -> None:
+def test_what_a_kill_left_half_written_is_no_snapshot(project: Path, view: SftView) -> None:
     kept(view, 1)
     half = snapshots_of(project)[0].with_name(".step-000000002.partial")
     half.mkdir()
@@ -231,7 +233,7 @@ def test_what_a_kill_left_half_written_is_no_snapshot(project: Path, view: Stage
     assert not half.exists()
 
 
-def test_a_part_that_writes_its_own_files_comes_back_as_their_folder(view: StageView) -> None:
+def test_a_part_that_writes_its_own_files_comes_back_as_their_folder(view: SftView) -> None:
     """As DeepSpeed does."""
 
     def write(folder: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_part_that_writes_its_own_files_comes_back_as_their_folder(view: Stage
     assert found["x"] == [1, None, "text", 0.5]
 
 
-def test_due_counts_from_the_last_snapshot(view: StageView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     object.__setattr__(view.resume, "every_seconds", 60.0)
@@ -279,7 +281,7 @@ def test_generators_go_on_where_they_were() -> None:
 # ---------------------------------------------------------------------------------- mismatches
 
 
-def test_another_process_count_is_refused_by_name(project: Path, view: StageView) -> None:
+def test_another_process_count_is_refused_by_name(project: Path, view: SftView) -> None:
     kept(view, 1)
     manifest = snapshots_of(project)[0] / "manifest.json"
     tree = json.loads(manifest.read_text(encoding="utf-8"))
@@ -291,17 +293,18 @@ def test_another_process_count_is_refused_by_name(project: Path, view: StageView
         loaded(view)
 
 
-def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path, view: StageView) -> None:
+def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path, view: SftView) -> None:
     """Put there by hand: the digest keeps them apart."""
     kept(view, 1)
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
     (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
     lineage._input_hashes.cache_clear()
-    other = view._config.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
-    changed = StageView(other, "sft")
+    settings = config.load()
+    other = settings.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
+    changed = SftView.of(other)
     assert loaded(changed) is None
-    identity = lineage.identity("sft", changed.declared())
+    identity = lineage.identity("sft", changed.declared)
     assert identity is not None
     snapshot.parents[1].rename(state_folder("sft", identity))
     with pytest.raises(UserError, match=rf"sft\.learning_rate \({was} → 0\.5\), data/sft;"):
@@ -309,7 +312,7 @@ def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path
 
 
 def test_a_change_begins_anew_and_says_what_differs(
-    project: Path, view: StageView, capsys: pytest.CaptureFixture[str]
+    project: Path, view: SftView, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with resume.claim(view, main=True):
         kept(view, 1)
@@ -323,7 +326,7 @@ def test_a_change_begins_anew_and_says_what_differs(
 # ------------------------------------------------------------------------------ claims and locks
 
 
-def test_a_run_that_goes_on_keeps_its_key_until_its_outs_are_whole(view: StageView) -> None:
+def test_a_run_that_goes_on_keeps_its_key_until_its_outs_are_whole(view: SftView) -> None:
     with resume.claim(view, main=True) as first:
         pass
     with resume.claim(view, main=True) as second:
@@ -337,7 +340,7 @@ def test_a_run_that_goes_on_keeps_its_key_until_its_outs_are_whole(view: StageVi
 
 
 def test_the_very_same_training_waits_for_the_other(
-    view: StageView, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    view: SftView, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
     entered, leave = threading.Event(), threading.Event()
@@ -360,7 +363,7 @@ def test_the_very_same_training_waits_for_the_other(
 
 
 def test_a_launched_worker_is_told_that_the_same_is_trained_already(
-    view: StageView, monkeypatch: pytest.MonkeyPatch
+    view: SftView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "WORKER_WAIT_SECONDS", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -405,7 +408,7 @@ def handled() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def loop_with_signals(view: StageView, *at: int) -> list[str]:
+def loop_with_signals(view: SftView, *at: int) -> list[str]:
     """Three steps; SIGTERM comes in the middle of those of `at`."""
     seen = []
     object.__setattr__(view.resume, "every_seconds", 1e6)
@@ -423,36 +426,34 @@ def loop_with_signals(view: StageView, *at: int) -> list[str]:
     return seen
 
 
-def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(
-    view: StageView, handled: None
-) -> None:
+def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(view: SftView, handled: None) -> None:
     assert loop_with_signals(view, 2) == ["step 1", "step 2", "save 2", "ended"]
     found = loaded(view)
     assert found is not None
     assert found["step"] == 2
 
 
-def test_the_second_signal_does_not_wait(view: StageView, handled: None) -> None:
+def test_the_second_signal_does_not_wait(view: SftView, handled: None) -> None:
     assert loop_with_signals(view, 2, 2) == ["step 1", "ended"]
     assert loaded(view) is None
 
 
 def test_a_worker_hears_the_same_signal_twice(
-    view: StageView, handled: None, monkeypatch: pytest.MonkeyPatch
+    view: SftView, handled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert loop_with_signals(view, 2, 2) == ["step 1", "step 2", "save 2", "ended"]
 
 
 def test_a_signal_after_anothers_failure_does_not_wait(
-    view: StageView, handled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    view: SftView, handled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
     launch.report(RuntimeError("a fellow's"))
     assert loop_with_signals(view, 2) == ["step 1", "ended"]
 
 
-def test_a_signal_after_the_last_step_ends_the_stage_all_the_same(view: StageView, handled: None) -> None:
+def test_a_signal_after_the_last_step_ends_the_stage_all_the_same(view: SftView, handled: None) -> None:
     def ended_between() -> None:
         with resume.open(small.runtime(), view, "loop"):
             os.kill(os.getpid(), signal.SIGTERM)

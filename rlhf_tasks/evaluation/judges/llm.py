@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import openai
 
 from rlhf_tasks import console
-from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LISTED, LlmJudge
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import prompts
 from rlhf_tasks.evaluation.judges.cache import Cache, key_of
 from rlhf_tasks.evaluation.judges.comparing import Question, Reply

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.config import UserError
 from rlhf_tasks.config.judge import LISTED, LocalJudge, PairRmJudge
 from rlhf_tasks.data.batches import Batch, Ids, collate, load_tokenizer, micro_batches
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import prompts
 from rlhf_tasks.evaluation.judges.comparing import Question, Reply
 from rlhf_tasks.evaluation.judges.prompts import LETTERS

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 
 FOLDER = Path(__file__).parent
 SHIPPED = {"texts": "english_texts.txt", "questions": "english_questions.txt"}

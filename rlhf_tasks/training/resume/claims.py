@@ -12,7 +12,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from rlhf_tasks import console
-from rlhf_tasks.config import StageView, UserError
+from rlhf_tasks.config import StageView
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.resume.state import differences, read_manifest, state_folder
@@ -43,7 +44,7 @@ def claim(view: StageView, *, main: bool) -> Iterator[Claim]:
         UserError: in a launched worker, whose fellows cannot wait for long.
     """
     holds = main and view.stage in launch.TRAINING
-    identity = lineage.identity(view.stage, view.declared()) if holds else None
+    identity = lineage.identity(view.stage, view.declared) if holds else None
     if identity is None:
         yield Claim(lineage.new_key(view.stage), None)
         return

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_tasks import config, console
-from rlhf_tasks.config import StageView, UserError
+from rlhf_tasks.config import StageView
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.resume.signals import Signals
@@ -61,7 +62,7 @@ def open(rt: Runtime, view: StageView, name: str) -> Iterator[Loop]:
         KeyboardInterrupt: (or what SIGTERM raised before) at its end, if a signal came too late for a
             snapshot.
     """
-    identity = rt.from_main(lineage.identity(view.stage, view.declared()) if rt.is_main else None)
+    identity = rt.from_main(lineage.identity(view.stage, view.declared) if rt.is_main else None)
     if identity is None:
         yield Nothing()
         return

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import paths
 
 MANIFEST = "manifest.json"
 SHOWN_DIFFERENCES = 8
@@ -22,7 +22,7 @@ def state_folder(stage: str, identity: Mapping[str, Any]) -> Path:
     root = os.environ.get("RLHF_STATE_DIR")
     text = json.dumps(identity, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return (Path(root).absolute() if root else lineage.home() / "state") / stage / digest
+    return (Path(root).absolute() if root else paths.home() / "state") / stage / digest
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_tasks.config import UserError
+from rlhf_tasks.errors import UserError
 
 if TYPE_CHECKING:
     from rlhf_tasks.evaluation.judges.comparing import Question

@@ -1,0 +1,149 @@
+"""What each stage may read of `params.yaml`: one frozen, typed view a stage.
+
+dvc.yaml declares the same keys (a test checks). A stage is handed nothing else, so that a changed judge
+retrains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self
+
+from rlhf_tasks.config.data import Data, Model
+from rlhf_tasks.config.judge import Judge, Judging
+from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, flatten
+from rlhf_tasks.config.ppo import Ppo
+from rlhf_tasks.config.promotion import Promotion
+from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
+from rlhf_tasks.config.types import Stage
+
+LOCAL_SECTIONS = ("launch", "resume", "tracking")
+"""Sections that every stage may read: where and how it runs. They change no result."""
+KEY = "key"
+"""In a field's metadata: the dotted key of one value inside a section."""
+DataSource = Literal["synthetic", "docstrings", "files", "hub"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageView:
+    """What every stage sees. Subclasses add the sections that their stage declares."""
+
+    stage: ClassVar[Stage]
+
+    launch: Launch
+    resume: Resume
+    tracking: Tracking
+    declared: Mapping[str, Any]
+    """The declared parameters as plain `{"ppo.kl_coef": 0.05, …}`, for tracking and model cards."""
+
+    @classmethod
+    def reads(cls) -> tuple[str, ...]:
+        """The dotted keys of `params.yaml` that the stage declares, in the order of dvc.yaml."""
+        own = [one for one in fields(cls) if one.name not in (*LOCAL_SECTIONS, "declared")]
+        return tuple(one.metadata.get(KEY, one.name) for one in own)
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """The stage's part of a config."""
+        flat = flatten(config.model_dump(mode="json", by_alias=True))
+        reads = cls.reads()
+        declared = {
+            key: v for key, v in flat.items() if any(key == r or key.startswith(f"{r}.") for r in reads)
+        }
+        values: dict[str, Any] = {name: getattr(config, name) for name in LOCAL_SECTIONS}
+        for one in fields(cls):
+            if one.name in values or one.name == "declared":
+                continue
+            value: Any = config
+            for part in one.metadata.get(KEY, one.name).split("."):
+                value = getattr(value, part)
+            values[one.name] = value
+        return cls(declared=declared, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareView(StageView):
+    stage = "prepare"
+
+    seed: int
+    data: Data
+    model: Model
+    prepare: Prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseView(StageView):
+    stage = "base"
+
+    seed: int
+    model: Model
+    base: Base
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftView(StageView):
+    stage = "sft"
+
+    seed: int
+    sft: Sft
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencesView(StageView):
+    stage = "preferences"
+
+    seed: int
+    data_source: DataSource = field(metadata={KEY: "data.source"})
+    max_completion_tokens: int = field(metadata={KEY: "data.max_completion_tokens"})
+    preferences: Preferences
+    train_reward_model: bool = field(metadata={KEY: "reward.train"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardView(StageView):
+    stage = "reward"
+
+    seed: int
+    reward: Reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoView(StageView):
+    stage = "ppo"
+
+    seed: int
+    ppo: Ppo
+    has_reward_model: bool = field(metadata={KEY: "reward.train"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeView(StageView):
+    stage = "judge"
+
+    seed: int
+    data_source: DataSource = field(metadata={KEY: "data.source"})
+    max_completion_tokens: int = field(metadata={KEY: "data.max_completion_tokens"})
+    judge: Judging
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictView(StageView):
+    stage = "verdict"
+
+    promotion: Promotion | None
+    judges: tuple[Judge, ...] = field(metadata={KEY: "judge.judges"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportView(StageView):
+    stage = "report"
+
+
+VIEWS: Mapping[Stage, type[StageView]] = {
+    view.stage: view
+    for view in (
+        PrepareView, BaseView, SftView, PreferencesView, RewardView, PpoView, JudgeView, VerdictView,
+        ReportView,
+    )
+}  # fmt: skip

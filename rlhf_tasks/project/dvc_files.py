@@ -1,0 +1,144 @@
+"""What dvc.yaml, dvc.lock and params.yaml say: stages, their inputs and outs, recorded hashes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks.config import flatten, parse
+from rlhf_tasks.errors import UserError
+
+CODE = (".py", ".html", ".css", ".js")
+PROMPTS = "rlhf_tasks/*.txt"  # texts that code reads; elsewhere a text is data
+KEPT_BY_GIT = ("metrics/", "plots/")  # outs that git keeps, not DVC's cache
+
+
+@dataclass(frozen=True)
+class Node:
+    """One stage of dvc.yaml: paths relative to the project's folder, in the order declared."""
+
+    cmd: str
+    deps: tuple[str, ...]
+    outs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The deps that are data, not code."""
+        return tuple(path for path in self.deps if not is_code(path))
+
+
+def is_code(dep: str) -> bool:
+    return dep.endswith(CODE) or fnmatch(dep, PROMPTS)
+
+
+def graph(root: Path = Path()) -> dict[str, Node]:
+    """The stages of dvc.yaml in the order written there; `${data.path}` is filled from params.yaml.
+
+    Raises:
+        UserError: without a dvc.yaml, and for one, or a params.yaml, that cannot be read.
+    """
+    params = root / "params.yaml"
+    try:
+        text = (root / "dvc.yaml").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError("dvc.yaml does not exist here; run from the project's folder") from None
+    return graph_in(text, params.read_text(encoding="utf-8") if params.exists() else "{}")
+
+
+def graph_in(text: str, params: str) -> dict[str, Node]:
+    """The same of the texts of a dvc.yaml and a params.yaml."""
+    tree, values = _parsed(text, "dvc.yaml"), flatten(_parsed(params, "params.yaml"))
+    if not isinstance(tree.get("stages"), Mapping):
+        raise UserError("dvc.yaml has no `stages`; a pipeline has one or more there")
+    return {
+        name: Node(
+            cmd=str(stage.get("cmd", "")),
+            deps=tuple(_filled(path, values) for path in _paths(stage.get("deps", []))),
+            outs=tuple(
+                _filled(path, values)
+                for kind in ("outs", "metrics", "plots")
+                for path in _paths(stage.get(kind, []))
+            ),
+        )
+        for name, stage in tree["stages"].items()
+    }
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(text: str, origin: str) -> Mapping[str, Any]:
+    """`parse`, which takes a tenth of a second, once a text. Nothing of the tree leaves this module."""
+    return parse(text, origin)
+
+
+def _paths(entries: list[Any]) -> list[str]:
+    return [next(iter(entry)) if isinstance(entry, Mapping) else entry for entry in entries]
+
+
+def _filled(path: str, values: Mapping[str, Any]) -> str:
+    names = re.findall(r"\$\{([\w.]+)\}", path)
+    if unknown := [name for name in names if name not in values]:
+        raise UserError(f"dvc.yaml's {path!r} takes {', '.join(unknown)} of params.yaml, which has none")
+    return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
+
+
+def parameters(root: Path = Path()) -> dict[str, Any]:
+    """params.yaml as it is written, unchecked.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    return copy.deepcopy(dict(_parsed((root / "params.yaml").read_text(encoding="utf-8"), "params.yaml")))
+
+
+def locked(root: Path = Path()) -> dict[str, str]:
+    """`{path: md5}` of all outs and deps as dvc.lock has them; empty without one."""
+    return locked_in(_lock(root))
+
+
+def locked_by(stage: str, root: Path = Path()) -> dict[str, str]:
+    """`{path: md5}` of what one stage read and wrote, as dvc.lock has it; empty where it does not."""
+    entry = _entries(_lock(root)).get(stage, {})
+    return _hashes(entry, "deps") | _hashes(entry, "outs")
+
+
+def locked_params(stage: str, root: Path = Path()) -> dict[str, Any]:
+    """The parameters that one stage ran with, as dvc.lock has them; empty where it does not."""
+    entry = _entries(_lock(root)).get(stage, {})
+    return copy.deepcopy(dict(entry.get("params", {}).get("params.yaml", {})))
+
+
+def locked_in(text: str) -> dict[str, str]:
+    """`{path: md5}` of the text of a dvc.lock: outs as their stage left them, others as they were read.
+
+    A stage that has not run again since may have read an older one of an out.
+    """
+    both = read_and_written(text).values()
+    found: dict[str, str] = {}
+    for hashes in [*(read for read, _ in both), *(written for _, written in both)]:
+        found |= hashes
+    return found
+
+
+def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+    """Per stage in the text of a dvc.lock, `{path: md5}` of what it read, and of what it wrote."""
+    entries = _entries(text).items()
+    return {stage: (_hashes(entry, "deps"), _hashes(entry, "outs")) for stage, entry in entries}
+
+
+def _lock(root: Path) -> str:
+    file = root / "dvc.lock"
+    return file.read_text(encoding="utf-8") if file.exists() else "{}"
+
+
+def _entries(lock: str) -> Mapping[str, Mapping[str, Any]]:
+    return _parsed(lock, "dvc.lock").get("stages") or {}
+
+
+def _hashes(entry: Mapping[str, Any], kind: str) -> dict[str, str]:
+    return {each["path"]: each["md5"] for each in entry.get(kind, []) if "md5" in each}

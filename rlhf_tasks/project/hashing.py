@@ -1,0 +1,35 @@
+"""Hashes: DVC's md5 of files and folders, and sha256 of files and of JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+
+def dvc_md5(path: Path) -> str:
+    """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path.
+
+    As DVC does, it follows a link to a file, and leaves one to a folder out.
+    """
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "md5").hexdigest()
+    listing = [
+        {"md5": dvc_md5(file), "relpath": file.relative_to(path).as_posix()}
+        for file in path.rglob("*")
+        if file.is_file()
+    ]
+    listing.sort(key=lambda entry: entry["relpath"])
+    return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
+
+
+def text_md5(text: str) -> str:
+    """DVC's md5 of a file that holds this text."""
+    return hashlib.md5(text.encode()).hexdigest()
+
+
+def json_sha256(content: Any) -> str:
+    """sha256 of a value that JSON can hold, whatever the order of its keys; 64 hex digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

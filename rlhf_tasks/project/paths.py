@@ -1,0 +1,116 @@
+"""Where the parts of a project lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_tasks.config import Split, Stage
+from rlhf_tasks.project import git
+
+
+def home(root: Path = Path()) -> Path:
+    """Absolute `.rlhf` folder of the main checkout, so that nothing in it is lost with a git worktree.
+
+    `root` is the project's folder in the main checkout or in a worktree. Outside git it is `root/.rlhf`.
+    """
+    root = root.resolve()
+    common = git.quiet_output(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
+    top = git.quiet_output(root, "rev-parse", "--show-toplevel")
+    if not common or not top or Path(common).name != ".git":
+        return root / ".rlhf"
+    return Path(common).parent / root.relative_to(Path(top).resolve()) / ".rlhf"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The files of one project by name, below `root`, its folder in a checkout or in a worktree."""
+
+    root: Path = Path()
+
+    # ------------------------------------------------------------------------------------ data
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.data / "tokenizer"
+
+    @property
+    def comparisons(self) -> Path:
+        return self.data / "comparisons"
+
+    def table(self, role: str, split: Split) -> Path:
+        """One split of sft, preferences, prompts or comparisons."""
+        return self.data / role / f"{split}.parquet"
+
+    # ----------------------------------------------------------------------------- checkpoints
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def base(self) -> Path:
+        return self.models / "base"
+
+    @property
+    def sft(self) -> Path:
+        return self.models / "sft"
+
+    @property
+    def reward(self) -> Path:
+        return self.models / "reward"
+
+    @property
+    def reward_heldout(self) -> Path:
+        return self.models / "reward_heldout"
+
+    @property
+    def policy(self) -> Path:
+        return self.models / "policy"
+
+    # --------------------------------------------------------------------------------- results
+
+    def metrics(self, stage: Stage) -> Path:
+        return self.root / "metrics" / f"{stage}.json"
+
+    def curves(self, stage: Stage) -> Path:
+        return self.root / "plots" / f"{stage}.csv"
+
+    def lineage(self, stage: Stage) -> Path:
+        return self.models / "lineage" / f"{stage}.json"
+
+    @property
+    def ppo_samples(self) -> Path:
+        """The folder of what PPO's evaluations saw: samples, answers, guards."""
+        return self.root / "evaluation" / "ppo"
+
+    @property
+    def judge_results(self) -> Path:
+        """The folder of what stage judge found."""
+        return self.root / "evaluation" / "judge"
+
+    @property
+    def verdict(self) -> Path:
+        return self.root / "evaluation" / "verdict.json"
+
+    @property
+    def reports(self) -> Path:
+        return self.root / "reports"
+
+    # ----------------------------------------------------------------------------------- project
+
+    @property
+    def params(self) -> Path:
+        return self.root / "params.yaml"
+
+    @property
+    def dvc_yaml(self) -> Path:
+        return self.root / "dvc.yaml"
+
+    def relative(self, path: Path) -> str:
+        """A path below the project's folder as dvc.yaml writes it."""
+        return path.relative_to(self.root).as_posix()
