@@ -44,7 +44,7 @@ AROUND = (
 BESIDE = (".html", ".css", ".js", ".txt")  # what a package reads of its own folder
 
 # All others: 1. Promotion judges by the code of stage judge.
-LAYERS: Mapping[str, int] = {"errors": 0, "config": 0, "promotion": 3, "stages": 4, "cli": 5}
+LAYERS: Mapping[str, int] = {"errors": -1, "config": 0, "promotion": 3, "stages": 4, "cli": 5}
 TORCH_FREE = (
     "config",
     "console",

@@ -18,7 +18,7 @@ from rlhf_tasks.config.promotion import Promotion
 from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import Stage
 
-LOCAL_SECTIONS = ("launch", "resume", "tracking")
+RUNTIME_SECTIONS = ("launch", "resume", "tracking")
 """Sections that every stage may read: where and how it runs. They change no result."""
 KEY = "key"
 """In a field's metadata: the dotted key of one value inside a section."""
@@ -40,7 +40,7 @@ class StageView:
     @classmethod
     def reads(cls) -> tuple[str, ...]:
         """The dotted keys of `params.yaml` that the stage declares, in the order of dvc.yaml."""
-        own = [one for one in fields(cls) if one.name not in (*LOCAL_SECTIONS, "declared")]
+        own = [one for one in fields(cls) if one.name not in (*RUNTIME_SECTIONS, "declared")]
         return tuple(one.metadata.get(KEY, one.name) for one in own)
 
     @classmethod
@@ -51,7 +51,7 @@ class StageView:
         declared = {
             key: v for key, v in flat.items() if any(key == r or key.startswith(f"{r}.") for r in reads)
         }
-        values: dict[str, Any] = {name: getattr(config, name) for name in LOCAL_SECTIONS}
+        values: dict[str, Any] = {name: getattr(config, name) for name in RUNTIME_SECTIONS}
         for one in fields(cls):
             if one.name in values or one.name == "declared":
                 continue

@@ -106,7 +106,7 @@ def test_who_and_when_are_written_only_if_given(answers: Path, monkeypatch: pyte
 
 
 def test_a_kill_loses_no_label(answers: Path) -> None:
-    program = "import sys; from rlhf_tasks import cli; sys.exit(cli.main(['label']))"
+    program = "import sys; from rlhf_tasks.cli import main; sys.exit(main.main(['label']))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
