@@ -231,7 +231,7 @@ CRITERION = {
         ),
         ("evaluation/verdict.json", {"passed": True}, "criteria", "verdict"),
         ("evaluation/verdict.json", {"criteria": [CRITERION], "passed": True}, "summary", "verdict"),
-        ("evaluation/ppo/guards.json", {"trips": [{"episode": 5}]}, "said", "ppo"),
+        ("evaluation/ppo/guards.json", {"trips": [{"episode": 5}]}, "message", "ppo"),
     ],
 )
 def test_what_a_file_lacks_is_told_with_the_stage_that_writes_it(
@@ -396,6 +396,6 @@ def test_judges_agreement_with_people_and_each_other_is_told(whole: Path) -> Non
 
 def test_what_the_guards_said_is_told(whole: Path) -> None:
     assert "No guard tripped." in page.render(inputs.read(whole))
-    trip = {"episode": 512, "guard": "kl_high", "said": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
+    trip = {"episode": 512, "guard": "kl_high", "message": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
     workspace.put_text(whole / "evaluation/ppo/guards.json", json.dumps({"trips": [trip]}))
     assert "At episode 512, kl_high: objective/kl_k1 = 11.4 exceeds 10." in page.render(inputs.read(whole))
