@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, text_of
 from rlhf_tasks.modeling.models import load_causal, place
-from rlhf_tasks.training.runtime import NonFiniteError
+from rlhf_tasks.modeling.tensors import NonFiniteError
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from rlhf_tasks.config import ppo as config
 from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes, text_of
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.models import TokenScores, last_token
-from rlhf_tasks.training.runtime import NonFiniteError
+from rlhf_tasks.modeling.tensors import NonFiniteError
 
 NUM_TRIES = 5
 BACK_OFF_SECONDS = 1.0  # doubles from try to try

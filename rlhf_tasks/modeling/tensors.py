@@ -6,10 +6,20 @@ B batch · R response · V vocabulary. Masks are bool, True = a real response to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class NonFiniteError(ArithmeticError):
+    """NaN or infinity where training needs numbers; no step was taken on it. `batch` is what gave it."""
+
+    def __init__(self, message: str, batch: Any = None) -> None:
+        super().__init__(message)
+        self.batch = batch
+
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all processes; the identity on one process."""

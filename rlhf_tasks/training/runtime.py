@@ -24,20 +24,13 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
-from rlhf_tasks.training.resume import Files
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=2)  # of processes for one that asks a slow judge; a dead one ends them all at once
 ENGINE = "engine"  # DeepSpeed's name for a checkpoint within its folder
-
-
-class NonFiniteError(ArithmeticError):
-    """NaN or infinity where training needs numbers; no step was taken on it. `batch` is what gave it."""
-
-    def __init__(self, message: str, batch: Any = None) -> None:
-        super().__init__(message)
-        self.batch = batch
 
 
 class Runtime:

@@ -34,8 +34,8 @@ from rlhf_tasks.modeling.tensors import gather_logprobs, masked_sum
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
-from rlhf_tasks.training.resume import State
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
+from rlhf_tasks.training.state import State
 
 Sums = dict[str, Tensor]
 SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them

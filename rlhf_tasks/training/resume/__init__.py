@@ -17,6 +17,6 @@ No torch at import.
 """
 
 from rlhf_tasks.training.resume.claims import Claim, claim
-from rlhf_tasks.training.resume.snapshots import Files, Loop, Snapshots, State, open
+from rlhf_tasks.training.resume.snapshots import Loop, Snapshots, open
 
-__all__ = ["Claim", "Files", "Loop", "Snapshots", "State", "claim", "open"]
+__all__ = ["Claim", "Loop", "Snapshots", "claim", "open"]

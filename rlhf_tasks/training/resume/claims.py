@@ -17,7 +17,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
-from rlhf_tasks.training.resume.state import differences, read_manifest, state_folder
+from rlhf_tasks.training.resume.manifests import differences, read_manifest, state_folder
 
 WORKER_WAIT_SECONDS = 10.0  # for the lock: the other processes of the stage wait meanwhile
 

@@ -6,9 +6,8 @@ import hashlib
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,24 +17,14 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
+from rlhf_tasks.training.resume.manifests import MANIFEST, differences, read_manifest, state_folder
 from rlhf_tasks.training.resume.signals import Signals
-from rlhf_tasks.training.resume.state import MANIFEST, differences, read_manifest, state_folder
+from rlhf_tasks.training.state import Files, State
 
 if TYPE_CHECKING:
     from rlhf_tasks.training.runtime import Runtime
 
-State = dict[str, Any]
-"""Nested: tensors, numbers, strings, lists, None, and `Files`. What stands under `shared` is the same on
-all processes and is written once."""
-
 FILES = "files"  # the key of what stands for a folder of `Files` in a stored state
-
-
-@dataclass(frozen=True)
-class Files:
-    """A part of a state that writes files of its own; all processes call it. Loaded, it is their folder."""
-
-    write: Callable[[Path], Any]
 
 
 class Loop(Protocol):
