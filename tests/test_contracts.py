@@ -119,7 +119,7 @@ def test_a_stage_is_only_its_command(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_code_a_stage_imports_is_among_its_deps(stage: str) -> None:
+def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
     deps = dvc_files.graph(ROOT)[stage].deps
     declared = [dep for dep in deps if dvc_files.is_code(dep) and dep.startswith("rlhf_tasks/")]
     assert sorted(declared) == code_of(stage), "see python -m tests.test_contracts"
