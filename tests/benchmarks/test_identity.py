@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.benchmarks import identity
 
 
-def finished_run(root: Path, *, weights: bytes = b"weights", **metrics: Any) -> str:
+def finished_run(root: Path, metrics: Mapping[str, float] | None = None, weights: bytes = b"weights") -> str:
     (root / "models/sft").mkdir(parents=True)
     (root / "models/sft/model.safetensors").write_bytes(weights)
     (root / "metrics").mkdir()
-    values = {"loss": 0.1, "time/train_seconds": 3.0} | metrics
+    values = {"loss": 0.1, "time/train_seconds": 3.0, **(metrics or {})}
     (root / "metrics/ppo.json").write_text(json.dumps(values), encoding="utf-8")
     return str(root)
 
@@ -24,7 +24,7 @@ def test_equal_weights_and_numbers_are_equal_whatever_the_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = finished_run(tmp_path / "before")
-    after = finished_run(tmp_path / "after", **{"time/train_seconds": 4.0})
+    after = finished_run(tmp_path / "after", {"time/train_seconds": 4.0})
     assert identity.main([before, after]) == 0
     assert capsys.readouterr().out == "1 weight files and 1 numbers compared: equal\n"
 
@@ -42,7 +42,7 @@ def test_a_number_that_differs_in_its_last_digit_is_a_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = finished_run(tmp_path / "before")
-    after = finished_run(tmp_path / "after", loss=0.1 + 0.2 - 0.2)
+    after = finished_run(tmp_path / "after", {"loss": 0.1 + 0.2 - 0.2})
     assert identity.main([before, after]) == 1
     assert "changed  metrics/ppo.json loss: 0.1 → 0.10000000000000003" in capsys.readouterr().out
 
@@ -50,8 +50,8 @@ def test_a_number_that_differs_in_its_last_digit_is_a_difference(
 def test_an_added_number_is_listed_and_allowed_only_by_its_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = finished_run(tmp_path / "before", old=1)
-    after = finished_run(tmp_path / "after", selected_kl=1.5)
+    before = finished_run(tmp_path / "before", {"old": 1})
+    after = finished_run(tmp_path / "after", {"selected_kl": 1.5})
     assert identity.main([before, after]) == 1
     assert identity.main([before, after, "--added", "selected_kl"]) == 1
     lines = capsys.readouterr().out.splitlines()
