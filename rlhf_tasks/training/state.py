@@ -1,4 +1,4 @@
-"""What a snapshot keeps of a training loop. No torch here."""
+"""The state of a training loop, as snapshots hold it. No torch here."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_messages_that_the_template_rejects_are_a_bad_row(columns: Columns, chat
     problems = Problems()
     strict = Rendering(bos="", eos="<eos>", chat=refuse, tokenizer="t")
     read({"prompt": [user("hi")], "completion": "x"}, columns, strict, problems)
-    assert "t:1: malformed: the chat template refuses it: roles must take turns" in problems.report()
+    assert "t:1: malformed: the chat template rejects it: roles must take turns" in problems.report()
 
 
 def test_a_template_that_rewrites_the_prompt_is_a_bad_row(columns: Columns) -> None:
