@@ -1,4 +1,4 @@
-"""Pure sampling with the log-probs kept; used by PPO, the judge and `rlhf generate`.
+"""Pure sampling that keeps the log-probs; used by PPO, the judge and `rlhf generate`.
 
 There is no top-k, top-p, minimum length or repetition penalty. With them the responses would not be
 samples of the distribution that the log-probs describe, and the KL estimate would turn negative.
@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, text_of
 from rlhf_tasks.modeling.models import load_causal, place
-from rlhf_tasks.training.runtime import NonFiniteError
+from rlhf_tasks.modeling.tensors import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def sample(
     A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`.
 
     Raises:
-        NonFiniteError: if the model gives no distribution to sample from.
+        NonFiniteError: if the model's logits are NaN or infinite.
     """
     batch = collate(queries, [[] for _ in queries], pad).to(model.device)
     ids, mask, positions = batch.query_response, batch.attention_mask, batch.position_ids

@@ -17,6 +17,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, collate, encode, micro_batches, sizes, text_of
 from rlhf_tasks.modeling.generation import answer
 from rlhf_tasks.modeling.scorers import Scorer
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import interleaved
 from rlhf_tasks.ppo.collector import Scorers, fail_together, stop_token
 from rlhf_tasks.ppo.kl import k1
@@ -25,7 +26,7 @@ from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import logprobs_of
 from rlhf_tasks.ppo.rollout_metrics import standard_error
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
 
 NUM_SAMPLE_PROMPTS = 4
 SELECTED_NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}

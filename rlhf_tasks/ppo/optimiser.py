@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, Size, collate
-from rlhf_tasks.modeling.tensors import entropy_from_logits, gather_logprobs
+from rlhf_tasks.modeling.tensors import NonFiniteError, entropy_from_logits, gather_logprobs
 from rlhf_tasks.ppo.batch import PPOBatch, merged
 from rlhf_tasks.ppo.kl import PenaltyController
 from rlhf_tasks.ppo.losses import Coefficients, Outputs, Sums, ppo_loss, ptx_loss
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums
 
 Metrics = dict[str, float]

@@ -15,13 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.collector import Collector, Scorers, stop_token
 from rlhf_tasks.ppo.estimator import AdvantageEstimator
 from rlhf_tasks.ppo.optimiser import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime, adamw, learning_rate, set_learning_rate
+from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.supervised import LanguageModelling
 
 Metrics = dict[str, float]

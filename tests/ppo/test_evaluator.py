@@ -18,10 +18,11 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.generation import answer
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.test_processes import Meeting, OneOfTwo
 from tests.ppo.test_trainer import Planted

@@ -26,6 +26,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import resume
+from rlhf_tasks.training.state import State
 from tests import small
 
 SETTINGS = {
@@ -292,7 +293,7 @@ def assert_a_kill_changes_nothing(
     weights, samples = contracts.fingerprint(POLICY), pq.read_table(SAMPLES / "samples.parquet")
     save = resume.Snapshots.save
 
-    def saved(self: resume.Snapshots, step: int, state: resume.State) -> None:
+    def saved(self: resume.Snapshots, step: int, state: State) -> None:
         save(self, step, state)
         if step == after:
             raise Killed
