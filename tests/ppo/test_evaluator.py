@@ -25,7 +25,7 @@ from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.test_processes import Meeting, OneOfTwo
-from tests.ppo.test_trainer import Planted
+from tests.ppo.toy import Planted
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
 ROWS = [{"prompt": prompt, "reference": "w1 w2"} for prompt in PROMPTS]

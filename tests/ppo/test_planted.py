@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
-from tests.ppo.test_features import shared, with_lora
-from tests.ppo.test_trainer import share_of_token_5, trainer
+from tests.ppo.toy import share_of_token_5, shared, trainer, with_lora
 
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 

@@ -20,7 +20,7 @@ from rlhf_tasks.ppo.rollout import Rollout, lengths_mask
 from rlhf_tasks.ppo.trainer import Metrics
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
-from tests.ppo.test_trainer import parameters, trainer
+from tests.ppo.toy import parameters, trainer
 from tests.small import EOS
 
 T = TypeVar("T")

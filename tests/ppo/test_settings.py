@@ -13,8 +13,16 @@ from torch import Tensor
 from rlhf_tasks.ppo.batch import PPOBatch
 from tests import small
 from tests.ppo import test_advantages
-from tests.ppo.test_features import ONE_STEP, flat, sampled_batch
-from tests.ppo.test_trainer import QUERIES, far, hand_made_rollout, parameters, trainer
+from tests.ppo.toy import (
+    ONE_STEP,
+    QUERIES,
+    from_older_policy,
+    hand_made_rollout,
+    parameters,
+    sampled_batch,
+    trainer,
+    without_gains,
+)
 
 # ------------------------------------------------------------------------------ from scores to returns
 
@@ -84,7 +92,7 @@ OTHER_LOSSES: dict[str, tuple[dict[str, Any], PerToken]] = {
 def ppo_batch() -> PPOBatch:
     """A batch of a policy that is neither the one in training nor the reference."""
     one = trainer(reference_seed=7)
-    batch = flat(sampled_batch(one))
+    batch = without_gains(sampled_batch(one))
     old = torch.where(batch.rollout.mask, batch.rollout.logprobs - 0.3, 0)
     return replace(batch, rollout=replace(batch.rollout, logprobs=old))
 
@@ -160,7 +168,9 @@ def test_gradients_are_scaled_down_to_max_grad_norm(ppo_batch: PPOBatch) -> None
     def largest_change(max_grad_norm: float | None) -> float:
         one = trainer(max_grad_norm=max_grad_norm, learning_rate=1e-3, **ONE_STEP)
         before = parameters(one)
-        one.optimiser.optimise(far(replace(ppo_batch, advantages=torch.ones_like(ppo_batch.advantages))))
+        one.optimiser.optimise(
+            from_older_policy(replace(ppo_batch, advantages=torch.ones_like(ppo_batch.advantages)))
+        )
         return float((parameters(one) - before).abs().max())
 
     assert largest_change(None) == pytest.approx(1e-3, rel=0.05)
