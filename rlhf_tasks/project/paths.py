@@ -94,6 +94,11 @@ class Paths:
         return self.root / "evaluation" / "judge"
 
     @property
+    def evaluation_results(self) -> Path:
+        """The results document of stage judge: see `evaluation.results.EvaluationResults`."""
+        return self.judge_results / "results.json"
+
+    @property
     def verdict(self) -> Path:
         return self.root / "evaluation" / "verdict.json"
 
