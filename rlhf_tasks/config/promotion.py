@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_tasks.config.judge import OPTIMISED, FunctionJudge, Judge, Judging, Mixture, RewardModelJudge
+from rlhf_tasks.config.judge import OPTIMISED, CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
 
@@ -41,7 +41,9 @@ class Promotion(Section):
 
 def parts(judges: Sequence[Judge], name: str) -> set[str]:
     """The judge itself, and those that it mixes."""
-    mixed = {part for one in judges if isinstance(one, Mixture) and one.name == name for part in one.judges}
+    mixed = {
+        part for one in judges if isinstance(one, CombinedJudge) and one.name == name for part in one.judges
+    }
     return {name} | mixed
 
 

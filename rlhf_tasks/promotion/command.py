@@ -20,7 +20,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, JudgeView, Promotion
 from rlhf_tasks.config.promotion import parts
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import judges
+from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.project import atomic, dvc_files, experiments, git, hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, experiment, files, gate, weights
@@ -198,7 +198,7 @@ def _measured(
         console.say(f"the metrics here {untold}: it is judged, and measured, against {SFT} now")
         found = _contest(settings, criteria, model, SFT, "sft") | _cost(settings, criteria, model)
         found |= evidence.kl(Path()) if evidence.is_trained(Path(), md5) else {}
-    suspects = set(judges.optimised(settings.judge, Path(model)))
+    suspects = set(optimised_judges(settings.judge, Path(model), Path()))
     if evidence.is_trained(Path(), md5):
         functions = evidence.rewards(Path())
         suspects |= {
@@ -212,10 +212,8 @@ def _contest(settings: Config, criteria: Promotion, model: str, against: str, na
     from rlhf_tasks.evaluation import head_to_head
 
     view = JudgeView.of(settings)
-    found = head_to_head.run(view, model, against, num_examples=None, names=criteria.named)
-    return {
-        key.replace(f"/{model}_vs_{against}/", f"/policy_vs_{name}/"): value for key, value in found.items()
-    }
+    results = head_to_head.compare_models(view, model, against, paths=Paths(), names=criteria.named)
+    return results.renamed({model: "policy", against: name}).metrics()
 
 
 def _cost(settings: Config, criteria: Promotion, model: str) -> dict[str, float]:

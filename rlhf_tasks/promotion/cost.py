@@ -16,7 +16,8 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Config
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, micro_batches, read_table, sizes
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.answers import sample
+from rlhf_tasks.evaluation.responses import sample
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.contracts import ContractError
@@ -44,8 +45,9 @@ def measured(settings: Config, policy: Path, sft: Path) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, float] = {}
     if settings.judge.retention is not None:
-        probes = Probes(settings.judge.retention)
-        found = probes("sft", sft, device) | probes("policy", policy, device)
+        probes = Probes(settings.judge.retention, Paths())
+        retention = {name: probes.measure(one, device) for name, one in (("sft", sft), ("policy", policy))}
+        found = EvaluationResults(retention=retention).metrics()
     try:
         contracts.check_same_tokenizer(sft, policy)
     except ContractError as error:
@@ -61,8 +63,8 @@ def kl(settings: Config, policy: Path, sft: Path, device: torch.device) -> float
     """
     prompts = [row["prompt"] for row in read_table(Paths(), "prompts", "test")[: settings.judge.num_examples]]
     answers = sample(
-        policy, prompts, max_new_tokens=settings.ppo.response_length, temperature=settings.ppo.temperature,
-        seed=settings.seed, device=device,
+        policy, prompts, paths=Paths(), max_new_tokens=settings.ppo.response_length,
+        temperature=settings.ppo.temperature, seed=settings.seed, device=device,
     ).ids  # fmt: skip
     tokenizer = load_tokenizer(sft)
     queries, pad, most = encode(tokenizer, prompts), tokenizer.pad_token_id, settings.ppo.micro_batch_tokens

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.config import Config, Judging
-from rlhf_tasks.evaluation.judges import prompts
-from rlhf_tasks.evaluation.probes import ENGLISH
+from rlhf_tasks.evaluation.judges import prompt_templates
+from rlhf_tasks.evaluation.probe_texts import ENGLISH
 from rlhf_tasks.project import dvc_files, hashing
 
 
@@ -60,7 +60,7 @@ def _named(judge: Mapping[str, Any], made: Collection[str]) -> Iterator[tuple[di
         is_folder = "path" in one and one.get("revision") is None
         if is_folder and not any(Path(one["path"]).is_relative_to(out) for out in made):
             yield one, "path"
-        if "prompt" in one and one["prompt"] not in prompts.shipped():
+        if "prompt" in one and one["prompt"] not in prompt_templates.shipped():
             yield one, "prompt"
     retention = judge["retention"] or {}
     for key in ("general", "questions"):

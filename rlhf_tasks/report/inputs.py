@@ -107,8 +107,8 @@ def read(root: Path) -> Inputs:
         outs=_outs(root),
         answers=_rows(there("evaluation/judge/answers.parquet"), ("index", "prompt")),
         verdicts=_rows(
-            there("evaluation/judge/verdicts.parquet"),
-            ("judge", "a", "b", "index", "verdict", "score_a", "score_b"),
+            there("evaluation/judge/comparisons.parquet"),
+            ("judge", "a", "b", "index", "outcome", "score_a", "score_b"),
         ),
         calibration=_rows(
             there("evaluation/judge/calibration.parquet"),

@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from rlhf_tasks.config import flatten
-from rlhf_tasks.evaluation.statistics import Verdict, verdict
+from rlhf_tasks.evaluation.statistics import Summary, summarise
 from rlhf_tasks.report import agreement, chain, charts, trust
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curves, Inputs, Rows
@@ -41,7 +41,7 @@ class Rate:
     value: float
     low: float
     high: float
-    counts: Verdict | None
+    counts: Summary | None
 
     @property
     def tone(self) -> str:
@@ -167,7 +167,7 @@ def _rates(judge: Mapping[str, float], verdicts: Rows) -> Iterator[Rate]:
     """Every JUDGE/A_vs_B/win_rate of metrics/judge.json, in its order, with counts from the verdicts."""
     given: dict[tuple[str, str, str], list[float]] = {}
     for row in verdicts:
-        outcome = math.nan if row["verdict"] is None else row["verdict"]
+        outcome = math.nan if row["outcome"] is None else row["outcome"]
         given.setdefault((row["judge"], row["a"], row["b"]), []).append(outcome)
     for key, value in judge.items():
         found = re.fullmatch(r"(.+)/(.+)_vs_([^/]+)/win_rate", key)
@@ -175,7 +175,7 @@ def _rates(judge: Mapping[str, float], verdicts: Rows) -> Iterator[Rate]:
             who, a, b = found.groups()
             stem = key.removesuffix("win_rate")
             outcomes = given.get((who, a, b), [])
-            counts = verdict(outcomes) if any(not math.isnan(o) for o in outcomes) else None
+            counts = summarise(outcomes) if any(not math.isnan(o) for o in outcomes) else None
             yield Rate(who, a, b, value, judge[f"{stem}low"], judge[f"{stem}high"], counts)
 
 
@@ -324,13 +324,13 @@ def _lead(row: Mapping[str, Any]) -> float | None:
 
     None where the judge failed; 0 for a tie.
     """
-    if row["verdict"] is None or math.isnan(row["verdict"]):
+    if row["outcome"] is None or math.isnan(row["outcome"]):
         return None
     if row["score_a"] is not None and row["score_b"] is not None:
         return float(row["score_a"] - row["score_b"])
-    if _orders(row) and row["verdict"] != 0.5:
+    if _orders(row) and row["outcome"] != 0.5:
         return sum(_orders(row)) / 2 - 0.5
-    return float(row["verdict"]) - 0.5
+    return float(row["outcome"]) - 0.5
 
 
 def _orders(row: Mapping[str, Any]) -> list[float]:

@@ -13,9 +13,10 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import console
 from rlhf_tasks.cli import main
-from rlhf_tasks.evaluation.judges import making
+from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, git, hashing, workspaces
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
@@ -190,7 +191,7 @@ def test_files_that_judges_read_are_those_of_here_and_models_of_the_pipeline_the
         paths = {name: Path(named[name].path, "w") for name in ("reward_model", "elsewhere")}
         paths |= {"gpt": Path(named["gpt"].prompt), "general": Path(settings.judge.retention.general)}
         seen.update({name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()})
-        (own,) = making.build(settings.judge, "synthetic", torch.device("cpu"), ["own"])
+        (own,) = build_judges(settings.judge, "synthetic", torch.device("cpu"), Paths(), names=["own"])
         seen["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
         return {**planted.BETTER, **planted.over_champion()}
 
