@@ -118,6 +118,25 @@ def test_a_function_that_cannot_be_had_is_the_users_mistake(
         function(f"{module(text)}:{asked}")
 
 
+def test_a_module_below_the_root_may_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_rewards.py").write_text("WEIGHT = 2.0\n", encoding="utf-8")
+    code = "def score(p, r):\n    from neighbour_of_rewards import WEIGHT\n    return [WEIGHT for _ in r]\n"
+    (tmp_path / "rewards_with_neighbour.py").write_text(code, encoding="utf-8")
+    scorer = FunctionScorer("rewards_with_neighbour:score", small.tokenizer(), tmp_path)
+    assert scorer(QUERIES, RESPONSES).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_each_root_has_its_own_module_of_one_name(tmp_path: Path) -> None:
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        code = f"def score(p, r):\n    return [{number}.0 for _ in r]\n"
+        (folder / "rewards_of_root.py").write_text(code, encoding="utf-8")
+    for number in (1, 2, 1):
+        scorer = FunctionScorer("rewards_of_root:score", small.tokenizer(), tmp_path / str(number))
+        assert scorer(QUERIES, RESPONSES).tolist() == [float(number)] * 3
+
+
 def test_a_module_that_is_nowhere_is_the_users_mistake(module: Callable[[str], str]) -> None:
     with pytest.raises(UserError, match="nowhere_at_all:score cannot be imported"):
         function("nowhere_at_all:score")
