@@ -49,8 +49,8 @@ MIN_PROMPTS_FOR_GAIN = 3
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What the judges gave: comparisons, scores by judge and contender, facets by judge and contender."""
+class JudgeOutput:
+    """The output of the judges: comparisons, scores by judge and contender, facets by judge and contender."""
 
     comparisons: dict[summary.Key, Comparisons]
     scores: dict[tuple[str, str], list[float]]
@@ -58,7 +58,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Diagnosed:
+class DiagnosticOutput:
     """Reward diagnostics, and the rows of their figures."""
 
     diagnostics: tuple[RewardDiagnostic, ...]
@@ -126,8 +126,8 @@ def _retention(probes: Probes, paths: Paths, rt: Runtime) -> dict[str, Retention
 # ---------------------------------------------------------------------------------------- judges
 
 
-def _judge(config: JudgeView, judges: Sequence[Judge], contenders: Contenders) -> Judged:
-    judged = Judged({}, {}, {})
+def _judge(config: JudgeView, judges: Sequence[Judge], contenders: Contenders) -> JudgeOutput:
+    judged = JudgeOutput({}, {}, {})
     prompts, texts = contenders.prompts, contenders.texts
     for judge in judges:
         compared = summary.compare(judge, PAIRS, prompts, texts, config.judge.max_failure_share)
@@ -139,7 +139,7 @@ def _judge(config: JudgeView, judges: Sequence[Judge], contenders: Contenders) -
     return judged
 
 
-def _results(judged: Judged, contenders: Contenders) -> tuple[ComparisonResult, ...]:
+def _results(judged: JudgeOutput, contenders: Contenders) -> tuple[ComparisonResult, ...]:
     return tuple(
         result.model_copy(update={"matched_length_gain": _length_gain(result.judge, judged, contenders)})
         if (result.a, result.b) == ("policy", "sft")
@@ -148,7 +148,7 @@ def _results(judged: Judged, contenders: Contenders) -> tuple[ComparisonResult, 
     )
 
 
-def _length_gain(judge: str, judged: Judged, contenders: Contenders) -> Interval | None:
+def _length_gain(judge: str, judged: JudgeOutput, contenders: Contenders) -> Interval | None:
     """How much higher PPO's responses score than SFT's at equal length; None without enough scores."""
     scores = [judged.scores.get((judge, who)) for who in ("policy", "sft")]
     if scores[0] is None or scores[1] is None:
@@ -180,8 +180,8 @@ def _human_labels(labels: Sequence[Label], judges: Sequence[Judge]) -> HumanLabe
 
 
 def _diagnose(
-    rt: Runtime, config: JudgeView, paths: Paths, contenders: Contenders, judged: Judged
-) -> Diagnosed:
+    rt: Runtime, config: JudgeView, paths: Paths, contenders: Contenders, judged: JudgeOutput
+) -> DiagnosticOutput:
     rewards = reward_diagnostics.load_rewards(paths, rt.device)
     samples = _sampled_pairs(rt, config, paths, contenders) if rewards else {}
     labelled = reward_diagnostics.labelled_pairs(paths) if rewards else {}
@@ -193,7 +193,7 @@ def _diagnose(
         scores |= {(OPTIMISED, who): values for who, values in own.items()}
         gaps = _reward_gaps(own, judged.comparisons)
     lengths = reward_diagnostics.by_length(scores, contenders.texts)
-    return Diagnosed(diagnostics, gaps, bins, lengths)
+    return DiagnosticOutput(diagnostics, gaps, bins, lengths)
 
 
 def _is_optimised(paths: Paths) -> bool:
@@ -233,7 +233,11 @@ def _sampled_pairs(
 
 
 def _write(
-    paths: Paths, results: EvaluationResults, contenders: Contenders, judged: Judged, diagnosed: Diagnosed
+    paths: Paths,
+    results: EvaluationResults,
+    contenders: Contenders,
+    judged: JudgeOutput,
+    diagnosed: DiagnosticOutput,
 ) -> None:
     columns = {f"{judge}/{who}": values for (judge, who), values in judged.scores.items()}
     table: dict[str, Any] = {"index": list(range(len(contenders.prompts))), "prompt": contenders.prompts}
@@ -254,7 +258,11 @@ def _write(
 
 
 def _show(
-    config: JudgeView, results: EvaluationResults, contenders: Contenders, judged: Judged, tracker: Tracker
+    config: JudgeView,
+    results: EvaluationResults,
+    contenders: Contenders,
+    judged: JudgeOutput,
+    tracker: Tracker,
 ) -> None:
     prompts, texts = contenders.prompts, contenders.texts
     rows = tables.win_rates(results.comparisons)

@@ -219,15 +219,18 @@ def test_a_missing_function_is_an_error_that_names_the_parameter() -> None:
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [
-        ("[1.0]", "gave 1 scores for 2 answers"),
-        ("['1', '2']", "text is no number"),
-        ("None", "gave None: .* one number per answer is needed"),
+        ("[1.0]", "but gave 1 for 2"),
+        ("['1', '2']", "but returned .*'1'"),
+        ("None", "but returned None"),
     ],
 )
 def test_a_function_must_return_one_number_per_response(tmp_path: Path, returned: str, reason: str) -> None:
     (tmp_path / "my_judge.py").write_text(f"def score(prompts, answers):\n    return {returned}\n")
     (own,) = build(LONGEST | {"function": "my_judge:score"}, root=tmp_path)
-    with pytest.raises(UserError, match=rf"judge\.judges: function my_judge:score .*{reason}"):
+    with pytest.raises(
+        UserError,
+        match=rf"judge\.judges: function my_judge:score must return one number per response, {reason}",
+    ):
         own.compare(["p", "q"], ["a", "b"], ["c", "d"])
 
 
