@@ -18,7 +18,6 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Promotion
 from rlhf_tasks.config.promotion import with_parts
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import paths as project_paths
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import candidate as candidates
 from rlhf_tasks.promotion import experiment, gate, measurement, origin, record, weights
@@ -177,7 +176,7 @@ def _criteria(settings: Config) -> Promotion:
 @contextmanager
 def _locked(root: Path) -> Iterator[Path]:
     """The project's `.rlhf` folder, while no other process promotes or rolls back."""
-    home = project_paths.home(root)
+    home = Paths(root).home
     home.mkdir(parents=True, exist_ok=True)
     with FileLock(home / "promotion.lock"):
         yield home

@@ -56,7 +56,7 @@ def selected_kl(paths: Paths) -> Kl | None:
 
 def is_trained_here(paths: Paths, md5: str) -> bool:
     """Whether metrics/ppo.json describes the policy with these bytes, according to dvc.lock."""
-    locked = dvc_files.locked_by("ppo", paths.root)
+    locked = dvc_files.locked_by(paths.root, "ppo")
     metrics = paths.metrics("ppo")
     is_current = metrics.exists() and hashing.dvc_md5(metrics) == locked.get(paths.relative(metrics))
     return is_current and locked.get(paths.relative(paths.policy)) == md5
@@ -69,9 +69,9 @@ def is_judged_here(paths: Paths, md5: str) -> bool:
     has changed since.
     """
     root, folder = paths.root, paths.judge_results
-    locked = dvc_files.locked_by("judge", root)
+    locked = dvc_files.locked_by(root, "judge")
     is_current = folder.exists() and hashing.dvc_md5(folder) == locked.get(paths.relative(folder))
-    used, now = dvc_files.locked_params("judge", root).get("judge", {}), dvc_files.parameters(root)["judge"]
+    used, now = dvc_files.locked_params(root, "judge").get("judge", {}), dvc_files.parameters(root)["judge"]
     return (
         is_trained_here(paths, md5)
         and is_current
@@ -82,7 +82,7 @@ def is_judged_here(paths: Paths, md5: str) -> bool:
 
 def reward_functions(paths: Paths) -> set[str]:
     """The functions that PPO optimised when it trained the policy of dvc.lock."""
-    scorers = dvc_files.locked_params("ppo", paths.root).get("ppo", {}).get("scorers", [])
+    scorers = dvc_files.locked_params(paths.root, "ppo").get("ppo", {}).get("scorers", [])
     return {scorer["function"] for scorer in scorers if "function" in scorer}
 
 

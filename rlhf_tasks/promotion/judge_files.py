@@ -36,7 +36,7 @@ def changed(run: Path, local: Path) -> list[str]:
     outs = _outs(run)
     paths = [section[key] for section, key in _paths(judge) if not _is_below(section[key], outs)]
     paths += [path for path in _modules(judge) if (run / path).exists() or (local / path).exists()]
-    locked = dvc_files.locked_by("judge", run)
+    locked = dvc_files.locked_by(run, "judge")
     deps = {path: _dep_of(path, locked) for path in paths}
     used = {path: locked.get(dep, _digest(run / path)) for path, dep in deps.items()}
     return [path for path, md5 in used.items() if md5 != _digest(local / deps[path])]

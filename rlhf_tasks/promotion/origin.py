@@ -42,7 +42,7 @@ def _lineage(candidate: Candidate) -> dict[str, Any]:
     """The lineage file of the stage that wrote the policy; empty if it describes another policy."""
     root, model = candidate.paths.root, candidate.model
     stage = next((name for name, node in dvc_files.graph(root).items() if model in node.outs), "none")
-    path, locked = f"models/lineage/{stage}.json", dvc_files.locked_by(stage, root)
+    path, locked = f"models/lineage/{stage}.json", dvc_files.locked_by(root, stage)
     file = root / path
     if locked.get(model) != candidate.md5 or not file.exists() or locked.get(path) != hashing.dvc_md5(file):
         return {}
