@@ -62,7 +62,7 @@ def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]
     yield from _judge_conflicts(promotion, judging, ppo)
     for key in ("max_perplexity_growth", "max_choice_drop"):
         if getattr(promotion, key) is not None and judging.retention is None:
-            yield f"promotion.{key} needs judge.retention, which measures it; set that, or promotion.{key}: null"
+            yield f"promotion.{key} needs judge.retention, which measures it; set it, or promotion.{key}: null"
     if promotion.min_examples > judging.num_examples:
         yield (
             f"promotion.min_examples={promotion.min_examples} is more than judge.num_examples="
@@ -101,7 +101,7 @@ def _judge_conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterat
 
 
 def _shared(promotion: Promotion, judging: Judging) -> list[str]:
-    """The judges of the second one that decide exactly as a judge of the first one, whatever their names."""
+    """The judges behind `second_judge` that are defined as one behind `judge`, whatever their names."""
     first, second = (
         {one.name: _definition(one) for one in judging.judges if one.name in with_parts(judging.judges, name)}
         for name in promotion.named

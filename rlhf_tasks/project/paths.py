@@ -109,6 +109,11 @@ class Paths:
         return self.judge_results / "results.json"
 
     @property
+    def judged_responses(self) -> Path:
+        """The table of prompts, references and responses of stage judge, with their scores."""
+        return self.judge_results / "answers.parquet"
+
+    @property
     def verdict(self) -> Path:
         return self.root / "evaluation" / "verdict.json"
 

@@ -43,8 +43,8 @@ def check(folder: Path, name: str) -> None:
     """
     if not (folder / "config.json").is_file():
         raise UserError(
-            f"{name} is neither a checkpoint (it has no config.json) nor an experiment; give a folder such as "
-            f"{POLICY}, or a name that `dvc exp list -A` shows"
+            f"{name} is neither a checkpoint (it has no config.json) nor an experiment; give a folder such "
+            f"as {POLICY}, or a name that `dvc exp list -A` shows"
         )
     identity = folder / "rlhf.json"
     try:

@@ -27,7 +27,7 @@ from rlhf_tasks.promotion.record import Record
 from rlhf_tasks.promotion.registry import CHAMPION, ROLLED_BACK, Registry, Unreachable, Version
 
 DONE, REFUSED, DEFERRED, UNDECIDED = 0, 3, 4, 5
-"""Exit status: promoted (or champion already); refused by the gate; MLflow does not answer; must be judged."""
+"""Exit status: promoted, or champion already; refused by the gate; MLflow does not answer; not judged yet."""
 RETRY_HINT = "; repeat the command later"
 
 
@@ -40,16 +40,15 @@ class _Job:
     candidate: Candidate
     local: Paths
     """The user's project, whose judges' files are used."""
-    home: Path
     again: bool
     unless_judging: bool
 
 
-def promote(root: Path, model: str, *, again: bool = False, unless_judging: bool = False) -> int:
+def promote(local: Paths, model: str, *, again: bool = False, unless_judging: bool = False) -> int:
     """Let the gate decide about a policy, and make it champion if it passes. Returns the exit status.
 
     Args:
-        root: The project's folder.
+        local: The user's project.
         model: A checkpoint's folder, or the name of an experiment.
         again: Also promote a policy that was rolled back.
         unless_judging: Do nothing if the verdict needs anything judged.
@@ -57,42 +56,41 @@ def promote(root: Path, model: str, *, again: bool = False, unless_judging: bool
     Raises:
         UserError: if there is no gate, no such policy, or no way to judge it.
     """
-    local = Paths(root)
-    settings = config.load(local.params)
+    settings, root = config.load(local.params), local.root
     criteria = _criteria(settings)
     is_checkpoint = (root / model / "config.json").is_file()
     revision = None if is_checkpoint else experiment.find(root, model)
     if revision is None:
         candidates.check(root / model, model)
     try:
-        with _locked(root) as home:
+        with _locked(local):
             if revision is None:
                 candidate = Candidate.of(local, Path(model).as_posix())
-                return _promote(_Job(settings, criteria, candidate, local, home, again, unless_judging))
+                return _promote(_Job(settings, criteria, candidate, local, again, unless_judging))
             with experiment.checked_out(root, settings, model, revision) as (merged, paths):
                 candidate = Candidate.of(paths, POLICY, f"{POLICY} of {model}")
-                return _promote(_Job(merged, criteria, candidate, local, home, again, unless_judging))
+                return _promote(_Job(merged, criteria, candidate, local, again, unless_judging))
     except Unreachable as error:
         console.say(f"Deferred: MLflow does not answer ({error}){RETRY_HINT}")
         return DEFERRED
 
 
-def rollback(root: Path) -> int:
+def rollback(paths: Paths) -> int:
     """Make the former champion champion again. Returns the exit status.
 
     Raises:
         UserError: if there is no gate, no champion, or no former one.
     """
-    settings = config.load(Paths(root).params)
+    settings = config.load(paths.params)
     criteria = _criteria(settings)
     try:
-        with _locked(root) as home:
-            registry = Registry.open(settings.tracking, home, criteria.model)
+        with _locked(paths):
+            registry = Registry.open(settings.tracking, paths.home, criteria.model)
             left, now = registry.rollback(record.now())
     except Unreachable as error:
         console.say(
-            f"Deferred: MLflow does not answer ({error}). The rollback may have happened: check which version "
-            f"is {CHAMPION} before you repeat the command, which would roll back once more"
+            f"Deferred: MLflow does not answer ({error}). The rollback may have happened: check which "
+            f"version is {CHAMPION} before you repeat the command, which would roll back once more"
         )
         return DEFERRED
     console.say(
@@ -103,7 +101,7 @@ def rollback(root: Path) -> int:
 
 
 def _promote(job: _Job) -> int:
-    registry = Registry.open(job.settings.tracking, job.home, job.criteria.model)
+    registry = Registry.open(job.settings.tracking, job.local.home, job.criteria.model)
     champion = registry.champion()
     if champion is not None and champion.md5 == job.candidate.md5:
         console.say(f"Promoted: {_name(job, champion)} is {CHAMPION} already")
@@ -113,7 +111,7 @@ def _promote(job: _Job) -> int:
     if job.unless_judging and (stale or opponent):
         console.say(f"Undecided: {job.candidate.label} must be judged first")
         return UNDECIDED
-    tags, run = origin.describe(job.candidate, job.home, registry, job.settings.tracking)
+    tags, run = origin.describe(job.candidate, job.local.home, registry, job.settings.tracking)
     version = registry.register(job.candidate.md5, job.candidate.model, tags, run)
     registry.challenge(version)
     verdict = _verdict(job, stale, champion, opponent)
@@ -125,7 +123,7 @@ def _promote(job: _Job) -> int:
 
 def _verdict(job: _Job, stale: str | None, champion: Version | None, opponent: Version | None) -> Verdict:
     measurer = measurement.Measurer(job.settings, job.criteria, job.candidate, job.local)
-    evidence = measurer.evidence(stale)
+    evidence = measurer.collect(stale)
     if opponent is not None:
         evidence = measurer.with_champion(evidence, _weights(job, opponent))
     judges = job.settings.judge.judges
@@ -139,7 +137,7 @@ def _weights(job: _Job, champion: Version) -> Path:
             f"version {champion.number} of {job.criteria.model} is {CHAMPION} and has no tag dvc.md5: `rlhf "
             "promote` did not register it, so its weights are not known; move the alias, or remove it"
         )
-    return weights.restore(job.local.root, job.home, champion.md5, champion.tags)
+    return weights.restore(job.local.root, job.local.home, champion.md5, champion.tags)
 
 
 def _conclude(
@@ -148,7 +146,7 @@ def _conclude(
     """Keep the verdict, show it, and promote the version if it passed."""
     against = f"version {champion.number}" if champion else "no champion yet"
     kept = Record(verdict, job.candidate.label, against, record.now())
-    kept.write(record.verdict_file(job.home, job.candidate.md5), job.criteria.model, version)
+    kept.write(record.verdict_file(job.local.home, job.candidate.md5), job.criteria.model, version)
     kept.publish(registry, version)
     gate.show(verdict)
     name = _name(job, version)
@@ -174,9 +172,8 @@ def _criteria(settings: Config) -> Promotion:
 
 
 @contextmanager
-def _locked(root: Path) -> Iterator[Path]:
-    """The project's `.rlhf` folder, while no other process promotes or rolls back."""
-    home = Paths(root).home
-    home.mkdir(parents=True, exist_ok=True)
-    with FileLock(home / "promotion.lock"):
-        yield home
+def _locked(paths: Paths) -> Iterator[None]:
+    """Keep other processes of the project from promoting and rolling back."""
+    paths.home.mkdir(parents=True, exist_ok=True)
+    with FileLock(paths.home / "promotion.lock"):
+        yield

@@ -47,12 +47,14 @@ def checked_out(root: Path, settings: Config, name: str, revision: str) -> Itera
 
 
 def _pull(paths: Paths, name: str) -> None:
-    """Pull what the cache lacks: the policy, what stage judge reads, and if possible what tells its origin."""
+    """Pull what the cache lacks: the policy, what stage judge reads, and if possible lineage and results."""
     root, locked, graph = paths.root, dvc_files.locked(paths.root), dvc_files.graph(paths.root)
     policy = paths.relative(paths.policy)
     if policy not in locked:
         raise UserError(f"the experiment {name} has no {policy}: its stage ppo has not run")
-    cached = {out for node in graph.values() for out in node.outs if not out.startswith(dvc_files.KEPT_BY_GIT)}
+    cached = {
+        out for node in graph.values() for out in node.outs if not out.startswith(dvc_files.KEPT_BY_GIT)
+    }
     read = [path for path in graph["judge"].inputs if path in cached] if "judge" in graph else []
     missing = _missing(paths, [policy, *read], locked)
     try:
@@ -63,8 +65,8 @@ def _pull(paths: Paths, name: str) -> None:
         parts = ", ".join(f"{path} ({locked[path]})" for path in missing)
         raise UserError(
             f"the DVC cache lacks files of the experiment {name}: {parts}; and `dvc pull` failed: {reason}. "
-            f"Push them from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC remote that is set up "
-            f"here too) and repeat the command, or run it again: `dvc exp apply {name} && dvc repro`"
+            f"Push them from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC remote that is set "
+            f"up here too) and repeat the command, or run it again: `dvc exp apply {name} && dvc repro`"
         ) from None
     for path, consequence in {
         paths.relative(paths.lineage("ppo")): "the version will not name its run in MLflow",

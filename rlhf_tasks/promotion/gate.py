@@ -1,4 +1,4 @@
-"""The gate: evidence about a policy against the criteria of `promotion`. Pure; it reads no file and no registry.
+"""The gate: evidence about a policy against the criteria of `promotion`. It reads no file and no registry.
 
 A win rate passes by the lower end of its 95% interval, so that luck promotes nothing. Two judges agree here
 if that end is above the bound for both. Cohen's kappa would not do: it falls as a policy gets so much better
@@ -118,7 +118,7 @@ class Verdict:
         return cls(tuple(Criterion(**{name: one[name] for name in names}) for one in tree["criteria"]))
 
     def metrics(self) -> dict[str, float]:
-        """`KEY/value`, `KEY/bound`, `KEY/margin` and `KEY/passed` (1 or 0) of each criterion, `gate/passed`."""
+        """`gate/passed`, and `KEY/value`, `KEY/bound`, `KEY/margin`, `KEY/passed` (1 or 0) of each criterion."""
         metrics = {"gate/passed": float(self.passed)}
         for criterion in self.criteria:
             numbers = {"value": criterion.value, "bound": criterion.bound, "margin": criterion.margin}
@@ -140,9 +140,7 @@ class Verdict:
         ]
 
 
-def decide(
-    promotion: Promotion, evidence: Evidence, *, suspects: Collection[str], champion: bool
-) -> Verdict:
+def decide(promotion: Promotion, evidence: Evidence, *, suspects: Collection[str], champion: bool) -> Verdict:
     """Apply every criterion that is not null.
 
     Args:
@@ -170,7 +168,9 @@ def _criteria(
     yield from _retention(promotion, evidence.results)
     shares = (_of_comparison(evidence.results, judge, b, _failure_share) for judge, b in pairs)
     share = _combined(lambda *values: max(values), *shares)
-    yield from _bounded("failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share)
+    yield from _bounded(
+        "failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share
+    )
     counts = (_of_comparison(evidence.results, judge, b, lambda one: one.examples) for judge, b in pairs)
     fewest = _combined(lambda *values: min(values), *counts)
     yield from _bounded("examples", "judged examples", fewest, ">=", promotion.min_examples)
@@ -190,7 +190,9 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
     for text, name in TEXTS.items():
         if text == "general" and not any(text in one.perplexity for one in results.retention.values()):
             continue  # judge.retention.general is null
-        growth = _combined(lambda p, s: p / s, *(_perplexity(results, who, text) for who in ("policy", "sft")))
+        growth = _combined(
+            lambda p, s: p / s, *(_perplexity(results, who, text) for who in ("policy", "sft"))
+        )
         title = f"perplexity on {name} over SFT's"
         yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
     drop = _combined(lambda s, p: s - p, *(_multiple_choice(results, who) for who in ("sft", "policy")))

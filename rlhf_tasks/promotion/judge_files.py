@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.config import Config, Judging
-from rlhf_tasks.evaluation.judges import prompts
-from rlhf_tasks.evaluation.probes import ENGLISH
+from rlhf_tasks.evaluation.judges import prompt_templates
+from rlhf_tasks.evaluation.probe_texts import ENGLISH
 from rlhf_tasks.project import dvc_files, hashing
 
 
-def with_absolute_paths(settings: Config, run: Path, local: Path) -> Config:
-    """The config with absolute paths to the judges' files: outs of the pipeline below `run`, others `local`."""
+def with_local_paths(settings: Config, run: Path, local: Path) -> Config:
+    """The config with absolute paths to the judges' files in `local`; outs of the pipeline stay relative."""
+    if run == local:
+        return settings
     judge = settings.judge.model_dump(mode="json")
-    outs = _outs(run)
-    for section, key in _paths(judge):
-        section[key] = str((run if _is_below(section[key], outs) else local) / section[key])
+    for section, key in _paths(judge, _outs(run)):
+        section[key] = str(local.resolve() / section[key])
     return settings.model_copy(update={"judge": Judging.model_validate(judge)})
 
 
@@ -33,8 +34,7 @@ def changed(run: Path, local: Path) -> list[str]:
     that is one is compared with the file in `run`; if `run` is `local`, such a change stays unknown.
     """
     judge = dvc_files.parameters(run)["judge"]
-    outs = _outs(run)
-    paths = [section[key] for section, key in _paths(judge) if not _is_below(section[key], outs)]
+    paths = [section[key] for section, key in _paths(judge, _outs(run))]
     paths += [path for path in _modules(judge) if (run / path).exists() or (local / path).exists()]
     locked = dvc_files.locked_by(run, "judge")
     deps = {path: _dep_of(path, locked) for path in paths}
@@ -46,22 +46,19 @@ def _outs(root: Path) -> list[str]:
     return [out for node in dvc_files.graph(root).values() for out in node.outs]
 
 
-def _is_below(path: str, outs: Collection[str]) -> bool:
-    return any(Path(path).is_relative_to(out) for out in outs)
-
-
 def _dep_of(path: str, locked: Collection[str]) -> str:
     """The path in dvc.lock that covers a file: its own, or that of a folder above; else its own."""
     own = Path(path)
     return next((dep for one in (own, *own.parents) if (dep := one.as_posix()) in locked), own.as_posix())
 
 
-def _paths(judge: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every place of the section that names a file or folder: its part, and the key in it."""
+def _paths(judge: Mapping[str, Any], outs: Collection[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every place of the section that names a file or folder of the user: its part, and the key in it."""
     for one in judge["judges"]:
-        if "path" in one and one.get("revision") is None:
+        is_folder = "path" in one and one.get("revision") is None
+        if is_folder and not any(Path(one["path"]).is_relative_to(out) for out in outs):
             yield one, "path"
-        if "prompt" in one and one["prompt"] not in prompts.shipped():
+        if "prompt" in one and one["prompt"] not in prompt_templates.shipped():
             yield one, "prompt"
     retention = judge["retention"] or {}
     for key in ("general", "questions"):

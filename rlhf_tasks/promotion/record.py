@@ -1,4 +1,4 @@
-"""A verdict as it is kept: a file, tags of the version in MLflow, and the text that MLflow shows. No torch here."""
+"""A verdict as it is kept: in a file, and in MLflow as tags and text of the version. No torch here."""
 
 from __future__ import annotations
 

@@ -176,7 +176,9 @@ def _background(
     parts += _y_axis([(frame.y(y), text) for y, text in zip(y_ticks, tick_labels(y_ticks), strict=True)])
     low, high = frame.low_x, frame.high_x
     x_ticks = [x for x in ticks(low, high, 4) if low <= x <= high] or [low]
-    parts += _x_axis([(frame.x(x), text) for x, text in zip(x_ticks, tick_labels(x_ticks), strict=True)], axis)
+    parts += _x_axis(
+        [(frame.x(x), text) for x, text in zip(x_ticks, tick_labels(x_ticks), strict=True)], axis
+    )
     if guide is not None:
         parts.append(_line("guide", LEFT, frame.y(guide), WIDTH - RIGHT, frame.y(guide)))
     return parts

@@ -125,9 +125,9 @@ def read(paths: Paths) -> Inputs:
         curves={s: _curves(p) for s in CURVED if (p := reader.existing(paths.curves(s)))},
         lineage={s: _json(p) for s in REPORTED if (p := reader.existing(paths.lineage(s)))},
         outs=_outs(paths),
-        responses=reader.rows(judge / "answers.parquet", "index", "prompt"),
+        responses=reader.rows(paths.judged_responses, "index", "prompt"),
         comparisons=reader.rows(
-            judge / "verdicts.parquet", "judge", "a", "b", "index", "verdict", "score_a", "score_b"
+            judge / "comparisons.parquet", "judge", "a", "b", "index", "outcome", "score_a", "score_b"
         ),
         calibration=reader.rows(
             judge / "calibration.parquet", "model", "origin", "confidence", "right", "low", "high", "pairs"

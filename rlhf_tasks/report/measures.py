@@ -29,7 +29,7 @@ def retention(results: EvaluationResults) -> Table:
     table: Table = {}
     for name, one in results.retention.items():
         if one.multiple_choice is not None:
-            table.setdefault("multiple-choice accuracy", {})[name] = _interval(one.multiple_choice)
+            table.setdefault("multiple-choice accuracy", {})[name] = interval_text(one.multiple_choice)
         for text, perplexity in one.perplexity.items():
             table.setdefault(f"perplexity/{text}", {})[name] = charts.number(perplexity)
     return dict(sorted(table.items()))
@@ -40,8 +40,10 @@ def reward_facts(metrics: Mapping[str, float], results: EvaluationResults) -> li
     facts = [(key, with_interval(metrics, key)) for key in metrics if not is_interval_end(metrics, key)]
     for one in results.reward_diagnostics:
         if one.agreement is not None:
-            title = f"{one.model}: agreement with the gold judge on {names.ORIGINS.get(one.origin, one.origin)}"
-            facts.append((title, _interval(one.agreement)))
+            title = (
+                f"{one.model}: agreement with the gold judge on {names.ORIGINS.get(one.origin, one.origin)}"
+            )
+            facts.append((title, interval_text(one.agreement)))
     gaps = results.reward_gaps
     if gaps is not None:
         facts.append(("win rate over SFT by the optimised reward", charts.number(gaps.win_rate_by_reward)))
@@ -60,8 +62,8 @@ def with_interval(metrics: Mapping[str, float], key: str) -> str:
     """A metric as text, with its interval if it has one."""
     if f"{key}/low" not in metrics or f"{key}/high" not in metrics:
         return charts.number(metrics[key])
-    return _interval(Interval(value=metrics[key], low=metrics[f"{key}/low"], high=metrics[f"{key}/high"]))
+    return interval_text(Interval(value=metrics[key], low=metrics[f"{key}/low"], high=metrics[f"{key}/high"]))
 
 
-def _interval(one: Interval) -> str:
+def interval_text(one: Interval) -> str:
     return f"{charts.number(one.value)} ({charts.number(one.low)} to {charts.number(one.high)})"

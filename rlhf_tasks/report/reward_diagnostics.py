@@ -12,8 +12,8 @@ from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curve, Rows
 
 CALIBRATION_NOTE = (
-    "Share of pairs that the model orders right, by the probability that it gives its order. Below the dashed "
-    "line the model is too confident. Bands are 95% intervals."
+    "Share of pairs that the model orders right, by the probability that it gives its order. Below the "
+    "dashed line the model is too confident. Bands are 95% intervals."
 )
 LENGTH_NOTE = (
     "Mean score of responses of similar length, with its 95% interval. Rising lines show that length is "
@@ -27,10 +27,12 @@ def calibration(rows: Rows, results: EvaluationResults) -> Iterator[Figure]:
     for model, own in _grouped(rows, "model").items():
         groups = _grouped(own, "origin")
         curves = [_curve(_origin(o), part, "confidence", "right") for o, part in groups.items()]
-        known = [
-            f"{_origin(o)} {charts.percent(errors[model, o])}" for o in groups if (model, o) in errors
-        ]
-        note = f"{CALIBRATION_NOTE} Expected calibration error: {', '.join(known)}." if known else CALIBRATION_NOTE
+        known = [f"{_origin(o)} {charts.percent(errors[model, o])}" for o in groups if (model, o) in errors]
+        note = (
+            f"{CALIBRATION_NOTE} Expected calibration error: {', '.join(known)}."
+            if known
+            else CALIBRATION_NOTE
+        )
         title = f"Calibration of {names.REWARD_MODELS.get(model, model)}"
         svg = charts.line_chart(title, "confidence", curves, diagonal=True)
         yield Figure(title, note, svg, [curve.name for curve in curves])
