@@ -62,7 +62,7 @@ def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]
     yield from _judge_conflicts(promotion, judging, ppo)
     for key in ("max_perplexity_growth", "max_choice_drop"):
         if getattr(promotion, key) is not None and judging.retention is None:
-            yield f"promotion.{key} needs judge.retention, which measures it; set it, or promotion.{key}: null"
+            yield f"promotion.{key} needs judge.retention, which measures it; set one, or the other to null"
     if promotion.min_examples > judging.num_examples:
         yield (
             f"promotion.min_examples={promotion.min_examples} is more than judge.num_examples="
@@ -83,8 +83,8 @@ def _judge_conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterat
             continue
         if name not in known:
             yield (
-                f"promotion.{key}={name!r} is not in judge.judges ({', '.join(known)}); name one of those, or "
-                "set promotion to null"
+                f"promotion.{key}={name!r} is not in judge.judges ({', '.join(known)}); name one of those, "
+                "or set promotion to null"
             )
         for reward in _optimised(judging, ppo, with_parts(judging.judges, name)):
             yield (

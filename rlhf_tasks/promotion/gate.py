@@ -118,7 +118,7 @@ class Verdict:
         return cls(tuple(Criterion(**{name: one[name] for name in names}) for one in tree["criteria"]))
 
     def metrics(self) -> dict[str, float]:
-        """`gate/passed`, and `KEY/value`, `KEY/bound`, `KEY/margin`, `KEY/passed` (1 or 0) of each criterion."""
+        """`gate/passed`, and of each criterion `KEY/value`, `KEY/bound`, `KEY/margin` and `KEY/passed`."""
         metrics = {"gate/passed": float(self.passed)}
         for criterion in self.criteria:
             numbers = {"value": criterion.value, "bound": criterion.bound, "margin": criterion.margin}
