@@ -66,7 +66,9 @@ TORCH_FREE = (
     "training.launch",
     "promotion.command",
     "promotion.registry",
-    "evaluation.judges",
+    "evaluation.judges.optimised",
+    "evaluation.judges.prompt_templates",
+    "evaluation.probe_texts",
     "evaluation.labelling",
     "evaluation.results",
     "report.comparison",
@@ -125,8 +127,13 @@ def code_of(stage: str) -> list[str]:
         todo += imports(module)
     files = {file for module in seen if (file := file_of(module)) and _says_something(file)}
     folders = {file.parent for file in files} - {ROOT / "rlhf_tasks"}
+    folders |= {sub for folder in folders for sub in folder.iterdir() if _has_no_code(sub)}
     files |= {file for folder in folders for file in folder.iterdir() if file.suffix in BESIDE}
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
+
+
+def _has_no_code(path: Path) -> bool:
+    return path.is_dir() and not any(path.glob("*.py"))
 
 
 def is_around(module: str) -> bool:

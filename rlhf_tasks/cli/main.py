@@ -151,10 +151,11 @@ def _judge(options: argparse.Namespace) -> int:
     if options.out is not None:
         head_to_head.check_format(options.out)
         _check_out(options.out)
-    head_to_head.run(
+    head_to_head.compare_models(
         view,
         options.model,
         options.against or head_to_head.REFERENCE,
+        paths=Paths(),
         num_examples=options.num_examples,
         names=options.judge,
         out=options.out,
@@ -322,11 +323,18 @@ def _label(options: argparse.Namespace) -> int:
     from rlhf_tasks.evaluation import labelling
 
     try:
-        labelling.run(options.pairs, most=options.num_examples, seed=options.seed, by=options.by)
+        labelling.run(
+            Paths(),
+            options.pairs,
+            most=options.num_examples,
+            seed=options.seed,
+            by=options.by,
+            stream=sys.stdin,
+        )
     except KeyboardInterrupt:
-        labelling.keep()
+        labelling.keep(Paths())
         raise
-    labelling.keep()
+    labelling.keep(Paths())
     return 0
 
 

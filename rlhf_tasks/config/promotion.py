@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_tasks.config.judge import OPTIMISED, FunctionJudge, Judge, Judging, Mixture, RewardModelJudge
+from rlhf_tasks.config.judge import OPTIMISED, FunctionJudge, Judge, Judging, CombinedJudge, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
 
@@ -53,7 +53,7 @@ class Promotion(Section):
 
 def with_parts(judges: Sequence[Judge], name: str) -> set[str]:
     """A judge's name, and the names of the judges that it combines."""
-    parts = {part for one in judges if isinstance(one, Mixture) and one.name == name for part in one.judges}
+    parts = {part for one in judges if isinstance(one, CombinedJudge) and one.name == name for part in one.judges}
     return {name} | parts
 
 

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -29,12 +29,27 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Estimate(Protocol):
+    """`statistics.Estimate`, without its dependence on numpy."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
 class Interval(_Part):
     """A value with its 95% interval, `low <= value <= high`."""
 
     value: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Self:
+        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
 
     def metrics(self, key: str) -> Metrics:
         return {key: self.value, f"{key}/low": self.low, f"{key}/high": self.high}

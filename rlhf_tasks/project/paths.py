@@ -48,6 +48,11 @@ class Paths:
         """The rows that `prepare` has left out, and why."""
         return self.data / "quarantine" / "rows.jsonl"
 
+    @property
+    def labels(self) -> Path:
+        """The human labels that `rlhf label` writes."""
+        return self.data / "labels.jsonl"
+
     def rows(self, role: str) -> Path:
         """The folder of sft, preferences, prompts or comparisons: a Parquet file per split."""
         return self.data / role

@@ -49,7 +49,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 
 def function(name: str) -> FunctionScorer:
-    return FunctionScorer(name, small.tokenizer())
+    return FunctionScorer(name, small.tokenizer(), Path())
 
 
 def test_a_function_of_the_current_directory_gets_texts_without_eos(module: Callable[[str], str]) -> None:
@@ -358,7 +358,7 @@ def test_the_sum_is_weighted_and_its_parts_are_not(module: Callable[[str], str],
             {"kind": "function", "weight": 3.0, "function": f"{name}:words"},
             {"kind": "dummy"},
         ),
-        small.tokenizer(), reward_model=model, max_tokens=1000,
+        small.tokenizer(), reward_model=model, max_tokens=1000, root=Path(),
     )  # fmt: skip
     parts = found.parts(QUERIES, RESPONSES)
     assert tuple(parts) == ("reward_model", "function", "http", "function_2", "dummy")
@@ -372,7 +372,9 @@ def test_the_sum_is_weighted_and_its_parts_are_not(module: Callable[[str], str],
 
 
 def test_a_dummy_alone_gives_zeros() -> None:
-    found = build(settings({"kind": "dummy"}), small.tokenizer(), reward_model=None, max_tokens=10)
+    found = build(
+        settings({"kind": "dummy"}), small.tokenizer(), reward_model=None, max_tokens=10, root=Path()
+    )
     assert found.total(found.parts(QUERIES, RESPONSES)).tolist() == [0.0, 0.0, 0.0]
     assert DummyScorer()([], []).shape == found.total(found.parts([], [])).shape == (0,)
 
@@ -382,7 +384,7 @@ def test_a_reward_model_that_gives_nan_is_named() -> None:
     broken.mean = float("nan")
     found = build(
         settings({"kind": "reward_model", "weight": 1.0}), small.tokenizer(),
-        reward_model=broken, max_tokens=1000,
+        reward_model=broken, max_tokens=1000, root=Path(),
     )  # fmt: skip
     with pytest.raises(ScorerError, match="reward_model gave nan for answer 0 of 3"):
         found.parts(QUERIES, RESPONSES)
@@ -391,4 +393,4 @@ def test_a_reward_model_that_gives_nan_is_named() -> None:
 def test_an_unimportable_function_is_found_before_training(module: Callable[[str], str]) -> None:
     given = settings({"kind": "function", "weight": 1.0, "function": f"{module('x = 1')}:score"})
     with pytest.raises(UserError, match="has no such function"):
-        build(given, small.tokenizer(), reward_model=None, max_tokens=10)
+        build(given, small.tokenizer(), reward_model=None, max_tokens=10, root=Path())
