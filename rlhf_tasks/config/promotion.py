@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_tasks.config.judge import OPTIMISED, FunctionJudge, Judge, Judging, CombinedJudge, RewardModelJudge
+from rlhf_tasks.config.judge import OPTIMISED, CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
 
@@ -53,7 +53,9 @@ class Promotion(Section):
 
 def with_parts(judges: Sequence[Judge], name: str) -> set[str]:
     """A judge's name, and the names of the judges that it combines."""
-    parts = {part for one in judges if isinstance(one, CombinedJudge) and one.name == name for part in one.judges}
+    parts = {
+        part for one in judges if isinstance(one, CombinedJudge) and one.name == name for part in one.judges
+    }
     return {name} | parts
 
 
@@ -124,6 +126,9 @@ def _optimised(judging: Judging, ppo: Ppo, names: set[str]) -> Iterator[str]:
             continue
         if isinstance(judge, FunctionJudge) and judge.function in functions:
             yield judge.function
-        is_optimised = isinstance(judge, RewardModelJudge) and Path(judge.path).as_posix() == OPTIMISED
-        if is_optimised and uses_reward_model:
+        if isinstance(judge, RewardModelJudge) and uses_reward_model and _is_optimised(judge):
             yield judge.path
+
+
+def _is_optimised(judge: RewardModelJudge) -> bool:
+    return Path(judge.path).as_posix() == OPTIMISED

@@ -256,14 +256,6 @@ class EvaluationResults(_Part):
         found = (one for one in self.comparisons if (one.judge, one.a, one.b) == (judge, a, b))
         return next(found, None)
 
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same comparisons with contenders under other names, such as `{"models/mine": "policy"}`."""
-        comparisons = tuple(
-            one.model_copy(update={"a": names.get(one.a, one.a), "b": names.get(one.b, one.b)})
-            for one in self.comparisons
-        )
-        return self.model_copy(update={"comparisons": comparisons})
-
     def metrics(self) -> Metrics:
         """The values of metrics/judge.json by their keys."""
         metrics: Metrics = {f"{name}/is_optimised_reward": 1.0 for name in self.optimised_judges}

@@ -127,13 +127,6 @@ def test_a_comparison_is_found_by_judge_and_contenders() -> None:
     assert WHOLE.comparison("gold", "sft", "policy") is None
 
 
-def test_renamed_contenders_keep_their_numbers() -> None:
-    renamed = WHOLE.renamed({"policy": "theirs"})
-    assert renamed.comparison("gold", "theirs", "sft") is not None
-    assert renamed.comparison("gold", "policy", "sft") is None
-    assert renamed.comparison("llm", "sft", "reference") == WHOLE.comparisons[1]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -81,9 +81,10 @@ class Measured:
         weights = paths.root / against / "weights"
         self.compared.append(weights.read_text(encoding="utf-8") if weights.exists() else against)
         self.check(view, paths, functions_root)
-        is_sft = against == "models/sft"
-        results = self.sft if is_sft else self.champion
-        return results.renamed({"policy": model, "sft" if is_sft else "champion": against})
+        results = self.sft if against == "models/sft" else self.champion
+        names = {"a": model, "b": against}
+        comparisons = tuple(one.model_copy(update=names) for one in results.comparisons)
+        return EvaluationResults(comparisons=comparisons)
 
     def measure(self, settings: Any, paths: Paths, policy: Path) -> Cost:
         self.costs += 1

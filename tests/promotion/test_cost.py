@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_tasks.evaluation.responses import sample
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.evaluation.responses import sample
 from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.modeling import models
 from rlhf_tasks.project.paths import Paths
