@@ -9,26 +9,29 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rouge_score.rouge_scorer import RougeScorer
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.config.judge import OPTIMISED
-from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.evaluation import human_labels, progress, reward_diagnostics, statistics, summary, tables
+from rlhf_tasks.evaluation.contenders import (
+    SAMPLED,
+    Contenders,
+    response_statistics,
+    sample_contenders,
+    sample_policy,
+)
 from rlhf_tasks.evaluation.human_labels import Label
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.length_control import matched_length_gain
-from rlhf_tasks.evaluation.responses import Responses, sample
 from rlhf_tasks.evaluation.results import (
     ComparisonResult,
     EvaluationResults,
     HumanLabels,
     Interval,
-    ResponseStatistics,
     RetentionResult,
     RewardDiagnostic,
     RewardGaps,
@@ -36,26 +39,13 @@ from rlhf_tasks.evaluation.results import (
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.evaluation.reward_diagnostics import Rows
 from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.tensors import distinct
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 
-SAMPLED = ("sft", "policy")
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 MIN_PROMPTS_FOR_GAIN = 3
-
-
-@dataclass(frozen=True)
-class Contenders:
-    """The responses of all contenders to the same test prompts, and the sources of the prompts."""
-
-    prompts: list[str]
-    sources: list[str]
-    texts: dict[str, list[str]]
-    """By contender, the references included."""
-    sampled: dict[str, Responses]
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     labels = human_labels.decided(human_labels.read(paths.root / config.judge.labels))
     probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)
     optimised = _warn_of_optimised(config, paths, tracker)
-    contenders = _sample_contenders(rt, config, paths)
+    contenders = sample_contenders(config, paths, rt.device)
     retention = {} if probes is None else _retention(probes, paths, rt)
     judged = _judge(config, judges, contenders)
     scoring = [judge for judge in judges if judge.name in config.judge.scoring]
@@ -101,7 +91,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     results = EvaluationResults(
         comparisons=_results(judged, contenders),
         optimised_judges=optimised,
-        responses={who: _statistics(contenders, who) for who in SAMPLED},
+        responses={who: response_statistics(contenders, who) for who in SAMPLED},
         facets=judged.facets,
         retention=retention,
         reward_diagnostics=diagnosed.diagnostics,
@@ -126,47 +116,6 @@ def _warn_of_optimised(config: JudgeView, paths: Paths, tracker: Tracker) -> dic
         console.say(f"WARNING: {text}")
         tracker.event("judge_is_the_optimised_reward", text, step=0)
     return optimised
-
-
-# ------------------------------------------------------------------------------------ contenders
-
-
-def _sample_contenders(rt: Runtime, config: JudgeView, paths: Paths) -> Contenders:
-    rows = read_table(paths, "prompts", "test")[: config.judge.num_examples]
-    prompts = [row["prompt"] for row in rows]
-    sampled: dict[str, Responses] = {}
-    with console.progress("judge", len(SAMPLED), unit="models") as bar:
-        for name in SAMPLED:
-            sampled[name] = _sample(rt, config, paths, name, prompts, config.seed)
-            bar.advance()
-    texts = {"reference": [row["reference"] for row in rows]}
-    texts |= {name: responses.texts for name, responses in sampled.items()}
-    return Contenders(prompts, [row.get("source", "") for row in rows], texts, sampled)
-
-
-def _sample(
-    rt: Runtime, config: JudgeView, paths: Paths, who: str, prompts: list[str], seed: int
-) -> Responses:
-    """Responses at the judge's temperature; contenders are sampled with the same seed."""
-    return sample(
-        paths.models / who, prompts, paths=paths, max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature, seed=seed, device=rt.device,
-    )  # fmt: skip
-
-
-def _statistics(contenders: Contenders, who: str) -> ResponseStatistics:
-    """ROUGE-L against the references (Lin 2004, F measure), lengths in tokens, and repetition."""
-    scorer, responses = RougeScorer(["rougeL"]), contenders.sampled[who]
-    pairs = zip(contenders.texts["reference"], responses.texts, strict=True)
-    rouge = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
-    return ResponseStatistics(
-        rouge_l=sum(rouge) / len(rouge),
-        length=sum(map(len, responses.ids)) / len(responses.ids),
-        ended=sum(responses.ended) / len(responses.ended),
-        distinct_1=float(distinct(responses.ids, 1).mean()),
-        distinct_2=float(distinct(responses.ids, 2).mean()),
-        repetition=1 - float(distinct(responses.ids, 3).mean()),
-    )
 
 
 def _retention(probes: Probes, paths: Paths, rt: Runtime) -> dict[str, RetentionResult]:
@@ -273,7 +222,7 @@ def _sampled_pairs(
         return {}
     pairs = {}
     for who in SAMPLED:
-        second = _sample(rt, config, paths, who, contenders.prompts, config.seed + 1)
+        second = sample_policy(config, paths, who, contenders.prompts, config.seed + 1, rt.device)
         pairs[f"{who}_samples"] = reward_diagnostics.order_by(
             gold_scores, contenders.prompts, contenders.texts[who], second.texts
         )

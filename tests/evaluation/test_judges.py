@@ -75,33 +75,33 @@ def test_a_random_judge_gives_an_interval_around_one_half() -> None:
 
 def test_two_equal_responses_are_a_tie_without_a_question() -> None:
     planted = Planted(lambda first, second: 1.0)
-    found = PairwiseJudge("planted", planted, 1.0).compare(["p", "q"], ["x", "same"], ["y", "same"])
+    result = PairwiseJudge("planted", planted, 1.0).compare(["p", "q"], ["x", "same"], ["y", "same"])
     assert [(question.prompt, question.first) for question in planted.questions] == [("p", "x"), ("p", "y")]
-    assert found.outcomes.tolist() == [0.5, 0.5]
-    assert found.num_replies == 2
-    assert found.orders is not None
-    assert statistics.position_bias(*found.orders).count == 1
+    assert result.outcomes.tolist() == [0.5, 0.5]
+    assert result.num_replies == 2
+    assert result.orders is not None
+    assert statistics.position_bias(*result.orders).count == 1
 
 
 def test_a_failure_in_either_order_is_neither_win_nor_loss() -> None:
     def fails(first: str, second: str) -> float:
         return math.nan if first == OURS[0] or second == OURS[1] else float(first > second)
 
-    found = compared(fails)
-    assert sorted(found.failures) == [0, 1]
-    assert np.isnan(found.outcomes[:2]).all()
+    result = compared(fails)
+    assert sorted(result.failures) == [0, 1]
+    assert np.isnan(result.outcomes[:2]).all()
     wins = [a > b for a, b in zip(OURS, THEIRS, strict=True)][2:]
-    assert summarised(found).win_rate.value == pytest.approx(sum(wins) / len(wins))
-    assert summarised(found).failures == 2
+    assert summarised(result).win_rate.value == pytest.approx(sum(wins) / len(wins))
+    assert summarised(result).failures == 2
 
 
 def test_too_many_failures_are_an_error_with_the_most_frequent_reason() -> None:
-    found = compared(lambda first, second: math.nan if first < OURS[5] else 0.9)
-    check_failures("j", found, 1.0)
+    result = compared(lambda first, second: math.nan if first < OURS[5] else 0.9)
+    check_failures("j", result, 1.0)
     with pytest.raises(
         UserError, match=r"judge j: \d+ of 300 comparisons failed.*max_failure_share=0.05.*planted"
     ):
-        check_failures("j", found, 0.05)
+        check_failures("j", result, 0.05)
     with pytest.raises(UserError, match="300 of 300"):
         check_failures("j", compared(lambda first, second: math.nan), 1.0)
 
@@ -109,10 +109,10 @@ def test_too_many_failures_are_an_error_with_the_most_frequent_reason() -> None:
 def test_the_largest_allowed_number_of_failures_is_accepted() -> None:
     """15 pairs of 300 are 5%: both replies of each may fail before the share is exceeded."""
     planted = Planted(lambda first, second: math.nan if {first, second} & set(OURS[:15]) else 1.0)
-    found = PairwiseJudge("planted", planted, 0.05).compare(PROMPTS, OURS, THEIRS)
-    assert (len(found.failures), planted.max_failures) == (15, 30)
-    check_failures("j", found, 0.05)
-    fewer = Comparisons(found.outcomes[:-1], failures=found.failures)
+    result = PairwiseJudge("planted", planted, 0.05).compare(PROMPTS, OURS, THEIRS)
+    assert (len(result.failures), planted.max_failures) == (15, 30)
+    check_failures("j", result, 0.05)
+    fewer = Comparisons(result.outcomes[:-1], failures=result.failures)
     with pytest.raises(UserError, match="15 of 299 comparisons failed"):
         check_failures("j", fewer, 0.05)
 
@@ -126,9 +126,9 @@ def test_a_score_that_is_not_finite_is_a_failure() -> None:
             return {"other": 2.0}
 
     judge = ScoringJudge("some", Some())
-    found = judge.compare(["p", "q", "r"], ["a", "a", "a"], ["b", "b", "b"])
-    assert np.isnan(found.outcomes).tolist() == [True, False, True]
-    assert sorted(found.failures) == [0, 2]
+    result = judge.compare(["p", "q", "r"], ["a", "a", "a"], ["b", "b", "b"])
+    assert np.isnan(result.outcomes).tolist() == [True, False, True]
+    assert sorted(result.failures) == [0, 2]
     assert judge.facets(["p", "q", "r"], ["a", "a", "a"]) == {"other": 2.0, "score": 1.0}
 
 
@@ -191,8 +191,8 @@ def test_judges_are_built_in_the_order_of_the_list_and_by_name(tmp_path: Path) -
     answers = [" my boss stole my lamp", " my aunt"]
     assert only.compare([post, post], answers, answers[::-1]).outcomes.tolist() == [WIN, LOSS]
     (longest,) = build(*listed, root=tmp_path, names=["longest"])
-    found = longest.compare(["p", "q", "r"], ["aa", "a", "a"], ["b", "bb", ""])
-    np.testing.assert_array_equal(found.outcomes, [WIN, LOSS, FAILED])
+    result = longest.compare(["p", "q", "r"], ["aa", "a", "a"], ["b", "bb", ""])
+    np.testing.assert_array_equal(result.outcomes, [WIN, LOSS, FAILED])
     with pytest.raises(UserError, match="has no judge best; it has both, gold, longest"):
         build(*listed, root=tmp_path, names=["best"])
 
@@ -289,10 +289,10 @@ def test_a_prompt_of_the_user_must_contain_all_fields(tmp_path: Path) -> None:
 
 
 def test_sources_with_few_prompts_have_no_win_rate() -> None:
-    found = {summary.Key("j", "a", "b"): compared(lambda first, second: float(first > second))}
+    result = {summary.Key("j", "a", "b"): compared(lambda first, second: float(first > second))}
     sources = ["one.jsonl:3"] * 100 + ["torch==2.1 torch/nn/linear.py:Linear.forward"] * 196 + ["rare"] * 4
-    rows = tables.source_table(found, sources).to_pylist()
+    rows = tables.source_table(result, sources).to_pylist()
     assert [(row["source"], row["prompts"]) for row in rows] == [("one.jsonl", 100), ("torch", 196)]
     wins = [a > b for a, b in zip(OURS[:100], THEIRS[:100], strict=True)]
     assert rows[0]["win_rate"] == pytest.approx(sum(wins) / 100)
-    assert tables.source_table(found, ["synthetic"] * N).num_rows == 0
+    assert tables.source_table(result, ["synthetic"] * N).num_rows == 0

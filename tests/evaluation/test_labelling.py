@@ -87,9 +87,9 @@ def test_a_labelled_or_skipped_pair_is_not_shown_again(responses: Path) -> None:
 
 
 def test_the_seed_decides_the_order_of_the_pairs(responses: Path) -> None:
-    found = labelling.pairs(PATHS, labelling.DEFAULT)
-    assert len(found) == 2 * COUNT - 1
-    one, again, other = (labelling.unlabelled(found, [], seed) for seed in (1, 1, 2))
+    result = labelling.pairs(PATHS, labelling.DEFAULT)
+    assert len(result) == 2 * COUNT - 1
+    one, again, other = (labelling.unlabelled(result, [], seed) for seed in (1, 1, 2))
     assert one == again
     assert one != other
     assert sorted(pair.prompt for pair in one) == sorted(pair.prompt for pair in other)

@@ -79,18 +79,18 @@ def test_replies_are_in_the_order_of_the_questions(server: Server, tmp_path: Pat
 
 def test_every_pair_is_compared_in_both_orders(server: Server, tmp_path: Path) -> None:
     judge = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0)
-    found = judge.compare(["p", "q"], ["2", "x"], ["1", "y"])
-    assert found.outcomes.tolist() == [1.0, 0.0]
+    result = judge.compare(["p", "q"], ["2", "x"], ["1", "y"])
+    assert result.outcomes.tolist() == [1.0, 0.0]
     assert {(b["messages"][0]["content"][0], *endpoint.shown(b)) for b in server.bodies} == {
         ("p", "2", "1"), ("p", "1", "2"), ("q", "x", "y"), ("q", "y", "x")
     }  # fmt: skip
-    assert (found.num_replies, found.num_tokens) == (4, 40)
+    assert (result.num_replies, result.num_tokens) == (4, 40)
 
 
 def test_a_model_that_always_prefers_the_first_gives_ties(server: Server, tmp_path: Path) -> None:
     server.reply = lambda body: completion("A")
-    found = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0).compare(["p", "q"], ["2", "x"], ["1", "y"])
-    assert found.outcomes.tolist() == [0.5, 0.5]
+    result = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0).compare(["p", "q"], ["2", "x"], ["1", "y"])
+    assert result.outcomes.tolist() == [0.5, 0.5]
 
 
 def test_the_probability_comes_from_the_log_probs_if_the_server_gives_them(
@@ -184,9 +184,9 @@ def test_a_reply_that_times_out_fails_alone(server: Server, tmp_path: Path) -> N
 
     server.behaviour = hung
     sent = questions(4)
-    found = comparer(server, tmp_path, timeout_seconds=2.0, max_retries=0)(sent, ANY)
-    assert "APITimeoutError" in found[1].failure
-    assert [r for i, r in enumerate(found) if i != 1] == [r for i, r in enumerate(expected(sent)) if i != 1]
+    result = comparer(server, tmp_path, timeout_seconds=2.0, max_retries=0)(sent, ANY)
+    assert "APITimeoutError" in result[1].failure
+    assert [r for i, r in enumerate(result) if i != 1] == [r for i, r in enumerate(expected(sent)) if i != 1]
 
 
 def test_a_reply_that_never_ends_times_out(server: Server, tmp_path: Path) -> None:
@@ -253,9 +253,9 @@ def test_a_question_that_the_server_rejects_fails_alone(server: Server, tmp_path
 
     server.behaviour = too_long
     sent = questions(3)
-    found = comparer(server, tmp_path)(sent, ANY)
-    assert found[0].failure.startswith("status 400")
-    assert found[1:] == expected(sent)[1:]
+    result = comparer(server, tmp_path)(sent, ANY)
+    assert result[0].failure.startswith("status 400")
+    assert result[1:] == expected(sent)[1:]
 
 
 def test_a_wrong_model_or_key_stops_at_once_and_hides_the_key(
@@ -322,8 +322,8 @@ def test_kept_replies_are_those_of_one_model_and_endpoint(server: Server, tmp_pa
         comparer(server, tmp_path, model="another")(sent, ANY)
     with endpoint.serving() as elsewhere:
         elsewhere.reply = lambda body: completion("A")
-        found = comparer(elsewhere, tmp_path)(sent, ANY)
-    assert [reply.probability for reply in found] == [1.0, 1.0]
+        result = comparer(elsewhere, tmp_path)(sent, ANY)
+    assert [reply.probability for reply in result] == [1.0, 1.0]
     assert sum(elsewhere.paid.values()) == 2
 
 
@@ -359,8 +359,8 @@ def test_an_incomplete_line_of_the_cache_loses_that_line_only(tmp_path: Path) ->
     again = Cache(file)
     assert "two" not in again
     again.add("three", {"text": "B"})
-    found = Cache(file)
-    kept = [found.get(key) or {} for key in ("one", "three")]
+    result = Cache(file)
+    kept = [result.get(key) or {} for key in ("one", "three")]
     assert [record.get("text") for record in kept] == ["A", "B"]
 
 

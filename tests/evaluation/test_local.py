@@ -90,8 +90,8 @@ def test_a_local_reply_is_the_next_tokens_probability_of_a_over_a_or_b(
     tokens = words(chat=chat)
     folder = toy.foreign(str(tmp_path / "model"), family, words=tokens)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    found = local(tmp_path, folder)(QUESTIONS, 0)
-    for question, reply in zip(QUESTIONS, found, strict=True):
+    result = local(tmp_path, folder)(QUESTIONS, 0)
+    for question, reply in zip(QUESTIONS, result, strict=True):
         whole = f"user : {text(question)}\n" if chat else text(question)
         ids = tokens(whole)["input_ids"]
         p = model(torch.tensor([ids])).logits[0, -1].softmax(0)

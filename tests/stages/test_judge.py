@@ -177,17 +177,17 @@ def test_a_pairwise_judge_adds_position_bias_and_cost(
             "concurrency": 4, "timeout_seconds": 10.0, "max_retries": 0, "budget": None,
         }  # fmt: skip
         both = {"kind": "all_of", "name": "both", "judges": ["gpt", "gold"]}
-        found = run(judges=[small.GOLD, llm, both])
+        result = run(judges=[small.GOLD, llm, both])
         num_requests = len(server.bodies)
-        assert run(judges=[small.GOLD, llm, both]) == found
+        assert run(judges=[small.GOLD, llm, both]) == result
         assert len(server.bodies) == num_requests, "the second run uses the kept replies"
-    assert found["gpt/policy_vs_sft/win_rate"] == 0.5
-    assert found["gpt/policy_vs_sft/position_bias"] == 1.0
-    assert found["gpt/policy_vs_sft/cost/replies"] == 20
-    assert found["gpt/policy_vs_sft/cost/tokens"] == 200
-    assert found["both/policy_vs_sft/win_rate"] == 0.5
-    assert "kappa/gold_and_gpt" in found
-    assert "gold/policy_vs_sft/position_bias" not in found
+    assert result["gpt/policy_vs_sft/win_rate"] == 0.5
+    assert result["gpt/policy_vs_sft/position_bias"] == 1.0
+    assert result["gpt/policy_vs_sft/cost/replies"] == 20
+    assert result["gpt/policy_vs_sft/cost/tokens"] == 200
+    assert result["both/policy_vs_sft/win_rate"] == 0.5
+    assert "kappa/gold_and_gpt" in result
+    assert "gold/policy_vs_sft/position_bias" not in result
     rows = [row for row in table(Path(), "comparisons.parquet") if row["judge"] == "gpt"]
     assert {(row["score_a"], row["a_shown_first"], row["a_shown_second"]) for row in rows} == {
         (None, 1.0, 0.0)
@@ -199,15 +199,15 @@ def test_agreement_with_human_labels_is_measured_for_every_judge(models_here: Pa
     pairs = [Pair(row["prompt"], "policy", "sft", row["reference"], " my stuff") for row in rows]
     for pair, outcome in zip(pairs, (1.0, 1.0, 0.0, None), strict=True):
         human_labels.add(Path("labels.jsonl"), Label(pair, outcome))
-    found = run(labels="labels.jsonl")
+    result = run(labels="labels.jsonl")
     scores = [
         gold(pair.prompt, pair.answer_a).score > gold(pair.prompt, pair.answer_b).score for pair in pairs
     ]
     assert scores[:3] == [True, True, True], "a reference is better than almost nothing"
-    assert found["human/labels"] == 3, "a skipped pair is not counted"
-    assert found["human/gold/agreement"] == pytest.approx(2 / 3)
-    assert found["human/gold/kappa"] == 0, "a judge of one outcome agrees by chance only"
-    assert "human/reward_model/kappa" in found
+    assert result["human/labels"] == 3, "a skipped pair is not counted"
+    assert result["human/gold/agreement"] == pytest.approx(2 / 3)
+    assert result["human/gold/kappa"] == 0, "a judge of one outcome agrees by chance only"
+    assert "human/reward_model/kappa" in result
 
 
 class Events(NullTracker):
@@ -230,13 +230,13 @@ def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(
     console.set_quiet(False)
     optimised = small.HELDOUT | {"name": "optimised", "path": "models/reward"}
     tracker = Events()
-    found = run(tracker, judges=[small.GOLD, optimised])
-    assert found["optimised/is_optimised_reward"] == 1.0
-    assert "gold/is_optimised_reward" not in found
-    by_reward = found["optimised/policy_vs_sft/win_rate"]
-    assert found["reward_gap/win_rate_by_reward"] == by_reward
-    assert found["reward_gap/optimised"] == 0
-    assert found["reward_gap/gold"] == pytest.approx(by_reward - found["gold/policy_vs_sft/win_rate"])
+    result = run(tracker, judges=[small.GOLD, optimised])
+    assert result["optimised/is_optimised_reward"] == 1.0
+    assert "gold/is_optimised_reward" not in result
+    by_reward = result["optimised/policy_vs_sft/win_rate"]
+    assert result["reward_gap/win_rate_by_reward"] == by_reward
+    assert result["reward_gap/optimised"] == 0
+    assert result["reward_gap/gold"] == pytest.approx(by_reward - result["gold/policy_vs_sft/win_rate"])
     assert "WARNING: judge optimised (models/reward) is the reward model" in capsys.readouterr().out
     assert tracker.events == ["judge_is_the_optimised_reward"]
 
@@ -247,10 +247,10 @@ def test_without_reward_models_there_are_no_reward_diagnostics(trained: Path, tm
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / "README.md").write_text("none", encoding="utf-8")
-    found = run(root=tmp_path, judges=[small.GOLD], retention=None)
-    assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
+    result = run(root=tmp_path, judges=[small.GOLD], retention=None)
+    assert 0 <= result["gold/policy_vs_sft/win_rate"] <= 1
     absent = ("agreement", "reward", "perplexity", "choice")
-    assert [key for key in found if any(word in key for word in absent)] == []
+    assert [key for key in result if any(word in key for word in absent)] == []
 
 
 class Tables(NullTracker):
