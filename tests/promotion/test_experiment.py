@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,7 +211,6 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
         "reward_model": "its own", "elsewhere": "now", "gpt": f"now {RUBRIC}", "general": "now", "own": [1.0],
     }  # fmt: skip
     assert Path.cwd() == root
-    assert str(root) not in sys.path
 
 
 def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
