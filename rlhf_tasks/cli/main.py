@@ -252,7 +252,7 @@ def _promote(options: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.promotion import command
 
-    return command.promote(options.model, again=options.again, unless_judging=options.unless_judging)
+    return command.promote(Paths(), options.model, again=options.again, unless_judging=options.unless_judging)
 
 
 def _add_rollback(commands: Commands) -> None:
@@ -262,7 +262,7 @@ def _add_rollback(commands: Commands) -> None:
 def _rollback(options: argparse.Namespace) -> int:
     from rlhf_tasks.promotion import command
 
-    return command.rollback()
+    return command.rollback(Paths())
 
 
 def _add_sync(commands: Commands) -> None:
@@ -358,7 +358,7 @@ def _compare(options: argparse.Namespace) -> int:
     _check_out(options.out)
     from rlhf_tasks.report import comparison_page
 
-    comparison_page.run(Path.cwd(), options.runs, options.out)
+    comparison_page.run(Paths(), options.runs, options.out)
     return 0
 
 

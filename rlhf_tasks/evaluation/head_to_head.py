@@ -65,8 +65,7 @@ def compare_models(
     Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
     `paths.root`.
 
-    The results hold comparisons, judge kappas and optimised judges; `EvaluationResults.renamed` gives the
-    contenders other names.
+    The results hold comparisons, judge kappas and optimised judges.
 
     Raises:
         UserError: if a contender, a judge or the data does not exist, `out` has another suffix, or a judge
