@@ -54,13 +54,14 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     check(config, paths)
     settings = config.ppo
     rt = Runtime(config.launch, config.seed)
-    judge = None if settings.select_by is None else SelectionJudge(rt, settings.select_by)
+    judge = None if settings.select_by is None else SelectionJudge(rt, settings.select_by, paths)
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, config, paths)
     policy = actor_critic.policy
     scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens
-    )
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
+        root=paths.root,
+    )  # fmt: skip
     prompts = [row["prompt"] for row in read_table(paths, "prompts", "train")]
     trainer = Trainer(
         rt, settings, actor_critic, reference, scorer, tokenizer, encode(tokenizer, prompts),

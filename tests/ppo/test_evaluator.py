@@ -22,6 +22,7 @@ from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.test_processes import Meeting, OneOfTwo
@@ -266,7 +267,7 @@ def test_two_processes_share_the_prompts_and_agree_on_the_result(outside: bool) 
     both = [
         evaluator(
             policies[rank], rt=runtimes[rank], scorer=scorers[rank], heldout=length,
-            judge=SelectionJudge(runtimes[rank], SELECTION), **changes,
+            judge=SelectionJudge(runtimes[rank], SELECTION, Paths()), **changes,
         )
         for rank in range(2)
     ]  # fmt: skip

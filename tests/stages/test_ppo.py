@@ -15,7 +15,7 @@ from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import encode, read_table
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.evaluation.judges import making
+from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.ppo.training_loop import sample_updates, selection_updates
@@ -144,10 +144,10 @@ def test_an_error_about_the_selection_judge_names_its_own_key(
     """An error about the same judge in the list names the list's key."""
     settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
     with pytest.raises(UserError) as error:
-        SelectionJudge(small.runtime(), settings)
+        SelectionJudge(small.runtime(), settings, Paths())
     assert str(error.value).startswith(f"ppo.select_by.judge: {problem}")
     with pytest.raises(UserError, match=rf"^judge\.judges: {re.escape(problem)}"):
-        making.single(settings.judge, torch.device("cpu"), 0.5)
+        build_judge(settings.judge, torch.device("cpu"), 0.5, Paths())
 
 
 def test_an_error_about_a_selection_judge_without_a_revision_names_its_own_key() -> None:
