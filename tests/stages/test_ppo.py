@@ -115,7 +115,7 @@ def test_the_selection_judge_keeps_the_weights_with_the_best_win_rate(models_her
 
 
 def test_a_selection_judge_that_fails_stops_ppo_with_the_reason(models_here: Path) -> None:
-    with pytest.raises(UserError, match="judge shorter: 12 of 12 verdicts failed"):
+    with pytest.raises(UserError, match="judge shorter: 12 of 12 comparisons failed"):
         run(**selection_judge("failing"))
 
 
