@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
+from rlhf_tasks.config import Stage
+
 PIPELINE = "pipeline"  # the `stage` of a flow's own run
 
 
@@ -93,8 +95,7 @@ class Figure(TypedDict):
     time: int
     file: str
     table: str
-    title: str
-    axis: str
+    stage: Stage
 
 
 class Tags(TypedDict):

@@ -343,7 +343,7 @@ def send_figure(target: StageRun | PipelineRun, figure: Figure, files: Path) -> 
     """Draw the curves of a CSV table and deliver the figure; if that fails, tag the run with the reason."""
     rows = curves.read_csv((files / figure["table"]).read_text(encoding="utf-8"))
     try:
-        curves.draw(rows, figure["axis"], figure["title"], files / figure["file"])
+        curves.draw(rows, figure["stage"], files / figure["file"])
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
         reason = f"{figure['file']} cannot be drawn: {type(error).__name__}: {error}"
         target.client.set_tag(target.run, FIGURE_TAG, reason[:MAX_TAG])

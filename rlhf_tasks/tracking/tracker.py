@@ -31,20 +31,13 @@ from typing import Any, Literal, Protocol
 from rlhf_tasks import console
 from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.project import atomic, lineage, paths
-from rlhf_tasks.tracking import context, curves, uploader
+from rlhf_tasks.tracking import catalogue, context, curves, uploader
 from rlhf_tasks.tracking.events import Artifact, End, Figure, Headlines, Metrics, Notice, Trace, now
 from rlhf_tasks.tracking.outbox import Outbox, Record, table_json
 
 WAIT_SECONDS = 60.0  # for the delivery, after a stage's end: the first one also creates the database
 KILLED_WAIT_SECONDS = 3.0  # a killed run's uploader continues by itself
 MAX_SHOWN_ERROR = 120  # characters
-HEADLINES: Mapping[str, tuple[str, ...]] = {
-    "sft": ("perplexity",),
-    "reward": ("accuracy",),
-    "ppo": ("objective/kl", "objective/scores", "selected_episode"),
-    "judge": ("/win_rate",),
-    "verdict": ("gate/passed",),
-}  # final metrics that the pipeline's own run shows too; with a slash in front: all that end so
 
 
 class Tracker(Protocol):
@@ -190,11 +183,9 @@ class RecordTracker:
             if latest.get(name) != value
         }
         self._record.append(Metrics(kind="metrics", time=now(), step=step, values=point))
-        names = HEADLINES.get(self._stage, ())
         headlines = {
-            name if "/" in name else f"{self._stage}/{name}": value
-            for name, value in values.items()
-            if name in names or name.endswith(tuple(n for n in names if n.startswith("/")))
+            name if "/" in name else f"{self._stage}/{name}": values[name]
+            for name in catalogue.select_headlines(self._stage, values)
         }
         self._record.append(Headlines(kind="headlines", time=now(), values=headlines))
 
@@ -219,9 +210,8 @@ class RecordTracker:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / file).write_text(curves.csv_text(rows, axis), encoding="utf-8")
             self.artifact(Path(folder) / file, "plots")
-        figure = Figure(
-            kind="figure", time=now(), file="curves.png", table=f"plots/{file}", title=self._stage, axis=axis
-        )
+        table = f"plots/{file}"
+        figure = Figure(kind="figure", time=now(), file="curves.png", table=table, stage=self._stage)
         self._record.append(figure)
 
     def report_error(self, reason: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A project with a store of its own. Nothing is delivered unless a test does it, or starts a real uploader."""
+"""A project with a store of its own. Runs are delivered by the test, or by a real uploader."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
             return [shell, Ancestor(3, "python", "/x/bin/dvc", "repro"), Ancestor(4, "make", "run")]
 
     def parent() -> dict[str, str]:
-        return context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")  # type: ignore[arg-type]
+        return context.parent(Ancestor(1, "rlhf", "sft"), "sft-k")
 
     for name in ("RLHF_PARENT_RUN", "MLFLOW_RUN_ID", "DVC_EXP_NAME"):
         monkeypatch.delenv(name, raising=False)
@@ -195,9 +195,9 @@ def test_a_pipeline_whose_dvc_process_has_ended_is_finished_when_its_last_stage_
 
 def test_a_late_delivery_leaves_a_finished_flow_finished(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
-    with tracking_pipeline.open_run("1", config.load().tracking, {}):
-        with pytest.raises(RuntimeError), tracking.open_run("sft", view(), key="sft-k"):
-            raise RuntimeError("boom")
+    flow = tracking_pipeline.open_run("1", config.load().tracking, {})
+    with flow, pytest.raises(RuntimeError), tracking.open_run("sft", view(), key="sft-k"):
+        raise RuntimeError("boom")
     assert sync(home) == (2, {})
     assert status(home, "sft", "pipeline") == ["FAILED", "FINISHED"]
     assert reason(home, "pipeline") is None
@@ -286,7 +286,7 @@ def test_curves_are_delivered_as_csv_and_as_the_figure_that_they_give(home: Path
     assert artifact(home, "ppo", "plots/ppo.csv").read_text(encoding="utf-8") == curves.csv_text(
         rows, "episode"
     )
-    curves.draw(rows, "episode", "ppo", project / "direct.png")
+    curves.draw(rows, "ppo", project / "direct.png")
     assert artifact(home, "ppo", "curves.png").read_bytes() == (project / "direct.png").read_bytes()
 
 
@@ -341,9 +341,9 @@ def test_a_run_is_read_with_its_stages_by_id_key_or_name(home: Path, monkeypatch
         kl = [{"episode": 64, "objective/kl": 1.0}, {"episode": 128, "objective/kl": 3.0}]
         assert whole.curves == {"sft": [], "ppo": kl}
         assert whole.parameters["ppo.kl_coef"] == "0.03"
-    stage = stored.find(None, home, "ppo-1", [])
-    assert stage is not None
-    assert list(stage.metrics) == ["ppo"]
+    alone = stored.find(None, home, "ppo-1", [])
+    assert alone is not None
+    assert list(alone.metrics) == ["ppo"]
     assert [stored.find(None, home, name, []) for name in ("ppo-2", "0" * 32, "it's")] == [None] * 3
     with pytest.raises(UserError, match=f"run ppo-1 cannot be read from MLflow at {UNREACHABLE}"):
         stored.find(UNREACHABLE, home, "ppo-1", [])
