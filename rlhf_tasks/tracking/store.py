@@ -192,7 +192,7 @@ class StageRun:
     parent: str
     header: Header
     may_have_points: bool
-    """True if somebody has sent points before: MLflow is asked for their steps, and only others are sent."""
+    """True if points may have been sent before: MLflow is asked for their steps, and only others are sent."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Why MLflow will never accept a trace, by its number."""
     _steps: dict[str, set[int]] = field(default_factory=dict)
@@ -234,18 +234,19 @@ class StageRun:
                 self._check_traces()
 
     def _send_metrics(self, events: Sequence[Metrics]) -> None:
-        metrics = [
-            Metric(name, value, event["time"], event["step"])
-            for event in events
-            for name, value in event["values"].items()
-            if not (self.may_have_points and event["step"] in self._held_steps(name))
-        ]
+        """Send one point per metric and step: a resumed stage logs some of them again."""
+        metrics = list[Metric]()
+        for event in events:
+            for name, value in event["values"].items():
+                if event["step"] not in self._held_steps(name):
+                    metrics.append(Metric(name, value, event["time"], event["step"]))
+                    self._steps[name].add(event["step"])
         for start in range(0, len(metrics), BATCH_METRICS):
             self.client.log_batch(self.run, metrics=metrics[start : start + BATCH_METRICS])
 
     def _held_steps(self, name: str) -> set[int]:
         if name not in self._steps:
-            history = self.client.get_metric_history(self.run, name)
+            history = self.client.get_metric_history(self.run, name) if self.may_have_points else []
             self._steps[name] = {point.step for point in history}
         return self._steps[name]
 
