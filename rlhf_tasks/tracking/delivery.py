@@ -76,6 +76,7 @@ class Delivery:
 
     def _connect(self, state: State) -> None:
         """Create the run in MLflow or find it, and read again what MLflow may lack."""
+        context.bound_requests()
         from rlhf_tasks.tracking.store import Store
 
         history, self._offset = self.record.read(0, state.delivered)

@@ -23,22 +23,22 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(project: Path, empty_database: Path) -> Path:
+def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The project's `.rlhf` folder with a store; stages start real uploaders."""
+    for name, value in context.HTTP_BOUNDS.items():
+        monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     folder = project / ".rlhf"
     folder.mkdir()
     shutil.copy(empty_database, folder)
-    return folder
+    yield folder
+    mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # a delivery of traces sets the global address
 
 
 @pytest.fixture
-def home(store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same without uploaders: a test calls `sync`, or `step` of an uploader of its own."""
     monkeypatch.setattr(uploader, "start", lambda outbox: None)
     monkeypatch.setattr(uploader, "wait", lambda *_: True)
     monkeypatch.setattr(uploader, "RETRY_SECONDS", 0.0)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for name, value in context.HTTP_BOUNDS.items():
-        monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
-    yield store
-    mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # a delivery of traces sets the global address
+    return store

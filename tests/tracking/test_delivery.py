@@ -247,8 +247,8 @@ def test_an_unfinished_line_waits_and_a_resumed_run_removes_it(home: Path) -> No
     log("k", [(1, 1.0)])
     killed(home, "k")
     one = record(home, "k")
-    with one.file.open("ab") as file:
-        file.write(b'{"kind": "met')
+    with one.file.open("ab") as torn:
+        torn.write(b'{"kind": "met')
     events, offset = one.read()
     assert [event["kind"] for event in events] == ["run", "metrics", "artifact"]
     assert sync(home) == (1, {})
@@ -270,8 +270,8 @@ def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
     flow.serve()
     assert pending(home) == {*damaged, "begins"}
     log("sft-2")
-    with record(home, "sft-2").file.open("ab") as file:
-        file.write(b'{"kind": "metr\n')
+    with record(home, "sft-2").file.open("ab") as middle:
+        middle.write(b'{"kind": "metr\n')
     delivered, failed = sync(home)
     assert (delivered, set(failed)) == (0, {*damaged, "sft-2"})
     file = home / "outbox/torn.jsonl"

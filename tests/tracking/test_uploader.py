@@ -68,7 +68,6 @@ def real(store: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     (project / "stage.py").write_text(STAGE, encoding="utf-8")
     (project / "dvc").write_text(DVC, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(Path(tracking.__file__).parents[2]))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     try:
         yield store
         until(lambda: uploaders(store) == [], "the uploaders to end")
