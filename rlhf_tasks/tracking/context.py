@@ -18,16 +18,8 @@ from rlhf_tasks.project import git, lineage, paths
 from rlhf_tasks.tracking.events import Header, now
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "datasets",
-    "tokenizers",
-    "mlflow",
-    "dvc",
-    "prefect",
-)
+    "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "mlflow", "dvc", "prefect",
+)  # fmt: skip
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
 HTTP_BOUNDS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",

@@ -11,7 +11,7 @@ from rlhf_tasks.tracking.events import End, Event, Header, now
 from rlhf_tasks.tracking.outbox import DamagedRecordError, Record, State
 
 if TYPE_CHECKING:
-    from rlhf_tasks.tracking.store import PipelineRun, StageRun, Store
+    from rlhf_tasks.tracking.store import RemoteRun, Store
 
 MAX_REASON = 300  # characters
 VANISHED = "the process vanished without an error (killed? out of memory?)"
@@ -26,7 +26,7 @@ class Delivery:
     def __init__(self, record: Record, header: Header) -> None:
         self.record, self.header = record, header
         self.store: Store | None = None
-        self._run: StageRun | PipelineRun | None = None
+        self._run: RemoteRun | None = None
         self._delivered = 0  # bytes that MLflow had when the lines below were read
         self._offset = 0  # bytes that were read
         self._unsent: list[Event] = []
@@ -118,12 +118,10 @@ class Delivery:
         return self._written(sent, state)
 
     def _send_figure(self, state: State) -> State:
-        from rlhf_tasks.tracking.store import send_figure
-
         assert self._run is not None
         events, _ = self.record.read()
         figure = next(event for event in reversed(events) if event["kind"] == "figure")
-        send_figure(self._run, figure, self.record.files)
+        self._run.send_figure(figure, self.record.files)
         return self._written(replace(state, closed=True, failed=False, last_error=None), state)
 
     def _written(self, state: State, before: State) -> State:

@@ -115,6 +115,17 @@ class End(TypedDict):
     """`{path: md5}` of what the stage wrote."""
 
 
+def ending(error: BaseException | None, *, device: str = "", outs: Mapping[str, str] | None = None) -> End:
+    """The last line of a run that finished, or ended by `error`: an error is a failure, a signal a kill."""
+    if error is None:
+        return End(kind="end", time=now(), status="FINISHED", reason="", device=device, outs=outs or {})
+    if isinstance(error, Exception | SystemExit):
+        reason = f"{type(error).__name__}: {error}"
+        return End(kind="end", time=now(), status="FAILED", reason=reason, device=device, outs={})
+    reason = str(error) or "interrupted"
+    return End(kind="end", time=now(), status="KILLED", reason=reason, device=device, outs={})
+
+
 Event = Header | Metrics | Headlines | Notice | Trace | Artifact | Figure | Tags | End
 
 

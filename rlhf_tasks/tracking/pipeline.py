@@ -6,11 +6,9 @@ its end, the flow waits until its runs are delivered, or left for `rlhf sync`.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Protocol
 
 import psutil
 
@@ -18,13 +16,15 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.project import git, paths
 from rlhf_tasks.tracking import context, uploader
-from rlhf_tasks.tracking.events import PIPELINE, Artifact, End, Header, Tags, now
+from rlhf_tasks.tracking.events import PIPELINE, Artifact, Header, Tags, ending, now
 from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record
 
 WAIT_SECONDS, KILLED_WAIT_SECONDS = 10.0, 1.0  # for the delivery, at the flow's end
 
 
-class Pipeline(Protocol):
+class Pipeline:
+    """What a flow logs. This base logs nothing, for `tracking.enabled: false`."""
+
     def tags(self, values: Mapping[str, str]) -> None:
         """Tag the run."""
 
@@ -33,22 +33,10 @@ class Pipeline(Protocol):
 
     def last_error(self) -> str | None:
         """Why MLflow does not receive the run or one of its stages; None if it receives all of them."""
-
-
-class NullPipeline:
-    """For `tracking.enabled: false`."""
-
-    def tags(self, values: Mapping[str, str]) -> None:
-        pass
-
-    def artifact(self, path: Path, folder: str | None = None) -> None:
-        pass
-
-    def last_error(self) -> str | None:
         return None
 
 
-class RecordPipeline:
+class RecordPipeline(Pipeline):
     """Writes the flow's local record, which the uploader delivers."""
 
     def __init__(self, outbox: Outbox, record: Record, parent: str) -> None:
@@ -93,37 +81,30 @@ def key(flow_run: str) -> str:
 def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iterator[Pipeline]:
     """FINISHED when the block ends, FAILED with the reason on an error, KILLED on a signal."""
     if not settings.enabled:
-        yield NullPipeline()
+        yield Pipeline()
         return
     outbox = Outbox.of(paths.home())
     record = outbox.record(f"flow-{flow_run}")
     record.begin(_header(flow_run, settings))
-    process = _start_uploader(outbox)
+    process = uploader.start_or_report(outbox, _report)
     pipeline = RecordPipeline(outbox, record, key(flow_run))
     pipeline.tags(tags)
-    status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED"
-    reason = ""
+    error = None
     try:
         yield pipeline
-    except Exception as error:
-        status, reason = "FAILED", f"{type(error).__name__}: {error}"
-        raise
-    except BaseException as error:
-        status, reason = "KILLED", str(error) or "cancelled"
+    except BaseException as raised:
+        error = raised
         raise
     finally:
-        record.append(End(kind="end", time=now(), status=status, reason=reason, device="", outs={}))
-        seconds = KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS
+        end = ending(error)
+        record.append(end)
+        seconds = KILLED_WAIT_SECONDS if end["status"] == "KILLED" else WAIT_SECONDS
         states = [record.state for record in pipeline.pending()]
         uploader.wait(outbox, lambda: all(s().closed or s().failed for s in states), process, seconds)
 
 
-def _start_uploader(outbox: Outbox) -> subprocess.Popen[bytes] | None:
-    try:
-        return uploader.start(outbox)
-    except OSError as error:
-        console.say(f"MLflow receives nothing before `rlhf sync`: no uploader could be started: {error}")
-        return None
+def _report(reason: str) -> None:
+    console.say(f"MLflow receives nothing before `rlhf sync`: {reason}")
 
 
 def _header(flow_run: str, settings: Tracking) -> Header:

@@ -53,7 +53,7 @@ class Store:
         store.close_left_parents()
         return store
 
-    def run(self, header: Header, *, reopen: bool, live: bool) -> StageRun | PipelineRun:
+    def run(self, header: Header, *, reopen: bool, live: bool) -> RemoteRun:
         """The run in MLflow, created with its parameters, tags and inputs, or found.
 
         `reopen`: set a run that was found to RUNNING; False if MLflow has its end already.
@@ -61,14 +61,14 @@ class Store:
         """
         parent = self._parent(header, live=live)
         if header["stage"] == PIPELINE:
-            return PipelineRun(self.client, parent)
+            return RemoteRun(self.client, parent, parent, header, may_have_points=False)
         run = known = self._find("rlhf.run", header["key"])
         if run is None:
             run = self._create(header, parent)
         elif reopen:
             self._reopen(run)
             self.client.set_tag(run, MLFLOW_PARENT_RUN_ID, parent)
-        return StageRun(self.client, run, parent, header, may_have_points=known is not None)
+        return RemoteRun(self.client, run, parent, header, may_have_points=known is not None)
 
     def _find(self, tag: str, value: str) -> str | None:
         runs = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
@@ -141,29 +141,6 @@ class Store:
         return max((stage.info.end_time for stage in stages if stage.info.end_time), default=None)
 
 
-@dataclass
-class PipelineRun:
-    """A flow's run in MLflow; sending an event twice changes nothing."""
-
-    client: MlflowClient
-    run: str
-    rejected: dict[str, str] = field(default_factory=dict)
-
-    def resume(self, history: Sequence[Event], rejected: Mapping[str, str]) -> None:
-        """Nothing here depends on what was sent before."""
-
-    def send(self, events: Sequence[Event], files: Path) -> None:
-        """Deliver in order; `files` holds the artifacts."""
-        for event in events:
-            if event["kind"] == "tags":
-                tags = [RunTag(k, str(v)[:MAX_TAG]) for k, v in event["values"].items()]
-                self.client.log_batch(self.run, tags=tags)
-            elif event["kind"] == "artifact":
-                self.client.log_artifact(self.run, str(files / event["file"]), event["folder"])
-            elif event["kind"] == "end":
-                _terminate(self.client, self.run, event, event["reason"])
-
-
 def _terminate(client: MlflowClient, run: str, end: End, reason: str) -> None:
     if reason:
         client.set_tag(run, REASON, reason[:MAX_TAG])
@@ -184,8 +161,8 @@ def _dataset(path: str, md5: str) -> DatasetInput:
 
 
 @dataclass
-class StageRun:
-    """One stage's run in MLflow."""
+class RemoteRun:
+    """The run of a stage or of a pipeline in MLflow."""
 
     client: MlflowClient
     run: str
@@ -229,9 +206,21 @@ class StageRun:
                 self.client.log_batch(self.parent, metrics=metrics)
             elif event["kind"] == "event":
                 self.client.set_tag(self.run, event["name"], f"at {event['step']}: {event['text']}"[:MAX_TAG])
+            elif event["kind"] == "tags":
+                self._set_tags(event["values"])
             elif event["kind"] == "end":
                 self._end(event)
                 self._check_traces()
+
+    def send_figure(self, figure: Figure, files: Path) -> None:
+        """Draw the curves of a CSV table and deliver the figure; if they cannot be drawn, a tag gives the reason."""
+        rows = curves.read_csv((files / figure["table"]).read_text(encoding="utf-8"))
+        try:
+            curves.draw(rows, figure["stage"], files / figure["file"])
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
+            self._set_tags({FIGURE_TAG: f"{figure['file']} cannot be drawn: {type(error).__name__}: {error}"})
+            return
+        self.client.log_artifact(self.run, str(files / figure["file"]))
 
     def _send_metrics(self, events: Sequence[Metrics]) -> None:
         """Send one point per metric and step: a resumed stage logs some of them again."""
@@ -250,13 +239,19 @@ class StageRun:
             self._steps[name] = {point.step for point in history}
         return self._steps[name]
 
+    def _set_tags(self, tags: Mapping[str, str]) -> None:
+        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
+
     def _end(self, event: End) -> None:
+        if self.run == self.parent:
+            _terminate(self.client, self.run, event, event["reason"])
+            return
         tags = {"device": event["device"], **{f"dvc.out.{p}": md5 for p, md5 in event["outs"].items()}}
         if event["reason"]:
             tags[REASON] = event["reason"]
         if self._tables:
             tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
-        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
+        self._set_tags(tags)
         self.client.set_terminated(self.run, event["status"], end_time=event["time"])
         owner = self.header["parent"].get("owner")
         if owner == "given" or self._has_parent_ended_after(event["time"]):
@@ -338,15 +333,3 @@ class StageRun:
             token = page.token
             if not token:
                 return numbers
-
-
-def send_figure(target: StageRun | PipelineRun, figure: Figure, files: Path) -> None:
-    """Draw the curves of a CSV table and deliver the figure; if that fails, tag the run with the reason."""
-    rows = curves.read_csv((files / figure["table"]).read_text(encoding="utf-8"))
-    try:
-        curves.draw(rows, figure["stage"], files / figure["file"])
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
-        reason = f"{figure['file']} cannot be drawn: {type(error).__name__}: {error}"
-        target.client.set_tag(target.run, FIGURE_TAG, reason[:MAX_TAG])
-        return
-    target.client.log_artifact(target.run, str(files / figure["file"]))

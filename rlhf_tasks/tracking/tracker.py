@@ -21,54 +21,23 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.project import atomic, lineage, paths
 from rlhf_tasks.tracking import catalogue, context, curves, uploader
-from rlhf_tasks.tracking.events import Artifact, End, Figure, Headlines, Metrics, Notice, Trace, now
+from rlhf_tasks.tracking.events import Artifact, Figure, Headlines, Metrics, Notice, Trace, ending, now
 from rlhf_tasks.tracking.outbox import Outbox, Record, table_json
 
 WAIT_SECONDS = 60.0  # for the delivery, after a stage's end: the first one also creates the database
 KILLED_WAIT_SECONDS = 3.0  # a killed run's uploader continues by itself
 MAX_SHOWN_ERROR = 120  # characters
-
-
-class Tracker(Protocol):
-    def metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        """Add one point to each curve; `step` counts optimiser steps, in PPO episodes."""
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows to the sample table `name`."""
-
-    def event(self, name: str, text: str, *, step: int) -> None:
-        """Something that a person should see at once: a tag of that name, and a row of the table `events`."""
-
-    def trace(
-        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
-    ) -> None:
-        """Log a call of a model, with times in milliseconds since 1970. An output `failure` marks it."""
-
-    def artifact(self, path: Path, folder: str | None = None) -> None:
-        """Keep a copy of a file with the run. Checkpoints do not belong here: DVC keeps them."""
-
-    def final(self, values: Mapping[str, float]) -> None:
-        """Log the stage's results, by which runs are compared."""
-
-    def history(self) -> list[dict[str, float]]:
-        """The curves so far: a dict per step, with the x axis (`step` or `episode`) first."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The curves and tables so far, in plain types."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from these curves and tables; what was logged after them is dropped."""
 
 
 class History:
@@ -95,54 +64,62 @@ class History:
         return latest
 
 
-class NullTracker:
-    """Keeps the curves and logs nothing: for all ranks but the first, and `tracking.enabled: false`."""
+class Tracker:
+    """What a stage logs. This base keeps the curves and logs nothing else."""
 
     def __init__(self, stage: Stage | None = None) -> None:
         self._history = History(curves.axis(stage))
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        """Add one point to each curve; `step` counts optimiser steps, in PPO episodes."""
         self._history.add({name: float(value) for name, value in values.items()}, step)
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        pass
+        """Add rows to the sample table `name`."""
 
     def event(self, name: str, text: str, *, step: int) -> None:
-        pass
+        """Log something that a person should see: a tag of that name, and a row of the table `events`."""
 
     def trace(
         self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
     ) -> None:
-        pass
+        """Log a call of a model, with times in milliseconds since 1970. An output `failure` marks it."""
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
-        pass
+        """Keep a copy of a file with the run. Checkpoints do not belong here: DVC keeps them."""
 
     def final(self, values: Mapping[str, float]) -> None:
-        pass
+        """Log the stage's results, by which runs are compared."""
 
     def history(self) -> list[dict[str, float]]:
+        """The curves so far: a dict per step, with the x axis (`step` or `episode`) first."""
         return self._history.rows()
 
     def state_dict(self) -> dict[str, Any]:
+        """The curves and tables so far, in plain types."""
         return {"history": self.history(), "tables": "{}"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from these curves and tables; what was logged after them is dropped."""
         self._history.replace(state["history"])
 
 
-class RecordTracker:
+class NullTracker(Tracker):
+    """For all ranks but the first, and for `tracking.enabled: false`."""
+
+
+class RecordTracker(Tracker):
     """Writes the run's local record, which the uploader delivers."""
 
     def __init__(self, stage: Stage, record: Record) -> None:
+        super().__init__(stage)
         self._stage, self._record = stage, record
-        self._history = History(curves.axis(stage))
         self._tables: dict[str, list[dict[str, Any]]] = {}
         self._has_reported = False
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        super().metrics(values, step=step)
         point = {name: float(value) for name, value in values.items()}
-        self._history.add(point, step)
         self._record.append(Metrics(kind="metrics", time=now(), step=step, values=point))
         self.report_error()
 
@@ -189,14 +166,11 @@ class RecordTracker:
         }
         self._record.append(Headlines(kind="headlines", time=now(), values=headlines))
 
-    def history(self) -> list[dict[str, float]]:
-        return self._history.rows()
-
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history(), "tables": json.dumps(self._tables, default=str)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._history.replace(state["history"])
+        super().load_state_dict(state)
         self._tables = json.loads(state["tables"])
         for name in self._tables:
             self._keep_table(name)
@@ -242,50 +216,27 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
     header = context.header(stage, view, key)
     record.begin(header)
     tracker = RecordTracker(stage, record)
-    process = _start_uploader(outbox, tracker)
-    status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED"
-    reason, outs = "", dict[str, str]()
+    process = uploader.start_or_report(outbox, tracker.report_error)
+    error, outs = None, dict[str, str]()
     try:
         yield tracker
         tracker.keep_curves()
         outs = lineage.out_hashes(stage)
-    except KeyboardInterrupt as error:
-        status, reason = "KILLED", str(error) or "interrupted"
-        raise
-    except BaseException as error:
-        status, reason = "FAILED", f"{type(error).__name__}: {error}"
+    except BaseException as raised:
+        error = raised
         raise
     finally:
         # At once: the launcher of a failed stage ends its other processes without waiting long.
-        end = End(kind="end", time=now(), status=status, reason=reason, device=context.device(), outs=outs)
+        end = ending(error, device=context.device(), outs=outs)
         record.append(end)
-        seconds = KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS
+        seconds = KILLED_WAIT_SECONDS if end["status"] == "KILLED" else WAIT_SECONDS
         in_flow = header["parent"].get("owner") == "flow"
-        _await_delivery(outbox, tracker, record, process, seconds, with_figure=not in_flow)
+        is_done = partial(_is_delivered_or_failed, record, with_figure=not in_flow)
+        if not uploader.wait(outbox, is_done, process, seconds) or record.state().failed:
+            tracker.report_error(f"see {uploader.log_file(outbox)}")
+        uploader.report_rejected(record, {})
 
 
-def _start_uploader(outbox: Outbox, tracker: RecordTracker) -> subprocess.Popen[bytes] | None:
-    try:
-        return uploader.start(outbox)
-    except OSError as error:  # for example, the folder belongs to another user
-        tracker.report_error(f"no uploader could be started: {error}")
-        return None
-
-
-def _await_delivery(
-    outbox: Outbox,
-    tracker: RecordTracker,
-    record: Record,
-    process: subprocess.Popen[bytes] | None,
-    seconds: float,
-    *,
-    with_figure: bool,
-) -> None:
-    def is_done() -> bool:
-        state = record.state()
-        return state.failed or state.closed or (state.ended and not with_figure)
-
-    delivered = uploader.wait(outbox, is_done, process, seconds)
-    if not delivered or record.state().failed:
-        tracker.report_error(f"see {uploader.log_file(outbox)}")
-    uploader.report_rejected(record, {})
+def _is_delivered_or_failed(record: Record, *, with_figure: bool) -> bool:
+    state = record.state()
+    return state.failed or state.closed or (state.ended and not with_figure)

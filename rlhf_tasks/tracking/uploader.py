@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -29,7 +28,6 @@ from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record
 POLL_SECONDS, WAIT_POLL_SECONDS = 0.1, 0.05
 RETRY_SECONDS = 20.0
 SYNC_LOCK_SECONDS = 60.0
-UNANSWERED = re.compile("API request to .* failed with (timeout )?exception")  # MLflow's words
 
 
 class Uploader:
@@ -40,8 +38,8 @@ class Uploader:
         self._sizes = dict[str, int]()
         """Of each record that was examined: it is examined again when it has grown."""
         self._open = dict[str, Delivery]()
-        self._due = dict[str, float]()
-        """When a run that is not over may be tried again after a failure, by the monotonic clock."""
+        self._due = 0.0
+        """When live runs may be tried again after a failure, by the monotonic clock."""
         self._owners = set[str]()
         """The dvc processes of the runs: they may start more stages."""
 
@@ -103,24 +101,17 @@ class Uploader:
         """Send what there is of one run. Its failure must not end the delivery of the others."""
         record = delivery.record
         try:
-            if time.monotonic() < self._due.get(record.key, 0.0) and not delivery.is_over():
-                return
+            if time.monotonic() < self._due and not delivery.is_over():
+                return  # a silent server costs seconds, which the end of another run must not wait for
             state = delivery.step()
         except Exception as error:
             if not isinstance(error, known_errors()):
                 traceback.print_exc()
-            self._postpone(delivery, error)
+            self._due = time.monotonic() + RETRY_SECONDS
             state = record.state()
         if state.closed or state.failed:
             del self._open[record.key]
             self._sizes[record.key] = record.size()
-
-    def _postpone(self, failed: Delivery, error: Exception) -> None:
-        """Try the run later. If its server does not answer, the other live runs of that server wait too."""
-        is_silent = UNANSWERED.search(str(error)) is not None
-        for key, delivery in self._open.items():
-            if delivery is failed or (is_silent and delivery.header["uri"] == failed.header["uri"]):
-                self._due[key] = time.monotonic() + RETRY_SECONDS
 
 
 def sync(home: Path) -> tuple[int, dict[str, str]]:
@@ -206,6 +197,15 @@ def start(outbox: Outbox) -> subprocess.Popen[bytes] | None:
             start_new_session=True,
             env=context.uploader_environment(os.environ),
         )
+
+
+def start_or_report(outbox: Outbox, report: Callable[[str], None]) -> subprocess.Popen[bytes] | None:
+    """Start the uploader; a failure, such as a folder of another user, is reported and ends nothing."""
+    try:
+        return start(outbox)
+    except OSError as error:
+        report(f"no uploader could be started: {error}")
+        return None
 
 
 def wait(

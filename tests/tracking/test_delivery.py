@@ -101,7 +101,7 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
     assert points(home, "ppo") == [(1, 4.0), (2, 3.0)]
 
 
-def test_a_silent_server_delays_live_runs_together_and_the_end_of_a_run_not_at_all(
+def test_a_failure_delays_live_runs_together_and_the_end_of_a_run_not_at_all(
     home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts, real = list[str](), Delivery.step
