@@ -69,7 +69,7 @@ class Record:
         return self.folder / f"{self.key}.state.json"
 
     def begin(self, header: Header) -> None:
-        """Start the record, or continue it after the line that a killed process left unfinished."""
+        """Start the record, or continue it without the last line if a killed process did not complete it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             os.truncate(self.file, self.file.read_bytes().rfind(b"\n") + 1)

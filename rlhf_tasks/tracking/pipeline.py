@@ -1,7 +1,7 @@
 """The run of a whole flow, under which MLflow shows its stages. No torch or MLflow here.
 
 It has a record of its own, as a stage has. The flow starts the uploader, so that MLflow is imported early. At
-its end, the flow waits until its runs are delivered, or left for `rlhf sync`.
+its end, the flow waits until its runs are delivered or have failed.
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ class Store:
         return store
 
     def run(self, header: Header, *, reopen: bool, live: bool) -> RemoteRun:
-        """The run in MLflow, created with its parameters, tags and inputs, or found.
+        """The run in MLflow. If there is none, it is created with its parameters, tags and inputs.
 
-        `reopen`: set a run that was found to RUNNING; False if MLflow has its end already.
+        `reopen`: set an existing run to RUNNING; False if MLflow has its end already.
         `live`: set its pipeline to RUNNING too; False for a pipeline that is over.
         """
         parent = self._parent(header, live=live)
@@ -90,7 +90,7 @@ class Store:
         return identity
 
     def _parent(self, header: Header, *, live: bool) -> str:
-        """The pipeline's run, created or found, with the stage's parameters added."""
+        """The pipeline's run, created if there is none, with the stage's parameters added."""
         parent = header["parent"]
         if "id" in parent:
             return parent["id"]
@@ -169,7 +169,7 @@ class RemoteRun:
     parent: str
     header: Header
     may_have_points: bool
-    """True if points may have been sent before: MLflow is asked for their steps, and only others are sent."""
+    """True if points may have been sent before: only points are sent whose steps MLflow lacks."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Why MLflow will never accept a trace, by its number."""
     _steps: dict[str, set[int]] = field(default_factory=dict)

@@ -2,8 +2,8 @@
 
 A stage or a flow starts the uploader if none is running. The uploader lives until all its runs are over, and
 the dvc processes and flows that they belong to. Its name is in `uploader@HOST.pid` meanwhile. A run first
-begins its record and then reads that file. The uploader first removes the file and then looks for new records
-once more, so no run is missed. The machine is part of the name because a process can be seen only there.
+begins its record and then reads that file. The uploader first removes the file and then reads the outbox once
+more, so no run is missed. The machine is part of the name because a process can be seen only there.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Uploader:
                 self._advance(delivery)
 
     def _scan(self) -> None:
-        """Find the runs of this machine that have begun, except those that are left for `rlhf sync`."""
+        """Add the new runs of this machine, except those whose delivery failed: `rlhf sync` delivers them."""
         for record in self._outbox.records():
             size = record.size()
             if record.key in self._open or self._sizes.get(record.key) == size:

@@ -93,7 +93,7 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
             away.append(True)
         assert errors()[1] == "MlflowException: away"
         away.clear()
-        assert errors()[1] == "MlflowException: away", "what failed after its end is left for `rlhf sync`"
+        assert errors()[1] == "MlflowException: away", "only `rlhf sync` tries again after a run's end"
     flow.serve()
     assert pending(home) == {"ppo-1"}
     assert points(home, "sft") == [(1, 2.0), (2, 1.0)]
@@ -266,9 +266,9 @@ def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
     damaged = {"torn": b'{"kind": "run", "ti{"kind": "metrics"}\n', "bytes": b"\xff\x00\n", "number": b"5\n"}
     for name, line in damaged.items():
         (home / f"outbox/{name}.jsonl").write_bytes(line)
-    (home / "outbox/begins.jsonl").write_bytes(b'{"kind": "ru')
+    (home / "outbox/partial.jsonl").write_bytes(b'{"kind": "ru')
     flow.serve()
-    assert pending(home) == {*damaged, "begins"}
+    assert pending(home) == {*damaged, "partial"}
     log("sft-2")
     with record(home, "sft-2").file.open("ab") as middle:
         middle.write(b'{"kind": "metr\n')
@@ -310,8 +310,8 @@ def judge(home: Path, num_traces: int, uri: str | None = None) -> None:
 def traces(home: Path, uri: str | None = None) -> list[Any]:
     """The traces that MLflow has of stage judge, the first call first."""
     client, run = MlflowClient(uri or embedded_uri(home)), runs(home, uri)["judge"].info
-    found = client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
-    return sorted(found, key=lambda trace: trace.info.request_time)
+    rows = client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
+    return sorted(rows, key=lambda trace: trace.info.request_time)
 
 
 @pytest.fixture
