@@ -28,7 +28,8 @@ from flows.programs import Dvc
 from rlhf_tasks.config import Config, Service
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import dvc_cli, dvc_files, git, paths, processes, workspace_inputs, workspaces
+from rlhf_tasks.project import dvc_cli, dvc_files, git, processes, workspace_inputs, workspaces
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
@@ -90,7 +91,7 @@ def _run(
     if commit is not None:
         workspace_inputs.check_data(values.data.path)
     # As the run finds it, not as it may have become meanwhile.
-    revision = commit or git.revision() or "none"
+    revision = commit or git.revision(root) or "none"
     data = watch.fingerprint(root, values)
     unseen = workspace_inputs.unseen(root, values.data.path) if commit is not None else []
     given, name = name is not None, name or request.default_name(str(flow_run.get_name()), run)
@@ -168,7 +169,7 @@ def _place(
         finally:
             place.remove()
         return
-    lock = FileLock(paths.home(root) / "checkout.lock")
+    lock = FileLock(Paths(root).home / "checkout.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:

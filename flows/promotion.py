@@ -16,7 +16,8 @@ from prefect.states import Completed
 
 from flows import programs, stages
 from rlhf_tasks.config import Config
-from rlhf_tasks.project import dvc_files, paths
+from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, UNDECIDED, verdict_file
 
@@ -54,7 +55,7 @@ def promote(folder: Path, environment: dict[str, str], values: Config) -> State[
 def criteria(folder: Path) -> list[dict[str, str]]:
     """The last verdict on the policy there, a row a criterion; empty if there is none."""
     md5 = dvc_files.locked(folder).get(POLICY)
-    file = verdict_file(paths.home(), md5 or "none")
+    file = verdict_file(Paths().home, md5 or "none")
     if not file.exists():
         return []
     return gate.Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()

@@ -31,7 +31,8 @@ from filelock import FileLock
 from flows import settings
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, paths, processes, workspaces
+from rlhf_tasks.project import dvc_files, processes, workspaces
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
 from rlhf_tasks.tracking import dashboard, links
 from rlhf_tasks.tracking.outbox import Outbox
@@ -58,8 +59,8 @@ class Service:
         Raises:
             UserError: if none is here, or this is a git worktree: its service is the main checkout's.
         """
-        dvc_files.graph()
-        home = paths.home()
+        dvc_files.graph(Path())
+        home = Paths().home
         if home.parent != Path.cwd():
             raise UserError(f"the service belongs to the main checkout; run this in {home.parent}")
         return cls(Path.cwd(), home)
@@ -287,7 +288,7 @@ def elsewhere(pool: str, *, work: bool) -> int:
     """
     if "PREFECT_API_URL" not in os.environ:
         raise UserError("PREFECT_API_URL is not set: it names the server, as http://127.0.0.1:4200/api")
-    dvc_files.graph()
+    dvc_files.graph(Path())
     address = os.environ["PREFECT_API_URL"]
     try:
         httpx.get(f"{address}/health", timeout=10.0)

@@ -9,7 +9,6 @@ runs go to a deployment's work pool and keep its limits: another `deployment` pu
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import tempfile
@@ -35,7 +34,7 @@ from flows import request, results, settings, watch
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
-from rlhf_tasks.project import experiments, git
+from rlhf_tasks.project import experiments, git, hashing
 from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
@@ -182,8 +181,8 @@ def variable(project: str, name: str, preset: str | None, listed: Sequence[Mappi
     Sweeps of one name but of another project or of other settings have others; more seeds are the same
     sweep. `project`: the experiment of MLflow.
     """
-    told = json.dumps([project, name, preset, list(map(dict, listed))], sort_keys=True)
-    return f"rlhf_sweep_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    digest = hashing.json_sha256([project, name, preset, list(map(dict, listed))])
+    return f"rlhf_sweep_{digest[:12]}"
 
 
 def begun_with(root: Path, name: str, kept: str) -> str:
@@ -273,7 +272,7 @@ def _digest(values: Config, commit: str, data: Data) -> str:
         "data": data.fingerprint(values),
         "params": values.model_dump(mode="json", exclude=comparison.HOW_NOT_WHAT),
     }
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+    return hashing.json_sha256(tree)[:12]
 
 
 def run_cells(

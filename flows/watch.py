@@ -8,8 +8,6 @@ one that was asked for the same: runs of other presets, seeds or overrides are o
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ def fingerprint(root: Path, values: Config) -> str:
     """Of the content that `prepare` would read: changes exactly when that does."""
     path = root / values.data.path
     hub = values.data.hub.model_dump(mode="json") if values.data.hub is not None else None
-    return _digest({"path": _content(path), "hub": hub})
+    return hashing.json_sha256({"path": _content(path), "hub": hub})
 
 
 def _content(path: Path) -> Any:
@@ -47,17 +45,13 @@ def _content(path: Path) -> Any:
     return sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
 
 
-def _digest(tree: Any) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-
-
 def variable(asked: Request, values: Config) -> str:
     """The Prefect variable that holds the fingerprint of the last completed run of this request.
 
     `tracking.experiment` tells projects of one server apart.
     """
     place = [values.tracking.experiment, values.data.source, values.data.path]
-    told = _digest([*place, asked.preset, asked.seed, asked.overrides or {}])
+    told = hashing.json_sha256([*place, asked.preset, asked.seed, asked.overrides or {}])
     return f"rlhf_data_{told[:12]}"
 
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from rlhf_tasks import config, console
 from rlhf_tasks.config import STAGES, JudgeView, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, paths
+from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
@@ -104,7 +105,7 @@ def _add(
 
 
 def _stage(stage: Stage, options: argparse.Namespace) -> int:
-    return runner.run(stage)
+    return runner.run(stage, Paths())
 
 
 # ------------------------------------------------------------------- each command, and what it takes
@@ -142,7 +143,7 @@ def _judge(options: argparse.Namespace) -> int:
                 "--against, --num-examples, --judge and --out go with a MODEL, such as `rlhf judge "
                 "models/policy`; the stage takes all from params.yaml"
             )
-        return runner.run("judge")
+        return runner.run("judge", Paths())
     view = JudgeView.of(config.load())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.evaluation import head_to_head
@@ -270,7 +271,7 @@ def _add_sync(commands: Commands) -> None:
 def _sync(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.uploader import sync
 
-    delivered, failed = sync(paths.home())
+    delivered, failed = sync(Paths().home)
     console.say(f"{delivered} run(s) delivered to MLflow")
     if failed:
         reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())
@@ -291,7 +292,7 @@ def _add_lineage(commands: Commands) -> None:
 def _lineage(options: argparse.Namespace) -> int:
     from rlhf_tasks.project import provenance
 
-    dvc_files.graph()  # a project is here, before anything is asked of git
+    dvc_files.graph(Path())  # a project is here, before anything is asked of git
     print("\n".join(provenance.lines(provenance.find(Path.cwd(), options.asked))))
     return 0
 
@@ -317,7 +318,7 @@ def _add_label(commands: Commands) -> None:
 
 
 def _label(options: argparse.Namespace) -> int:
-    dvc_files.graph()  # a project is here
+    dvc_files.graph(Path())  # a project is here
     from rlhf_tasks.evaluation import labelling
 
     try:
@@ -345,7 +346,7 @@ def _add_compare(commands: Commands) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    dvc_files.graph()  # a project is here, before anything is asked of git
+    dvc_files.graph(Path())  # a project is here, before anything is asked of git
     _check_out(options.out)
     from rlhf_tasks.report import comparison_page
 
@@ -362,7 +363,7 @@ def _mlflow(options: argparse.Namespace) -> int:
     """The dashboard, on loopback only, over the embedded store."""
     from rlhf_tasks.tracking.dashboard import serve
 
-    return serve(paths.home(), options.port)
+    return serve(Paths().home, options.port)
 
 
 def _check_out(out: Path) -> None:

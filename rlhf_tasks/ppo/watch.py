@@ -13,11 +13,13 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, encode, read_table, text_of
 from rlhf_tasks.modeling.generation import answer
 from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.collect import Scorers, agreed
 from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.trainer import stop_token
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training.runtime import Runtime
 
 NUM_SAMPLE_PROMPTS = 4
 NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}
@@ -44,7 +46,7 @@ class Watch:
         self._rt, self._settings, self._policy, self._seed = rt, settings, policy, seed
         self._tokenizer = tokenizer
         self._scorers, self._heldout, self._referee = scorers, heldout, referee
-        rows = read_table("prompts", "validation")[: settings.num_selection_prompts]
+        rows = read_table(Paths(), "prompts", "validation")[: settings.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
         self.best, self.episode = -float("inf"), 0

@@ -18,7 +18,8 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing, paths
+from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
+from rlhf_tasks.project.paths import Paths
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
@@ -187,7 +188,7 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
     if md5 is None:
         return {}
     try:
-        blob = dvc_cli.cache(root) / "files" / "md5" / md5[:2] / md5[2:]
+        blob = dvc_cli.cached_file(dvc_cli.cache(root), md5)
         found: dict[str, Any] = json.loads(blob.read_text(encoding="utf-8"))
     except OSError:
         return {}
@@ -203,7 +204,7 @@ def _named_by_run(root: Path, asked: str) -> str | None:
     """What a flow run's record or an MLflow run's tags name: a key, an experiment that there is, a commit."""
     if flow := FLOW_ID.fullmatch(asked):
         tags = dict[str, str]()
-        for file in (paths.home(root) / "outbox").glob(f"flow-{flow[2]}*.jsonl"):
+        for file in (Paths(root).home / "outbox").glob(f"flow-{flow[2]}*.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
                 tags |= record["values"] if record["kind"] == "tags" else {}
@@ -212,7 +213,7 @@ def _named_by_run(root: Path, asked: str) -> str | None:
         from rlhf_tasks.tracking import context, runs
 
         uri = context.uri(config.load(root / "params.yaml").tracking)
-        tags = runs.tags(uri, paths.home(root), asked)
+        tags = runs.tags(uri, Paths(root).home, asked)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 

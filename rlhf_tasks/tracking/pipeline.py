@@ -14,7 +14,8 @@ import psutil
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
-from rlhf_tasks.project import git, paths
+from rlhf_tasks.project import git
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, uploader
 from rlhf_tasks.tracking.events import PIPELINE, Artifact, Header, Tags, ending, now
 from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record
@@ -83,7 +84,7 @@ def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iter
     if not settings.enabled:
         yield Pipeline()
         return
-    outbox = Outbox.of(paths.home())
+    outbox = Outbox.of(Paths().home)
     record = outbox.record(f"flow-{flow_run}")
     record.begin(_header(flow_run, settings))
     process = uploader.start_or_report(outbox, _report)
@@ -114,12 +115,12 @@ def _header(flow_run: str, settings: Tracking) -> Header:
         key=f"flow-{flow_run}",
         stage=PIPELINE,
         last=True,
-        home=str(paths.home()),
+        home=str(Paths().home),
         uri=context.uri(settings),
         experiment=settings.experiment,
         process=context.process_name(psutil.Process()),
         parent={"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
         parameters={},
         inputs={},
-        tags={"git.rev": git.revision() or "none"},
+        tags={"git.rev": git.revision(Paths().root) or "none"},
     )

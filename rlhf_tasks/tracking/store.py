@@ -213,7 +213,7 @@ class RemoteRun:
                 self._check_traces()
 
     def send_figure(self, figure: Figure, files: Path) -> None:
-        """Draw the curves of a CSV table and deliver the figure; if they cannot be drawn, a tag gives the reason."""
+        """Draw the curves of a CSV table and deliver the figure. A tag gives the reason if that fails."""
         rows = curves.read_csv((files / figure["table"]).read_text(encoding="utf-8"))
         try:
             curves.draw(rows, figure["stage"], files / figure["file"])

@@ -30,7 +30,8 @@ from typing import Any
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Stage, StageView
-from rlhf_tasks.project import atomic, lineage, paths
+from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue, context, curves, uploader
 from rlhf_tasks.tracking.events import Artifact, Figure, Headlines, Metrics, Notice, Trace, ending, now
 from rlhf_tasks.tracking.outbox import Outbox, Record, table_json
@@ -211,7 +212,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
         yield NullTracker(stage)
         return
     key = key or lineage.new_key(stage)
-    outbox = Outbox.of(paths.home())
+    outbox = Outbox.of(Paths().home)
     record = outbox.record(key)
     header = context.header(stage, view, key)
     record.begin(header)
@@ -221,7 +222,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
     try:
         yield tracker
         tracker.keep_curves()
-        outs = lineage.out_hashes(stage)
+        outs = lineage.out_hashes(Paths(), stage)
     except BaseException as raised:
         error = raised
         raise

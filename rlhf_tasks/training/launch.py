@@ -1,7 +1,7 @@
-"""The `launch` section as an `accelerate launch` command, and word from its workers. No torch.
+"""Starts the workers of a stage with `accelerate launch`, and reads their failures. No torch.
 
-`launch.num_processes` counts all processes of all machines. On several machines the same command runs
-on each, told apart by MASTER_ADDR, MASTER_PORT and MACHINE_RANK.
+`launch.num_processes` counts the processes of all machines. On several machines the same command runs on
+each; MASTER_ADDR, MASTER_PORT and MACHINE_RANK differ.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import psutil
 
 from rlhf_tasks.config import Launch, Stage
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
-TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
-DEEPSPEED = Path("infra/deepspeed")
-FAILURE = "RLHF_FAILURE_FILE"  # where the first worker that fails says why
+TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
+FAILURE = "RLHF_FAILURE_FILE"  # the first worker that fails writes the reason to this file
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
 
 def is_needed(stage: Stage, launch: Launch) -> bool:
-    """True if this process is to start workers, rather than to run the stage or to be a worker."""
+    """True if this process must start workers instead of running the stage itself."""
     several = launch.num_processes > 1 or launch.num_machines > 1 or launch.deepspeed is not None
     return stage in TRAINING and several and not is_worker()
 
@@ -40,12 +40,12 @@ def is_worker() -> bool:
 
 
 def is_orphan() -> bool:
-    """True in a worker whose launcher was killed: nobody would end it, or hear what becomes of it."""
+    """True in a worker whose launcher was killed: nothing else would end it."""
     return LAUNCHER in os.environ and not context.is_alive(os.environ[LAUNCHER])
 
 
-def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
-    """The words that start the stage's workers.
+def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
+    """The command that starts the stage's workers.
 
     Raises:
         UserError: if a setting or a variable that the launch needs is missing.
@@ -53,13 +53,15 @@ def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> lis
     words = ["-m", "accelerate.commands.launch"]
     if launch.deepspeed == "zero3" and stage == "ppo":
         raise UserError(
-            "launch.deepspeed='zero3' is for base, sft and reward; ppo samples answers of different lengths "
-            "on every process, which would wait for each other's weights for ever: set zero2 for it"
+            "launch.deepspeed='zero3' cannot run stage ppo: its processes sample responses of different "
+            "lengths and would wait for each other's weights without end; set launch.deepspeed to zero2"
         )
     if launch.deepspeed is not None:
-        settings = DEEPSPEED / f"{launch.deepspeed}.json"
+        settings = paths.deepspeed / f"{launch.deepspeed}.json"
         if not settings.exists():
-            raise UserError(f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which is not here")
+            raise UserError(
+                f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which does not exist; restore it"
+            )
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
         if launch.num_machines > 1:
             words += ["--deepspeed_multinode_launcher", "standard"]
@@ -67,8 +69,8 @@ def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> lis
         words += ["--multi_gpu"]
         if launch.num_processes < 2:
             raise UserError(
-                f"launch.num_machines={launch.num_machines} needs launch.num_processes of as many or more "
-                f"(it counts those of all machines; given: {launch.num_processes})"
+                f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must be "
+                f"at least launch.num_machines={launch.num_machines}"
             )
     threads = environment.get("OMP_NUM_THREADS") or _threads(launch)
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
@@ -83,17 +85,17 @@ def _threads(launch: Launch) -> int:
 
 def _rendezvous(launch: Launch, environment: Mapping[str, str]) -> list[str]:
     if launch.num_machines == 1:
-        return ["--main_process_port", "0"]  # any free one, so that two runs share a machine
+        return ["--main_process_port", "0"]  # any free port, so that two runs can share a machine
     if launch.num_processes % launch.num_machines:
         raise UserError(
             f"launch.num_processes={launch.num_processes} is not divisible by "
-            f"launch.num_machines={launch.num_machines}: every machine runs equally many"
+            f"launch.num_machines={launch.num_machines}; every machine runs the same number"
         )
     missing = [name for name in ("MASTER_ADDR", "MACHINE_RANK") if name not in environment]
     if missing:
         raise UserError(
             f"launch.num_machines={launch.num_machines} needs {' and '.join(missing)} in the environment of "
-            "each machine: the first machine's address, and 0, 1, … for this one"
+            "each machine: the address of the first machine, and this machine's number from 0"
         )
     port = environment.get("MASTER_PORT", "29500")
     where = ["--main_process_ip", environment["MASTER_ADDR"], "--main_process_port", port]
@@ -101,19 +103,19 @@ def _rendezvous(launch: Launch, environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
-    """What the workers' libraries read; without CUDA, processes talk by gloo."""
+    """Environment variables for the workers' libraries; without CUDA, processes communicate by gloo."""
     if cuda:
         return {}
     return {"DS_ACCELERATOR": "cpu"} if launch.deepspeed is not None else {"ACCELERATE_USE_CPU": "true"}
 
 
-def run(stage: Stage, launch: Launch) -> int:
-    """Start the workers, wait for them, pass signals on. Returns their exit status.
+def run(paths: Paths, stage: Stage, launch: Launch) -> int:
+    """Start the workers, forward signals and wait. Returns their exit status.
 
     Raises:
-        UserError: told by a worker.
+        UserError: that a worker reported.
     """
-    words = command(stage, launch, os.environ)
+    words = command(paths, stage, launch, os.environ)
     with tempfile.TemporaryDirectory() as folder:
         failure = Path(folder) / "failure.json"
         names = {FAILURE: str(failure), LAUNCHER: context.process_name(psutil.Process())}
@@ -125,29 +127,29 @@ def run(stage: Stage, launch: Launch) -> int:
             workers.send_signal(signal.SIGTERM)
             workers.wait()
             raise
-        told = reported(failure)
-    if told is not None and told["kind"] == "user":
-        raise UserError(told["message"])
+        report = reported(failure)
+    if report is not None and report["kind"] == "user":
+        raise UserError(report["message"])
     return status
 
 
 def _has_cuda() -> bool:
-    """Asked of torch in a process of its own: this one stays free of torch."""
-    question = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
-    return subprocess.run([sys.executable, "-c", question], check=False).returncode == 0
+    """Whether torch finds CUDA; another process loads torch, so that this one does not."""
+    program = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
+    return subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def mistake(error: BaseException) -> str | None:
-    """What to tell the user who can mend it; None of a fault."""
+    """The message for a mistake that the user can fix; None for a fault of ours."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
-        return f"{error}; this user must be able to read and write there"
+        return f"{error}; give this user the right to read and write there"
     return None
 
 
 def report(error: BaseException) -> None:
-    """Tell the launcher, and the first rank, why this worker fails; only the first word counts."""
+    """Write why this worker fails, for the launcher and the first rank; only the first report is kept."""
     where = os.environ.get(FAILURE)
     if where is None:
         return
@@ -162,9 +164,9 @@ def report(error: BaseException) -> None:
 
 
 def reported(failure: Path | None = None) -> dict[str, str] | None:
-    """What a worker has reported, if one has."""
+    """The report of the first worker that failed; None without one."""
     where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
     if where is None or not where.exists():
         return None
-    told: dict[str, str] = json.loads(where.read_text(encoding="utf-8") or "null")
-    return told
+    report: dict[str, str] = json.loads(where.read_text(encoding="utf-8") or "null")
+    return report
