@@ -321,7 +321,7 @@ def test_an_unknown_preset_is_answered_with_the_known(
     project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "smal"]) == 2
-    assert "known are small, wrong" in capsys.readouterr().err
+    assert "give one of small, wrong" in capsys.readouterr().err
 
 
 def test_presets_are_listed_with_their_first_line(
