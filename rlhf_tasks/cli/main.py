@@ -151,10 +151,11 @@ def _judge(options: argparse.Namespace) -> int:
     if options.out is not None:
         head_to_head.check_format(options.out)
         _check_out(options.out)
-    head_to_head.run(
+    head_to_head.compare_models(
         view,
         options.model,
         options.against or head_to_head.REFERENCE,
+        paths=Paths(),
         num_examples=options.num_examples,
         names=options.judge,
         out=options.out,
@@ -251,7 +252,7 @@ def _promote(options: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.promotion import command
 
-    return command.promote(options.model, again=options.again, unless_judging=options.unless_judging)
+    return command.promote(Paths(), options.model, again=options.again, unless_judging=options.unless_judging)
 
 
 def _add_rollback(commands: Commands) -> None:
@@ -261,7 +262,7 @@ def _add_rollback(commands: Commands) -> None:
 def _rollback(options: argparse.Namespace) -> int:
     from rlhf_tasks.promotion import command
 
-    return command.rollback()
+    return command.rollback(Paths())
 
 
 def _add_sync(commands: Commands) -> None:
@@ -322,11 +323,18 @@ def _label(options: argparse.Namespace) -> int:
     from rlhf_tasks.evaluation import labelling
 
     try:
-        labelling.run(options.pairs, most=options.num_examples, seed=options.seed, by=options.by)
+        labelling.run(
+            Paths(),
+            options.pairs,
+            most=options.num_examples,
+            seed=options.seed,
+            by=options.by,
+            stream=sys.stdin,
+        )
     except KeyboardInterrupt:
-        labelling.keep()
+        labelling.keep(Paths())
         raise
-    labelling.keep()
+    labelling.keep(Paths())
     return 0
 
 
@@ -350,7 +358,7 @@ def _compare(options: argparse.Namespace) -> int:
     _check_out(options.out)
     from rlhf_tasks.report import comparison_page
 
-    comparison_page.run(Path.cwd(), options.runs, options.out)
+    comparison_page.run(Paths(), options.runs, options.out)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Judges, and what else is measured of the answers and the models at the end."""
+"""The section `judge`: judges, human labels, retention, and the judge that selects PPO's checkpoint."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rlhf_tasks.config.types import (
     check_source,
 )
 
-TAKEN = (
+RESERVED = (
     "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
     "perplexity", "repetition", "reward_gap",
 )  # fmt: skip
-"""First parts of the stage's other metric keys."""
+"""First parts of the other metric keys of stage judge: no judge can have such a name."""
 OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
-"""What a scorer of kind reward_model gives PPO to optimise, and what it does not."""
+"""The reward model that PPO optimises as a scorer of kind reward_model, and the one that it never does."""
 LISTED = "judge.judges"
-"""Where judges stand in params.yaml, but for the one of ppo.select_by."""
+"""The place of judges in params.yaml, except the one of ppo.select_by."""
 
 
-def _free(name: str) -> str:
-    if name in TAKEN or name.startswith("rouge"):
-        raise ValueError(f"{name!r} is the name of another metric; call the judge otherwise")
+def _not_reserved(name: str) -> str:
+    if name in RESERVED or name.startswith("rouge"):
+        raise ValueError(f"{name!r} is the name of another metric; give the judge another name")
     return name
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_free)]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_not_reserved)]
 
 
 class GoldJudge(Section):
@@ -47,7 +47,7 @@ class GoldJudge(Section):
 
 
 class RewardModelJudge(Section):
-    """A reward model's folder; not the one that PPO optimised."""
+    """A reward model that PPO did not optimise."""
 
     kind: Literal["reward_model"]
     name: Name
@@ -55,6 +55,8 @@ class RewardModelJudge(Section):
 
 
 class FunctionJudge(Section):
+    """A Python function that scores responses."""
+
     kind: Literal["function"]
     name: Name
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
@@ -64,14 +66,14 @@ class FunctionJudge(Section):
 
 
 class Budget(Section):
-    """What one run of a judge may spend; requests that are in flight when it is reached are finished."""
+    """What one run of a judge may spend. Requests in flight are finished when the budget is reached."""
 
     requests: PositiveInt | None = Field(description="replies asked for; tries after a failure not counted")
     tokens: PositiveInt | None = Field(description="prompt and completion, as the server counts them")
 
 
 class LlmJudge(Section):
-    """A model behind an OpenAI-compatible endpoint, asked which of two answers is better."""
+    """A model behind an OpenAI-compatible endpoint that compares two responses."""
 
     kind: Literal["llm"]
     name: Name
@@ -89,8 +91,8 @@ class LlmJudge(Section):
     budget: Budget | None
 
 
-class OwnModel(Section):
-    """A model of this machine, asked `prompt`."""
+class LocalModel(Section):
+    """A model on this machine that replies to `prompt`."""
 
     name: Name
     path: str = Field(description="a folder or a hub id")
@@ -104,20 +106,20 @@ class OwnModel(Section):
         return self
 
 
-class LocalJudge(OwnModel):
-    """A causal model, asked as `llm` is; shipped prompts: tldr, hhh."""
+class LocalJudge(LocalModel):
+    """A causal model that replies with a letter, as kind `llm`; shipped prompts: tldr, hhh."""
 
     kind: Literal["local"]
 
 
-class PairRmJudge(OwnModel):
-    """A ranker: a sequence classifier that reads a prompt and two answers; shipped prompt: ranker."""
+class PairRmJudge(LocalModel):
+    """A ranker: a sequence classifier that reads a prompt and two responses; shipped prompt: ranker."""
 
     kind: Literal["pair_rm"]
 
 
-class Mixture(Section):
-    """Judges of the list as one: `all_of` must agree, of `majority` the more."""
+class CombinedJudge(Section):
+    """Several judges of the list as one: `all_of` needs all of them, `majority` the larger number."""
 
     kind: Literal["all_of", "majority"]
     name: Name
@@ -125,35 +127,35 @@ class Mixture(Section):
 
 
 Judge = Annotated[
-    GoldJudge | RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge | Mixture,
+    GoldJudge | RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge | CombinedJudge,
     Field(discriminator="kind"),
 ]
 
 
-Referee = Annotated[
+SelectionJudge = Annotated[
     RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
 ]
-"""Who may choose a checkpoint: not the gold judge, whose word is for verdicts alone."""
+"""A judge that may select a checkpoint. The gold judge may not: it only measures the result."""
 
 
 class Selection(Section):
-    """A judge of its own that chooses which of PPO's checkpoints is kept."""
+    """The judge that selects which checkpoint PPO keeps."""
 
-    judge: Referee
+    judge: SelectionJudge
     max_failure_share: Fraction = Field(description="of its verdicts on one checkpoint; above it PPO fails")
 
     @model_validator(mode="after")
-    def _is_another(self) -> Self:
-        if isinstance(self.judge, RewardModelJudge) and _shipped(self.judge):
+    def _is_not_a_pipeline_model(self) -> Self:
+        if isinstance(self.judge, RewardModelJudge) and _is_pipeline_model(self.judge):
             raise ValueError(
-                f"{self.judge.path} needs no judge: select_by: null chooses by models/reward_heldout, and "
-                "never by models/reward, which is optimised"
+                f"{self.judge.path} cannot be the judge: PPO optimises models/reward, and select_by: null "
+                "selects by models/reward_heldout; give another judge, or null"
             )
         return self
 
 
 class Retention(Section):
-    """What the language model still knows: base, SFT and policy on the same texts and questions."""
+    """What the language models still know: base, SFT and policy on the same texts and questions."""
 
     num_examples: PositiveInt = Field(description="of each kind, at most")
     micro_batch_tokens: PositiveInt
@@ -167,6 +169,8 @@ class Retention(Section):
 
 
 class Judging(Section):
+    """How stage judge compares and measures the policies."""
+
     judges: tuple[Judge, ...] = Field(strict=False, min_length=1)
     max_failure_share: Fraction = Field(description="of a comparison's prompts; above it the stage fails")
     num_examples: PositiveInt
@@ -187,31 +191,31 @@ class Judging(Section):
         counts = Counter(judge.name for judge in self.judges)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            yield f"judges: {', '.join(twice)} is the name of several; each needs a name of its own"
-        plain = {judge.name for judge in self.judges if not isinstance(judge, Mixture)}
+            yield f"judges: {', '.join(twice)} is the name of several judges; give each another name"
+        plain = {judge.name for judge in self.judges if not isinstance(judge, CombinedJudge)}
         for judge in self.judges:
-            if isinstance(judge, Mixture):
+            if isinstance(judge, CombinedJudge):
                 unknown = sorted(set(judge.judges) - plain)
                 if unknown:
                     known = ", ".join(sorted(plain)) or "none"
                     yield (
-                        f"judges: {judge.name} mixes {', '.join(unknown)}, which is no judge of the list, or "
-                        f"a mixture itself; known: {known}"
+                        f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or "
+                        f"is a combined judge too; give some of: {known}"
                     )
                 if len(set(judge.judges)) < len(judge.judges):
                     yield f"judges: {judge.name} names a judge twice"
 
     @property
     def scoring(self) -> set[str]:
-        """Names of the judges that give each answer a number: these cost no request."""
+        """Names of the judges that give each response a score: they cost no request."""
         kinds = (GoldJudge, RewardModelJudge, FunctionJudge)
         return {judge.name for judge in self.judges if isinstance(judge, kinds)}
 
     @property
-    def asks_for_own_reward_model(self) -> bool:
-        """Whether a judge is a reward model that this pipeline makes."""
-        return any(_shipped(judge) for judge in self.judges if isinstance(judge, RewardModelJudge))
+    def needs_pipeline_reward_model(self) -> bool:
+        """Whether a judge is a reward model that this pipeline trains."""
+        return any(_is_pipeline_model(judge) for judge in self.judges if isinstance(judge, RewardModelJudge))
 
 
-def _shipped(judge: RewardModelJudge) -> bool:
+def _is_pipeline_model(judge: RewardModelJudge) -> bool:
     return Path(judge.path).as_posix() in (OPTIMISED, HELDOUT)

@@ -18,7 +18,8 @@ from flows import programs, promotion, results, stages
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.command import GOES_ON, UNDECIDED, verdict_file
+from rlhf_tasks.promotion.command import RETRY_HINT, UNDECIDED
+from rlhf_tasks.promotion.record import verdict_file
 from tests.flows import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Prefect's and its server's own
@@ -57,7 +58,7 @@ def gate_says(root: Path, text: str, status: int) -> None:
     [
         ("Promoted: version 3 is champion now", 0, "Promoted", "version 3 is champion now"),
         (f"Refused: {REFUSED}", 3, "Refused", REFUSED),
-        (f"Deferred: MLflow does not answer{GOES_ON}", 4, "Deferred", "MLflow does not answer"),
+        (f"Deferred: MLflow does not answer{RETRY_HINT}", 4, "Deferred", "MLflow does not answer"),
         ("rlhf: no weights", 2, "Deferred", "the gate could not be asked (no weights)"),
         ("ValueError: a fault", 1, "Deferred", "the gate could not be asked (ValueError: a fault)"),
     ],
