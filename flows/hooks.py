@@ -26,7 +26,7 @@ def workspace_name(flow_run: str) -> str:
 def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """End what the run's stages left running, and remove its workspace.
 
-    Prefect wants these names of the arguments. The run's courier closes it in MLflow by itself.
+    Prefect wants these names of the arguments. The uploader closes the run in MLflow by itself.
     """
     clean_run(str(flow_run.id))
 

@@ -31,6 +31,7 @@ from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, dvc_files, git, processes, workspace_inputs, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.workspaces import Workspace
+from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import STAGE_RUN
 
@@ -119,10 +120,10 @@ def _run(
             whose = f" {name}" if experiment else ""
             notes.append(f"the gate has not decided: `rlhf promote{whose}` does it later")
         keys = results.run_keys(folder, list(how))
-        patience = 0.0 if told.trouble() else results.COURIER_SECONDS
-        links = results.run_links(values.tracking, keys, tracking.key(run), patience)
+        patience = 0.0 if told.last_error() else links.WAIT_SECONDS
+        pages = links.run_links(values.tracking, keys, tracking.key(run), patience)
         outcome = results.Outcome(name, how, changes, revision, experiment, notes, *_shown(verdict, folder))
-        results.show(outcome, folder, links)
+        results.show(outcome, folder, pages)
         watch.note(asked, values, data)
     return _end(name, how, experiment, unpushed, verdict)
 
@@ -220,8 +221,8 @@ def _notes(
         notes.append(f"this run saw the commit, not the uncommitted changes of {', '.join(unseen)}")
     if commit is not None and experiment is None:
         notes.append("nothing differs from the commit, so there is no experiment of it")
-    if trouble := told.trouble():
-        notes.append(f"MLflow does not have all of this run ({trouble}); `rlhf sync` sends it what it lacks")
+    if reason := told.last_error():
+        notes.append(f"MLflow does not have all of this run ({reason}); `rlhf sync` sends it what it lacks")
     return notes
 
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
 
-from flows import settings
 from rlhf_tasks import config
-from rlhf_tasks.config import Tracking
 from rlhf_tasks.project import dvc_files
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 ANSWERS = Path("evaluation/judge/answers.parquet")
 NUM_ANSWERS, ANSWER_LENGTH = 5, 300  # rows, characters
-MLFLOW_SECONDS = 5.0
-COURIER_SECONDS, POLL_SECONDS = 10.0, 0.25  # to begin to deliver, MLflow's import and all
 
 
 @dataclass(frozen=True)
@@ -76,68 +69,6 @@ def answers(folder: Path) -> list[dict[str, str]]:
     names = ["prompt", "reference", "sft", "policy"]
     table = parquet.read_table(folder / ANSWERS, columns=names).slice(0, NUM_ANSWERS)
     return [{name: str(row[name])[:ANSWER_LENGTH] for name in names} for row in table.to_pylist()]
-
-
-def mlflow_address(uri: str | None) -> str | None:
-    """The server that answers from here: what is configured, if it is one, else the service's own."""
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return uri if uri and uri.startswith("http") else os.environ.get(settings.MLFLOW_URL)
-
-
-def run_links(
-    tracking: Tracking, keys: Mapping[str, str], parent: str, seconds: float = COURIER_SECONDS
-) -> dict[str, str]:
-    """`{stage: address}` of the runs in MLflow that made what lies here, and of the pipeline's own.
-
-    That of the pipeline is waited for: a flow with nothing to do is over before its courier has begun. Empty
-    where no server is known or it does not answer: a result is not worth failing for its links. The addresses
-    are those that a browser sees (`RLHF_MLFLOW_URL`), if that differs.
-    """
-    mlflow, experiment = mlflow_address(tracking.uri), tracking.experiment
-    if mlflow is None or not tracking.enabled:
-        return {}
-    own = {"pipeline": f"tags.`rlhf.pipeline` = '{parent}'"}
-    conditions = {stage: f"tags.`rlhf.run` = '{key}'" for stage, key in keys.items()}
-    deadline = time.monotonic() + seconds
-    try:
-        while not _runs(mlflow, experiment, own) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        found = _runs(mlflow, experiment, conditions | own)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return {}  # the last ones: what answers is no MLflow
-    shown = os.environ.get(settings.MLFLOW_URL, mlflow)
-    return {stage: f"{shown}/#/{place}" for stage, place in found.items()}
-
-
-def _runs(mlflow: str, experiment: str, conditions: Mapping[str, str]) -> dict[str, str]:
-    """The places of the runs that meet these conditions; empty, too, before the experiment has its first."""
-    try:
-        known = _call(mlflow, "experiments/get-by-name", {"experiment_name": experiment})
-    except httpx.HTTPStatusError as error:
-        if error.response.status_code == httpx.codes.NOT_FOUND:
-            return {}
-        raise
-    identity, found = known["experiment"]["experiment_id"], {}
-    for stage, condition in conditions.items():
-        search = {"experiment_ids": [identity], "filter": condition, "max_results": 1}
-        runs = _call(mlflow, "runs/search", search).get("runs", [])
-        if runs:
-            found[stage] = f"experiments/{identity}/runs/{runs[0]['info']['run_id']}"
-    return found
-
-
-def _call(mlflow: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    address = f"{mlflow}/api/2.0/mlflow/{path}"
-    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
-    login = (user, password) if user and password else None
-    with httpx.Client(auth=login, timeout=MLFLOW_SECONDS) as client:
-        if path.endswith("by-name"):
-            answer = client.get(address, params=dict(body))
-        else:
-            answer = client.post(address, json=dict(body))
-    answer.raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
 
 
 def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:

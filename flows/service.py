@@ -34,9 +34,9 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, free_port, is_free
-from rlhf_tasks.tracking import dashboard
-from rlhf_tasks.tracking.courier import sync
-from rlhf_tasks.tracking.spool import pending
+from rlhf_tasks.tracking import dashboard, links
+from rlhf_tasks.tracking.outbox import Outbox
+from rlhf_tasks.tracking.uploader import sync
 
 READY_SECONDS = 180.0  # seconds of a machine at rest are minutes of a busy one
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs keep their state first
@@ -104,7 +104,7 @@ class Service:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """For whatever talks to the servers."""
         told = settings.prefect(self.home, self.url("prefect"))
-        told[settings.MLFLOW_URL] = self.url("mlflow")
+        told[links.MLFLOW_URL] = self.url("mlflow")
         return {**settings.QUIET, **base, **told, "PATH": processes.environment_path(base)}
 
     # ---------------------------------------------------------------------------------- starting
@@ -127,8 +127,8 @@ class Service:
             for name in ("prefect", "mlflow"):
                 self._await(name)
             deployments.apply(self.root, gpu_slots)
-            if pending(self.home / "spool"):
-                sync(self.home)  # of runs whose courier was ended with the service
+            if Outbox.of(self.home).pending():
+                sync(self.home)  # runs whose uploader was ended with the service
             addresses = {name: self.url(name) for name in HEALTH}
             if not self.daemon("worker").runs_as(**addresses):
                 # What it left running ends first; or it talks to where the servers no longer are.

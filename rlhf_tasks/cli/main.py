@@ -270,13 +270,13 @@ def _add_sync(commands: Commands) -> None:
 
 
 def _sync(options: argparse.Namespace) -> int:
-    from rlhf_tasks.tracking.courier import sync
+    from rlhf_tasks.tracking.uploader import sync
 
     delivered, failed = sync(Paths().home)
     console.say(f"{delivered} run(s) delivered to MLflow")
     if failed:
         reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())
-        raise UserError(f"{len(failed)} run(s) could not be delivered, and stay in .rlhf/spool:{reasons}")
+        raise UserError(f"{len(failed)} run(s) could not be delivered, and stay in .rlhf/outbox:{reasons}")
     return 0
 
 

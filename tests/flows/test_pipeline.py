@@ -31,7 +31,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, experiments, git
 from rlhf_tasks.report import comparison
-from rlhf_tasks.tracking import rendezvous
+from rlhf_tasks.tracking import uploader
 from tests.flows import toy
 
 pytestmark = [
@@ -394,7 +394,7 @@ def test_a_sweep_with_a_lost_run_is_failed_and_its_comparison_says_which_and_why
 ) -> None:
     toy.write_params(root, tracking={"enabled": True})
     toy.commit(root)
-    monkeypatch.setattr(rendezvous, "start_courier", lambda post: subprocess.Popen(["true"]))
+    monkeypatch.setattr(uploader, "start", lambda outbox: subprocess.Popen(["true"]))
     monkeypatch.setattr(
         comparison,
         "read",
@@ -415,7 +415,7 @@ def test_a_sweep_with_a_lost_run_is_failed_and_its_comparison_says_which_and_why
     told = "a=1, seed 2: Failed: no disk; a=2, seed 1: Failed: no disk; a=2, seed 2: Failed: no disk"
     assert state.type == StateType.FAILED
     assert state.message.startswith(f"3 of 4 runs failed ({told}); a new run does these only")
-    (file,) = (root / ".rlhf/spool").glob("flow-*.jsonl")
+    (file,) = (root / ".rlhf/outbox").glob("flow-*.jsonl")
     end = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])
     assert (end["kind"], end["status"]) == ("end", "FAILED")
     assert told in end["reason"]

@@ -247,7 +247,7 @@ def test_down_midway_lets_the_stage_keep_its_state_and_its_run_can_be_retried(fr
 
 @pytest.mark.slow
 def test_mlflow_out_of_reach_is_told_by_the_run_and_fails_nothing(fresh: Service) -> None:
-    told = "until ls ../../spool/*.trouble; do sleep 0.2; done"
+    told = "until grep MlflowException ../../outbox/*.state.json; do sleep 0.2; done"
     toy.write_script(fresh.root, [told, toy.SECOND.rstrip()])
     identity = fresh.start(seed=61, overrides={"tracking.uri": "http://127.0.0.1:9"})
     assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)

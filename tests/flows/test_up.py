@@ -14,9 +14,8 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import results, service, settings
+from flows import service
 from flows.service import Service
-from rlhf_tasks.config import Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from tests.flows import toy
@@ -126,27 +125,6 @@ def test_a_strangers_word_of_the_worker_is_not_believed(
     finally:
         for name in ("prefect", "worker"):
             here.daemon(name).stop(0.5)
-
-
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"experiment": 7}', b"{}"])
-def test_a_result_has_no_links_where_a_stranger_answers_for_mlflow(
-    stranger: int, monkeypatch: pytest.MonkeyPatch, body: bytes
-) -> None:
-    monkeypatch.setattr(Healthy, "body", body)
-    tracking = Tracking(enabled=True, experiment="rlhf", uri=f"http://{processes.HOST}:{stranger}")
-    assert results.run_links(tracking, {"sft": "k"}, "p") == {}
-
-
-def test_links_wait_for_the_pipelines_own_run_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.MLFLOW_URL, "http://seen")
-    monkeypatch.setattr(results, "POLL_SECONDS", 0.0)
-    tracking = Tracking(enabled=True, experiment="rlhf", uri="http://asked")
-    told = [{}, {}, {"pipeline": "b"}, {"sft": "a", "pipeline": "b"}]
-    monkeypatch.setattr(results, "_runs", lambda *_: told.pop(0))
-    both = {"sft": "http://seen/#/a", "pipeline": "http://seen/#/b"}
-    assert results.run_links(tracking, {"sft": "k"}, "p") == both
-    told = [{}, {"sft": "a"}]
-    assert results.run_links(tracking, {"sft": "k"}, "p", 0.0) == {"sft": "http://seen/#/a"}
 
 
 @pytest.mark.parametrize(

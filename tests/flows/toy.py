@@ -200,7 +200,7 @@ class Service:
         return [ref.rpartition("/")[2] for ref in refs]
 
     def mlflow(self, flow_run: str) -> dict[str, Any]:
-        """The pipeline's run as the MLflow server tells it, once its courier has begun: `info` and `data`."""
+        """The pipeline's run as the MLflow server tells it, once it is delivered: `info` and `data`."""
         search = {"experiment_ids": ["1"], "filter": f"tags.`rlhf.pipeline` = 'prefect-{flow_run}'"}
         address = f"{self.url('mlflow')}/api/2.0/mlflow/runs/search"
 
