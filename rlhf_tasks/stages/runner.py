@@ -49,7 +49,7 @@ def run(stage: Stage, paths: Paths) -> int:
     start = time.monotonic()
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with resume.claim(paths, view, main=is_main) as claim:
-        with tracking.open_run(stage, view, key=claim.key) as tracker:
+        with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
             metrics = _run_module(paths, stage, view, tracker)
             if not is_main:
                 return 0

@@ -164,7 +164,9 @@ def test_a_folder_that_may_not_be_written_is_one_message(
 
     stage(shut_out)
     assert main.main(["sft"]) == 2
-    told = "rlhf: [Errno 13] Permission denied: 'models/sft'; give this user the right to read and write there"
+    told = (
+        "rlhf: [Errno 13] Permission denied: 'models/sft'; give this user the right to read and write there"
+    )
     assert capsys.readouterr().err == f"{told}\n"
 
 
