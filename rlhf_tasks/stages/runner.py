@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_tasks import config, console, tracking
-from rlhf_tasks.config import VIEWS, Stage, StageView
+from rlhf_tasks.config import VIEWS, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
@@ -42,7 +42,20 @@ SHOWN_METRICS = 20
 
 
 def run(stage: Stage) -> int:
-    """Check, then run one stage here or in launched workers; returns the exit status."""
+    """Check, then run one stage here or in launched workers; returns the exit status.
+
+    A failure is written down for the program that started the stage (`launch.report`).
+    """
+    try:
+        return _run(stage)
+    except KeyboardInterrupt:
+        raise  # an interrupt is not a failure
+    except BaseException as error:
+        launch.report(error)
+        raise
+
+
+def _run(stage: Stage) -> int:
     settings = config.load()
     check_inputs(stage)
     if launch.is_needed(stage, settings.launch):
@@ -51,7 +64,7 @@ def run(stage: Stage) -> int:
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with resume.claim(view, main=is_main) as claim:
         with tracking.open_run(stage, view, key=claim.key) as tracker:
-            metrics = _run_module(stage, view, tracker)
+            metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, Paths(), tracker)
             if not is_main:
                 return 0
             write_results(stage, claim.key, metrics, tracker.history())
@@ -59,17 +72,6 @@ def run(stage: Stage) -> int:
         claim.clear()
     _say_summary(stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
     return 0
-
-
-def _run_module(stage: Stage, view: StageView, tracker: tracking.Tracker) -> dict[str, float]:
-    try:
-        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, Paths(), tracker)
-    except KeyboardInterrupt:
-        raise  # no failure: the others end by it too
-    except BaseException as error:
-        launch.report(error)
-        raise
-    return metrics
 
 
 def check_inputs(stage: Stage) -> None:
