@@ -51,7 +51,7 @@ def _check_requested(daemons: Mapping[str, Daemon], requested: Mapping[str, int 
         if daemon.is_running():
             if port != current:
                 raise UserError(
-                    f"{name} runs on port {current}; run `rlhf down` first to start it on --{name}-port {port}"
+                    f"{name} runs on port {current}; `rlhf down` first, to start it on --{name}-port {port}"
                 )
         elif not is_free(port) and not daemon.listens(port):
             raise UserError(taken(name, port))

@@ -16,7 +16,8 @@ from prefect.states import Completed
 
 from flows import programs, stage_tasks
 from rlhf_tasks.config import Config
-from rlhf_tasks.project import dvc_files, paths
+from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, UNDECIDED, verdict_file
 
@@ -58,8 +59,8 @@ def promote(
 ) -> State[Any]:
     """Promoted, Refused or Deferred. The state is always completed: the policy exists whatever the gate says.
 
-    It is Deferred, too, if the gate cannot run. The message names no command that decides later: the notes of
-    the run do, since only they know the experiment. The task waits for a slot only if a model has to be judged.
+    It is Deferred, too, if the gate cannot run. The message names no command that decides later: the
+    notes of the run do, since they know the experiment. The task waits for a slot only if it has to judge.
     """
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
     run = partial(
@@ -83,7 +84,7 @@ def promote(
 def criteria(folder: Path) -> list[dict[str, str]]:
     """The last verdict on the policy in the folder, a row per criterion; empty without a verdict."""
     md5 = dvc_files.locked(folder).get(POLICY)
-    file = verdict_file(paths.home(), md5 or "none")
+    file = verdict_file(Paths(folder).home, md5 or "none")
     if not file.exists():
         return []
     return gate.Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()

@@ -47,7 +47,7 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
     else:
         if request.overlays():
             raise UserError(
-                "preset, seed and overrides change params.yaml, and a run in the checkout does not change it: "
+                "preset, seed and overrides change params.yaml; a run in the checkout does not change it: "
                 "set `where` to workspace, or edit params.yaml"
             )
         file = root / "params.yaml"

@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
-from rlhf_tasks.evaluation.results import EvaluationResults
 
 from flows import settings
 from flows.outcome import Outcome
 from rlhf_tasks import config
 from rlhf_tasks.config import Tracking
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 

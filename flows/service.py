@@ -25,7 +25,8 @@ from filelock import FileLock
 from flows import ports, settings, worker
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, paths, processes, workspaces
+from rlhf_tasks.project import dvc_files, processes, workspaces
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, is_free
 from rlhf_tasks.tracking import dashboard
 from rlhf_tasks.tracking.courier import sync
@@ -52,11 +53,11 @@ class Service:
         """The service of the project in the working folder.
 
         Raises:
-            UserError: if there is no project, or this is a git worktree, whose service is the main checkout's.
+            UserError: if there is no project here, or this is a git worktree, not the main checkout.
         """
         root = Path.cwd()
         dvc_files.graph(root)
-        home = paths.home(root)
+        home = Paths(root).home
         if home.parent != root:
             raise UserError(f"the service belongs to the main checkout; run this command in {home.parent}")
         return cls(root, home)

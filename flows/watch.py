@@ -73,7 +73,7 @@ def data_watch(
     """Check the data once. A failed run of a change is repeated at the next check, up to three times in all.
 
     Args:
-        preset: Changes of params.yaml, for this check and for the run. The default is the deployment's preset.
+        preset: Changes of params.yaml, for the check and the run. The default is the deployment's preset.
         deployment: The deployment that a change runs, with its own parameters.
     """
     try:

@@ -70,6 +70,7 @@ def _server() -> str:
         httpx.get(f"{address}/health", timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UserError(
-            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or set another address"
+            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or change the "
+            "address"
         ) from None
     return address

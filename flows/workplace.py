@@ -14,7 +14,8 @@ from flows import hooks, settings
 from flows.dvc_client import Dvc
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import paths, processes, workspaces
+from rlhf_tasks.project import processes, workspaces
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
 from rlhf_tasks.tracking.context import STAGE_RUN
@@ -52,7 +53,7 @@ def opened(
 
 @contextmanager
 def _checkout(root: Path) -> Iterator[None]:
-    lock = FileLock(paths.home(root) / "checkout.lock")
+    lock = FileLock(Paths(root).home / "checkout.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -11,6 +11,7 @@ from rlhf_tasks import config
 from rlhf_tasks.cli.arguments import add_command, check_output_file, positive_int
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     judge = add_command(
         commands, "judge", run, runner.SUMMARIES["judge"],
-        "Without MODEL, run the stage: compare reference, SFT and policy. With MODEL, compute the win rate of "
-        "a checkpoint or a file of responses on the test prompts, by the judges of params.yaml.",
+        "Without MODEL, run the stage: compare reference, SFT and policy. With MODEL, compute the win "
+        "rate of a checkpoint or a file of responses on the test prompts, by the judges of params.yaml.",
     )  # fmt: skip
     kinds = "a checkpoint folder, HUB/ID@COMMIT, or a .jsonl file with `prompt` and `completion`"
     judge.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
                 "--against, --num-examples, --judge and --out need a MODEL, such as `rlhf judge "
                 "models/policy`; the stage takes everything from params.yaml"
             )
-        return runner.run("judge")
+        return runner.run("judge", Paths())
     view = JudgeView.of(config.load())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.evaluation import head_to_head

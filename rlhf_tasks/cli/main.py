@@ -1,4 +1,4 @@
-"""The `rlhf` command: its parser, its errors and its exit status. Loads no torch, MLflow or Prefect by itself.
+"""The `rlhf` command: its parser, its errors and its exit status. It loads no torch, MLflow or Prefect.
 
 Exit status: 0 done, 2 a mistake that the user can fix (one message, no traceback), 130 Ctrl-C, 143
 terminated. `rlhf promote` also ends with 3 (the gate refuses) and 4 (MLflow does not answer). Anything else

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rlhf_tasks.cli.arguments import add_command, port
-from rlhf_tasks.project import paths
+from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
     from rlhf_tasks.cli.arguments import Commands
@@ -25,4 +25,4 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.dashboard import serve
 
-    return serve(paths.home(), options.port)
+    return serve(Paths().home, options.port)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_tasks.cli.arguments import add_command
 from rlhf_tasks.config import STAGES
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 
 if TYPE_CHECKING:
@@ -20,4 +21,4 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    return runner.run(options.stage)
+    return runner.run(options.stage, Paths())

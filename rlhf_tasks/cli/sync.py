@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlhf_tasks import console
 from rlhf_tasks.cli.arguments import add_command
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import paths
+from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
     from rlhf_tasks.cli.arguments import Commands
@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.courier import sync
 
-    delivered, failed = sync(paths.home())
+    delivered, failed = sync(Paths().home)
     console.say(f"{delivered} run(s) delivered to MLflow")
     if failed:
         reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())

@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
         up.add_argument(
             f"--{name}-port",
             type=port,
-            help=f"port of the {name} server (default: its last one, at first {first}; else the next free one)",
+            help=f"port of the {name} server (default: its last one, at first {first}, or the next free one)",
         )
     up.add_argument(
         "--gpu-slots",

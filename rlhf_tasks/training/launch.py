@@ -21,10 +21,10 @@ import psutil
 
 from rlhf_tasks.config import Launch, Stage
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
-DEEPSPEED = Path("infra/deepspeed")
 FAILURE = "RLHF_FAILURE_FILE"  # a stage that fails writes why there: for its launcher, or for the flow
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
@@ -45,7 +45,7 @@ def is_orphan() -> bool:
     return LAUNCHER in os.environ and not context.is_alive(os.environ[LAUNCHER])
 
 
-def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
+def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
     """The words that start the stage's workers.
 
     Raises:
@@ -58,7 +58,7 @@ def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> lis
             "on every process, which would wait for each other's weights for ever: set zero2 for it"
         )
     if launch.deepspeed is not None:
-        settings = DEEPSPEED / f"{launch.deepspeed}.json"
+        settings = paths.deepspeed / f"{launch.deepspeed}.json"
         if not settings.exists():
             raise UserError(f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which is not here")
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
@@ -108,13 +108,13 @@ def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu"} if launch.deepspeed is not None else {"ACCELERATE_USE_CPU": "true"}
 
 
-def run(stage: Stage, launch: Launch) -> int:
+def run(paths: Paths, stage: Stage, launch: Launch) -> int:
     """Start the workers, wait for them, pass signals on. Returns their exit status.
 
     Raises:
         UserError: told by a worker.
     """
-    words = command(stage, launch, os.environ)
+    words = command(paths, stage, launch, os.environ)
     with tempfile.TemporaryDirectory() as folder:
         failure = Path(folder) / "failure.json"
         names = {FAILURE: str(failure), LAUNCHER: context.process_name(psutil.Process())}
