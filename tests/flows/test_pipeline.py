@@ -58,7 +58,7 @@ def test_a_failed_stage_fails_the_flow_with_its_last_lines_or_its_own_reason(roo
     with pytest.raises(stage_tasks.StageFailed, match="second failed: No space left on device; ERROR: "):
         run_here()
     toy.write_script(root, toy.refusal("fix it"))
-    with pytest.raises(stage_tasks.StageRefused, match="^stage second refused: fix it$"):
+    with pytest.raises(stage_tasks.StageRefused, match=r"^stage second refused: fix it$"):
         run_here()
 
 
@@ -220,8 +220,8 @@ def test_the_checkout_has_one_run_at_a_time(root: Path) -> None:
 
 
 def test_every_field_of_the_form_has_a_type_and_a_description() -> None:
-    for flow in (flows_pipeline.pipeline, sweep.sweep, watch.data_watch):
-        fields = flow.parameters.model_dump()["properties"]
+    for form in (flows_pipeline.pipeline, sweep.sweep, watch.data_watch):
+        fields = form.parameters.model_dump()["properties"]
         assert [name for name, field in fields.items() if not field.get("description")] == []
     schema = flows_pipeline.pipeline.parameters.model_dump()["properties"]
     assert set(schema) == {"preset", "seed", "overrides", "where", "revision", "name", "push"}
