@@ -148,7 +148,7 @@ class Parts:
             except httpx.HTTPError:
                 return False
 
-        self.daemon(name).await_ready(answers, READY_SECONDS)
+        self.daemon(name).wait_until_ready(answers, READY_SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows import dvc_client, programs
+from flows import dvc_client, dvc_server, programs
 from flows.dvc_client import Dvc, Server
 from rlhf_tasks.errors import UserError
 from tests.flows import toy
@@ -179,7 +179,7 @@ def test_an_interrupt_right_after_the_command_ends_its_stage(root: Path) -> None
 
     toy.write_script(root, ["sleep 600"])
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q", "first"], cwd=root, check=True)
-    words = [sys.executable, "-P", dvc_client.dvc_server.__file__]
+    words = [sys.executable, "-P", str(dvc_server.__file__)]
     server = Interrupted(words, root, toy.run_environment(), 20.0)
     with pytest.raises(KeyboardInterrupt):
         server.call(["repro", "--single-item", "second"], None)
