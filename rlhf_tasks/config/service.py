@@ -1,4 +1,4 @@
-"""How the Prefect flow runs the stages; changes no result."""
+"""How the Prefect flow runs the stages; it changes no result."""
 
 from __future__ import annotations
 
@@ -10,19 +10,27 @@ from rlhf_tasks.config.types import Count, NonNegativeFloat, PositiveFloat, Sect
 
 
 class Care(Section):
-    """With what care one stage is run."""
+    """How the Prefect task of one stage is retried, timed out and queued."""
 
-    retries: Count = Field(description="after a fault; a mistake in the configuration is never retried")
-    retry_delay_seconds: NonNegativeFloat = Field(description="before the first retry; doubled at each")
-    timeout_seconds: PositiveFloat | None = Field(description="of one try; null: none")
-    gpu_slots: Count = Field(description="held of the concurrency limit `gpu` while the stage really runs")
+    retries: Count = Field(description="tries after a fault; a user's mistake is never retried")
+    retry_delay_seconds: NonNegativeFloat = Field(
+        description="wait before the first retry; each later wait is twice as long"
+    )
+    timeout_seconds: PositiveFloat | None = Field(description="limit of one try; null: no limit")
+    gpu_slots: Count = Field(
+        description="slots of the concurrency limit `gpu` that the stage holds while it runs; 0: none"
+    )
 
 
 class Service(Care):
+    """How the Prefect flow runs the stages: the policy of all stages, and the exceptions."""
+
     grace_seconds: Annotated[float, Field(gt=0, le=25)] = Field(
-        description="from a cancelled stage's interrupt to its kill; Prefect itself kills after 30"
+        description="time from the interrupt of a cancelled stage to its kill; Prefect itself kills after 30"
     )
-    stages: dict[str, dict[str, Any]] = Field(description="what differs per stage")
+    stages: dict[str, dict[str, Any]] = Field(
+        description="by the name of a stage, the four values above that differ for it"
+    )
 
     @model_validator(mode="after")
     def _stages_are_told_as_care(self) -> Service:
