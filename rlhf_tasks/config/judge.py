@@ -40,7 +40,7 @@ Name = Annotated[
     str,
     Field(
         pattern=r"^[a-z][a-z0-9_]*$",
-        description="name of the judge in the metrics: lower-case letters, digits and _",
+        description="name of the judge in the metrics: lower-case letters, digits and `_`",
     ),
     AfterValidator(_free),
 ]
