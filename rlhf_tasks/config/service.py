@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from rlhf_tasks.config.types import Count, NonNegativeFloat, PositiveFloat, Section
 
 
-class Care(Section):
+class TaskPolicy(Section):
     """How the Prefect task of one stage is retried, timed out and queued."""
 
     retries: Count = Field(description="tries after a fault; a user's mistake is never retried")
@@ -22,8 +22,8 @@ class Care(Section):
     )
 
 
-class Service(Care):
-    """How the Prefect flow runs the stages: the policy of all stages, and the exceptions."""
+class Service(TaskPolicy):
+    """How the Prefect flow runs the stages: one policy for all, and exceptions by stage."""
 
     grace_seconds: Annotated[float, Field(gt=0, le=25)] = Field(
         description="time from the interrupt of a cancelled stage to its kill; Prefect itself kills after 30"
@@ -33,21 +33,21 @@ class Service(Care):
     )
 
     @model_validator(mode="after")
-    def _stages_are_told_as_care(self) -> Service:
+    def _stages_hold_policies(self) -> Service:
         problems = []
         for stage in self.stages:
             try:
-                self.care(stage)
+                self.policy(stage)
             except ValidationError as error:
                 problems += [
                     f"stages.{stage}.{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
                     for problem in error.errors()
                 ]
         if problems:
-            raise ValueError(f"{'; '.join(problems)}; known keys are {', '.join(Care.model_fields)}")
+            raise ValueError(f"{'; '.join(problems)}; known keys are {', '.join(TaskPolicy.model_fields)}")
         return self
 
-    def care(self, stage: str) -> Care:
-        """The care of one stage: what is told for all, and what differs for it."""
-        common = {name: getattr(self, name) for name in Care.model_fields}
-        return Care.model_validate(common | self.stages.get(stage, {}))
+    def policy(self, stage: str) -> TaskPolicy:
+        """The policy of one stage: the common values, replaced by those of `stages`."""
+        common = {name: getattr(self, name) for name in TaskPolicy.model_fields}
+        return TaskPolicy.model_validate(common | self.stages.get(stage, {}))
