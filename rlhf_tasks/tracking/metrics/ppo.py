@@ -264,7 +264,7 @@ _panel = partial(Panel, stage="ppo")
 PANELS = (
     _panel(
         title="KL from the reference", band=(0.0, 10.0),
-        note="Nats per response, from the SFT policy unless ppo.reference_sync is set. Above the band the "
+        note="Nats per response, from the SFT policy unless `ppo.reference_sync` is set. Above the band the "
         "reward model scores responses that are unlike its training data.",
     ),
     _panel(
@@ -299,7 +299,7 @@ PANELS = (
     ),
     _panel(
         title="Win rate on the selection prompts", guide=0.5,
-        note="Over the references, by the judge of ppo.select_by.",
+        note="Over the references, by the judge of `ppo.select_by`.",
     ),
     _panel(
         title="Explained variance of the critic", note="It should approach 1. Below 0 the critic does harm."
