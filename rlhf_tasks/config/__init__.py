@@ -1,7 +1,7 @@
 """`params.yaml` as frozen, typed sections.
 
-`params.yaml` holds the values; the types of this package hold names, units, ranges and rules, and no
-defaults, so that each value lives once. An optional feature is a section that is null when off.
+`params.yaml` holds the values. The types of this package hold names, units, ranges and rules, and no
+defaults: each value is in one place. An optional feature is a section that is null when it is off.
 """
 
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch

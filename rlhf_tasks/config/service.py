@@ -23,6 +23,8 @@ class TaskPolicy(Section):
 
 
 class Service(TaskPolicy):
+    """How the Prefect flow runs the stages: one policy for all, and exceptions by stage."""
+
     grace_seconds: Annotated[float, Field(gt=0, le=25)] = Field(
         description="time from the interrupt of a cancelled stage to its kill; Prefect itself kills after 30"
     )

@@ -138,7 +138,7 @@ def test_a_judge_without_a_revision_is_told_by_its_own_key() -> None:
     judge = {"kind": "local", "prompt": "hhh", **LOCAL, "path": "some/one"}
     with pytest.raises(ConfigError) as told:
         config.validate(small.params({"ppo.select_by": {"judge": judge, "max_failure_share": 0.5}}), "test")
-    assert "ppo.select_by.judge.local: path of judge own='some/one' is no local folder" in str(told.value)
+    assert "ppo.select_by.judge.local: path of judge own='some/one' is not a local folder" in str(told.value)
     assert "judge.judges" not in str(told.value)
 
 
