@@ -201,20 +201,19 @@ def _stage_of_key(root: Path, name: str) -> str | None:
 
 
 def _named_by_run(root: Path, asked: str) -> str | None:
-    """What a flow run's spool or an MLflow run's tags name: a key, an experiment that there is, a commit."""
+    """What a flow run's record or an MLflow run's tags name: a key, an experiment that there is, a commit."""
     if flow := FLOW_ID.fullmatch(asked):
-        spool = Paths(root).home / "spool"
         tags = dict[str, str]()
-        for file in [*spool.glob(f"flow-{flow[2]}*.jsonl"), *spool.glob(f"delivered/flow-{flow[2]}*.jsonl")]:
+        for file in (Paths(root).home / "outbox").glob(f"flow-{flow[2]}*.jsonl"):
             for line in file.read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
                 tags |= record["values"] if record["kind"] == "tags" else {}
         return _experiment_or_commit(root, tags)
     if MLFLOW_ID.fullmatch(asked):
-        from rlhf_tasks.tracking import context, records
+        from rlhf_tasks.tracking import context, runs
 
         uri = context.uri(config.load(root / "params.yaml").tracking)
-        tags = records.tags(uri, Paths(root).home, asked)
+        tags = runs.tags(uri, Paths(root).home, asked)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 

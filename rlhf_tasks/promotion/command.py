@@ -26,7 +26,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, experiment, files, gate, weights
 from rlhf_tasks.promotion.evidence import POLICY
 from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
-from rlhf_tasks.tracking.courier import sync
+from rlhf_tasks.tracking.uploader import sync
 
 DONE, REFUSED, DEFERRED, UNDECIDED = 0, 3, 4, 5
 """Exit status: promoted (or champion already); the gate refused; MLflow does not answer; to be judged."""

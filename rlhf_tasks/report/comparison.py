@@ -75,10 +75,10 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
     made = _experiment(root, asked)
     if made is not None:
         return _of_commit(root, made, asked)
-    from rlhf_tasks.tracking import context, records
+    from rlhf_tasks.tracking import context, runs
 
     uri = context.uri(config.load(root / "params.yaml").tracking)
-    record = records.find(uri, Paths(root).home, asked, drawn)
+    record = runs.find(uri, Paths(root).home, asked, drawn)
     if record is None or not record.metrics:
         why = "is no run that MLflow or git knows here" if record is None else "has no stage that ran"
         raise UserError(

@@ -47,9 +47,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = [sys.executable, "-m", "dvc", "repro", "-q"]
     subprocess.run(words, cwd=made, check=True, start_new_session=True)
     dvc_cli.run(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
-    spool = made / ".rlhf/spool/delivered"
-    spool.mkdir(parents=True)
-    (spool / f"flow-{FLOW}.jsonl").write_text(
+    outbox = made / ".rlhf/outbox"
+    outbox.mkdir(parents=True)
+    (outbox / f"flow-{FLOW}.jsonl").write_text(
         json.dumps({"kind": "tags", "values": {"dvc.exp": "mine"}}) + "\n", encoding="utf-8"
     )
     return made
@@ -69,7 +69,7 @@ def test_every_name_leads_to_the_same_chain(root: Path, asked: str) -> None:
 def test_a_flow_run_that_saved_nothing_leads_to_its_commit(root: Path, name: dict[str, str]) -> None:
     head = toy.git(root, "rev-parse", "HEAD").strip()
     told = {"kind": "tags", "values": {"git.rev": head, **name}}
-    file = root / f".rlhf/spool/delivered/flow-{FLOW}.jsonl"
+    file = root / f".rlhf/outbox/flow-{FLOW}.jsonl"
     file.write_text(json.dumps(told) + "\n", encoding="utf-8")
     chain = provenance.find(root, FLOW)
     assert (chain.revision, chain.experiment) == (head, None)
