@@ -24,8 +24,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
-TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
-FAILURE = "RLHF_FAILURE_FILE"  # a stage that fails writes why there: for its launcher, or for the flow
+TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
+FAILURE = "RLHF_FAILURE_FILE"  # a failing stage writes the reason there, for its launcher or for the flow
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
@@ -128,11 +128,11 @@ def run(paths: Paths, stage: Stage, launch: Launch) -> int:
             workers.send_signal(signal.SIGTERM)
             workers.wait()
             raise
-        report_of_worker = reported(failure)
-    if report_of_worker is not None:
-        if report_of_worker["kind"] == "user":
-            raise UserError(report_of_worker["message"])
-        _write(report_of_worker)
+        failed = reported(failure)
+    if failed is not None:
+        if failed["kind"] == "user":
+            raise UserError(failed["message"])
+        _write(failed)
     return status
 
 
@@ -152,7 +152,7 @@ def mistake(error: BaseException) -> str | None:
 
 
 def report(error: BaseException) -> None:
-    """Write why this stage fails where its starter wants to read it; only the first report is kept."""
+    """Write why this stage fails, for the program that started it; only the first report is kept."""
     kind, message = "user", mistake(error)
     if message is None:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
