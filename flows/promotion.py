@@ -19,7 +19,8 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import gate
-from rlhf_tasks.promotion.command import DEFERRED, DONE, GOES_ON, REFUSED, UNDECIDED, verdict_file
+from rlhf_tasks.promotion.command import DEFERRED, DONE, REFUSED, RETRY_HINT, UNDECIDED
+from rlhf_tasks.promotion.record import verdict_file
 
 POLICY = "models/policy"
 NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
@@ -78,7 +79,7 @@ def promote(
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:
         message = f"the gate did not run ({message.removeprefix('rlhf: ')})"
-    return Completed(name=name, message=message.removeprefix(f"{name}: ").removesuffix(GOES_ON))
+    return Completed(name=name, message=message.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))
 
 
 def criteria(folder: Path) -> list[dict[str, str]]:

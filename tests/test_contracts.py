@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -73,8 +74,13 @@ def code_of(stage: Stage) -> list[str]:
     modules |= _imported(own, lambda module: not module.startswith(f"{CONFIG}."))
     files = {file for module in modules if (file := file_of(module)) and _has_code(module)}
     folders = {file.parent for file in files} - {ROOT / "rlhf_tasks"}
+    folders |= {sub for folder in folders for sub in folder.iterdir() if _has_no_code(sub)}
     files |= {file for folder in folders for file in folder.iterdir() if file.suffix in BESIDE}
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
+
+
+def _has_no_code(path: Path) -> bool:
+    return path.is_dir() and not any(path.glob("*.py"))
 
 
 def _imported(start: Iterable[str], leaves_out: Callable[[str], bool]) -> set[str]:

@@ -19,7 +19,7 @@ FLOORS: Mapping[str, int] = {
     "data": 3,
     "presets": 3,
     "tracking": 3,
-    "project.provenance": 4,  # asks MLflow's record too
+    "project.provenance": 6,  # reads the results of an evaluation, and runs of MLflow
     "modeling": 4,
     "evaluation": 5,
     "training": 5,
@@ -43,8 +43,10 @@ TORCH_FREE = (
     "training.state",
     "promotion.command",
     "promotion.registry",
-    "evaluation.judges",
+    "evaluation.judges.optimised",
+    "evaluation.judges.prompt_templates",
     "evaluation.labelling",
+    "evaluation.probe_texts",
     "evaluation.results",
     "report.comparison",
     "report.comparison_page",

@@ -19,7 +19,7 @@ from rlhf_tasks.config.types import (
     check_source,
 )
 
-TAKEN = (
+RESERVED = (
     "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
     "perplexity", "repetition", "reward_gap",
 )  # fmt: skip
@@ -30,8 +30,8 @@ LISTED = "judge.judges"
 """The key of the judges in params.yaml; only the judge of ppo.select_by has another key."""
 
 
-def _free(name: str) -> str:
-    if name in TAKEN or name.startswith("rouge"):
+def _not_reserved(name: str) -> str:
+    if name in RESERVED or name.startswith("rouge"):
         raise ValueError(f"{name!r} is the name of another metric; give the judge another name")
     return name
 
@@ -42,7 +42,7 @@ Name = Annotated[
         pattern=r"^[a-z][a-z0-9_]*$",
         description="name of the judge in the metrics: lower-case letters, digits and `_`",
     ),
-    AfterValidator(_free),
+    AfterValidator(_not_reserved),
 ]
 
 
@@ -118,7 +118,7 @@ class LlmJudge(Section):
     budget: Budget | None = Field(description="limits of one run; null: no limits")
 
 
-class OwnModel(Section):
+class LocalModel(Section):
     """A model on this machine that compares two responses."""
 
     name: Name
@@ -135,7 +135,7 @@ class OwnModel(Section):
         return self
 
 
-class LocalJudge(OwnModel):
+class LocalJudge(LocalModel):
     """A causal language model, prompted as `llm` is; shipped prompts are tldr and hhh.
 
     The comparison is the probability of the next token, A against B.
@@ -144,7 +144,7 @@ class LocalJudge(OwnModel):
     kind: Literal["local"] = Field(description="kind of this judge")
 
 
-class PairRmJudge(OwnModel):
+class PairRmJudge(LocalModel):
     """A ranker: a sequence classifier that reads a prompt and two responses; the shipped prompt is ranker.
 
     Its model has one label (the first response is better) or two.
@@ -153,7 +153,7 @@ class PairRmJudge(OwnModel):
     kind: Literal["pair_rm"] = Field(description="kind of this judge")
 
 
-class Mixture(Section):
+class CombinedJudge(Section):
     """Several judges of the list combined into one."""
 
     kind: Literal["all_of", "majority"] = Field(
@@ -167,7 +167,7 @@ class Mixture(Section):
 
 
 Judge = Annotated[
-    GoldJudge | RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge | Mixture,
+    GoldJudge | RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge | CombinedJudge,
     Field(discriminator="kind"),
 ]
 
@@ -189,8 +189,8 @@ class Selection(Section):
     )
 
     @model_validator(mode="after")
-    def _is_another(self) -> Self:
-        if isinstance(self.judge, RewardModelJudge) and _shipped(self.judge):
+    def _is_not_a_pipeline_model(self) -> Self:
+        if isinstance(self.judge, RewardModelJudge) and _is_pipeline_model(self.judge):
             raise ValueError(
                 f"select_by cannot name {self.judge.path}: set select_by to null to select by "
                 "models/reward_heldout; models/reward, which PPO optimises, never selects"
@@ -244,9 +244,9 @@ class Judging(Section):
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             yield f"judges: several have the name {', '.join(twice)}; give each judge its own name"
-        plain = {judge.name for judge in self.judges if not isinstance(judge, Mixture)}
+        plain = {judge.name for judge in self.judges if not isinstance(judge, CombinedJudge)}
         for judge in self.judges:
-            if isinstance(judge, Mixture):
+            if isinstance(judge, CombinedJudge):
                 unknown = sorted(set(judge.judges) - plain)
                 if unknown:
                     known = ", ".join(sorted(plain)) or "none"
@@ -264,10 +264,10 @@ class Judging(Section):
         return {judge.name for judge in self.judges if isinstance(judge, kinds)}
 
     @property
-    def uses_own_reward_model(self) -> bool:
+    def needs_pipeline_reward_model(self) -> bool:
         """Whether a judge is a reward model that this pipeline trains."""
-        return any(_shipped(judge) for judge in self.judges if isinstance(judge, RewardModelJudge))
+        return any(_is_pipeline_model(judge) for judge in self.judges if isinstance(judge, RewardModelJudge))
 
 
-def _shipped(judge: RewardModelJudge) -> bool:
+def _is_pipeline_model(judge: RewardModelJudge) -> bool:
     return Path(judge.path).as_posix() in (OPTIMISED, HELDOUT)

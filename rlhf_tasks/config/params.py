@@ -112,7 +112,7 @@ class Config(Section):
             for key, uses_reward_model in {
                 "ppo.scorers": any(scorer.kind == "reward_model" for scorer in self.ppo.scorers),
                 "ppo.critic_init": self.ppo.critic_init == "reward",
-                "judge.judges": self.judge.uses_own_reward_model,
+                "judge.judges": self.judge.needs_pipeline_reward_model,
             }.items()
             if uses_reward_model
         ]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_tasks.config.judge import OPTIMISED, FunctionJudge, Judge, Judging, Mixture, RewardModelJudge
+from rlhf_tasks.config.judge import OPTIMISED, CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
 
@@ -47,18 +47,37 @@ class Promotion(Section):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The judges that the gate goes by."""
+        """The gate's judges."""
         return (self.judge,) if self.second_judge is None else (self.judge, self.second_judge)
 
 
-def parts(judges: Sequence[Judge], name: str) -> set[str]:
-    """The judge itself, and those that it mixes."""
-    mixed = {part for one in judges if isinstance(one, Mixture) and one.name == name for part in one.judges}
-    return {name} | mixed
+def with_parts(judges: Sequence[Judge], name: str) -> set[str]:
+    """A judge's name, and the names of the judges that it combines."""
+    parts = {
+        part for one in judges if isinstance(one, CombinedJudge) and one.name == name for part in one.judges
+    }
+    return {name} | parts
 
 
 def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]:
-    """What of the section cannot be, seeing the others."""
+    """The problems of the section that come from other sections."""
+    yield from _judge_conflicts(promotion, judging, ppo)
+    for key in ("max_perplexity_growth", "max_choice_drop"):
+        if getattr(promotion, key) is not None and judging.retention is None:
+            yield f"promotion.{key} needs judge.retention, which measures it; set one, or the other to null"
+    if promotion.min_examples > judging.num_examples:
+        yield (
+            f"promotion.min_examples={promotion.min_examples} is more than judge.num_examples="
+            f"{judging.num_examples}, so that no policy could pass"
+        )
+    if promotion.max_kl is not None and ppo.reference_sync is not None:
+        yield (
+            "promotion.max_kl bounds the KL from SFT, but with ppo.reference_sync PPO measures the KL from a "
+            "reference that follows the policy; set promotion.max_kl to null"
+        )
+
+
+def _judge_conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]:
     known = [judge.name for judge in judging.judges]
     for key in ("judge", "second_judge"):
         name = getattr(promotion, key)
@@ -66,54 +85,50 @@ def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]
             continue
         if name not in known:
             yield (
-                f"promotion.{key}={name!r} is no judge of judge.judges ({', '.join(known)}); name one of "
-                "those, or set promotion to null"
+                f"promotion.{key}={name!r} is not in judge.judges ({', '.join(known)}); name one of those, "
+                "or set promotion to null"
             )
-        for one in _optimised(judging, ppo, parts(judging.judges, name)):
+        for reward in _optimised(judging, ppo, with_parts(judging.judges, name)):
             yield (
-                f"promotion.{key}={name!r} goes by {one}, which PPO optimises: its word says nothing about "
-                "whether the policy got better; name another judge"
+                f"promotion.{key}={name!r} uses {reward}, which PPO optimises, so it cannot show whether the "
+                "policy got better; name another judge"
             )
     if promotion.second_judge is not None:
-        first, second = (
-            {one.name: _asked(one) for one in judging.judges if one.name in parts(judging.judges, name)}
-            for name in promotion.named
-        )
-        both = sorted(name for name, asked in second.items() if asked in first.values())
-        if both:
+        shared = _shared(promotion, judging)
+        if shared:
             yield (
                 f"promotion.second_judge={promotion.second_judge!r} and promotion.judge={promotion.judge!r} "
-                f"both go by what {', '.join(both)} says; name one that judges by itself, or set it to null"
+                f"both use {', '.join(shared)}; name a second judge that is independent, or set it to null"
             )
-    for key in ("max_perplexity_growth", "max_choice_drop"):
-        if getattr(promotion, key) is not None and judging.retention is None:
-            yield f"promotion.{key} needs judge.retention, which measures it; set one, or the other to null"
-    if promotion.min_examples > judging.num_examples:
-        yield (
-            f"promotion.min_examples={promotion.min_examples} is more than judge.num_examples="
-            f"{judging.num_examples}, so that nothing could pass"
-        )
-    if promotion.max_kl is not None and ppo.reference_sync is not None:
-        yield (
-            "promotion.max_kl: with ppo.reference_sync the KL is told from a reference that follows the "
-            "policy, not from SFT; set promotion.max_kl to null"
-        )
 
 
-def _asked(judge: Judge) -> dict[str, Any]:
-    """All that decides what a judge says: two of different names may be one."""
+def _shared(promotion: Promotion, judging: Judging) -> list[str]:
+    """The judges behind `second_judge` that are defined as one behind `judge`, whatever their names."""
+    first, second = (
+        {one.name: _definition(one) for one in judging.judges if one.name in with_parts(judging.judges, name)}
+        for name in promotion.named
+    )
+    return sorted(name for name, definition in second.items() if definition in first.values())
+
+
+def _definition(judge: Judge) -> dict[str, Any]:
+    """Everything but the name: two judges of different names may be the same."""
     known = judge.model_dump(exclude={"name"})
     return known | ({"path": Path(known["path"]).as_posix()} if "path" in known else {})
 
 
 def _optimised(judging: Judging, ppo: Ppo, names: set[str]) -> Iterator[str]:
-    """Those of the judges that are what a scorer of PPO's is, by what params.yaml says."""
+    """The named judges that are also a scorer of PPO, according to params.yaml."""
     functions = {scorer.function for scorer in ppo.scorers if scorer.kind == "function"}
-    rewarded = any(scorer.kind == "reward_model" for scorer in ppo.scorers)
+    uses_reward_model = any(scorer.kind == "reward_model" for scorer in ppo.scorers)
     for judge in judging.judges:
         if judge.name not in names:
             continue
         if isinstance(judge, FunctionJudge) and judge.function in functions:
             yield judge.function
-        if isinstance(judge, RewardModelJudge) and rewarded and Path(judge.path).as_posix() == OPTIMISED:
+        if isinstance(judge, RewardModelJudge) and uses_reward_model and _is_optimised(judge):
             yield judge.path
+
+
+def _is_optimised(judge: RewardModelJudge) -> bool:
+    return Path(judge.path).as_posix() == OPTIMISED

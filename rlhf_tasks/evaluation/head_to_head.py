@@ -1,4 +1,7 @@
-"""`rlhf judge MODEL`: one contender against another on the test prompts, by the judges of params.yaml."""
+"""`rlhf judge MODEL`: one contender against another on the test prompts, by the judges of params.yaml.
+
+`compare_models` is also how promotion judges a policy that the pipeline has not judged.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,18 @@ from rlhf_tasks.config.types import check_source, pinned_revision
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import judges, summary
-from rlhf_tasks.evaluation.answers import sample
-from rlhf_tasks.evaluation.judges import making
-from rlhf_tasks.evaluation.judges.verdicts import Verdicts, check_failures
+from rlhf_tasks.evaluation import summary, tables
+from rlhf_tasks.evaluation.judges.build import build_judges
+from rlhf_tasks.evaluation.judges.comparisons import Comparisons
+from rlhf_tasks.evaluation.judges.optimised import optimised_judges
+from rlhf_tasks.evaluation.responses import sample
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 
 REFERENCE: Literal["reference"] = "reference"
 FORMATS = (".jsonl", ".parquet")
-MAX_SHOWN = 10  # problems of an answer file
+MAX_SHOWN = 10  # problems of a file of responses
 
 
 @dataclass(frozen=True)
@@ -36,58 +41,74 @@ class Checkpoint:
     revision: str | None
 
 
-Given = Mapping[str, str]
-"""Answers by prompt key."""
-Contender = Checkpoint | Given | Literal["reference"]
+ResponseFile = Mapping[str, str]
+"""Responses by prompt key."""
+Contender = Checkpoint | ResponseFile | Literal["reference"]
 Row = Mapping[str, str]
 
 
-def run(
+def compare_models(
     config: JudgeView,
     model: str,
     against: str,
     *,
-    num_examples: int | None,
-    names: Sequence[str],
+    paths: Paths,
+    num_examples: int | None = None,
+    names: Sequence[str] = (),
     out: Path | None = None,
-) -> dict[str, float]:
-    """Print the win rate of `model` over `against`, by each judge; the metrics come back.
+    functions_root: Path | None = None,
+) -> EvaluationResults:
+    """Print and return the comparisons of `model` with `against` by each judge, or by those called `names`.
 
-    Either is a checkpoint folder, `HUB/ID@COMMIT`, a `.jsonl` file of answers, or `reference`. Every
-    verdict, with prompt and answers, goes to `out`, a .jsonl or .parquet file.
+    Each contender is a checkpoint folder, `HUB/ID@COMMIT`, a `.jsonl` file of responses, or `reference`; the
+    results name it as given. `out` is a .jsonl or .parquet file for every comparison with its texts.
+    Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
+    `paths.root`.
+
+    The results hold comparisons, judge kappas and optimised judges.
 
     Raises:
-        UserError: if a contender, a judge or the data is not there, `out` is of another kind, or a judge
+        UserError: if a contender, a judge or the data does not exist, `out` has another suffix, or a judge
             fails too often.
     """
     if out is not None:
         check_format(out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    a, b = _contender(model), _contender(against)
-    rows = _rows(num_examples or config.judge.num_examples, [x for x in (a, b) if isinstance(x, Mapping)])
-    panel = making.build(config.judge, config.data_source, device, names)
-    _warn(config, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
+    a, b = _contender(model, paths), _contender(against, paths)
+    files = [x for x in (a, b) if isinstance(x, Mapping)]
+    rows = _rows(paths, num_examples or config.judge.num_examples, files)
+    judges = build_judges(
+        config.judge, config.data_source, device, paths, names=names, functions_root=functions_root
+    )
+    optimised = _warn(config, paths, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
-    ours, theirs = (_answers(config, contender, rows, device) for contender in (a, b))
-    found: dict[summary.Comparison, Verdicts] = {}
-    metrics: dict[str, float] = {}
-    for judge in panel:
-        verdicts = judge.compare(prompts, ours, theirs)
-        check_failures(judge.name, verdicts, config.judge.max_failure_share)
-        found[judge.name, model, against] = verdicts
-        metrics |= summary.metrics((judge.name, model, against), verdicts, ours, theirs)
-    metrics |= summary.kappas(found)
+    texts = {
+        name: _responses(config, contender, rows, device, paths)
+        for name, contender in ((model, a), (against, b))
+    }
+    compared: dict[summary.Key, Comparisons] = {}
+    for judge in judges:
+        compared |= summary.compare(judge, [(model, against)], prompts, texts, config.judge.max_failure_share)
+    results = EvaluationResults(
+        comparisons=summary.summarise_all(compared, texts),
+        judge_kappas=summary.kappas(compared),
+        optimised_judges=optimised,
+    )
     title = f"win rates on {len(prompts)} test prompts (ties count half)"
-    summary.show(title, summary.table_rows(found, metrics))
+    tables.show(title, tables.win_rates(results.comparisons))
     if out is not None:
-        _write(out, summary.judged_table(found, prompts, {model: ours, against: theirs}))
-    return metrics
+        _write(paths.root / out, tables.text_table(compared, prompts, texts))
+    return results
 
 
 def check_format(out: Path) -> None:
-    """Raises UserError for a file of another kind than verdicts are written as."""
+    """Check the suffix of a file for comparisons.
+
+    Raises:
+        UserError: if it is not one of FORMATS.
+    """
     if out.suffix not in FORMATS:
-        raise UserError(f"--out {out}: verdicts are written as {' or '.join(FORMATS)}; name the file so")
+        raise UserError(f"--out {out}: give a file whose name ends with {' or '.join(FORMATS)}")
 
 
 def _write(out: Path, table: pa.Table) -> None:
@@ -99,28 +120,31 @@ def _write(out: Path, table: pa.Table) -> None:
     else:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in table.to_pylist())
         atomic.write_text(out, "".join(lines))
-    console.say(f"wrote {table.num_rows} verdicts to {out}")
+    console.say(f"wrote {table.num_rows} comparisons to {out}")
 
 
 # ------------------------------------------------------------------------------------ contenders
 
 
-def _contender(name: str) -> Contender:
+def _contender(name: str, paths: Paths) -> Contender:
     if name == REFERENCE:
         return REFERENCE
     if name.endswith(".jsonl"):
-        return _given(Path(name))
-    source, _, revision = name.partition("@") if not Path(name).exists() else (name, "", "")
-    if not Path(source).is_dir() and not is_hub_id(source):
+        return _response_file(paths.root / name)
+    source, _, revision = name.partition("@") if not (paths.root / name).exists() else (name, "", "")
+    folder = paths.root / source
+    if not folder.is_dir() and not is_hub_id(source):
         raise UserError(
-            f"{name} is no folder, no .jsonl file of answers and no hub id; give a checkpoint such as "
+            f"{name} is not a folder, a .jsonl file of responses or a hub id; give a checkpoint such as "
             "models/policy, HUB/ID@COMMIT, or a file of rows with `prompt` and `completion`"
         )
-    if not Path(source).exists() and not revision:
+    if not folder.exists() and not revision:
         raise UserError(
-            f"the folder {name} does not exist; of a hub model give the commit too, as {name}@COMMIT, that "
-            f"`git ls-remote https://huggingface.co/{name} HEAD` tells"
+            f"the folder {name} does not exist; for a hub model give the commit too, as {name}@COMMIT; "
+            f"`git ls-remote https://huggingface.co/{name} HEAD` prints it"
         )
+    if folder.exists() and not revision:
+        return Checkpoint(str(folder), None)
     try:
         check_source(source, pinned_revision(revision) if revision else None, "MODEL")
     except ValueError as error:
@@ -128,13 +152,13 @@ def _contender(name: str) -> Contender:
     return Checkpoint(source, revision or None)
 
 
-def _given(file: Path) -> Given:
-    """Answers made elsewhere: a JSON object a line, with `prompt` and `completion`."""
+def _response_file(file: Path) -> ResponseFile:
+    """Responses made elsewhere: one JSON object per line, with `prompt` and `completion`."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
-    found: dict[str, str] = {}
+    responses: dict[str, str] = {}
     problems = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -145,53 +169,58 @@ def _given(file: Path) -> Given:
             if not (isinstance(prompt, str) and isinstance(completion, str)):
                 raise TypeError
         except (ValueError, LookupError, TypeError):
-            problems.append(f"{file}:{number}: is no object with texts `prompt` and `completion`")
+            problems.append(f"{file}:{number}: give an object with texts `prompt` and `completion`")
             continue
-        if prompt_key(prompt) in found:
-            problems.append(f"{file}:{number}: the prompt has an answer already")
-        found[prompt_key(prompt)] = completion
+        if prompt_key(prompt) in responses:
+            problems.append(f"{file}:{number}: an earlier line has a response to this prompt")
+        responses[prompt_key(prompt)] = completion
     if problems:
         more = f"\n… and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
         raise UserError("\n".join(problems[:MAX_SHOWN]) + more)
-    return found
+    return responses
 
 
-def _test_rows() -> Sequence[Row]:
-    if not Path("data/prompts/test.parquet").exists():
-        raise UserError("data/prompts is not there: run `rlhf prepare`, or `dvc checkout data/prompts`")
-    return read_table(Paths(), "prompts", "test")
-
-
-def _rows(most: int, given: Sequence[Given]) -> list[Row]:
-    """The first test rows whose prompt every file answers."""
-    rows = _test_rows()
-    answered = [row for row in rows if all(prompt_key(row["prompt"]) in answers for answers in given)]
-    if not answered:
+def _rows(paths: Paths, most: int, files: Sequence[ResponseFile]) -> Sequence[Row]:
+    """The first test rows to whose prompt every file has a response."""
+    if not paths.table("prompts", "test").exists():
+        raise UserError("data/prompts does not exist: run `rlhf prepare`, or `dvc checkout data/prompts`")
+    rows = read_table(paths, "prompts", "test")
+    complete = [row for row in rows if all(prompt_key(row["prompt"]) in file for file in files)]
+    if not complete:
         raise UserError(
-            f"none of the {len(rows)} prompts of data/prompts/test.parquet is answered by that file; its "
-            "prompts must be those, but for white space"
+            f"the file has a response to none of the {len(rows)} prompts of data/prompts/test.parquet; its "
+            "prompts must be the same but for white space"
         )
-    if len(answered) < min(most, len(rows)):
+    if len(complete) < min(most, len(rows)):
         console.say(
-            f"{len(answered)} of the {len(rows)} test prompts are answered by all; the others are left out"
+            f"{len(complete)} of the {len(rows)} test prompts have responses; the others are left out"
         )
-    return answered[:most]
+    return complete[:most]
 
 
-def _answers(config: JudgeView, contender: Contender, rows: Sequence[Row], device: torch.device) -> list[str]:
-    """One to each row; of rows with the same prompt, each its own reference."""
+def _responses(
+    config: JudgeView, contender: Contender, rows: Sequence[Row], device: torch.device, paths: Paths
+) -> list[str]:
+    """One response per row; rows with the same prompt each have their own reference."""
     if contender == REFERENCE:
         return [row["reference"] for row in rows]
     prompts = [row["prompt"] for row in rows]
     if not isinstance(contender, Checkpoint):
         return [contender[prompt_key(prompt)] for prompt in prompts]
     return sample(
-        contender.source, prompts, max_new_tokens=config.max_completion_tokens,
+        contender.source, prompts, paths=paths, max_new_tokens=config.max_completion_tokens,
         temperature=config.judge.temperature, seed=config.seed, device=device, revision=contender.revision,
     ).texts  # fmt: skip
 
 
-def _warn(config: JudgeView, checkpoints: Sequence[Checkpoint], names: Sequence[str]) -> None:
+def _warn(
+    config: JudgeView, paths: Paths, checkpoints: Sequence[Checkpoint], names: Sequence[str]
+) -> dict[str, str]:
+    """Warn of the judges that PPO optimised for a contender; return them with their folders."""
+    result: dict[str, str] = {}
     for one in checkpoints:
-        for name in judges.optimised(config.judge, Path(one.source), names):
+        optimised = optimised_judges(config.judge, Path(one.source), paths.root, names)
+        for name in optimised:
             console.say(f"WARNING: judge {name} is the reward model that PPO optimised for {one.source}")
+        result |= optimised
+    return result

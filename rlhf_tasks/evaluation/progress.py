@@ -1,36 +1,36 @@
-"""How the win rate went while PPO trained, told afterwards from answers that it kept."""
+"""The win rate over the course of PPO's training, measured from the responses that PPO's evaluations kept."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.evaluation.judges.verdicts import Judge
+from rlhf_tasks.evaluation.judges.comparisons import Judge
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 
-ANSWERS = Path("evaluation/ppo/answers.parquet")
+RESPONSES = "answers.parquet"
 
 
-def log(panel: Sequence[Judge], tracker: Tracker) -> None:
-    """`JUDGE/win_rate`, `/low` and `/high` over the references at each look that PPO took, by episode.
+def log(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
+    """Log `JUDGE/win_rate`, `/low` and `/high` over the references, one point per evaluation of PPO.
 
-    These are answers to validation prompts, those that the checkpoint was chosen by. The rate has no point
-    where every verdict failed.
+    The responses are to validation prompts, by which PPO selects its checkpoint too. There is no point where
+    every comparison failed.
     """
-    rows = pq.read_table(ANSWERS).to_pylist()
+    rows = pq.read_table(paths.ppo_samples / RESPONSES).to_pylist()
     for episode, group in itertools.groupby(rows, key=lambda row: row["episode"]):
-        looked_at = list(group)
-        prompts, answers, references = (
-            [row[column] for row in looked_at] for column in ("prompt", "response", "reference")
+        evaluation = list(group)
+        prompts, responses, references = (
+            [row[column] for row in evaluation] for column in ("prompt", "response", "reference")
         )
-        for judge in panel:
-            verdicts = judge.compare(prompts, answers, references)
-            if len(verdicts.failures) == len(prompts):
+        for judge in judges:
+            comparisons = judge.compare(prompts, responses, references)
+            if len(comparisons.failures) == len(prompts):
                 continue
-            rate = statistics.rate(verdicts.outcomes)
+            rate = statistics.rate(comparisons.outcomes)
             point = {"win_rate": rate.value, "low": rate.low, "high": rate.high}
             tracker.metrics({f"{judge.name}/{key}": value for key, value in point.items()}, step=episode)

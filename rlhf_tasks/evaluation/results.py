@@ -11,9 +11,10 @@ Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% interval
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -21,10 +22,22 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 
 Metrics = dict[str, float]
+_WIN_RATE = re.compile(r"[^/]+/[^/]+_vs_[^/]+/win_rate")
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Estimate(Protocol):
+    """`statistics.Estimate`, without its dependence on numpy."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
 
 
 class Interval(_Part):
@@ -33,6 +46,10 @@ class Interval(_Part):
     value: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Self:
+        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
 
     def metrics(self, key: str) -> Metrics:
         return {key: self.value, f"{key}/low": self.low, f"{key}/high": self.high}
@@ -75,6 +92,16 @@ class ComparisonResult(_Part):
     def stem(self) -> str:
         """The first part of the keys in metrics/judge.json."""
         return f"{self.judge}/{self.a}_vs_{self.b}"
+
+    @property
+    def wins(self) -> int:
+        """Prompts on which A wins."""
+        return round(self.win_rate.value * self.examples - self.ties / 2)
+
+    @property
+    def losses(self) -> int:
+        """Prompts on which B wins."""
+        return self.examples - self.wins - self.ties
 
     def metrics(self) -> Metrics:
         rate = self.win_rate
@@ -206,6 +233,17 @@ class EvaluationResults(_Part):
                 "`rlhf judge` to write it again"
             ) from None
 
+    @classmethod
+    def from_metrics(cls, metrics: Mapping[str, float]) -> Self:
+        """The comparisons among the values of metrics/judge.json; everything else stays empty.
+
+        It is the inverse of `metrics` for runs of which only flat values are known: MLflow and git keep
+        those, but not the document. A comparison whose values are incomplete is left out.
+        """
+        stems = [key.removesuffix("/win_rate") for key in metrics if _WIN_RATE.fullmatch(key)]
+        comparisons = (_comparison(stem, metrics) for stem in stems)
+        return cls(comparisons=tuple(one for one in comparisons if one is not None))
+
     def text(self) -> str:
         """The document as JSON with sorted keys: equal results give equal bytes."""
         return json.dumps(self.model_dump(mode="python"), indent=2, sort_keys=True) + "\n"
@@ -217,14 +255,6 @@ class EvaluationResults(_Part):
         """One comparison; None where that judge did not compare A with B."""
         found = (one for one in self.comparisons if (one.judge, one.a, one.b) == (judge, a, b))
         return next(found, None)
-
-    def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same comparisons with contenders under other names, such as `{"models/mine": "policy"}`."""
-        comparisons = tuple(
-            one.model_copy(update={"a": names.get(one.a, one.a), "b": names.get(one.b, one.b)})
-            for one in self.comparisons
-        )
-        return self.model_copy(update={"comparisons": comparisons})
 
     def metrics(self) -> Metrics:
         """The values of metrics/judge.json by their keys."""
@@ -277,3 +307,43 @@ class EvaluationResults(_Part):
         if self.reward_gaps is not None:
             yield {"reward_gap/win_rate_by_reward": self.reward_gaps.win_rate_by_reward}
             yield {f"reward_gap/{judge}": gap for judge, gap in self.reward_gaps.by_judge.items()}
+
+
+def _comparison(stem: str, metrics: Mapping[str, float]) -> ComparisonResult | None:
+    """The inverse of `ComparisonResult.metrics`; None if a value is missing."""
+    judge, _, pair = stem.partition("/")
+    a, _, b = pair.partition("_vs_")
+    values = {
+        key.removeprefix(f"{stem}/"): value for key, value in metrics.items() if key.startswith(f"{stem}/")
+    }
+    try:
+        return ComparisonResult(
+            judge=judge,
+            a=a,
+            b=b,
+            win_rate=Interval(value=values["win_rate"], low=values["low"], high=values["high"]),
+            decisive=_interval(values, "decisive"),
+            length_controlled=_interval(values, "length_controlled"),
+            p_value=values["p_value"],
+            ties=int(values["ties"]),
+            examples=int(values["examples"]),
+            failures=int(values["failures"]),
+            position_bias=values.get("position_bias"),
+            first_share=values.get("first_share"),
+            cost=_cost(values),
+            matched_length_gain=(
+                _interval(values, "matched_length_gain") if "matched_length_gain" in values else None
+            ),
+        )
+    except KeyError:
+        return None
+
+
+def _interval(values: Mapping[str, float], key: str) -> Interval:
+    return Interval(value=values[key], low=values[f"{key}/low"], high=values[f"{key}/high"])
+
+
+def _cost(values: Mapping[str, float]) -> Cost | None:
+    if "cost/replies" not in values:
+        return None
+    return Cost(replies=int(values["cost/replies"]), tokens=int(values["cost/tokens"]))

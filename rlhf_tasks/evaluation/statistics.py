@@ -1,15 +1,13 @@
-"""Win rates and what surrounds them: arrays in, numbers with 95% intervals out. numpy only.
+"""Win rates, agreement and calibration: arrays in, numbers with 95% intervals out. numpy only.
 
 Notation: N prompts; the outcome of a prompt is 1 where A wins, ½ for a tie, 0 where B wins, and NaN
-where the judge failed. A failure is counted, never taken for a loss.
+for a failure of the judge. Failures are counted, and never treated as losses.
 
-Everything here but `kappa`'s interval is a closed form or an exact distribution, so that nothing else
-needs a seed, and swapping A and B mirrors every number. Sources:
+All functions but `kappa`'s interval are closed forms or exact distributions, so only that interval needs a
+seed. Swapping A and B mirrors every number. Sources:
     interval of a rate      percentile bootstrap (Efron & Tibshirani 1993, §13.3), see `rate`
     interval of a share     Wilson 1927
     sign test               exact two-sided binomial at ½ on the decisive prompts
-    interval of a gain      heteroskedasticity-robust OLS, HC1 (White 1980; MacKinnon & White 1985)
-    rate at equal length    logistic regression (Dubois et al. 2024, arXiv 2404.04475, eq. 2, shortened)
     kappa                   Cohen 1960; its interval by a seeded bootstrap over prompts
     calibration error       Guo et al. 2017, arXiv 1706.04599, eq. 3, over equal-count bins
 """
@@ -26,9 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 _TAIL = 0.025  # probability left out on either side of a 95% interval
-_Z = NormalDist().inv_cdf(1 - _TAIL)
-_RIDGE = 1.0  # on the length's coefficient, see `length_controlled`
-_NUM_NEWTON_STEPS = 50
+Z = NormalDist().inv_cdf(1 - _TAIL)
 _NUM_RESAMPLES = 1000
 
 
@@ -43,11 +39,11 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Summary:
     """A against B over many prompts.
 
-    `win_rate` counts a tie as half a win; `decisive` is A's share of the prompts that are no ties,
-    with Wilson's interval; `p_value` is the sign test's, two-sided. Failures are in none of them.
+    `win_rate` counts a tie as half a win; `decisive` is A's share of the prompts that are not ties, with
+    Wilson's interval; `p_value` is the two-sided sign test's. Failures are in none of them.
     """
 
     win_rate: Estimate
@@ -61,11 +57,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class PositionBias:
-    """What the place of an answer does to a judge that was asked in both orders.
+    """How the order of two responses changes a judge's preference.
 
-    `flips` is the share of pairs whose verdict turned with the order; `first` the share of all verdicts
-    for the answer shown first (½ without bias; a verdict of exactly ½ counts half). `count` pairs were
-    judged in both orders.
+    `flips` is the share of pairs whose preference changes with the order. `first` is the share of all
+    replies that prefer the response shown first: ½ without bias; a reply of exactly ½ counts half. `count`
+    is the number of pairs judged in both orders.
     """
 
     flips: float
@@ -74,11 +70,11 @@ class PositionBias:
 
 
 def outcomes(scores_a: ArrayLike, scores_b: ArrayLike) -> Floats:
-    """1 where A scores higher, ½ where the scores are equal, 0 where B does, NaN where either is NaN.
+    """(N,) outcomes of (N,) scores: 1 where A's is higher, ½ where they are equal, 0 where B's is higher.
 
-    Both (N,); so is the result.
+    NaN where either score is NaN.
     """
-    a, b = _paired(scores_a, scores_b)
+    a, b = paired(scores_a, scores_b)
     result = (1.0 * (a > b) + (a >= b)) / 2
     return np.asarray(np.where(np.isnan(a) | np.isnan(b), np.nan, result))
 
@@ -86,17 +82,17 @@ def outcomes(scores_a: ArrayLike, scores_b: ArrayLike) -> Floats:
 def both_orders(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> Floats:
     """Outcomes of pairs that were judged in both orders: 1 or 0 where both agree, ½ where they do not.
 
-    Both arguments are (N,) probabilities that A is the better one, NaN where the judge failed; so is a
-    pair's outcome then. A probability of exactly ½ in either order makes a tie.
+    Both arguments are (N,) probabilities that A is better, NaN for a failure, which makes the outcome NaN
+    too. A probability of exactly ½ in either order makes a tie.
     """
-    p, q = _paired(a_shown_first, a_shown_second)
+    p, q = paired(a_shown_first, a_shown_second)
     result = np.where((p > 0.5) & (q > 0.5), 1.0, np.where((p < 0.5) & (q < 0.5), 0.0, 0.5))
     return np.asarray(np.where(np.isnan(p) | np.isnan(q), np.nan, result))
 
 
 def position_bias(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> PositionBias:
-    """How far the verdicts of `both_orders` depend on the order. No pair: no flips, `first` ½."""
-    p, q = _paired(a_shown_first, a_shown_second)
+    """How far replies depend on the order; the arguments are those of `both_orders`. No pair: 0 and ½."""
+    p, q = paired(a_shown_first, a_shown_second)
     whole = ~(np.isnan(p) | np.isnan(q))
     p, q = p[whole], q[whole]
     if p.size == 0:
@@ -106,15 +102,15 @@ def position_bias(a_shown_first: ArrayLike, a_shown_second: ArrayLike) -> Positi
     return PositionBias(float(flips.mean()), float(first.mean()), int(p.size))
 
 
-def verdict(outcomes: ArrayLike) -> Verdict:
-    """Sum up (N,) outcomes of A against B.
+def summarise(outcomes: ArrayLike) -> Summary:
+    """Summarise (N,) outcomes of A against B.
 
     Raises:
         ValueError: if an outcome is not 1, ½, 0 or NaN, or if every one of them is NaN.
     """
     given = np.asarray(outcomes, dtype=np.float64)
-    wins, ties, losses = _counts(given)
-    return Verdict(
+    wins, ties, losses = counts(given)
+    return Summary(
         win_rate=_rate(wins, ties, losses),
         decisive=wilson(wins, wins + losses),
         wins=wins,
@@ -130,14 +126,14 @@ def rate(outcomes: ArrayLike) -> Estimate:
 
     A bootstrap over prompts draws N outcomes with replacement. Only three values occur, so twice the
     drawn sum has the probability-generating function (l + t·x + w·x²)^N with w, t, l the shares of
-    wins, ties and losses. Its coefficients, found by one FFT, are the distribution that ever more
-    random resamples tend to: no seed, no Monte Carlo error. Outcomes that all agree leave the
-    bootstrap no spread (low = high): Wilson's interval is the one to read there.
+    wins, ties and losses. One FFT gives its coefficients, which are the limit of ever more random
+    resamples: there is no seed and no Monte Carlo error. If all outcomes are equal, the bootstrap has
+    no spread (low = high); read Wilson's interval there.
 
     Raises:
-        ValueError: as `verdict`.
+        ValueError: as `summarise`.
     """
-    return _rate(*_counts(np.asarray(outcomes, dtype=np.float64)))
+    return _rate(*counts(np.asarray(outcomes, dtype=np.float64)))
 
 
 def _rate(wins: int, ties: int, losses: int) -> Estimate:
@@ -150,14 +146,18 @@ def _rate(wins: int, ties: int, losses: int) -> Estimate:
     return Estimate((wins + ties / 2) / count, low / (2 * count), high / (2 * count), count)
 
 
-def _counts(given: Floats) -> tuple[int, int, int]:
-    """Wins, ties and losses among outcomes, NaN left out."""
+def counts(given: Floats) -> tuple[int, int, int]:
+    """The numbers of wins, ties and losses; NaN is left out.
+
+    Raises:
+        ValueError: as `summarise`.
+    """
     counted = given[~np.isnan(given)]
     wins, ties, losses = (int((counted == value).sum()) for value in (1.0, 0.5, 0.0))
     if wins + ties + losses != counted.size:
-        raise ValueError("an outcome is 1 (A wins), 0.5 (tie), 0 (B wins) or NaN (the judge failed)")
+        raise ValueError("an outcome is 1 (A wins), 0.5 (tie), 0 (B wins) or NaN (failure)")
     if counted.size == 0:
-        raise ValueError(f"none of {given.size} prompts was judged: there is no rate to tell")
+        raise ValueError(f"none of {given.size} prompts was judged, so there is no rate")
     return wins, ties, losses
 
 
@@ -166,9 +166,9 @@ def wilson(successes: int, count: int) -> Estimate:
     if count == 0:
         return Estimate(0.5, 0.0, 1.0, 0)
     share = successes / count
-    scale = 1 + _Z**2 / count
-    centre = (share + _Z**2 / (2 * count)) / scale
-    reach = _Z / scale * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
+    scale = 1 + Z**2 / count
+    centre = (share + Z**2 / (2 * count)) / scale
+    reach = Z / scale * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
     low, high = min(share, centre - reach), max(share, centre + reach)  # equal at 0 and 1 but for rounding
     return Estimate(share, max(0.0, low), min(1.0, high), count)
 
@@ -176,7 +176,7 @@ def wilson(successes: int, count: int) -> Estimate:
 def sign_test(wins: int, losses: int) -> float:
     """Two-sided exact p-value of "wins and losses are equally likely": min(1, 2·P(X <= min(w, l))).
 
-    X ~ Binomial(w + l, ½); ties say nothing and are left out. 1 without a decisive prompt.
+    X ~ Binomial(w + l, ½); ties are left out. 1 without a decisive prompt.
     """
     count = wins + losses
     whole = math.lgamma(count + 1) - count * math.log(2)
@@ -187,110 +187,13 @@ def sign_test(wins: int, losses: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def matched_length_gain(
-    score_a: ArrayLike, score_b: ArrayLike, length_a: ArrayLike, length_b: ArrayLike
-) -> Estimate:
-    """How much more A scores than B at equal length: what a mere change of length does not explain.
-
-    With d = score_a − score_b and x = length_a − length_b, both (N,), ordinary least squares of
-    d = α + β·x + e; the gain is α, the difference expected at x = 0. It is linear in d:
-
-        α = Σ c_i d_i,  c_i = 1/N − x̄ (x_i − x̄) / Σ (x_j − x̄)²,  Var α = N/(N−k) · Σ c_i² e_i²
-
-    (HC1, k = 2), and the interval α ± 1.96 √Var, made for N of some dozens and more. Where all x are
-    equal there is no slope: α is the plain mean of d (c_i = 1/N, k = 1), matched only if that x is 0.
-    Rows with a NaN are left out.
-
-    Raises:
-        ValueError: if fewer than 3 whole rows remain, or the shapes differ.
-    """
-    a, b = _paired(score_a, score_b)
-    d, x = _paired(a - b, np.subtract(*_paired(length_a, length_b)))
-    whole = ~(np.isnan(d) | np.isnan(x))
-    d, x = d[whole], x[whole]
-    if d.size < 3:
-        raise ValueError(f"a gain at matched length needs 3 judged prompts or more, not {d.size}")
-    centred = x - x.mean()
-    sloped = bool(np.ptp(x) > 0)
-    slope = float(centred @ d / (centred @ centred)) if sloped else 0.0
-    weights = 1 / d.size - (x.mean() * centred / (centred @ centred) if sloped else np.zeros_like(x))
-    gain = float(weights @ d)
-    residuals = d - gain - slope * x
-    variance = d.size / (d.size - 1 - sloped) * float((weights * residuals) @ (weights * residuals))
-    reach = _Z * math.sqrt(variance)
-    return Estimate(gain, gain - reach, gain + reach, int(d.size))
-
-
-def length_controlled(outcomes: ArrayLike, length_a: ArrayLike, length_b: ArrayLike) -> Estimate:
-    """Win rate that A would have if its answers were as long as B's.
-
-    With x = tanh(d / s), d = length_a − length_b and s the standard deviation of d, a logistic regression
-
-        P(A wins) = σ(θ + φ·x)
-
-    is fitted to the (N,) outcomes, ties as ½; the rate is σ(θ), the one at d = 0. This is AlpacaEval 2's
-    model of one contender against one baseline without its term for the difficulty of each instruction,
-    which is estimated there from many other contenders; its weak penalty on φ is ½φ² here, so that a
-    judge that only looks at length leaves φ finite. The interval is σ(θ ± 1.96·√Var θ) with the
-    heteroskedasticity-robust variance of θ (HC1), that a tie's ½ does not invalidate (Papke & Wooldridge
-    1996). Rows with a NaN are left out.
-
-    Where all d are equal, length explains nothing and σ(θ) is the plain win rate. Where A wins always or
-    never, so would it at equal length: the interval is Wilson's.
-
-    Raises:
-        ValueError: as `verdict`, or if the shapes differ.
-    """
-    d = np.subtract(*_paired(length_a, length_b))
-    y, d = _paired(outcomes, d)
-    _counts(y)
-    y, d = y[~(np.isnan(y) | np.isnan(d))], d[~(np.isnan(y) | np.isnan(d))]
-    if y.min() == y.max() != 0.5:
-        return wilson(int(y.sum()), y.size)
-    spread = float(d.std())
-    x = np.stack([np.ones_like(d), np.tanh(d / spread) if spread > 0 else np.zeros_like(d)], axis=1)
-    weights = _logistic_regression(x, y)
-    p = _sigmoid(x @ weights)
-    curvature = np.linalg.inv((x * (p * (1 - p))[:, None]).T @ x + np.diag([0.0, _RIDGE]))
-    scores = x * (y - p)[:, None]
-    correction = y.size / max(1, y.size - 1 - (spread > 0))
-    reach = _Z * math.sqrt(correction * float((curvature @ (scores.T @ scores) @ curvature)[0, 0]))
-    value, low, high = (float(_sigmoid(np.array(weights[0] + r))) for r in (0.0, -reach, reach))
-    return Estimate(value, low, high, int(y.size))
-
-
-def _logistic_regression(x: Floats, y: Floats) -> Floats:
-    """(2,) weights that maximise Σ y·log σ(xw) + (1−y)·log(1−σ(xw)) − ½·ridge·w[1]², by Newton's steps."""
-    ridge = np.diag([0.0, _RIDGE])
-
-    def loss(w: Floats) -> float:
-        z = x @ w
-        return float((np.logaddexp(0, z) - y * z).sum() + w @ ridge @ w / 2)
-
-    weights = np.zeros(2)
-    for _ in range(_NUM_NEWTON_STEPS):
-        p = _sigmoid(x @ weights)
-        gradient = x.T @ (p - y) + ridge @ weights
-        step = np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + ridge, gradient)
-        while loss(weights - step) > loss(weights) and np.abs(step).max() > 1e-12:
-            step = step / 2
-        weights = weights - step
-        if np.abs(step).max() <= 1e-12:
-            break
-    return weights
-
-
-def _sigmoid(z: Floats) -> Floats:
-    return np.asarray(np.exp(-np.logaddexp(0, -z)))
-
-
 def kappa(first: ArrayLike, second: ArrayLike) -> Estimate:
-    """Cohen's κ of two judges: (p − e) / (1 − e), p the share on which they agree, e as if by chance.
+    """Cohen's κ of two judges: (p − e) / (1 − e), p the share on which they agree, e that by chance.
 
-    Both are (N,) or (N, K) outcomes: of N prompts, K comparisons each; win, tie and loss are three equally
-    different answers. A comparison that either failed on is left out. Where both say one and the same
-    thing throughout there is nothing beyond chance to be seen: 0. The interval is a percentile bootstrap
-    over prompts with a fixed seed; `count` is of comparisons.
+    Both are (N,) or (N, K) outcomes of N prompts with K comparisons each; win, tie and loss are three
+    categories without an order. A failure of either judge leaves the comparison out. κ is 0 where both
+    judges give one outcome throughout. The interval is a percentile bootstrap over prompts with a fixed
+    seed; `count` is the number of comparisons.
 
     Raises:
         ValueError: if the shapes differ, or no comparison was judged by both.
@@ -303,7 +206,7 @@ def kappa(first: ArrayLike, second: ArrayLike) -> Estimate:
     tables = np.stack([((a == i) & (b == j)).sum(axis=1) for i in levels for j in levels], axis=1)
     count = int(tables.sum())
     if count == 0:
-        raise ValueError("no comparison was judged by both: there is no agreement to tell")
+        raise ValueError("no comparison was judged by both, so there is no agreement")
     draws = np.random.default_rng(0).multinomial(len(a), np.full(len(a), 1 / len(a)), _NUM_RESAMPLES)
     resampled = _kappas((draws @ tables).reshape(-1, 3, 3))
     low, high = np.quantile(resampled, [_TAIL, 1 - _TAIL])
@@ -320,22 +223,22 @@ def _kappas(tables: NDArray[np.int64]) -> Floats:
 
 
 def agreement(labels: ArrayLike, gold: ArrayLike) -> Estimate:
-    """Share of pairs on which `labels` say what `gold` says, with the interval of `rate`.
+    """Share of pairs on which `labels` and `gold` agree, with the interval of `rate`.
 
-    Both are (N,) outcomes. Pairs that gold calls a tie are left out, and those with a NaN; a tie of
-    `labels` where gold decides counts half, as a coin toss would.
+    Both are (N,) outcomes. Ties of `gold` are left out, and NaN of either; a tie of `labels` counts half,
+    as a coin toss would.
 
     Raises:
         ValueError: if an outcome is not 1, ½, 0 or NaN, or if no pair remains.
     """
-    given, truth = _paired(labels, gold)
-    _counts(truth)
+    given, truth = paired(labels, gold)
+    counts(truth)
     return rate(np.where(truth == 0.5, np.nan, 1 - np.abs(given - truth)))
 
 
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
     """Pearson's correlation of two (N,) arrays; 0 where either is constant or N < 2."""
-    a, b = _paired(x, y)
+    a, b = paired(x, y)
     if a.size < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
     a, b = a - a.mean(), b - b.mean()
@@ -346,15 +249,15 @@ def calibration_error(differences: ArrayLike, outcomes: ArrayLike, num_bins: int
     """Expected calibration error of σ(Δ) as the probability that the first of a pair wins.
 
     `differences` Δ (N,) are score differences, first minus second; `outcomes` (N,) as above, without
-    NaN. Each pair is first turned so that the model favours its first member: confidence σ(|Δ|),
-    against the share of such pairs that it got right. A set that always lists the chosen text first
-    would otherwise look miscalibrated whatever the scores. Bins hold equal counts (± 1) by rising
-    confidence; the error is Σ_bins n_bin/N · |mean confidence − mean outcome|, in 0 … 1.
+    NaN. Each pair is first turned so that the model favours its first member: the confidence σ(|Δ|) is
+    compared with the share of such pairs that the model orders right. Without the turn, a set that always
+    lists the chosen text first would seem miscalibrated whatever the scores. Bins hold equal counts (± 1)
+    by rising confidence; the error is Σ_bins n_bin/N · |mean confidence − mean outcome|, in 0 … 1.
 
     Raises:
         ValueError: if N is 0, or the shapes differ.
     """
-    delta, won = _paired(differences, outcomes)
+    delta, won = paired(differences, outcomes)
     if delta.size == 0:
         raise ValueError("calibration needs at least one pair")
     confidence = 1 / (1 + np.exp(-np.abs(delta)))
@@ -363,8 +266,12 @@ def calibration_error(differences: ArrayLike, outcomes: ArrayLike, num_bins: int
     return float(sum(abs(part.sum()) for part in np.array_split(gaps, num_bins)) / delta.size)
 
 
-def _paired(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
-    """Two (N,) float arrays of one length, or a ValueError."""
+def paired(x: ArrayLike, y: ArrayLike) -> tuple[Floats, Floats]:
+    """Two (N,) float arrays.
+
+    Raises:
+        ValueError: if they are not flat arrays of one length.
+    """
     a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if a.ndim != 1 or a.shape != b.shape:
         raise ValueError(f"expected two flat arrays of one length, got shapes {a.shape} and {b.shape}")

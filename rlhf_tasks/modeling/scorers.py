@@ -8,12 +8,13 @@ words, whatever the original white space was.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import httpx
@@ -79,15 +80,15 @@ class RewardScorer:
 class FunctionScorer:
     """`module:function`, called once with all prompts and all responses; it returns a float for each.
 
-    Modules of the current directory can be named, after installed ones.
+    The module is a file below `root`, or an installed one.
 
     Raises:
         UserError: if it cannot be imported or called.
     """
 
-    def __init__(self, function: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, function: str, tokenizer: PreTrainedTokenizerBase, root: Path) -> None:
         self._name, self._tokenizer = f"function {function}", tokenizer
-        self._function = imported(function, "ppo.scorers")
+        self._function = load_function(function, "ppo.scorers", root)
 
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         if not queries:
@@ -96,28 +97,44 @@ class FunctionScorer:
         return _finite(self._name, numbers(self._name, found, len(queries)))
 
 
-def imported(function: str, key: str) -> TextFunction:
-    """`module:function`, as the parameter `key` names it.
+def load_function(function: str, key: str, root: Path) -> TextFunction:
+    """`module:function` from a file below `root`, or else from an installed module; `key` names it.
 
     Raises:
         UserError: if it cannot be imported or called.
     """
     module_name, _, name = function.partition(":")
-    here = str(Path.cwd())
-    if not {"", here} & set(sys.path):
-        sys.path.append(here)
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does wrong, it is said in one message
+        module = _module(module_name, root.resolve())
+    except Exception as error:  # the user's module can raise anything: one message names the function
         raise UserError(
             f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
-            f"(looked for in {here} and among installed packages)"
+            f"(tried files below {root.resolve()} and installed packages)"
         ) from error
     found = getattr(module, name, None)
     if not callable(found):
         what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
         raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
     return found  # type: ignore[no-any-return]
+
+
+def _module(name: str, root: Path) -> ModuleType:
+    path = root.joinpath(*name.split("."))
+    file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    if file is None:
+        return importlib.import_module(name)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(file):
+        return known
+    if str(root) not in sys.path:
+        sys.path.append(str(root))  # the module may import its neighbours, also while it runs
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules.setdefault(name, module)  # never in place of an installed module of that name
+    return module
 
 
 class HttpScorer:
@@ -250,8 +267,10 @@ def build(
     *,
     reward_model: TokenScores | None,
     max_tokens: int,
+    root: Path,
 ) -> WeightedSum:
     """The scorers of `ppo.scorers`; the kind `reward_model` needs `reward_model`.
+    Functions are imported from files below `root`.
 
     A part is named by its kind; further parts of the same kind are `kind_2`, `kind_3`, ….
 
@@ -263,7 +282,7 @@ def build(
         earlier = sum(before.kind == one.kind for before in settings[:number])
         name = f"{one.kind}_{earlier + 1}" if earlier else one.kind
         weight = 0.0 if isinstance(one, config.DummyScorer) else one.weight
-        parts.append(Part(name, weight, _one(one, tokenizer, reward_model, max_tokens)))
+        parts.append(Part(name, weight, _one(one, tokenizer, reward_model, max_tokens, root)))
     return WeightedSum(parts)
 
 
@@ -272,12 +291,13 @@ def _one(
     tokenizer: PreTrainedTokenizerBase,
     reward_model: TokenScores | None,
     max_tokens: int,
+    root: Path,
 ) -> Scorer:
     if isinstance(one, config.RewardModelScorer):
         assert reward_model is not None, "the config guarantees a reward model"
         return RewardScorer(reward_model, tokenizer, max_tokens)
     if isinstance(one, config.FunctionScorer):
-        return FunctionScorer(one.function, tokenizer)
+        return FunctionScorer(one.function, tokenizer, root)
     if isinstance(one, config.HttpScorer):
         return HttpScorer(one.url, tokenizer, timeout_seconds=one.timeout_seconds, batch_size=one.batch_size)
     return DummyScorer()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.evaluation.judges import making
-from rlhf_tasks.evaluation.judges.verdicts import check_failures
+from rlhf_tasks.evaluation.judges.build import build_judge
+from rlhf_tasks.evaluation.judges.comparisons import check_failures
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training.runtime import Runtime
 
 KEY = "ppo.select_by.judge"
@@ -20,11 +21,11 @@ class Referee:
         UserError: if the judge cannot be made.
     """
 
-    def __init__(self, rt: Runtime, settings: Selection) -> None:
+    def __init__(self, rt: Runtime, settings: Selection, paths: Paths) -> None:
         self._rt, self._max_failure_share = rt, settings.max_failure_share
         self.name = settings.judge.name
         self._judge = (
-            making.single(settings.judge, rt.device, settings.max_failure_share, key=KEY)
+            build_judge(settings.judge, rt.device, settings.max_failure_share, paths, key=KEY)
             if rt.is_main
             else None
         )

@@ -48,6 +48,11 @@ class Paths:
         """The rows that `prepare` has left out, and why."""
         return self.data / "quarantine" / "rows.jsonl"
 
+    @property
+    def labels(self) -> Path:
+        """The human labels that `rlhf label` writes."""
+        return self.data / "labels.jsonl"
+
     def rows(self, role: str) -> Path:
         """The folder of sft, preferences, prompts or comparisons: a Parquet file per split."""
         return self.data / role
@@ -107,6 +112,11 @@ class Paths:
     def evaluation_results(self) -> Path:
         """The results document of stage judge: see `evaluation.results.EvaluationResults`."""
         return self.judge_results / "results.json"
+
+    @property
+    def judged_responses(self) -> Path:
+        """The table of prompts, references and responses of stage judge, with their scores."""
+        return self.judge_results / "answers.parquet"
 
     @property
     def verdict(self) -> Path:

@@ -1,9 +1,9 @@
-"""`rlhf lineage MODEL_OR_RUN`: the chain from raw data to the verdict, and what brings each part back.
+"""`rlhf lineage MODEL_OR_RUN`: the chain from raw data to the win rates, and the commands that restore it.
 
-A thing is named by a path (models/policy), an experiment, a git revision, a run's key (`rlhf.run`), a
-flow run's id, or an MLflow run's id. What is known of it stands in the dvc.lock of a commit, or in that of
-the working tree where it has not been committed; who made each part, in the models/lineage/STAGE.json
-that it names, which the DVC cache holds. No torch here.
+A chain is found by a path (models/policy), an experiment, a git revision, a run's key (`rlhf.run`), a flow
+run's id, or an MLflow run's id. What each stage read and wrote is in the dvc.lock of a commit, or in that of
+the working tree if it is not committed. Which run wrote it is in models/lineage/STAGE.json, which the DVC
+cache has. No torch here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
 from rlhf_tasks.project.paths import Paths
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
-VERDICTS = "metrics/judge.json"
+RUN_KEY = re.compile(r"\d{8}T\d{6}-[0-9a-f]+")
+JUDGE_METRICS = "metrics/judge.json"
 
 
 @dataclass(frozen=True)
@@ -32,138 +34,150 @@ class Link:
 
     stage: str
     inputs: Mapping[str, str | None]
-    """`{path: md5}` as the stage read it; None where dvc.lock does not say."""
+    """`{path: md5}` as the stage read it; None where dvc.lock has no hash."""
     outs: Mapping[str, str | None]
-    made: Mapping[str, Any]
-    """models/lineage/STAGE.json: the run's key, its commit; empty if the cache does not have it."""
+    lineage: Mapping[str, Any]
+    """models/lineage/STAGE.json: the run's key and its commit; empty if the cache does not have it."""
 
 
 @dataclass(frozen=True)
 class Chain:
+    """The stages from raw data to the win rates, in the order of dvc.yaml."""
+
     revision: str | None
-    """A commit that has all of it; None where only the dvc.lock of the working tree does."""
+    """A commit that has all of it; None if only the working tree has."""
     experiment: str | None
     path: str | None
-    """What was asked for, if it was a single out."""
+    """The out that was given, if a single one was."""
     links: Sequence[Link]
-    metrics: Mapping[str, float]
+    results: EvaluationResults
+    """The comparisons of stage judge; empty if they are of other responses."""
     notes: Sequence[str]
 
 
-def find(root: Path, asked: str) -> Chain:
-    """The chain that ends in what is asked for; all of it for an experiment, a commit or a flow's run.
+def find(root: Path, name: str) -> Chain:
+    """The chain that leads to `name`; of an experiment, a commit or a flow run the whole chain.
 
     Raises:
-        UserError: if nothing is known by that name, or MLflow is to be asked and does not answer.
+        UserError: if nothing has this name, or MLflow does not answer.
     """
-    path = asked.rstrip("/")
+    path = name.rstrip("/")
     makers = {out: stage for stage, node in dvc_files.graph(root).items() for out in node.outs}
     if path in makers:
         return _of_path(root, path, makers[path])
-    name = _named_by_run(root, asked) or asked
-    revision = experiments.find(root, name)
+    key = _named_by_run(root, name) or name
+    revision = experiments.find(root, key)
     if revision is not None:
-        return _of_revision(root, revision, name, None)
-    if (stage := _stage_of_key(root, name)) is not None:
-        return _of_key(root, name, stage)
-    revision = git.commit(root, name)
+        return _of_revision(root, revision, key, None)
+    if (stage := _stage_of_key(root, key)) is not None:
+        return _of_key(root, key, stage)
+    revision = git.commit(root, key)
     if revision is not None:
         return _of_revision(root, revision, None, None)
     raise UserError(
-        f"{asked!r} is no out of dvc.yaml ({', '.join(makers)}), no experiment (`dvc exp list`), no git "
-        "revision, and no run that this project knows (a key like ppo-20260101T000000-abc123, a flow run's "
-        "id, an MLflow run's id)"
+        f"{name!r} is not known: give an out of dvc.yaml ({', '.join(makers)}), an experiment (`dvc exp "
+        "list`), a git revision, or a run of this project (a key like ppo-20260101T000000-abc123, a flow "
+        "run's id, an MLflow run's id)"
     )
 
 
 def _of_path(root: Path, path: str, stage: str) -> Chain:
-    """Of what lies in the working tree now, by its bytes."""
+    """The chain of the bytes that the working tree has at a path."""
     if not (root / path).exists():
-        raise UserError(f"{path} is not here; `dvc checkout {path}` brings back what dvc.lock has")
+        raise UserError(f"{path} does not exist here; `dvc checkout {path}` restores it from dvc.lock")
     md5 = hashing.dvc_md5(root / path)
     for revision, name in _revisions(root):
         if _locked(root, revision).get(path) == md5:
             return _of_revision(root, revision, name, stage, path)
     raise UserError(
-        f"{path} ({md5}) is not what dvc.lock says, here, in the commit checked out or in an experiment: "
-        f"`dvc commit {stage}` makes it say so, `dvc checkout --force {path}` brings back what it says now"
+        f"{path} ({md5}) differs from dvc.lock here, in the commit checked out and in all experiments: `dvc "
+        f"commit {stage}` records it, `dvc checkout --force {path}` restores the recorded one"
     )
 
 
 def _of_key(root: Path, key: str, stage: str) -> Chain:
     for revision, name in _revisions(root):
-        if _made(root, _locked(root, revision), stage).get("rlhf.run") == key:
+        if _lineage(root, _locked(root, revision), stage).get("rlhf.run") == key:
             return _of_revision(root, revision, name, stage)
     raise UserError(
-        f"neither dvc.lock, here or in the commit checked out, nor an experiment has the run {key}"
+        f"the run {key} is in no dvc.lock: not here, not in the commit checked out, not in an experiment"
     )
 
 
 def _of_revision(
     root: Path, revision: str | None, name: str | None, last: str | None, path: str | None = None
 ) -> Chain:
+    """The chain in a commit, or in the working tree; with `last` only the stages before and after it."""
     lock, graph = _text(root, revision, "dvc.lock") or "{}", dvc_files.graph(root)
     read = {stage: hashes for stage, (hashes, _) in dvc_files.read_and_written(lock).items()}
     locked = dvc_files.locked_in(lock)
-    made = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
-    wanted = _before(graph, last) if last is not None else set(graph)
-    if last is not None:
-        wanted |= {stage for stage in graph if last in _before(graph, stage)}  # up to the verdict on it
+    written = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
     links = [
         Link(
             stage,
-            {dep: read.get(stage, locked).get(dep) for dep in node.inputs},
-            {out: made[out] for out in node.outs if out in made},
-            _made(root, locked, stage),
+            {dep: read.get(stage, locked).get(dep) for dep in graph[stage].inputs},
+            {out: written[out] for out in graph[stage].outs if out in written},
+            _lineage(root, locked, stage),
         )
-        for stage, node in graph.items()
-        if stage in wanted
+        for stage in _connected(graph, last)
     ]
-    where = "in this commit" if revision else "here"
-    notes = [f"{link.stage} has not run {where}" for link in links if not link.outs]
-    notes += [
-        f"{link.stage} has not run again since {', '.join(changed)} changed"
-        for link in links
-        if (changed := _changed(link, made))
-    ]
-    verdicts = _verdicts(root, revision, links, made)
-    if verdicts is None:
-        notes.append(f"{VERDICTS} is of something else, and is not told")
-    return Chain(revision, name, path, links, verdicts or {}, notes)
+    results = _results(root, revision, links, written)
+    notes = list(_notes(links, written, "in this commit" if revision else "here"))
+    if results is None:
+        notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
+    return Chain(revision, name, path, links, results or EvaluationResults(), notes)
 
 
-def _verdicts(
-    root: Path, revision: str | None, links: Sequence[Link], made: Mapping[str, str]
-) -> dict[str, float] | None:
-    """What the judges measured; None if it was of other answers."""
-    text = _text(root, revision, VERDICTS)
+def _connected(graph: Mapping[str, dvc_files.Node], last: str | None) -> list[str]:
+    """All stages; with `last` those that it depends on, and those that depend on it."""
+    if last is None:
+        return list(graph)
+    before = _before(graph, last)
+    return [stage for stage in graph if stage in before or last in _before(graph, stage)]
+
+
+def _notes(links: Sequence[Link], written: Mapping[str, str], where: str) -> Iterator[str]:
+    yield from (f"{link.stage} has not run {where}" for link in links if not link.outs)
+    for link in links:
+        if changed := _changed(link, written):
+            yield f"{link.stage} has not run again since {', '.join(changed)} changed"
+
+
+def _results(
+    root: Path, revision: str | None, links: Sequence[Link], written: Mapping[str, str]
+) -> EvaluationResults | None:
+    """The comparisons of stage judge; None if they are of other responses.
+
+    They are read from the metrics: git has those of every commit, but the cache may lack the document.
+    """
+    text = _text(root, revision, JUDGE_METRICS)
     if text is None:
-        return {}
-    is_behind = any(_changed(link, made) for link in links if VERDICTS in link.outs)
-    if is_behind or hashlib.md5(text.encode()).hexdigest() != made.get(VERDICTS):
+        return EvaluationResults()
+    is_behind = any(_changed(link, written) for link in links if JUDGE_METRICS in link.outs)
+    if is_behind or hashlib.md5(text.encode()).hexdigest() != written.get(JUDGE_METRICS):
         return None
-    return config.flatten(json.loads(text))
+    return EvaluationResults.from_metrics(config.flatten(json.loads(text)))
 
 
-def _changed(link: Link, made: Mapping[str, str]) -> list[str]:
-    """What the stage read of other stages that they have made anew."""
-    return [dep for dep, md5 in link.inputs.items() if made.get(dep, md5) != md5]
+def _changed(link: Link, written: Mapping[str, str]) -> list[str]:
+    """The inputs that other stages have written again since the stage read them."""
+    return [dep for dep, md5 in link.inputs.items() if written.get(dep, md5) != md5]
 
 
 def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:
-    """The stage, and all whose outs it depends on, directly or not."""
+    """The stage, and all stages that it depends on, directly or not."""
     makers = {out: name for name, node in graph.items() for out in node.outs}
-    found, todo = set[str](), [stage]
+    known, todo = set[str](), [stage]
     while todo:
         name = todo.pop()
-        if name not in found:
-            found.add(name)
+        if name not in known:
+            known.add(name)
             todo += [makers[dep] for dep in graph[name].inputs if dep in makers]
-    return found
+    return known
 
 
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
-    """The commit checked out, the experiments, newest first, each with its name, and the working tree."""
+    """The commit checked out, the experiments with their names, newest first, and None: the working tree."""
     head = git.commit(root, "HEAD")
     if head is not None:
         yield head, None
@@ -177,99 +191,103 @@ def _locked(root: Path, revision: str | None) -> dict[str, str]:
 
 
 def _text(root: Path, revision: str | None, path: str) -> str | None:
-    """Of a file in a commit, or in the working tree; None if it is not there."""
+    """The text of a file in a commit or in the working tree; None if it does not exist there."""
     if revision is not None:
         return git.show(root, revision, path) if git.files(root, revision, path) else None
     return (root / path).read_text(encoding="utf-8") if (root / path).exists() else None
 
 
-def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
+def _lineage(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
     md5 = locked.get(f"models/lineage/{stage}.json")
     if md5 is None:
         return {}
     try:
-        blob = dvc_cli.cached_file(dvc_cli.cache(root), md5)
-        found: dict[str, Any] = json.loads(blob.read_text(encoding="utf-8"))
+        text = dvc_cli.cached_file(dvc_cli.cache(root), md5).read_text(encoding="utf-8")
     except OSError:
         return {}
-    return found
+    lineage: dict[str, Any] = json.loads(text)
+    return lineage
 
 
 def _stage_of_key(root: Path, name: str) -> str | None:
+    """The stage of a run's key; None for a text that is not a key."""
     stage, _, rest = name.partition("-")
-    return stage if stage in dvc_files.graph(root) and re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]+", rest) else None
+    return stage if stage in dvc_files.graph(root) and RUN_KEY.fullmatch(rest) else None
 
 
-def _named_by_run(root: Path, asked: str) -> str | None:
-    """What a flow run's spool or an MLflow run's tags name: a key, an experiment that there is, a commit."""
-    if flow := FLOW_ID.fullmatch(asked):
-        spool = Paths(root).home / "spool"
-        tags = dict[str, str]()
-        for file in [*spool.glob(f"flow-{flow[2]}*.jsonl"), *spool.glob(f"delivered/flow-{flow[2]}*.jsonl")]:
-            for line in file.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
-                tags |= record["values"] if record["kind"] == "tags" else {}
-        return _experiment_or_commit(root, tags)
-    if MLFLOW_ID.fullmatch(asked):
+def _named_by_run(root: Path, name: str) -> str | None:
+    """The key, experiment or commit that a flow run's record or an MLflow run's tags name."""
+    if flow := FLOW_ID.fullmatch(name):
+        return _experiment_or_commit(root, _flow_tags(root, flow[2]))
+    if MLFLOW_ID.fullmatch(name):
         from rlhf_tasks.tracking import context, records
 
         uri = context.uri(config.load(root / "params.yaml").tracking)
-        tags = records.tags(uri, Paths(root).home, asked)
+        tags = records.tags(uri, Paths(root).home, name)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 
 
+def _flow_tags(root: Path, flow: str) -> dict[str, str]:
+    spool = Paths(root).home / "spool"
+    tags: dict[str, str] = {}
+    for file in [*spool.glob(f"flow-{flow}*.jsonl"), *spool.glob(f"delivered/flow-{flow}*.jsonl")]:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            tags |= record["values"] if record["kind"] == "tags" else {}
+    return tags
+
+
 def _experiment_or_commit(root: Path, tags: Mapping[str, str]) -> str | None:
-    """The commit where nothing differed from it, so that nothing was saved."""
+    """The experiment if it exists; else the commit, because a run that changed nothing saves none."""
     name = tags.get("dvc.exp")
     return name if name and experiments.find(root, name) else tags.get("git.rev")
 
 
 def lines(chain: Chain) -> Iterator[str]:
-    """The chain as text: data first, verdict last, then the commands."""
+    """The chain as text: data first, win rates last, then the commands."""
     where = chain.revision or "the working tree; the commit checked out does not have it"
     if chain.experiment:
         where = f"experiment {chain.experiment} ({chain.revision})"
     yield f"{chain.path} in {where}" if chain.path else where
-    made = {out for link in chain.links for out in link.outs}
-    raw = {dep: md5 for link in chain.links for dep, md5 in link.inputs.items() if dep not in made}
+    written = {out for link in chain.links for out in link.outs}
+    raw = {dep: md5 for link in chain.links for dep, md5 in link.inputs.items() if dep not in written}
     for path, md5 in raw.items():
-        if not path.startswith(("metrics/", "plots/")):
+        if not path.startswith(dvc_files.KEPT_BY_GIT):
             yield f"data         {path}  {md5 or 'not in dvc.lock'}"
     for link in chain.links:
-        run = link.made.get("rlhf.run")
-        by = f"  run {run}, code of {link.made.get('git.rev')}" if run else ""
-        yield f"{link.stage:12} {by.strip()}"
+        run = link.lineage.get("rlhf.run")
+        text = f"run {run}, code of {link.lineage.get('git.rev')}" if run else ""
+        yield f"{link.stage:12} {text}"
         for path, md5 in link.outs.items():
             yield f"{'':12} {path}  {md5}"
-    for key, rate in chain.metrics.items():
-        if key.endswith("/win_rate"):
-            base = key.removesuffix("/win_rate")
-            low, high = chain.metrics[f"{base}/low"], chain.metrics[f"{base}/high"]
-            yield f"verdict      {base.replace('_vs_', ' vs ')}  {rate:.1%} ({low:.1%}–{high:.1%})"
+    for one in chain.results.comparisons:
+        rate = one.win_rate
+        interval = f"{rate.value:.1%} ({rate.low:.1%}–{rate.high:.1%})"
+        yield f"win rate     {one.judge}: {one.a} vs {one.b}  {interval}"
     yield from (f"note         {note}" for note in chain.notes)
-    aim = "to bring it back" if chain.revision else "to keep it, so that it can be brought back"
-    yield from ("", f"{aim}:", *(f"  {command}" for command in commands(chain)))
+    purpose = "to restore it" if chain.revision else "to commit it, so that it can be restored"
+    yield from ("", f"{purpose}:", *(f"  {command}" for command in commands(chain)))
 
 
 def commands(chain: Chain) -> list[str]:
-    """What restores all of it, here or beside, and each out alone; what commits it, if no commit has it."""
+    """What restores the chain, and each out alone. For a chain that is not committed: what commits it."""
     all_outs = [out for link in chain.links for out in link.outs if not out.startswith("models/lineage/")]
-    keys = [link.made["rlhf.run"] for link in chain.links if link.made]
-    told = [f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]]
+    keys = [link.lineage["rlhf.run"] for link in chain.links if link.lineage]
+    search = [f"rlhf mlflow  # then search the runs for tags.`rlhf.run` = '{key}'" for key in keys[-1:]]
     if chain.revision is None:
-        held = sorted({f"{out.split('/')[0]}/" for out in all_outs if out.startswith(dvc_files.KEPT_BY_GIT)})
-        return [f"git add {' '.join(['dvc.lock', *held])} && git commit --all", *told]
-    here = (
+        kept = sorted({f"{out.split('/')[0]}/" for out in all_outs if out.startswith(dvc_files.KEPT_BY_GIT)})
+        return [f"git add {' '.join(['dvc.lock', *kept])} && git commit --all", *search]
+    checkout = (
         f"dvc exp apply {chain.experiment}"
         if chain.experiment
         else f"git checkout {chain.revision} && dvc checkout"
     )
     outs = [chain.path] if chain.path else all_outs
-    held = [out for out in outs if not out.startswith(dvc_files.KEPT_BY_GIT)]
+    cached = [out for out in outs if not out.startswith(dvc_files.KEPT_BY_GIT)]
     return [
-        f"{here}  # all of it, in this folder",
-        *(f"dvc get . {out} --rev {chain.revision[:12]} -o {out.replace('/', '-')}" for out in held),
-        *(f"git show {chain.revision[:12]}:{out}" for out in outs if out not in held),
-        *told,
+        f"{checkout}  # all of it, in this folder",
+        *(f"dvc get . {out} --rev {chain.revision[:12]} -o {out.replace('/', '-')}" for out in cached),
+        *(f"git show {chain.revision[:12]}:{out}" for out in outs if out not in cached),
+        *search,
     ]

@@ -1,12 +1,13 @@
-"""What a policy that the pipeline has not measured went from SFT, and forgot: measured now, for the gate.
+"""KL from SFT and retention of a policy that the pipeline has not measured, measured now for the gate.
 
 B batch · R response.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,77 +17,99 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Config
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, micro_batches, read_table, sizes
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.answers import sample
+from rlhf_tasks.evaluation.responses import sample
+from rlhf_tasks.evaluation.results import RetentionResult
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.ppo.rollout import logprobs_of
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion.gate import Kl
 
-NEEDED = ("data/prompts/test.parquet", "data/sft/test.parquet")
+
+@dataclass(frozen=True)
+class Cost:
+    """What PPO cost the policy."""
+
+    retention: Mapping[str, RetentionResult]
+    """Of `sft` and `policy`."""
+    kl: Kl | None
 
 
-def measured(settings: Config, policy: Path, sft: Path) -> dict[str, float]:
-    """`kl`, and what stage judge measures of retention, by the names of metrics/judge.json.
+def measure(settings: Config, paths: Paths, policy: Path) -> Cost:
+    """KL from the SFT model of a project, and the retention of both.
 
-    Of a policy with other tokens than SFT's there is no KL, and its perplexity a token is none that can be
-    compared: only the questions are left, which are told by character.
+    A policy with another tokenizer than SFT's has no KL. Its perplexity per token cannot be compared either:
+    of retention only the multiple-choice accuracy is left, which is computed per character.
 
     Raises:
-        UserError: if the data is not here.
+        UserError: if the data does not exist.
     """
-    missing = [path for path in NEEDED if not Path(path).exists()]
-    if missing:
-        raise UserError(
-            f"{', '.join(missing)} is not here, by which the KL and retention of {policy} are measured: run "
-            "`rlhf prepare`, or `dvc checkout data`"
-        )
+    _check_data(paths, policy)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, float] = {}
+    retention: dict[str, RetentionResult] = {}
     if settings.judge.retention is not None:
-        probes = Probes(settings.judge.retention)
-        found = probes("sft", sft, device) | probes("policy", policy, device)
+        probes = Probes(settings.judge.retention, paths)
+        retention = {"sft": probes.measure(paths.sft, device), "policy": probes.measure(policy, device)}
     try:
-        contracts.check_same_tokenizer(sft, policy)
+        contracts.check_same_tokenizer(paths.sft, policy)
     except ContractError as error:
-        console.say(f"neither its KL nor its perplexity can be told: {error}")
-        return {key: value for key, value in found.items() if not key.startswith("perplexity/")}
-    return found | {"kl": kl(settings, policy, sft, device)}
+        console.say(f"neither KL nor perplexity can be compared: {error}")
+        return Cost(
+            {name: one.model_copy(update={"perplexity": {}}) for name, one in retention.items()}, None
+        )
+    return Cost(retention, measure_kl(settings, paths, policy, device))
 
 
-def kl(settings: Config, policy: Path, sft: Path, device: torch.device) -> float:
-    """Mean over test prompts of Σ log π/π_SFT of a sampled answer, in nats: objective/kl_k1 of PPO.
+def measure_kl(settings: Config, paths: Paths, policy: Path, device: torch.device) -> Kl:
+    """Mean over test prompts of Σ log π/π_SFT of a sampled response: objective/kl_k1 of PPO.
 
-    Sampled as PPO samples, at `ppo.temperature`, which both log-probs share.
+    Responses are sampled as PPO does, at `ppo.temperature`, which both log-probs use.
     """
-    prompts = [row["prompt"] for row in read_table(Paths(), "prompts", "test")[: settings.judge.num_examples]]
-    answers = sample(
-        policy, prompts, max_new_tokens=settings.ppo.response_length, temperature=settings.ppo.temperature,
-        seed=settings.seed, device=device,
+    rows = read_table(paths, "prompts", "test")[: settings.judge.num_examples]
+    prompts = [row["prompt"] for row in rows]
+    responses = sample(
+        policy, prompts, paths=paths, max_new_tokens=settings.ppo.response_length,
+        temperature=settings.ppo.temperature, seed=settings.seed, device=device,
     ).ids  # fmt: skip
-    tokenizer = load_tokenizer(sft)
-    queries, pad, most = encode(tokenizer, prompts), tokenizer.pad_token_id, settings.ppo.micro_batch_tokens
-    total = 0.0
-    for folder, sign in ((policy, 1), (sft, -1)):
+    tokenizer = load_tokenizer(paths.sft)
+    queries, pad = encode(tokenizer, prompts), tokenizer.pad_token_id
+    sums = []
+    for folder in (policy, paths.sft):
         model = models.place(models.load_causal(folder), device).eval()
-        total += sign * _logprob(model, queries, answers, pad, most, settings.ppo.temperature)
-    return total / len(prompts)
+        most, temperature = settings.ppo.micro_batch_tokens, settings.ppo.temperature
+        sums.append(_logprob_sums(model, queries, responses, pad, most, temperature))
+    kls = [ours - theirs for ours, theirs in zip(*sums, strict=True)]
+    error = statistics.stdev(kls) / len(kls) ** 0.5 if len(kls) > 1 else abs(kls[0])
+    return Kl(mean=statistics.fmean(kls), standard_error=error)
 
 
 @torch.no_grad()
-def _logprob(
+def _logprob_sums(
     model: PreTrainedModel,
     queries: Sequence[Ids],
     responses: Sequence[Ids],
     pad: int,
     max_tokens: int,
     temperature: float,
-) -> float:
-    """Σ over all answers of the log-prob of an answer."""
-    parts = []
+) -> list[float]:
+    """Σ log p of each response's tokens."""
+    sums = [0.0] * len(queries)
+    device = next(model.parameters()).device
     for rows in micro_batches(sizes(queries, responses), max_tokens):
-        batch = collate([queries[i] for i in rows], [responses[i] for i in rows], pad)
-        batch = batch.to(next(model.parameters()).device)
+        batch = collate([queries[i] for i in rows], [responses[i] for i in rows], pad).to(device)
         logprobs = logprobs_of(model, batch, temperature)
-        parts.append(float(torch.where(batch.response_mask, logprobs, 0).double().sum()))
-    return math.fsum(parts)
+        summed = torch.where(batch.response_mask, logprobs, 0).double().sum(1).tolist()
+        for i, value in zip(rows, summed, strict=True):
+            sums[i] = value
+    return sums
+
+
+def _check_data(paths: Paths, policy: Path) -> None:
+    needed = [paths.table("prompts", "test"), paths.table("sft", "test")]
+    missing = [paths.relative(path) for path in needed if not path.exists()]
+    if missing:
+        raise UserError(
+            f"{', '.join(missing)} is missing, and is needed to measure the KL and retention of {policy}; "
+            "run `rlhf prepare`, or `dvc checkout data`"
+        )

@@ -1,101 +1,90 @@
-"""What the pipeline measured of its policy, for the gate. No torch here.
+"""What the pipeline measured of its policy, read for the gate. No torch here.
 
-    metrics/judge.json    win rates, retention, marks of judges that PPO optimised
-    metrics/ppo.json      which episode's weights were kept
-    plots/ppo.csv         the KL as training went
+    evaluation/judge/results.json    win rates, retention, judges that PPO optimised
+    metrics/ppo.json                 the KL of the checkpoint that PPO kept
 
-Of the last two nothing else is read: no score, no reward.
+Nothing else is read of metrics/ppo.json: no score and no reward.
 """
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import dvc_files, hashing
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion.gate import Evidence, Kl
 
-JUDGE, PPO, CURVE = Path("metrics/judge.json"), Path("metrics/ppo.json"), Path("plots/ppo.csv")
-POLICY = "models/policy"
-KL = "objective/kl_k1"  # whatever ppo.kl_estimator says
-BESIDE = ("labels", "num_traces", "num_samples_shown")  # keys of `judge` that change no verdict
+KL, KL_ERROR = "selected_kl", "selected_kl_standard_error"
+DISPLAY_ONLY = ("labels", "num_traces", "num_samples_shown")  # keys of `judge` that change no comparison
 
 
-def read(root: Path) -> dict[str, float]:
-    """metrics/judge.json, and `kl` where it is known.
+def read(paths: Paths) -> Evidence:
+    """The evidence in a project's files. A file that does not exist is missing evidence.
 
     Raises:
-        UserError: for a file that is there and cannot be read.
+        UserError: for a file that exists and cannot be read.
     """
+    file = paths.evaluation_results
+    results = EvaluationResults.read(file) if file.exists() else EvaluationResults()
+    return Evidence(results=results, kl=selected_kl(paths))
+
+
+def selected_kl(paths: Paths) -> Kl | None:
+    """The KL of the checkpoint that PPO kept; None if it was not measured.
+
+    Raises:
+        UserError: if metrics/ppo.json exists and cannot be read.
+    """
+    file = paths.metrics("ppo")
+    if not file.exists():
+        return None
     try:
-        told = json.loads((root / JUDGE).read_text(encoding="utf-8")) if (root / JUDGE).exists() else {}
-        found = {key: float(value) for key, value in told.items()}
+        metrics = json.loads(file.read_text(encoding="utf-8"))
+        if metrics.get(KL) is None:
+            return None
+        error = metrics.get(KL_ERROR)
+        return Kl(mean=float(metrics[KL]), standard_error=None if error is None else float(error))
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{JUDGE} cannot be read ({error}); run `rlhf judge` again") from None
-    return found | kl(root)
+        raise UserError(
+            f"{paths.relative(file)} cannot be read ({error}); run `rlhf ppo` to write it again"
+        ) from None
 
 
-def kl(root: Path) -> dict[str, float]:
-    """`kl` of the weights that were kept; empty where it is not known.
+def is_trained_here(paths: Paths, md5: str) -> bool:
+    """Whether metrics/ppo.json describes the policy with these bytes, according to dvc.lock."""
+    locked = dvc_files.locked_by(paths.root, "ppo")
+    metrics = paths.metrics("ppo")
+    is_current = metrics.exists() and hashing.dvc_md5(metrics) == locked.get(paths.relative(metrics))
+    return is_current and locked.get(paths.relative(paths.policy)) == md5
 
-    Raises:
-        UserError: for a file that is there and cannot be read.
+
+def is_judged_here(paths: Paths, md5: str) -> bool:
+    """Whether the files in the project describe the policy with these bytes, according to dvc.lock.
+
+    They do not if PPO has run since the judge did, if the files were replaced, or if `judge` in params.yaml
+    has changed since.
     """
-    try:
-        if (root / PPO).exists() and (root / CURVE).exists():
-            kept = json.loads((root / PPO).read_text(encoding="utf-8")).get("selected_episode")
-            with (root / CURVE).open(encoding="utf-8", newline="") as file:
-                curve = [
-                    (float(row["episode"]), float(row[KL])) for row in csv.DictReader(file) if row.get(KL)
-                ]
-            found = None if kept is None else kl_at(kept, curve)
-            return {} if found is None else {"kl": found}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{PPO} or {CURVE} cannot be read ({error}); run `rlhf ppo` again") from None
-    return {}
-
-
-def is_trained(root: Path, md5: str) -> bool:
-    """Whether PPO's files here tell of the policy with these bytes, by dvc.lock."""
-    ppo = dvc_files.locked_by(root, "ppo")
-    here = all(
-        (root / path).exists() and hashing.dvc_md5(root / path) == ppo.get(str(path)) for path in (PPO, CURVE)
+    root, folder = paths.root, paths.judge_results
+    locked = dvc_files.locked_by(root, "judge")
+    is_current = folder.exists() and hashing.dvc_md5(folder) == locked.get(paths.relative(folder))
+    used, now = dvc_files.locked_params(root, "judge").get("judge", {}), dvc_files.parameters(root)["judge"]
+    return (
+        is_trained_here(paths, md5)
+        and is_current
+        and locked.get(paths.relative(paths.policy)) == md5
+        and _decisive(used) == _decisive(now)
     )
-    return here and ppo.get(POLICY) == md5
 
 
-def rewards(root: Path) -> set[str]:
-    """The functions that PPO optimised when it made the policy of dvc.lock."""
-    scorers = dvc_files.locked_params(root, "ppo").get("ppo", {}).get("scorers", [])
+def reward_functions(paths: Paths) -> set[str]:
+    """The functions that PPO optimised when it trained the policy of dvc.lock."""
+    scorers = dvc_files.locked_params(paths.root, "ppo").get("ppo", {}).get("scorers", [])
     return {scorer["function"] for scorer in scorers if "function" in scorer}
 
 
-def is_of(root: Path, md5: str) -> bool:
-    """Whether these files tell of the policy with these bytes, by dvc.lock.
-
-    They do not where PPO has run again and the judge has not, where git has brought back other metrics, or
-    where params.yaml asks for other judges by now.
-    """
-    judge = dvc_files.locked_by(root, "judge")
-    here = (root / JUDGE).exists() and hashing.dvc_md5(root / JUDGE) == judge.get(str(JUDGE))
-    then, now = dvc_files.locked_params(root, "judge").get("judge", {}), dvc_files.parameters(root)["judge"]
-    return is_trained(root, md5) and here and judge.get(POLICY) == md5 and _decisive(then) == _decisive(now)
-
-
 def _decisive(judge: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in judge.items() if key not in BESIDE}
-
-
-def kl_at(episode: float, curve: list[tuple[float, float]]) -> float | None:
-    """The KL of the weights kept at an episode.
-
-    A point of the curve tells of the rollout before its update: weights kept after an update are the
-    next point's. Those of the last update have none, and the point before them stands in.
-    """
-    points = [point for point in curve if math.isfinite(point[1])]
-    after = [kl for at, kl in points if at > episode]
-    return after[0] if after else points[-1][1] if points else None
+    return {key: value for key, value in judge.items() if key not in DISPLAY_ONLY}

@@ -1,7 +1,6 @@
-"""A run that DVC keeps as an experiment, as if the command were given where it ran. No torch here.
+"""A run that DVC keeps as an experiment, checked out in a worktree of its own while it is judged.
 
-The user's working tree is not touched: the experiment's files, and what the DVC cache has of its outs, are
-in a worktree of their own while it is judged.
+The user's working tree is not touched. No torch here.
 """
 
 from __future__ import annotations
@@ -14,69 +13,76 @@ from rlhf_tasks import console, presets
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, workspaces
-from rlhf_tasks.promotion import files
-from rlhf_tasks.promotion.evidence import POLICY
+from rlhf_tasks.project.paths import Paths
 
-LINEAGE = "models/lineage/ppo.json"
-OF_HERE = ("judge", "promotion", "tracking")
-"""Sections of params.yaml that hold as they are now, not as it ran."""
+LOCAL_SECTIONS = ("judge", "promotion", "tracking")
+"""Sections of params.yaml that are taken from the user's working tree, not from the experiment."""
 
 
-def find(name: str) -> str | None:
+def find(root: Path, name: str) -> str | None:
     """The commit of an experiment; None if there is none of this name, or no git."""
-    return experiments.find(Path.cwd(), name) if git.revision(Path.cwd()) else None
+    return experiments.find(root, name) if git.revision(root) else None
 
 
 @contextlib.contextmanager
-def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
-    """The working folder is the experiment's while the block lasts; its parameters, but for OF_HERE.
+def checked_out(root: Path, settings: Config, name: str, revision: str) -> Iterator[tuple[Config, Paths]]:
+    """The experiment's config, with the LOCAL_SECTIONS of `settings`, and its files in a worktree.
 
-    So its metrics count if they were measured as they would be now, and else it is judged anew, with its own
-    data, SFT and reward models, by the judges of here, whose files are those of here too.
+    The experiment's own metrics count if today's judges would measure the same. Otherwise it is judged again
+    with its own data, SFT model and reward models.
 
     Raises:
-        UserError: if it has no policy, or some of what is judged, or judged with, is nowhere.
+        UserError: if it has no policy, or a file that judging needs cannot be found.
     """
-    root, given = Path.cwd(), settings.model_dump(mode="json", by_alias=True)
-    text, own = presets.replaced(
+    local = settings.model_dump(mode="json", by_alias=True)
+    text, merged = presets.replaced(
         git.show(root, revision, "params.yaml"),
-        {section: given[section] for section in OF_HERE},
-        f"params.yaml of {name} with the sections {', '.join(OF_HERE)} of here",
+        {section: local[section] for section in LOCAL_SECTIONS},
+        f"params.yaml of {name} with the local sections {', '.join(LOCAL_SECTIONS)}",
     )
-    place = workspaces.visited(root, f"promote-{name}", text, revision)
-    with place as folder, contextlib.chdir(folder):
-        _complete(name)
-        yield files.taken_from(
-            root, own, [out for node in dvc_files.graph(Path()).values() for out in node.outs]
-        )
+    with workspaces.visited(root, f"promote-{name}", text, revision) as folder:
+        paths = Paths(folder)
+        _pull(paths, name)
+        yield merged, paths
 
 
-def _complete(name: str) -> None:
-    """Pull what the cache lacks of the policy, of what stage judge reads and, if it can be had, LINEAGE."""
-    locked, graph = dvc_files.locked(Path()), dvc_files.graph(Path())
-    if POLICY not in locked:
-        raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
-    made = {out for node in graph.values() for out in node.outs if not out.startswith(dvc_files.KEPT_BY_GIT)}
-    read = [path for path in graph["judge"].inputs if path in made] if "judge" in graph else []
-    wanted = dict.fromkeys([POLICY, *read])
-    lost = [path for path in wanted if _is_lost(path, locked)]
+def _pull(paths: Paths, name: str) -> None:
+    """Pull what the cache lacks: the policy, what stage judge reads, and if possible lineage and results."""
+    root, locked, graph = paths.root, dvc_files.locked(paths.root), dvc_files.graph(paths.root)
+    policy = paths.relative(paths.policy)
+    if policy not in locked:
+        raise UserError(f"the experiment {name} has no {policy}: its stage ppo has not run")
+    cached = {
+        out for node in graph.values() for out in node.outs if not out.startswith(dvc_files.KEPT_BY_GIT)
+    }
+    read = [path for path in graph["judge"].inputs if path in cached] if "judge" in graph else []
+    missing = _missing(paths, [policy, *read], locked)
     try:
-        if lost:
-            dvc_cli.run(Path.cwd(), "pull", "--quiet", *lost)
+        if missing:
+            dvc_cli.run(root, "pull", "--quiet", *missing)
     except UserError as error:
-        said = str(error).splitlines()[-1].removeprefix("ERROR: ")
-        parts = ", ".join(f"{path} ({locked[path]})" for path in lost)
+        reason = str(error).splitlines()[-1].removeprefix("ERROR: ")
+        parts = ", ".join(f"{path} ({locked[path]})" for path in missing)
         raise UserError(
-            f"the DVC cache here lacks of the experiment {name}: {parts}; and `dvc pull` failed: {said}. "
-            f"Push it from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC remote that is set up "
-            f"here too) and give the command again, or make it anew: `dvc exp apply {name} && dvc repro`"
+            f"the DVC cache lacks files of the experiment {name}: {parts}; and `dvc pull` failed: {reason}. "
+            f"Push them from where it ran (`dvc exp push GIT_REMOTE {name}`, with a DVC remote that is set "
+            f"up here too) and repeat the command, or run it again: `dvc exp apply {name} && dvc repro`"
         ) from None
-    if _is_lost(LINEAGE, locked):
+    for path, consequence in {
+        paths.relative(paths.lineage("ppo")): "the version will not name its run in MLflow",
+        paths.relative(paths.judge_results): "the policy will be judged again",
+    }.items():
+        _pull_if_possible(paths, path, locked, f"{path} of {name} cannot be found: {consequence}")
+
+
+def _pull_if_possible(paths: Paths, path: str, locked: Mapping[str, str], warning: str) -> None:
+    if _missing(paths, [path], locked):
         try:
-            dvc_cli.run(Path.cwd(), "pull", "--quiet", LINEAGE)
+            dvc_cli.run(paths.root, "pull", "--quiet", path)
         except UserError:
-            console.say(f"{LINEAGE} of {name} is nowhere: the version does not tell its run in MLflow")
+            console.say(warning)
 
 
-def _is_lost(path: str, locked: Mapping[str, str]) -> bool:
-    return path in locked and not Path(path).exists()
+def _missing(paths: Paths, wanted: list[str], locked: Mapping[str, str]) -> list[str]:
+    """The paths that dvc.lock has and the folder has not."""
+    return [path for path in dict.fromkeys(wanted) if path in locked and not (paths.root / path).exists()]

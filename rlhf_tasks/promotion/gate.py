@@ -1,11 +1,11 @@
-"""The gate: measured values against the criteria of `promotion`. Pure; no file, no registry.
+"""The gate: evidence about a policy against the criteria of `promotion`. It reads no file and no registry.
 
-Win rates are held to the lower end of their 95% interval, so that luck promotes nothing. Two judges agree
-here when both put that end above the bound. Cohen's kappa would not do: it falls as a policy gets so much
-better that there is little left to disagree about (both judges see 95% wins, and kappa is near 0), and it
-is taken over SFT's answers too, which say nothing about this policy.
+A win rate passes by the lower end of its 95% interval, so that luck promotes nothing. Two judges agree here
+if that end is above the bound for both. Cohen's kappa would not do: it falls as a policy gets so much better
+that there is little left to disagree about (both judges see 95% wins, and kappa is near 0). It is also
+computed over SFT's responses, which do not describe this policy.
 
-A value that is not there, or is no finite number, fails its criterion and says so.
+A value that is missing or not finite fails its criterion, which gives the reason.
 """
 
 from __future__ import annotations
@@ -17,17 +17,37 @@ from typing import Any, Literal
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Promotion
+from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
 
 Relation = Literal[">", ">=", "<="]
 Value = float | str
-"""What was measured, or why it is not known."""
+"""A measured value, or the reason why it is not known."""
+Opponent = Literal["sft", "champion"]
 OPPOSITES: Mapping[str, str] = {">": "≤", ">=": "<", "<=": ">"}
 TEXTS = {"sft_text": "SFT text", "general": "general text"}
+OPPONENTS: Mapping[Opponent, str] = {"sft": "SFT", "champion": "the champion"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kl:
+    """KL of the policy from SFT, in nats per response: the mean over sampled responses."""
+
+    mean: float
+    standard_error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was measured of one policy."""
+
+    results: EvaluationResults
+    """Comparisons of `policy` with `sft` and `champion`, retention of `policy` and `sft`."""
+    kl: Kl | None
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """What is asked of one value; `key` is its name among metrics and tags, `title` the one for people."""
+    """One bound on one value; `key` is its name in metrics and tags, `title` the one that people read."""
 
     key: str
     title: str
@@ -35,11 +55,13 @@ class Criterion:
     relation: Relation
     bound: float
     lacking: str = ""
-    """Why there is no value."""
+    """Why the value is not known."""
+    standard_error: float | None = None
+    """Of the value. The bound applies to the value itself."""
 
     @property
     def margin(self) -> float | None:
-        """How far the value is on the right side of its bound; negative on the wrong one."""
+        """Distance from the bound; positive on the right side, negative on the wrong one."""
         if self.value is None:
             return None
         return self.bound - self.value if self.relation == "<=" else self.value - self.bound
@@ -50,15 +72,25 @@ class Criterion:
         return margin is not None and (margin > 0 if self.relation == ">" else margin >= 0)
 
     @property
+    def text(self) -> str:
+        """The value as people read it, such as `1.5 ± 0.02`."""
+        if self.value is None:
+            return "not known"
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
+        return f"{self.value:.4g}{error}"
+
+    @property
     def complaint(self) -> str:
-        """Why it failed, such as `KL 11.2 > 10`."""
+        """Why the criterion failed, such as `KL 11.2 > 10`."""
         if self.value is None:
             return f"{self.title} is not known: {self.lacking}"
-        return f"{self.title} {self.value:.4g} {OPPOSITES[self.relation]} {self.bound:g}"
+        return f"{self.title} {self.text} {OPPOSITES[self.relation]} {self.bound:g}"
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The gate's decision about one policy. It passes if every criterion does."""
+
     criteria: Sequence[Criterion]
 
     @property
@@ -70,37 +102,37 @@ class Verdict:
         failed = [criterion.complaint for criterion in self.criteria if not criterion.passed]
         return "; ".join(failed) if failed else f"all {len(self.criteria)} criteria are met"
 
-    def withheld(self, title: str) -> Verdict:
-        """The same, and refused for a reason that is none of the policy's numbers."""
-        return Verdict((*self.criteria, Criterion("withheld", title, 1.0, "<=", 0.0)))
+    def withheld(self, reason: str) -> Verdict:
+        """The same verdict, refused for a reason that is not one of the policy's values."""
+        return Verdict((*self.criteria, Criterion("withheld", reason, 1.0, "<=", 0.0)))
 
     def tree(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The verdict as JSON values."""
         criteria = [asdict(c) | {"margin": c.margin, "passed": c.passed} for c in self.criteria]
         return {"passed": self.passed, "summary": self.summary, "criteria": criteria}
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> Verdict:
-        """Back from JSON."""
+        """The inverse of `tree`."""
         names = [field.name for field in fields(Criterion)]
-        return cls(tuple(Criterion(**{name: told[name] for name in names}) for told in tree["criteria"]))
+        return cls(tuple(Criterion(**{name: one[name] for name in names}) for one in tree["criteria"]))
 
     def metrics(self) -> dict[str, float]:
-        """`KEY/value`, `KEY/bound`, `KEY/margin`, `KEY/passed` (1 or 0), and `gate/passed` of all."""
-        found = {"gate/passed": float(self.passed)}
+        """`gate/passed`, and of each criterion `KEY/value`, `KEY/bound`, `KEY/margin` and `KEY/passed`."""
+        metrics = {"gate/passed": float(self.passed)}
         for criterion in self.criteria:
             numbers = {"value": criterion.value, "bound": criterion.bound, "margin": criterion.margin}
             numbers["passed"] = float(criterion.passed)
-            found |= {f"{criterion.key}/{name}": x for name, x in numbers.items() if x is not None}
-        return found
+            metrics |= {f"{criterion.key}/{name}": x for name, x in numbers.items() if x is not None}
+        return metrics
 
     def rows(self) -> list[dict[str, str]]:
-        """A table's rows, for people."""
+        """The rows of a table that people read."""
         return [
             {
                 "criterion": c.title,
-                "value": "not known" if c.value is None else f"{c.value:.4g}",
-                "asked": f"{c.relation} {c.bound:g}",
+                "value": c.text,
+                "required": f"{c.relation} {c.bound:g}",
                 "margin": "" if c.margin is None else f"{c.margin:+.4g}",
                 "result": "passed" if c.passed else "FAILED",
             }
@@ -108,83 +140,122 @@ class Verdict:
         ]
 
 
-def decide(
-    settings: Promotion, measured: Mapping[str, float], *, suspects: Collection[str], champion: bool
-) -> Verdict:
-    """Every criterion that is asked for.
+def decide(promotion: Promotion, evidence: Evidence, *, suspects: Collection[str], champion: bool) -> Verdict:
+    """Apply every criterion that is not null.
 
     Args:
-        measured: By the names of metrics/judge.json; `JUDGE/policy_vs_champion/…` likewise; and `kl`.
-        suspects: The judges that the gate goes by and those they mix: none may be what PPO optimised.
-        champion: Whether there is one to be beaten.
+        promotion: The criteria.
+        evidence: What was measured of the policy.
+        suspects: The gate's judges and those that they combine. None may be what PPO optimised.
+        champion: Whether there is a champion that the policy must beat.
     """
-    return Verdict(tuple(_criteria(settings, measured, suspects, champion)))
+    return Verdict(tuple(_criteria(promotion, evidence, suspects, champion)))
 
 
 def _criteria(
-    settings: Promotion, measured: Mapping[str, float], suspects: Collection[str], champion: bool
+    promotion: Promotion, evidence: Evidence, suspects: Collection[str], champion: bool
 ) -> Iterator[Criterion]:
-    bounds = {"sft": settings.over_sft, "champion": settings.over_champion if champion else None}
-    pairs = [(judge, b) for b, bound in bounds.items() if bound is not None for judge in settings.named]
+    bounds: dict[Opponent, float | None] = {
+        "sft": promotion.over_sft,
+        "champion": promotion.over_champion if champion else None,
+    }
+    pairs = [(judge, b) for b, bound in bounds.items() if bound is not None for judge in promotion.named]
     for judge, b in pairs:
-        title = f"win rate over {'SFT' if b == 'sft' else 'the champion'} by {judge} (95% low)"
-        low = _of(measured, f"{judge}/policy_vs_{b}/low")
-        yield from _asked(f"over_{b}/{judge}", title, low, ">", bounds[b])
-    yield from _cost(settings, measured)
-    stems = [f"{judge}/policy_vs_{b}" for judge, b in pairs]
-    share = _with(lambda *all: max(all), *(_failure_share(measured, stem) for stem in stems))
-    yield from _asked("failure_share", "share of failed verdicts", share, "<=", settings.max_failure_share)
-    fewest = _with(lambda *all: min(all), *(_of(measured, f"{stem}/examples") for stem in stems))
-    yield from _asked("examples", "judged examples", fewest, ">=", settings.min_examples)
-    told = [name for name in sorted(suspects) if measured.get(f"{name}/is_optimised_reward")]
-    title = "judges that are the optimised reward" + (f" ({', '.join(told)})" if told else "")
-    yield Criterion("optimised_judges", title, float(len(told)), "<=", 0.0)
+        title = f"win rate over {OPPONENTS[b]} by {judge} (95% low)"
+        low = _of_comparison(evidence.results, judge, b, lambda one: one.win_rate.low)
+        yield from _bounded(f"over_{b}/{judge}", title, low, ">", bounds[b])
+    yield from _kl(evidence.kl, promotion.max_kl)
+    yield from _retention(promotion, evidence.results)
+    shares = (_of_comparison(evidence.results, judge, b, _failure_share) for judge, b in pairs)
+    share = _combined(lambda *values: max(values), *shares)
+    yield from _bounded(
+        "failure_share", "share of failed comparisons", share, "<=", promotion.max_failure_share
+    )
+    counts = (_of_comparison(evidence.results, judge, b, lambda one: one.examples) for judge, b in pairs)
+    fewest = _combined(lambda *values: min(values), *counts)
+    yield from _bounded("examples", "judged examples", fewest, ">=", promotion.min_examples)
+    optimised = [name for name in sorted(suspects) if name in evidence.results.optimised_judges]
+    title = "judges that are the optimised reward" + (f" ({', '.join(optimised)})" if optimised else "")
+    yield Criterion("optimised_judges", title, float(len(optimised)), "<=", 0.0)
 
 
-def _cost(settings: Promotion, measured: Mapping[str, float]) -> Iterator[Criterion]:
-    """How far the policy went from SFT, and what it forgot on the way."""
-    yield from _asked("kl", "KL", _of(measured, "kl"), "<=", settings.max_kl)
+def _kl(kl: Kl | None, bound: float | None) -> Iterator[Criterion]:
+    value = "it was not measured of this policy" if kl is None else _finite(kl.mean)
+    error = None if kl is None else kl.standard_error
+    yield from _bounded("kl", "KL", value, "<=", bound, standard_error=error)
+
+
+def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
+    """What the policy forgot since SFT."""
     for text, name in TEXTS.items():
-        policy, sft = (f"perplexity/{text}/{who}" for who in ("policy", "sft"))
-        if text == "general" and policy not in measured and sft not in measured:
-            continue  # judge.retention.general is off
-        growth = _with(lambda p, s: p / s, _of(measured, policy), _of(measured, sft))
+        if text == "general" and not any(text in one.perplexity for one in results.retention.values()):
+            continue  # judge.retention.general is null
+        growth = _combined(
+            lambda p, s: p / s, *(_perplexity(results, who, text) for who in ("policy", "sft"))
+        )
         title = f"perplexity on {name} over SFT's"
-        yield from _asked(f"perplexity/{text}", title, growth, "<=", settings.max_perplexity_growth)
-    drop = _with(lambda s, p: s - p, _of(measured, "choice/sft"), _of(measured, "choice/policy"))
-    yield from _asked("choice_drop", "right choices lost since SFT", drop, "<=", settings.max_choice_drop)
+        yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
+    drop = _combined(lambda s, p: s - p, *(_multiple_choice(results, who) for who in ("sft", "policy")))
+    title = "multiple-choice accuracy lost since SFT"
+    yield from _bounded("choice_drop", title, drop, "<=", promotion.max_choice_drop)
 
 
-def _asked(
-    key: str, title: str, value: Value, relation: Relation, bound: float | None
+def _bounded(
+    key: str,
+    title: str,
+    value: Value,
+    relation: Relation,
+    bound: float | None,
+    *,
+    standard_error: float | None = None,
 ) -> Iterator[Criterion]:
-    """Nothing where the bound is null."""
+    """One criterion; none where the bound is null."""
     if bound is None:
         return
     if isinstance(value, str):
         yield Criterion(key, title, None, relation, float(bound), value)
     else:
-        yield Criterion(key, title, float(value), relation, float(bound))
+        yield Criterion(key, title, float(value), relation, float(bound), standard_error=standard_error)
 
 
-def _of(measured: Mapping[str, float], key: str) -> Value:
-    value = measured.get(key)
-    if value is None:
-        return f"{key} was not measured of this policy"
-    return value if math.isfinite(value) else f"{key} is {value}"
+def _of_comparison(
+    results: EvaluationResults, judge: str, opponent: str, value: Callable[[ComparisonResult], float]
+) -> Value:
+    comparison = results.comparison(judge, "policy", opponent)
+    if comparison is None:
+        return f"{judge} has not compared this policy with {opponent}"
+    return _finite(value(comparison))
 
 
-def _with(function: Callable[..., float], *values: Value) -> Value:
-    """Of all values, or why one of them is not known."""
+def _failure_share(comparison: ComparisonResult) -> float:
+    return comparison.failures / (comparison.failures + comparison.examples)
+
+
+def _perplexity(results: EvaluationResults, model: str, text: str) -> Value:
+    retention = results.retention.get(model)
+    if retention is None or text not in retention.perplexity:
+        return f"the perplexity of {model} on {TEXTS[text]} was not measured"
+    return _finite(retention.perplexity[text])
+
+
+def _multiple_choice(results: EvaluationResults, model: str) -> Value:
+    retention = results.retention.get(model)
+    if retention is None or retention.multiple_choice is None:
+        return f"the multiple-choice accuracy of {model} was not measured"
+    return _finite(retention.multiple_choice.value)
+
+
+def _finite(value: float) -> Value:
+    return value if math.isfinite(value) else f"the measured value is {value}"
+
+
+def _combined(function: Callable[..., float], *values: Value) -> Value:
+    """The function of all values, or the reason why one of them is not known."""
     lacking = next((value for value in values if isinstance(value, str)), None)
     return lacking if lacking is not None else function(*values)
 
 
-def _failure_share(measured: Mapping[str, float], stem: str) -> Value:
-    counts = (_of(measured, f"{stem}/{name}") for name in ("failures", "examples"))
-    return _with(lambda failed, judged: failed / (failed + judged), *counts)
-
-
 def show(verdict: Verdict) -> None:
+    """Print the table of criteria."""
     rows = verdict.rows()
     console.table("the gate", list(rows[0]), [list(row.values()) for row in rows])

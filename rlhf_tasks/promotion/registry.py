@@ -1,11 +1,11 @@
-"""Versions of the policy in MLflow's model registry, and who is champion. No torch here; MLflow when opened.
+"""Versions of the policy in MLflow's model registry. No torch here; MLflow is imported when it is opened.
 
-    challenger   the policy that was put to the gate last, unless it was promoted
-    champion     the one that passed last
+    challenger   the policy that the gate judged last, unless it was promoted
+    champion     the policy that was promoted last, unless it was rolled back
 
-A version is one policy: the same bytes (DVC's md5) are registered once. The weights stay with DVC; the
-version's tags say where. `champion.before` of a version lists the champions before it, the last first, so
-that rolling back goes down that list. Every step may be repeated after a kill, and the alias moves last.
+A version is one policy: the same bytes (DVC's md5) are registered once. DVC keeps the weights, and the tags
+of the version say where. The tag `champion.before` lists the champions before a version, the last one first;
+a rollback goes down that list. Each step can be repeated after a kill, and the alias moves last.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 CHAMPION, CHALLENGER = "champion", "challenger"
-MD5, BEFORE, LEFT, NONE = "dvc.md5", "champion.before", "champion.rolled_back", "none"
-MAX_BEFORE = 100  # champions remembered
+MD5, BEFORE, ROLLED_BACK, NONE = "dvc.md5", "champion.before", "champion.rolled_back", "none"
+MAX_BEFORE = 100  # former champions in the tag
 MAX_TAG = 5000  # characters, as MLflow allows
-SHOWN_REASON = 160
-NOT_THERE = "RESOURCE_DOES_NOT_EXIST"
+MAX_REASON = 160  # characters
+NOT_FOUND, ALREADY_EXISTS = "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"
+DESCRIPTION = "Policies that `rlhf promote` judged (`promotion` in params.yaml). DVC keeps their weights."
 
 
 class Unreachable(Exception):
-    """MLflow does not answer now: nothing was decided for good, and the same command goes on later."""
+    """MLflow does not answer now. Nothing final has happened, and the same command can be repeated."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,18 @@ class Version:
 
     @property
     def before(self) -> list[str]:
-        """The numbers of the champions before it, the last first."""
-        told = self.tags.get(BEFORE, NONE)
-        return [] if told == NONE else told.split(",")
+        """The numbers of the champions before it, the last one first."""
+        numbers = self.tags.get(BEFORE, NONE)
+        return [] if numbers == NONE else numbers.split(",")
 
 
 @contextmanager
-def reaching() -> Iterator[None]:
-    """Tells a server that is away from a request that it refused.
+def translated_errors() -> Iterator[None]:
+    """Separate a server that does not answer from a request that it refused.
 
     Raises:
-        Unreachable: for the first.
-        UserError: for the second, with the server's words.
+        Unreachable: if the server does not answer.
+        UserError: if it refused the request, with its reason.
     """
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -72,29 +73,31 @@ def reaching() -> Iterator[None]:
     except MlflowException as error:
         status: int = error.get_http_status_code()  # type: ignore[no-untyped-call]
         if status >= 500:
-            raise Unreachable(_said(error)) from None
-        raise UserError(f"MLflow refused: {_said(error)}") from None
+            raise Unreachable(_reason(error)) from None
+        raise UserError(f"MLflow refused: {_reason(error)}") from None
     except (SQLAlchemyError, OSError) as error:
-        raise Unreachable(_said(error)) from None
+        raise Unreachable(_reason(error)) from None
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= SHOWN_REASON else f"{text[:SHOWN_REASON]}…"
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"
 
 
 @dataclass(frozen=True)
 class Registry:
+    """The registered model of one name."""
+
     client: MlflowClient
     name: str
 
     @classmethod
     def open(cls, settings: Tracking, home: Path, name: str) -> Registry:
-        """The registry of the store that the runs are in.
+        """Open the registry of the store that keeps the runs.
 
         Raises:
             Unreachable: if it does not answer.
-            UserError: with `tracking.enabled: false`; for a store by a relative path.
+            UserError: with `tracking.enabled: false`, or for a store with a relative path.
         """
         if not settings.enabled:
             raise UserError(
@@ -106,35 +109,35 @@ class Registry:
         from rlhf_tasks.tracking.store import embedded_uri
 
         home.mkdir(parents=True, exist_ok=True)
-        with reaching(), FileLock(home / "mlflow.lock"):  # the first to open it makes the database
+        # Without the lock two processes would create the tables of a new database at once.
+        with translated_errors(), FileLock(home / "mlflow.lock"):
             registry = cls(MlflowClient(uri(settings) or embedded_uri(home)), name)
             registry._aliases()
         return registry
 
-    # ------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------- reading
 
     def champion(self) -> Version | None:
-        with reaching():
+        with translated_errors():
             number = self._aliases().get(CHAMPION)
             return None if number is None else self._version(number)
 
     def of_md5(self, md5: str) -> Version | None:
-        """The version of a policy with these bytes."""
-        with reaching():
-            wanted = f"name = '{self.name}' and tags.`{MD5}` = '{md5}'"
-            found = sorted(self.client.search_model_versions(wanted), key=lambda v: int(v.version))
-            return _version(found[0]) if found else None
+        """The version of the policy with these bytes."""
+        with translated_errors():
+            query = f"name = '{self.name}' and tags.`{MD5}` = '{md5}'"
+            versions = sorted(self.client.search_model_versions(query), key=lambda v: int(v.version))
+            return _version(versions[0]) if versions else None
 
     def run_of(self, key: str, experiment: str) -> str | None:
-        """The MLflow run by the key of a stage's run."""
-        with reaching():
+        """The id of the MLflow run that has the key of a stage's run."""
+        with translated_errors():
             known = self.client.get_experiment_by_name(experiment)
             if known is None:
                 return None
-            found = self.client.search_runs(
-                [known.experiment_id], f"tags.`rlhf.run` = '{key}'", max_results=1
-            )
-            return str(found[0].info.run_id) if found else None
+            query = f"tags.`rlhf.run` = '{key}'"
+            runs = self.client.search_runs([known.experiment_id], query, max_results=1)
+            return str(runs[0].info.run_id) if runs else None
 
     def _aliases(self) -> dict[str, str]:
         from mlflow.exceptions import MlflowException
@@ -142,7 +145,7 @@ class Registry:
         try:
             return {k: str(v) for k, v in self.client.get_registered_model(self.name).aliases.items()}
         except MlflowException as error:
-            if error.error_code != NOT_THERE:
+            if error.error_code != NOT_FOUND:
                 raise
             return {}
 
@@ -152,91 +155,95 @@ class Registry:
         try:
             return _version(self.client.get_model_version(self.name, number))
         except MlflowException as error:
-            if error.error_code != NOT_THERE:
+            if error.error_code != NOT_FOUND:
                 raise
             return None
 
     # ------------------------------------------------------------------------------- writing
 
     def register(self, md5: str, path: str, tags: Mapping[str, str], run: str | None) -> Version:
-        """The version of these bytes, made if there is none, with these tags either way."""
+        """Return the version of these bytes with these tags. It is created if it does not exist."""
         known = self.of_md5(md5)
-        with reaching():
+        with translated_errors():
             if known is not None:
                 self._tag(known.number, {k: v for k, v in tags.items() if known.tags.get(k) != v})
                 return Version(known.number, {**known.tags, **tags})
-            self._make_model()
-            outside = ".." in Path(path).parts  # which MLflow's server takes for a trick
-            shown = Path(path).name if outside else path.strip("/")
-            found = self.client.create_model_version(
+            self._create_model()
+            # MLflow's server refuses a source with `..` in it.
+            shown = Path(path).name if ".." in Path(path).parts else path.strip("/")
+            created = self.client.create_model_version(
                 self.name, f"dvc:/{shown}/{md5}", run_id=run, tags={**tags, MD5: md5},
                 await_creation_for=0,
             )  # fmt: skip
-            return _version(found)
+            return _version(created)
 
-    def _make_model(self) -> None:
+    def _create_model(self) -> None:
         from mlflow.exceptions import MlflowException
 
-        text = "Policies that were put to the gate (`promotion` in params.yaml); their weights are in DVC."
         try:
-            self.client.create_registered_model(self.name, description=text)
+            self.client.create_registered_model(self.name, description=DESCRIPTION)
         except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            if error.error_code != ALREADY_EXISTS:
                 raise
 
     def challenge(self, version: Version) -> None:
-        """It is looked at now."""
-        with reaching():
+        """Move the alias `challenger` to a version."""
+        with translated_errors():
             self.client.set_registered_model_alias(self.name, CHALLENGER, version.number)
 
-    def record(self, version: Version, told: Mapping[str, str], text: str) -> None:
-        """The gate's verdict as tags `verdict`, `verdict.…` in place of the last one, and as description."""
-        with reaching():
-            tags = {f"verdict.{k}" if k else "verdict": v for k, v in told.items()}
+    def record(self, version: Version, verdict: Mapping[str, str], page: str) -> None:
+        """Write the gate's verdict as the tags `verdict` and `verdict.…`, and `page` as the description.
+
+        The tags of an earlier verdict are removed. The key "" stands for the tag `verdict`.
+        """
+        with translated_errors():
+            tags = {f"verdict.{k}" if k else "verdict": v for k, v in verdict.items()}
             old = [k for k in version.tags if k.split(".")[0] == "verdict" and k not in tags]
             for key in old:
                 self.client.delete_model_version_tag(self.name, version.number, key)
-            self.client.update_model_version(self.name, version.number, text)
+            self.client.update_model_version(self.name, version.number, page)
             self._tag(version.number, tags)
 
-    def crown(self, version: Version, over: Version | None) -> None:
-        """Make it champion over the one that it was judged against.
+    def promote(self, version: Version, over: Version | None) -> None:
+        """Make a version champion in place of `over`, the champion that it was judged against.
 
         Raises:
-            UserError: if another has become champion since.
+            UserError: if another version has become champion since.
         """
         now = self.champion()
         if (now and now.number) != (over and over.number):
             raise UserError(
-                f"version {now.number if now else 'none'} has become champion while version {version.number} "
-                "was judged against another; put it to the gate again"
+                f"version {now.number if now else 'none'} became champion while version {version.number} "
+                "was judged against another one; run `rlhf promote` again"
             )
         before = [over.number, *over.before][:MAX_BEFORE] if over else []
-        with reaching():
+        with translated_errors():
             self._tag(version.number, {BEFORE: ",".join(before) or NONE})
-            self._untag(version.number, LEFT)
+            self._untag(version.number, ROLLED_BACK)
             if self._aliases().get(CHALLENGER) == version.number:
                 self.client.delete_registered_model_alias(self.name, CHALLENGER)
             self.client.set_registered_model_alias(self.name, CHAMPION, version.number)
 
-    def give_back(self, when: str) -> tuple[Version, Version]:
-        """Who was champion, and who was before it and is again.
+    def rollback(self, time: str) -> tuple[Version, Version]:
+        """Make the former champion champion again. Returns the version that leaves and the former one.
 
         Raises:
-            UserError: if there is no champion, or none was before it.
+            UserError: if there is no champion, or no former one.
         """
         now = self.champion()
         if now is None:
             raise UserError(f"{self.name} has no champion; `rlhf promote` makes one")
-        with reaching():
-            there = [v for number in now.before if (v := self._version(number))]  # others were deleted
-            if not there:
+        with translated_errors():
+            # A version that somebody deleted from the registry is passed over.
+            remaining = [v for number in now.before if (v := self._version(number))]
+            if not remaining:
                 raise UserError(
-                    f"version {now.number} of {self.name} is the first champion: there is none to go back to"
+                    f"version {now.number} of {self.name} is the first champion; there is no former one to "
+                    "roll back to"
                 )
-            former, *left = there
-            self._tag(former.number, {BEFORE: ",".join(v.number for v in left) or NONE})
-            self._tag(now.number, {LEFT: when})
+            former, *earlier = remaining
+            self._tag(former.number, {BEFORE: ",".join(v.number for v in earlier) or NONE})
+            self._tag(now.number, {ROLLED_BACK: time})
             self.client.set_registered_model_alias(self.name, CHAMPION, former.number)
         return now, former
 
@@ -245,11 +252,11 @@ class Registry:
             self.client.set_model_version_tag(self.name, number, key, value[:MAX_TAG])
 
     def _untag(self, number: str, key: str) -> None:
-        found = self._version(number)
-        if found is not None and key in found.tags:
+        version = self._version(number)
+        if version is not None and key in version.tags:
             self.client.delete_model_version_tag(self.name, number, key)
 
 
-def _version(found: ModelVersion) -> Version:
-    tags: dict[str, Any] = dict(found.tags)
-    return Version(str(found.version), {key: str(value) for key, value in tags.items()})
+def _version(model_version: ModelVersion) -> Version:
+    tags: dict[str, Any] = dict(model_version.tags)
+    return Version(str(model_version.version), {key: str(value) for key, value in tags.items()})

@@ -1,13 +1,12 @@
-"""The weights of a registered policy, brought back from where DVC or a folder holds them. No torch here.
+"""The weights of a registered policy, restored from the place that still has them. No torch here.
 
 .rlhf/policies/MD5    links into the DVC cache, or a copy
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf_tasks.errors import UserError
@@ -18,56 +17,73 @@ PATH, EXPERIMENT, REVISION, FOLDER = "dvc.path", "dvc.exp", "dvc.rev", "rlhf.fol
 """Tags of a version that say where its weights are."""
 
 
-def bring(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
-    """A folder with exactly these bytes: from the DVC cache, a commit or experiment, or where it once lay.
+def restore(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
+    """A folder with exactly these bytes, from the DVC cache, a commit, an experiment, or its first folder.
 
     Raises:
-        UserError: if none of them has it.
+        UserError: if none of these places has them.
     """
     target = home / "policies" / md5
-    if target.exists() and _is(target, md5):
+    problems: list[str] = []
+    if _has_bytes(target, md5) or _from_cache(root, md5, target, problems):
         return target
-    problems = []
-    cache = _cache(root)
-    if cache is None or not _links(cache, md5, target):
-        problems.append("the DVC cache does not hold all of it")
-    else:
-        if _is(target, md5):
-            return target
-        problems.append("what the DVC cache holds under its hash has other bytes (altered, or not whole)")
-    path = tags.get(PATH)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for revision in filter(None, (tags.get(REVISION), tags.get(EXPERIMENT))) if path else ():
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            dvc_cli.run(root, "get", ".", str(path), "--rev", revision, "--out", str(target))
-        except UserError as error:
-            problems.append(str(error).splitlines()[-1])
-            continue
-        if _is(target, md5):
-            return target
-        problems.append(f"{path} of {revision} has other bytes")
-    folder = Path(tags[FOLDER]) if FOLDER in tags else None
-    if folder is not None and _is(folder, md5):
-        return folder
-    if folder is not None:
-        problems.append(f"{folder} is gone, or has changed")
+    if any(_from_revision(root, revision, md5, tags, target, problems) for revision in _revisions(tags)):
+        return target
     shutil.rmtree(target, ignore_errors=True)
-    raise UserError(f"the weights {md5} cannot be had: {'; '.join(problems)}")
+    if FOLDER in tags:
+        folder = Path(tags[FOLDER])
+        if _has_bytes(folder, md5):
+            return folder
+        problems.append(f"{folder} was removed, or has changed")
+    raise UserError(f"the weights {md5} cannot be restored: {'; '.join(problems)}")
 
 
-def is_kept(root: Path, md5: str) -> bool:
-    """Whether the DVC cache has it."""
+def is_cached(root: Path, md5: str) -> bool:
+    """Whether the DVC cache has the folder."""
     cache = _cache(root)
     return cache is not None and dvc_cli.cached_file(cache, md5).exists()
 
 
-def _is(folder: Path, md5: str) -> bool:
-    """By its bytes: DVC does not look whether its cache was altered."""
+def _from_cache(root: Path, md5: str, target: Path, problems: list[str]) -> bool:
+    cache = _cache(root)
+    if cache is None or not _link(cache, md5, target):
+        problems.append("the DVC cache does not hold all of them")
+        return False
+    if _has_bytes(target, md5):
+        return True
+    problems.append("the DVC cache holds other bytes under this hash (altered, or incomplete)")
+    return False
+
+
+def _revisions(tags: Mapping[str, str]) -> Iterator[str]:
+    """The commit and the experiment that the tags name."""
+    if tags.get(PATH):
+        yield from filter(None, (tags.get(REVISION), tags.get(EXPERIMENT)))
+
+
+def _from_revision(
+    root: Path, revision: str, md5: str, tags: Mapping[str, str], target: Path, problems: list[str]
+) -> bool:
+    """Let DVC fetch the folder from a revision, which also asks its remotes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        dvc_cli.run(root, "get", ".", tags[PATH], "--rev", revision, "--out", str(target))
+    except UserError as error:
+        problems.append(str(error).splitlines()[-1])
+        return False
+    if _has_bytes(target, md5):
+        return True
+    problems.append(f"{tags[PATH]} of {revision} has other bytes")
+    return False
+
+
+def _has_bytes(folder: Path, md5: str) -> bool:
+    """Whether the folder has this md5. DVC itself does not notice an altered cache."""
     try:
         return folder.is_dir() and hashing.dvc_md5(folder) == md5
     except OSError:
-        return False  # a link whose blob is gone
+        return False  # a link whose file is missing
 
 
 def _cache(root: Path) -> Path | None:
@@ -77,20 +93,16 @@ def _cache(root: Path) -> Path | None:
         return None  # no DVC project
 
 
-def _links(cache: Path, md5: str, target: Path) -> bool:
-    """Make the folder that DVC's list names, of links into the cache; False where the cache lacks a part.
+def _link(cache: Path, md5: str, target: Path) -> bool:
+    """Fill the folder with links into the cache; False if the cache lacks a file.
 
-    Links, since a second copy may be many gigabytes.
+    Links are used because a second copy may take many gigabytes.
     """
-    try:
-        entries = json.loads(dvc_cli.cached_file(cache, md5).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    if not all(dvc_cli.cached_file(cache, entry["md5"]).exists() for entry in entries):
+    files = dvc_cli.cached_folder(cache, md5)
+    if files is None or not all(file.exists() for file in files.values()):
         return False
     with whole(target) as folder:
-        for entry in entries:
-            file = folder / entry["relpath"]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.symlink_to(dvc_cli.cached_file(cache, entry["md5"]))
+        for path, file in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).symlink_to(file)
     return True

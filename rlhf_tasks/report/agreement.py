@@ -1,76 +1,67 @@
-"""How far judges agree, with each other and with people, and what a judge that compares costs and favours."""
+"""How far judges agree with each other and with human labels; position bias and cost of comparing judges."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_tasks.report import charts
+from rlhf_tasks.evaluation.results import EvaluationResults, Interval
+from rlhf_tasks.report import charts, names
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Cohen's κ of two judges, or of a judge and people; `share` where it is told."""
+    """Cohen's κ of two judges, or of a judge and the human labels."""
 
-    who: str
+    pair: str
     kappa: str
     interval: str
     share: str
+    """Share of human decisions that the judge shares; empty for two judges."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """What only a judge that compares has, of one pair of contenders."""
+    """Position bias and cost of one comparison, by a judge that is shown both responses."""
 
-    who: str
-    flips: float
-    first: float
-    replies: float
-    tokens: float
-
-
-def agreements(judge: Mapping[str, float], named: Callable[[str], str]) -> list[Agreement]:
-    """From `human/JUDGE/kappa` and `kappa/X_and_Y` of metrics/judge.json."""
-    found = []
-    for key in judge:
-        person = re.fullmatch(r"human/([^/]+)/kappa", key)
-        if person:
-            share = f"human/{person[1]}/agreement"
-            text = (
-                f"{charts.percent(judge[share])} ({charts.percent(judge[f'{share}/low'])} to "
-                f"{charts.percent(judge[f'{share}/high'])})"
-                if share in judge
-                else ""
-            )
-            found.append(_agreement(judge, key, f"{named(person[1])} and people", text))
-    for key in judge:
-        pair = re.fullmatch(r"kappa/(.+)_and_([^/]+)", key)
-        if pair:
-            found.append(_agreement(judge, key, f"{named(pair[1])} and {_lower(named(pair[2]))}", ""))
-    return found
+    title: str
+    position_bias: float
+    first_share: float
+    replies: int
+    tokens: int
 
 
-def _agreement(judge: Mapping[str, float], key: str, who: str, share: str) -> Agreement:
-    interval = f"{judge[f'{key}/low']:.2f} to {judge[f'{key}/high']:.2f}".replace("-", "−")
-    return Agreement(who, f"{judge[key]:.2f}".replace("-", "−"), interval, share)
+def agreements(results: EvaluationResults) -> list[Agreement]:
+    """Agreement with the human labels first, then that of every two judges."""
+    rows = []
+    labels = results.human_labels
+    for judge, one in sorted(labels.judges.items()) if labels else ():
+        share = "" if one.agreement is None else _percent(one.agreement)
+        rows.append(_agreement(f"{names.judge(judge)} and people", one.kappa, share))
+    for two in sorted(results.judge_kappas, key=lambda pair: (pair.first, pair.second)):
+        title = f"{names.judge(two.first)} and {_in_sentence(names.judge(two.second))}"
+        rows.append(_agreement(title, two.kappa, ""))
+    return rows
 
 
-def biases(judge: Mapping[str, float], named: Callable[[str], str]) -> list[Bias]:
-    """From `JUDGE/A_vs_B/position_bias` and its neighbours."""
-    found = []
-    for key, flips in judge.items():
-        pair = re.fullmatch(r"(.+)/(.+)_vs_(.+)/position_bias", key)
-        if pair:
-            stem = key.removesuffix("position_bias")
-            first, replies, tokens = (
-                judge[stem + name] for name in ("first_share", "cost/replies", "cost/tokens")
-            )
-            who = f"{named(pair[1])}: {named(pair[2])} against {named(pair[3])}"
-            found.append(Bias(who, flips, first, replies, tokens))
-    return found
+def biases(results: EvaluationResults) -> list[Bias]:
+    """A row for each comparison by a judge that compares."""
+    rows = []
+    for one in sorted(results.comparisons, key=lambda one: one.stem):
+        if one.position_bias is not None and one.first_share is not None and one.cost is not None:
+            title = f"{names.judge(one.judge)}: {names.model(one.a)} against {names.model(one.b)}"
+            rows.append(Bias(title, one.position_bias, one.first_share, one.cost.replies, one.cost.tokens))
+    return rows
 
 
-def _lower(name: str) -> str:
-    """Within a sentence; a judge's own name stays as it is."""
+def _agreement(pair: str, kappa: Interval, share: str) -> Agreement:
+    interval = f"{kappa.low:.2f} to {kappa.high:.2f}".replace("-", "−")
+    return Agreement(pair, f"{kappa.value:.2f}".replace("-", "−"), interval, share)
+
+
+def _percent(share: Interval) -> str:
+    ends = f"{charts.percent(share.low)} to {charts.percent(share.high)}"
+    return f"{charts.percent(share.value)} ({ends})"
+
+
+def _in_sentence(name: str) -> str:
     return name[:1].lower() + name[1:]

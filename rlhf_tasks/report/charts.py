@@ -1,15 +1,15 @@
 """Figures as inline SVG: a line chart, a win-rate bar, a band gauge. Text in, escaped markup out.
 
-Colours come from the page's style sheet by class, so that one figure serves light and dark. Sizes are
-near their size on a phone, so that labels stay readable there. Coordinates have one decimal: the same
-numbers give the same bytes.
+Colours come from the page's style sheet by class, so that one figure serves light and dark pages. Figures
+are about as large as on a phone, so that labels stay readable there. Coordinates have one decimal, so that
+equal numbers give equal bytes.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ MAX_BUCKETS = 120  # of a line with more than twice as many points
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with its title, what to look for, and the names of its lines."""
+    """A drawing with its title, a note on how to read it, and the names of its lines."""
 
     title: str
     note: str
@@ -33,7 +33,7 @@ class Figure:
 
 
 def number(value: float) -> str:
-    """A number for reading: whole ones in full, others to four significant digits."""
+    """A number as text: whole numbers in full, others with four significant digits."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if float(value).is_integer() and abs(value) < 1e15:
@@ -50,7 +50,7 @@ def percent(share: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values, `count` or so, from at most `low` to at least `high`; steps are 1, 2 or 5 × 10^k."""
+    """About `count` round values from at most `low` to at least `high`; steps are 1, 2 or 5 × 10^k."""
     if high <= low:
         reach = abs(low) * 0.1 or 1.0
         low, high = low - reach, high + reach
@@ -62,7 +62,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels of one axis, all with the decimals that its step needs: 0, 2k, 4k; 0.00, 0.05; 1e−6."""
+    """Labels of one axis, with as many decimals as its step needs: 0, 2k, 4k; 0.00, 0.05; 1e−6."""
     step = min((b - a for a, b in pairwise(values)), default=1.0)
     largest = max((abs(v) for v in values), default=0.0)
     if largest and largest < 1e-3:
@@ -75,9 +75,9 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def _condensed(curve: Curve) -> Curve:
-    """The curve, or of a long one each bucket's mean in a band from its lowest to its highest.
+    """A curve of at most 2 × MAX_BUCKETS points. A longer one is reduced to the means of buckets.
 
-    So no spike is lost, and a noisy curve still shows where it goes.
+    The band goes from a bucket's lowest to its highest value, so that no spike is lost.
     """
     count = len(curve.x)
     if count <= 2 * MAX_BUCKETS:
@@ -98,6 +98,25 @@ def _condensed(curve: Curve) -> Curve:
     )
 
 
+@dataclass(frozen=True)
+class _Frame:
+    """Maps the values of a line chart to its coordinates."""
+
+    low_x: float
+    high_x: float
+    low_y: float
+    high_y: float
+
+    def x(self, value: float) -> float:
+        span = (self.high_x - self.low_x) or 1.0
+        share = (value - self.low_x) / span if self.high_x > self.low_x else 0.5
+        return LEFT + (WIDTH - LEFT - RIGHT) * share
+
+    def y(self, value: float) -> float:
+        height = HEIGHT - TOP - BOTTOM
+        return HEIGHT - BOTTOM - height * (value - self.low_y) / (self.high_y - self.low_y)
+
+
 def line_chart(
     label: str,
     axis: str,
@@ -107,10 +126,15 @@ def line_chart(
     guide: float | None = None,
     diagonal: bool = False,
 ) -> Markup:
-    """Curves over one x axis, named `axis`; `band` shades a range of y, `guide` is a dashed line at y.
+    """Curves over one x axis.
 
-    A curve's own band is drawn around it; `diagonal` is the dashed line on which y is x. `label` is the
-    figure's text for those who do not see it; the curves' ends are added to it.
+    Args:
+        label: The figure's text for readers who do not see it; the ends of the curves are appended.
+        axis: The name of the x axis.
+        curves: Each is drawn with its own band, if it has one.
+        band: A range of y that is shaded.
+        guide: The y of a dashed line.
+        diagonal: Whether to draw a dashed line on which y equals x.
 
     Raises:
         ValueError: if no curve has a point.
@@ -122,55 +146,63 @@ def line_chart(
     shown = [*ys, *(band or ()), *([guide] if guide is not None else [])]
     shown += [min(xs), max(xs)] if diagonal else []
     y_ticks = ticks(min(shown), max(shown))
-    low_x, high_x = min(xs), max(xs)
-    span_x = (high_x - low_x) or 1.0
-
-    def to_x(x: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((x - low_x) / span_x if high_x > low_x else 0.5)
-
-    def to_y(y: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
-
-    parts = []
-    if band:
-        parts.append(
-            Markup('<rect class="band" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>').format(
-                LEFT, to_y(band[1]), WIDTH - LEFT - RIGHT, to_y(band[0]) - to_y(band[1])
-            )
-        )
-    parts += _y_axis([(to_y(y), text) for y, text in zip(y_ticks, tick_labels(y_ticks), strict=True)])
-    x_ticks = [x for x in ticks(low_x, high_x, 4) if low_x <= x <= high_x] or [low_x]
-    parts += _x_axis([(to_x(x), text) for x, text in zip(x_ticks, tick_labels(x_ticks), strict=True)], axis)
-    if guide is not None:
-        parts.append(_line("guide", LEFT, to_y(guide), WIDTH - RIGHT, to_y(guide)))
+    frame = _Frame(min(xs), max(xs), y_ticks[0], y_ticks[-1])
+    parts = _background(frame, axis, y_ticks, band, guide)
     if diagonal:
-        parts.append(_line("guide", to_x(low_x), to_y(low_x), to_x(high_x), to_y(high_x)))
+        low, high = frame.low_x, frame.high_x
+        parts.append(_line("guide", frame.x(low), frame.y(low), frame.x(high), frame.y(high)))
     drawn = [_condensed(curve) for curve in curves]
     for order, curve in enumerate(drawn):
-        parts += _ribbon(order, curve, to_x, to_y)
+        parts += _ribbon(order, curve, frame)
     for order, curve in enumerate(drawn):
-        points = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.y, strict=True)]
+        points = [(frame.x(x), frame.y(y)) for x, y in zip(curve.x, curve.y, strict=True)]
         parts += _curve(order, points)
-    ends = "; ".join(
+    return _svg("chart", WIDTH, HEIGHT, f"{label}, by {axis}: {_ends(curves)}", parts)
+
+
+def _background(
+    frame: _Frame,
+    axis: str,
+    y_ticks: Sequence[float],
+    band: tuple[float, float] | None,
+    guide: float | None,
+) -> list[Markup]:
+    """The shaded band, both axes, and the guide."""
+    parts = []
+    if band:
+        top, bottom = frame.y(band[1]), frame.y(band[0])
+        rectangle = Markup('<rect class="band" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>')
+        parts.append(rectangle.format(LEFT, top, WIDTH - LEFT - RIGHT, bottom - top))
+    parts += _y_axis([(frame.y(y), text) for y, text in zip(y_ticks, tick_labels(y_ticks), strict=True)])
+    low, high = frame.low_x, frame.high_x
+    x_ticks = [x for x in ticks(low, high, 4) if low <= x <= high] or [low]
+    parts += _x_axis(
+        [(frame.x(x), text) for x, text in zip(x_ticks, tick_labels(x_ticks), strict=True)], axis
+    )
+    if guide is not None:
+        parts.append(_line("guide", LEFT, frame.y(guide), WIDTH - RIGHT, frame.y(guide)))
+    return parts
+
+
+def _ends(curves: Sequence[Curve]) -> str:
+    """The first, last, lowest and highest value of each curve, as text."""
+    return "; ".join(
         f"{c.name} from {number(c.y[0])} to {number(c.y[-1])}, lowest {number(min(c.y))}, "
         f"highest {number(max(c.y))}"
         for c in curves
         if c.y
     )
-    return _svg("chart", WIDTH, HEIGHT, f"{label}, by {axis}: {ends}", parts)
 
 
-def _ribbon(
-    order: int, curve: Curve, to_x: Callable[[float], float], to_y: Callable[[float], float]
-) -> list[Markup]:
-    """The band around a curve; of a single point a whisker."""
+def _ribbon(order: int, curve: Curve, frame: _Frame) -> list[Markup]:
+    """The band around a curve; a whisker if the curve is a single point."""
     if not curve.low:
         return []
     if len(curve.x) == 1:
-        x = to_x(curve.x[0])
-        return [_line(f"line s{order}", x, to_y(curve.low[0]), x, to_y(curve.high[0]))]
-    above = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.high, strict=True)]
-    below = [(to_x(x), to_y(y)) for x, y in zip(curve.x, curve.low, strict=True)]
+        x = frame.x(curve.x[0])
+        return [_line(f"line s{order}", x, frame.y(curve.low[0]), x, frame.y(curve.high[0]))]
+    above = [(frame.x(x), frame.y(y)) for x, y in zip(curve.x, curve.high, strict=True)]
+    below = [(frame.x(x), frame.y(y)) for x, y in zip(curve.x, curve.low, strict=True)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*above, *reversed(below)])
     return [Markup('<polygon class="ribbon s{}" points="{}"/>').format(order, path)]
 
@@ -226,7 +258,7 @@ def rate_bar(label: str, value: float, low: float, high: float, tone: str) -> Ma
 
 
 def rate_scale() -> Markup:
-    """The scale above a column of `rate_bar`s; hidden from readers that get the numbers."""
+    """The scale above a column of `rate_bar`s; screen readers skip it, because they read the numbers."""
     marks = ((0, "start", "0%"), (0.5, "middle", "50%"), (1, "end", "100%"))
     parts = [_text(8 + 224 * at, 13, anchor, text) for at, anchor, text in marks]
     body = Markup("").join(parts)
@@ -236,7 +268,7 @@ def rate_scale() -> Markup:
 
 
 def gauge(label: str, value: float, band: tuple[float, float]) -> Markup:
-    """A value on a scale that holds it and the band, which is shaded."""
+    """A value on a scale that contains it and the shaded band."""
     marks = ticks(min(value, band[0]), max(value, band[1] * 1.2), 6)
     low, high = marks[0], marks[-1]
 

@@ -1,9 +1,8 @@
 """Runs side by side: final metrics, and curves with a band over seeds. No torch here.
 
-An experiment is read from git: metrics and curves stand in its commit, so that nothing is checked out.
-Other runs are read from MLflow, or from a folder that a pipeline worked in. The curve of a setting is the
-mean over its runs, the band one standard deviation to each side, as openrlbenchmark draws them (arXiv
-2402.03046).
+An experiment is read from git: its commit has metrics and curves, so that nothing is checked out. Other runs
+are read from MLflow, or from the folder of a pipeline. The curve of a setting is the mean over its runs; the
+band is one standard deviation to each side, as openrlbenchmark draws them (arXiv 2402.03046).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import experiments, git
 from rlhf_tasks.project.paths import Paths
 
-HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # change nothing that a run makes
-UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict: no weight, no win rate
+HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
+UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
 MAX_SHOWN = 60  # characters of a setting
 UNKNOWN = "?"
 
@@ -41,59 +40,65 @@ class Result:
     curves: Mapping[str, Sequence[Mapping[str, float]]]
     """By stage a dict per point, its x axis first."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """By dotted key, as text: those that decide what comes out, the seed left aside."""
+    """Text by dotted key: the parameters that decide the result, without the seed."""
     identity: str = ""
-    """A commit, a folder or MLflow's id: one run may be asked for by several names."""
+    """A commit, a folder or MLflow's id: one run may be given by several names."""
 
 
 # --------------------------------------------------------------------------------------- reading
 
 
 def read(root: Path, setting: str, seed: int, name: str) -> Result:
-    """The experiment `name`.
+    """Read the experiment `name`.
 
     Raises:
         UserError: if there is none.
     """
     revision = experiments.find(root, name)
     if revision is None:
-        raise UserError(f"there is no experiment {name!r}; `dvc exp list` shows what there is")
+        raise UserError(f"there is no experiment {name!r}; `dvc exp list` shows those that exist")
     return replace(_of_commit(root, revision, name), setting=setting, seed=seed)
 
 
-def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
-    """What is asked for: a folder that a pipeline worked in, an experiment, or a run of MLflow.
+def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
+    """Read a run by name: a folder that a pipeline worked in, an experiment, or a run of MLflow.
 
-    An MLflow run whose experiment is here is read from git, which has its cached stages too. `drawn` are
-    the ends of the names of the curves that are wanted. The result has no setting yet: see `settled`.
+    An MLflow run whose experiment exists here is read from git, which has its cached stages too. The result
+    has no setting yet: `with_settings` gives it one.
+
+    Args:
+        paths: The project in which names are looked up.
+        name: The run.
+        drawn: Ends of the names of the curves that are needed from MLflow.
 
     Raises:
-        UserError: if nothing is known by that name, or MLflow cannot be asked.
+        UserError: if no run has this name, or MLflow does not answer.
     """
-    if (Path(asked) / "metrics").is_dir():
-        return _of_folder(Path(asked), asked)
-    made = _experiment(root, asked)
-    if made is not None:
-        return _of_commit(root, made, asked)
+    folder = paths.root / name
+    if (folder / "metrics").is_dir():
+        return _of_folder(folder, name)
+    commit = _experiment(paths.root, name)
+    if commit is not None:
+        return _of_commit(paths.root, commit, name)
     from rlhf_tasks.tracking import context, records
 
-    uri = context.uri(config.load(root / "params.yaml").tracking)
-    record = records.find(uri, Paths(root).home, asked, drawn)
+    uri = context.uri(config.load(paths.params).tracking)
+    record = records.find(uri, paths.home, name, drawn)
     if record is None or not record.metrics:
-        why = "is no run that MLflow or git knows here" if record is None else "has no stage that ran"
+        reason = "is not a run that MLflow or git has here" if record is None else "has no finished stage"
         raise UserError(
-            f"{asked} {why}; give an MLflow run's id or name, a key (`rlhf.run` or `rlhf.pipeline` among its "
-            "tags), an experiment (`dvc exp list`), or a folder that holds metrics/"
+            f"{name} {reason}; give an MLflow run's id or name, a key (`rlhf.run` or `rlhf.pipeline` among "
+            "its tags), an experiment (`dvc exp list`), or a folder that holds metrics/"
         )
-    made = _experiment(root, record.experiment) if record.experiment else None
-    if made is not None:
-        return _of_commit(root, made, asked)
+    commit = _experiment(paths.root, record.experiment) if record.experiment else None
+    if commit is not None:
+        return _of_commit(paths.root, commit, name)
     metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}
-    return _result(asked, metrics, record.curves, record.parameters, record.run)
+    return _result(name, metrics, record.curves, record.parameters, record.run)
 
 
 def _experiment(root: Path, name: str) -> str | None:
-    """As `repository.experiment`; None outside of git, where MLflow and folders can be asked still."""
+    """The commit of an experiment; None if there is none, or no git."""
     return experiments.find(root, name) if git.revision(root) else None
 
 
@@ -104,10 +109,10 @@ def _of_commit(root: Path, revision: str, name: str) -> Result:
 
 
 def _of_folder(folder: Path, name: str) -> Result:
-    found = [*folder.glob("metrics/*.json"), *folder.glob("plots/*.csv"), *folder.glob("params.yaml")]
-    paths = sorted(path.relative_to(folder).as_posix() for path in found)
+    files = [*folder.glob("metrics/*.json"), *folder.glob("plots/*.csv"), *folder.glob("params.yaml")]
+    paths = sorted(path.relative_to(folder).as_posix() for path in files)
     if not any(path.startswith("metrics/") for path in paths):
-        raise UserError(f"{name}/metrics is empty: no stage has run there; leave it out")
+        raise UserError(f"{name}/metrics is empty: no stage has run there; leave this run out")
     identity = str(folder.resolve())
     return _of_files(name, paths, lambda path: (folder / path).read_text(encoding="utf-8"), identity)
 
@@ -128,7 +133,7 @@ def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str], ident
                 metrics |= {f"{stage}/{key}": float(value) for key, value in tree.items()}
         except (ValueError, TypeError, AttributeError, UserError) as error:
             raise UserError(
-                f"{path} of {name} cannot be read ({error}); bring it back, or leave it out"
+                f"{path} of {name} cannot be read ({error}); restore it, or leave this run out"
             ) from None
     return _result(name, metrics, curves, parameters, identity)
 
@@ -147,7 +152,7 @@ def _result(
 
 
 def _text(value: Any) -> str:
-    """One text for a value, whether it comes from YAML (`12`) or, as text, from MLflow (`12.0`)."""
+    """The same text for the same value, whether it comes from YAML (`12`) or as text from MLflow (`12.0`)."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -164,11 +169,12 @@ def _plain(value: Any) -> Any:
     return {key: _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def settled(results: Sequence[Result]) -> list[Result]:
-    """The same with their settings: the parameters in which they differ; runs that differ in none share one.
+def with_settings(results: Sequence[Result]) -> list[Result]:
+    """The results with their settings: the parameters in which they differ.
 
-    MLflow has the parameters of the stages that ran: a run that does not tell one of those is a setting of
-    its own. Runs that differ in their verdict only, under another gate, are one: they were trained once.
+    MLflow has only the parameters of the stages that ran, so a run without one of those parameters is a
+    setting of its own. Runs that differ only in their verdict, under another gate, count once: they were
+    trained once.
     """
     results = list({_training(result): result for result in results}.values())
     keys = differing([result.parameters for result in results])
@@ -179,19 +185,19 @@ def settled(results: Sequence[Result]) -> list[Result]:
 
 
 def _training(result: Result) -> tuple[Any, ...]:
-    """What only runs of one training share: seed, parameters, and all they measured, to the last digit."""
+    """What only runs of the same training share: seed, parameters, and all metrics to the last digit."""
     measured = {key: value for key, value in result.metrics.items() if not key.startswith("verdict/")}
     return result.seed, *sorted(result.parameters.items()), *sorted(measured.items())
 
 
 def differing(parameters: Sequence[Mapping[str, str]]) -> list[str]:
-    """The keys that have several values among those who tell them, in order."""
+    """The sorted keys that have several values, among the runs that have the key."""
     keys = {key for known in parameters for key in known}
     return sorted(key for key in keys if len({known[key] for known in parameters if key in known}) > 1)
 
 
 def _rows(text: str) -> list[dict[str, float]]:
-    """The points that are finite: no mean has a place for the others."""
+    """The points without their values that are not finite: a mean cannot include those."""
     return [
         {name: float(cell) for name, cell in row.items() if cell and math.isfinite(float(cell))}
         for row in csv.DictReader(io.StringIO(text))
@@ -199,7 +205,7 @@ def _rows(text: str) -> list[dict[str, float]]:
 
 
 def table(results: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any]]:
-    """A row per setting: how many seeds, and each metric's mean and standard deviation over them."""
+    """A row per setting: the number of seeds, and each metric's mean and standard deviation over them."""
     rows = []
     for setting in dict.fromkeys(result.setting for result in results):
         own = [result for result in results if result.setting == setting]
@@ -211,7 +217,7 @@ def table(results: Sequence[Result], names: Sequence[str]) -> list[dict[str, Any
 
 
 def cell(results: Sequence[Result], name: str) -> str:
-    """Mean and standard deviation of one metric over the runs of a setting, and over how many if not all."""
+    """Mean ± standard deviation of a metric over the runs of a setting; their number if some lack it."""
     values = [result.metrics[name] for result in results if name in result.metrics]
     some = f" ({len(values)} of {len(results)})" if len(values) < len(results) else ""
     return f"{statistics.fmean(values):.4g} ± {_deviation(values):.2g}{some}" if values else "–"
@@ -232,12 +238,12 @@ def band(
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Of a sample (n − 1); 0 for a single value."""
+    """The sample's standard deviation (n − 1); 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def draw(results: Sequence[Result], names: Sequence[str], title: str, path: Path) -> None:
-    """A PNG: a panel per curve, a line and a band per setting; the same results give the same bytes."""
+    """Write a PNG with a panel per curve and a line per setting; equal results give equal bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

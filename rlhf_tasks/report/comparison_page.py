@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import console
+from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import atomic
-from rlhf_tasks.report import charts, comparison, page
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report import charts, comparison, measures, page
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.comparison import Result
 from rlhf_tasks.report.inputs import Curve
+from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking.catalogue import Metric, Panel
 
 MAX_SETTINGS = 6  # lines that a figure can tell apart
 SHOWN = 40  # characters of a setting beside its letter
-WIN_RATE = "/win_rate"
-HEADLINES = (
-    "ppo/objective/kl", "ppo/objective/scores", "ppo/objective/rlhf_reward", "ppo/selected_episode",
-    "reward/accuracy", "reward/calibration", "sft/perplexity", "judge/length/policy", "judge/rouge_l/policy",
-    "judge/perplexity/sft_text/policy", "judge/choice/policy",
-)  # fmt: skip
-# stage, metric, title, band, guide
-PANELS: tuple[tuple[str, str, str, tuple[float, float] | None, float | None], ...] = (
-    ("ppo", "objective/kl", "KL from the reference", page.KL_BAND, None),
-    ("ppo", "objective/scores", "Reward", None, None),
-    ("ppo", "objective/rlhf_reward", "Reward less the KL penalty", None, None),
-    ("ppo", "eval/heldout_scores", "Held-out reward", None, None),
-    ("ppo", "policy/clipfrac_avg", "Clip fraction", None, None),
-    ("ppo", "val/ratio", "Probability ratio", None, 1.0),
-    ("ppo", "policy/entropy_avg", "Entropy", None, None),
-    ("ppo", "loss/policy_avg", "Policy loss", None, None),
-    ("ppo", "loss/value_avg", "Value loss", None, None),
-    ("reward", "eval/loss", "Reward model’s validation loss", None, None),
-    ("reward", "eval/accuracy", "Reward model’s validation accuracy", None, None),
-    ("sft", "eval/loss", "SFT validation loss", None, None),
-    ("base", "train/loss", "Base model’s loss", None, None),
-)
+WIN_RATES_FIRST: tuple[Stage, ...] = ("judge", *(stage for stage in STAGES if stage != "judge"))
+FIGURES: tuple[Stage, ...] = ("judge", "ppo", "reward", "sft", "base")
 
 
-def run(root: Path, asked: Sequence[str], out: Path) -> None:
-    """Write the comparison of these runs to `out`, and show its headlines.
+def run(paths: Paths, names: Sequence[str], out: Path) -> None:
+    """Write the comparison of these runs to `out`, and print its headline metrics.
 
     Raises:
-        UserError: for a run that is unknown, or more settings than a figure can show.
+        UserError: for a run that does not exist, or more settings than a figure can show.
     """
-    drawn = [*dict.fromkeys(metric for _, metric, *_ in PANELS), WIN_RATE]
-    found: dict[str, Result] = {}
-    for name in asked:
-        result = comparison.find(root, name, drawn)
-        if found.setdefault(result.identity, result).experiment != name:
-            console.say(f"{name} is the same run as {found[result.identity].experiment}: it counts once")
-    results = comparison.settled(list(found.values()))
-    atomic.write_text(out, page.document("comparison.html", context(results)))
+    drawn = _drawn()
+    runs: dict[str, Result] = {}
+    for name in names:
+        result = comparison.find(paths, name, drawn)
+        if runs.setdefault(result.identity, result).experiment != name:
+            console.say(f"{name} is the same run as {runs[result.identity].experiment}: it counts once")
+    results = comparison.with_settings(list(runs.values()))
+    atomic.write_text(paths.root / out, page.document("comparison.html", context(results)))
     groups = _groups(results)
     rows = [[name, *(_cell(own, name) for own in groups.values())] for name in _headlines(results)]
     console.table(f"{len(results)} run(s), {len(groups)} setting(s)", ["metric", *groups], rows)
@@ -79,7 +63,7 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _groups(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Runs by a letter and as much of their setting as fits."""
+    """Runs by a letter and the beginning of their setting."""
     by_setting: dict[str, list[Result]] = {}
     for result in results:
         by_setting.setdefault(result.setting, []).append(result)
@@ -96,7 +80,7 @@ def _groups(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _parameters(groups: Mapping[str, Sequence[Result]]) -> list[tuple[str, list[str]]]:
-    """The parameters in which the settings differ, with the value of each."""
+    """The parameters in which the settings differ, with their values."""
     firsts = [own[0].parameters for own in groups.values()]
     return [
         (key, [parameters.get(key, comparison.UNKNOWN) for parameters in firsts])
@@ -105,62 +89,71 @@ def _parameters(groups: Mapping[str, Sequence[Result]]) -> list[tuple[str, list[
 
 
 def _headlines(results: Sequence[Result]) -> list[str]:
+    """The catalogue's headline metrics that a run has."""
     known = dict.fromkeys(name for result in results for name in result.metrics)
-    rates = [name for name in known if re.fullmatch(rf"judge/.+_vs_.+{WIN_RATE}", name)]
-    return rates + [name for name in HEADLINES if name in known]
+    return [
+        f"{stage}/{name}"
+        for stage in WIN_RATES_FIRST
+        for name in catalogue.select_headlines(stage, _of_stage(known, stage))
+    ]
+
+
+def _of_stage(names: Mapping[str, Any], stage: Stage) -> dict[str, Any]:
+    """The metrics of one stage, without its name in front."""
+    prefix = f"{stage}/"
+    return {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
 
 
 def _cell(results: Sequence[Result], name: str) -> str:
-    """One run: its value, with its interval if it has one; several: mean ± standard deviation."""
-    own = [result for result in results if name in result.metrics]
-    if len(own) != 1 or len(results) > 1:
+    """A single run's value, with its interval if it has one; of several runs mean ± standard deviation."""
+    if len(results) != 1 or name not in results[0].metrics:
         return comparison.cell(results, name)
-    metrics = own[0].metrics
-    stem = name.removesuffix(WIN_RATE) if name.endswith(WIN_RATE) else name
-    text = charts.number(metrics[name])
-    if f"{stem}/low" in metrics and f"{stem}/high" in metrics:
-        low, high = (charts.number(metrics[f"{stem}/{end}"]) for end in ("low", "high"))
-        text += f" ({low} to {high})"
-    return text
+    metrics = results[0].metrics
+    judged = EvaluationResults.from_metrics(_of_stage(metrics, "judge"))
+    rates = {f"judge/{one.stem}/win_rate": one.win_rate for one in judged.comparisons}
+    return measures.interval_text(rates[name]) if name in rates else measures.with_interval(metrics, name)
+
+
+# --------------------------------------------------------------------------------------- figures
+
+
+def _drawn() -> list[str]:
+    """The ends of the names of all curves that figures draw."""
+    metrics = [metric for stage in FIGURES for panel in catalogue.panels(stage) for metric in panel.metrics]
+    return list(dict.fromkeys(_name_end(metric) for metric in metrics))
+
+
+def _name_end(metric: Metric) -> str:
+    """The name; of a family of metrics what follows its last placeholder."""
+    return metric.name.rpartition(metric.placeholders[-1])[2] if metric.placeholders else metric.name
 
 
 def _figures(groups: Mapping[str, Sequence[Result]]) -> Iterator[Figure]:
-    judged = dict.fromkeys(
-        name
-        for own in groups.values()
-        for result in own
-        for row in result.curves.get("judge", ())
-        for name in row
-        if name.endswith(WIN_RATE)
-    )
-    for name in judged:
-        yield from _figure(groups, "judge", name, f"Win rate by {name.split('/')[0]}", None, 0.5)
-    for stage, name, title, band, guide in PANELS:
-        yield from _figure(groups, stage, name, title, band, guide)
+    for stage in FIGURES:
+        rows = (row for own in groups.values() for result in own for row in result.curves.get(stage, ()))
+        known = dict.fromkeys(name for row in rows for name in row)
+        for panel in catalogue.panels(stage):
+            for name in panel.select(known):
+                yield from _figure(groups, stage, panel, name)
 
 
 def _figure(
-    groups: Mapping[str, Sequence[Result]],
-    stage: str,
-    name: str,
-    title: str,
-    band: tuple[float, float] | None,
-    guide: float | None,
+    groups: Mapping[str, Sequence[Result]], stage: Stage, panel: Panel, name: str
 ) -> Iterator[Figure]:
-    """A line and a band a setting; nothing where no run has the curve.
+    """A line and a band per setting; nothing where the runs of no setting share a point.
 
-    A setting without it keeps its place, so that a setting has one colour in all figures.
+    A setting without the curve keeps its place, so that a setting has the same colour in all figures.
     """
     curves = [_curve(label[0], own, stage, name) for label, own in groups.items()]
     if not any(curve.x for curve in curves):
         return
     rows = (row for own in groups.values() for r in own for row in r.curves.get(stage, ()) if name in row)
     axis = next(iter(next(rows)))
-    svg = charts.line_chart(title, axis, curves, band=band, guide=guide)
-    yield Figure(title, f"{stage}, {name}", svg, [curve.name for curve in curves])
+    svg = charts.line_chart(panel.title, axis, curves, band=panel.band, guide=panel.guide)
+    yield Figure(panel.title, f"{stage}, `{name}`", svg, [curve.name for curve in curves])
 
 
-def _curve(label: str, results: Sequence[Result], stage: str, name: str) -> Curve:
+def _curve(label: str, results: Sequence[Result], stage: Stage, name: str) -> Curve:
     xs, means, deviations = comparison.band(results, name, stage)
     if len(results) == 1:
         return Curve(label, tuple(xs), tuple(means))

@@ -1,264 +1,275 @@
-"""Stage judge: SFT and PPO policies against the references and each other, on test prompts."""
+"""Stage judge: the SFT and PPO policies against the references and each other, on the test prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rouge_score.rouge_scorer import RougeScorer
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.config.judge import OPTIMISED
-from rlhf_tasks.data.batches import read_table
-from rlhf_tasks.evaluation import judges, labels, progress, statistics, summary, trust
-from rlhf_tasks.evaluation.answers import Answers, sample
-from rlhf_tasks.evaluation.judges import making
-from rlhf_tasks.evaluation.judges.verdicts import Judge, Verdicts, check_failures
+from rlhf_tasks.data.synthetic import gold_scores
+from rlhf_tasks.evaluation import human_labels, progress, reward_diagnostics, statistics, summary, tables
+from rlhf_tasks.evaluation.contenders import (
+    SAMPLED,
+    Contenders,
+    response_statistics,
+    sample_contenders,
+    sample_policy,
+)
+from rlhf_tasks.evaluation.human_labels import Label
+from rlhf_tasks.evaluation.judges.build import build_judges
+from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
+from rlhf_tasks.evaluation.judges.optimised import optimised_judges
+from rlhf_tasks.evaluation.length_control import matched_length_gain
+from rlhf_tasks.evaluation.results import (
+    ComparisonResult,
+    EvaluationResults,
+    HumanLabels,
+    Interval,
+    RetentionResult,
+    RewardDiagnostic,
+    RewardGaps,
+)
 from rlhf_tasks.evaluation.retention import Probes
+from rlhf_tasks.evaluation.reward_diagnostics import Rows
 from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.tensors import distinct
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 
-OUT = Path("evaluation/judge")
-CONTENDERS = {"sft": Path("models/sft"), "policy": Path("models/policy")}
-LANGUAGE_MODELS = {"base": Path("models/base"), **CONTENDERS}
-FEWEST_FOR_GAIN = 3  # prompts that a gain at matched length can be told from
-Rows = list[dict[str, Any]]
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
+MIN_PROMPTS_FOR_GAIN = 3
 
 
 @dataclass(frozen=True)
-class Contest:
-    """What everyone says to the same test prompts, and where the prompts come from."""
+class JudgeOutput:
+    """The output of the judges: comparisons, scores by judge and contender, facets by judge and contender."""
 
-    prompts: list[str]
-    sources: list[str]
-    texts: dict[str, list[str]]
-    sampled: dict[str, Answers]
+    comparisons: dict[summary.Key, Comparisons]
+    scores: dict[tuple[str, str], list[float]]
+    facets: dict[str, dict[str, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class DiagnosticOutput:
+    """Reward diagnostics, and the rows of their figures."""
+
+    diagnostics: tuple[RewardDiagnostic, ...]
+    gaps: RewardGaps | None
+    bins: Rows
+    lengths: Rows
 
 
 def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write evaluation/judge/{verdicts,answers,sources,calibration,lengths}.parquet.
+    """Write evaluation/judge: results.json, and tables of comparisons, responses, sources and diagnostics.
 
-    Metrics: `JUDGE/A_vs_B/…` for every judge and pair (README names them), what each judge measures of
-    each contender, agreement between judges, ROUGE-L, lengths, the score gained at matched length, and how
-    far the reward models can be trusted.
-    Curves: how the win rate over the references went while PPO trained, by the judges that score.
+    The metrics are those of `EvaluationResults.metrics`. Curves: the win rate over the references in the
+    course of PPO's training, by the judges that score.
+
+    Raises:
+        UserError: if a judge cannot work or fails too often, or a file of labels or texts cannot be read.
     """
     rt = Runtime(config.launch, config.seed)
-    panel = making.build(config.judge, config.data_source, rt.device, trace=tracker.trace)
-    labelled = labels.decided(labels.read(Path(config.judge.labels)))
-    probes = None if config.judge.retention is None else Probes(config.judge.retention)
-    metrics = _warn(config, tracker)
-    contest = _contest(rt, config)
-    metrics |= _plain_metrics(contest)
-    if probes is not None:
-        for name, folder in LANGUAGE_MODELS.items():
-            metrics |= probes(name, folder, rt.device)
-    found: dict[summary.Comparison, Verdicts] = {}
-    columns: dict[str, list[float]] = {}
-    for judge in panel:
-        for a, b in PAIRS:
-            verdicts = judge.compare(contest.prompts, contest.texts[a], contest.texts[b])
-            check_failures(judge.name, verdicts, config.judge.max_failure_share)
-            found[judge.name, a, b] = verdicts
-            metrics |= summary.metrics((judge.name, a, b), verdicts, contest.texts[a], contest.texts[b])
-            if verdicts.scores is not None:
-                columns |= {
-                    f"{judge.name}/{who}": list(s) for who, s in zip((a, b), verdicts.scores, strict=True)
-                }
-        metrics |= _of_contenders(judge, contest, columns)
-    progress.log([judge for judge in panel if judge.name in config.judge.scoring], tracker)
-    metrics |= summary.kappas(found) | _human(labelled, panel)
-    trusted, bins, lengths = _trusted(rt, config, contest, found, columns)
-    metrics |= trusted
+    judges = build_judges(config.judge, config.data_source, rt.device, paths, trace=tracker.trace)
+    labels = human_labels.decided(human_labels.read(paths.root / config.judge.labels))
+    probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)
+    optimised = _warn_of_optimised(config, paths, tracker)
+    contenders = sample_contenders(config, paths, rt.device)
+    retention = {} if probes is None else _retention(probes, paths, rt)
+    judged = _judge(config, judges, contenders)
+    scoring = [judge for judge in judges if judge.name in config.judge.scoring]
+    progress.log(paths, scoring, tracker)
+    people = _human_labels(labels, judges)
+    diagnosed = _diagnose(rt, config, paths, contenders, judged)
+    results = EvaluationResults(
+        comparisons=_results(judged, contenders),
+        optimised_judges=optimised,
+        responses={who: response_statistics(contenders, who) for who in SAMPLED},
+        facets=judged.facets,
+        retention=retention,
+        reward_diagnostics=diagnosed.diagnostics,
+        reward_gaps=diagnosed.gaps,
+        human_labels=people,
+        judge_kappas=summary.kappas(judged.comparisons),
+    )
     if rt.is_main:
-        _write(contest, found, columns, bins, lengths)
-        _show(config, metrics, contest, found, tracker)
-    return metrics
+        _write(paths, results, contenders, judged, diagnosed)
+        _show(config, results, contenders, judged, tracker)
+    return results.metrics()
 
 
-def _warn(config: JudgeView, tracker: Tracker) -> dict[str, float]:
-    """Judges that PPO was trained to please are told loudly, and marked in the metrics."""
-    told = judges.optimised(config.judge, CONTENDERS["policy"])
-    for name, path in told.items():
+def _warn_of_optimised(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, str]:
+    """Warn of the judges that are the reward model which PPO optimised: name → folder."""
+    optimised = optimised_judges(config.judge, paths.policy, paths.root)
+    for name, path in optimised.items():
         text = (
-            f"judge {name} ({path}) is the reward model that PPO optimised: a win by its word says nothing "
-            "about whether the policy got better; judge by models/reward_heldout, or by another"
+            f"judge {name} ({path}) is the reward model that PPO optimised: its win rates do not show that "
+            "the policy got better; use models/reward_heldout or another judge"
         )
         console.say(f"WARNING: {text}")
         tracker.event("judge_is_the_optimised_reward", text, step=0)
-    return {f"{name}/is_optimised_reward": 1.0 for name in told}
+    return optimised
 
 
-def _contest(rt: Runtime, config: JudgeView) -> Contest:
-    rows = read_table(Paths(), "prompts", "test")[: config.judge.num_examples]
-    prompts = [row["prompt"] for row in rows]
-    sampled: dict[str, Answers] = {}
-    with console.progress("judge", len(CONTENDERS), unit="models") as bar:
-        for name in CONTENDERS:
-            sampled[name] = _sample(rt, config, name, prompts, config.seed)
-            bar.advance()
-    texts = {"reference": [row["reference"] for row in rows]}
-    texts |= {name: answers.texts for name, answers in sampled.items()}
-    return Contest(prompts, [row.get("source", "") for row in rows], texts, sampled)
+def _retention(probes: Probes, paths: Paths, rt: Runtime) -> dict[str, RetentionResult]:
+    folders = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
+    return {name: probes.measure(folder, rt.device) for name, folder in folders.items()}
 
 
-def _sample(rt: Runtime, config: JudgeView, who: str, prompts: list[str], seed: int) -> Answers:
-    """Answers at the judge's temperature; contenders are sampled with the same seed."""
-    return sample(
-        CONTENDERS[who], prompts, max_new_tokens=config.max_completion_tokens,
-        temperature=config.judge.temperature, seed=seed, device=rt.device,
-    )  # fmt: skip
+# ---------------------------------------------------------------------------------------- judges
 
 
-def _plain_metrics(contest: Contest) -> dict[str, float]:
-    """ROUGE-L against the references (Lin 2004, F measure), mean lengths in tokens, share that ended.
-
-    Of each contender's answers too: how often they repeat themselves. And how much longer PPO made them.
-    """
-    scorer = RougeScorer(["rougeL"])
-    metrics: dict[str, float] = {}
-    for who, answers in contest.sampled.items():
-        pairs = zip(contest.texts["reference"], answers.texts, strict=True)
-        found = [scorer.score(reference, text)["rougeL"].fmeasure for reference, text in pairs]
-        metrics[f"rouge_l/{who}"] = sum(found) / len(found)
-        metrics[f"length/{who}"] = sum(map(len, answers.ids)) / len(answers.ids)
-        metrics[f"ended/{who}"] = sum(answers.ended) / len(answers.ended)
-        for n in (1, 2):
-            metrics[f"distinct_{n}/{who}"] = float(distinct(answers.ids, n).mean())
-        metrics[f"repetition/{who}"] = 1 - float(distinct(answers.ids, 3).mean())
-    return metrics | {"length/policy_over_sft": metrics["length/policy"] / metrics["length/sft"]}
+def _judge(config: JudgeView, judges: Sequence[Judge], contenders: Contenders) -> JudgeOutput:
+    judged = JudgeOutput({}, {}, {})
+    prompts, texts = contenders.prompts, contenders.texts
+    for judge in judges:
+        compared = summary.compare(judge, PAIRS, prompts, texts, config.judge.max_failure_share)
+        judged.comparisons.update(compared)
+        for key, comparisons in compared.items():
+            for who, scores in zip((key.a, key.b), comparisons.scores or (), strict=False):
+                judged.scores[judge.name, who] = list(scores)
+        judged.facets[judge.name] = {who: judge.facets(prompts, own) for who, own in texts.items()}
+    return judged
 
 
-def _of_contenders(judge: Judge, contest: Contest, columns: Mapping[str, list[float]]) -> dict[str, float]:
-    """What a judge measures of each set of answers; what PPO gained by its scores beyond length."""
-    metrics = {
-        f"{judge.name}/{who}/{key}": value
-        for who, texts in contest.texts.items()
-        for key, value in judge.facets(contest.prompts, texts).items()
-    }
-    scores = [columns.get(f"{judge.name}/{who}") for who in ("policy", "sft")]
+def _results(judged: JudgeOutput, contenders: Contenders) -> tuple[ComparisonResult, ...]:
+    return tuple(
+        result.model_copy(update={"matched_length_gain": _length_gain(result.judge, judged, contenders)})
+        if (result.a, result.b) == ("policy", "sft")
+        else result
+        for result in summary.summarise_all(judged.comparisons, contenders.texts)
+    )
+
+
+def _length_gain(judge: str, judged: JudgeOutput, contenders: Contenders) -> Interval | None:
+    """How much higher PPO's responses score than SFT's at equal length; None without enough scores."""
+    scores = [judged.scores.get((judge, who)) for who in ("policy", "sft")]
     if scores[0] is None or scores[1] is None:
-        return metrics
-    lengths = [[len(ids) for ids in contest.sampled[who].ids] for who in ("policy", "sft")]
-    if np.isfinite(np.subtract(scores[0], scores[1])).sum() < FEWEST_FOR_GAIN:
-        return metrics
-    gain = statistics.matched_length_gain(scores[0], scores[1], lengths[0], lengths[1])
-    key = f"{judge.name}/policy_vs_sft/matched_length_gain"
-    return metrics | {key: gain.value, f"{key}/low": gain.low, f"{key}/high": gain.high}
+        return None
+    if np.isfinite(np.subtract(scores[0], scores[1])).sum() < MIN_PROMPTS_FOR_GAIN:
+        return None
+    lengths = [[len(ids) for ids in contenders.sampled[who].ids] for who in ("policy", "sft")]
+    return Interval.of(matched_length_gain(scores[0], scores[1], lengths[0], lengths[1]))
 
 
-def _human(labelled: Sequence[labels.Label], panel: list[Judge]) -> dict[str, float]:
-    """How far each judge agrees with what people said of pairs, if they did: `human/…`."""
-    if not labelled:
-        return {}
-    pairs = [label.pair for label in labelled]
-    metrics: dict[str, float] = {"human/labels": len(labelled)}
-    for judge in panel:
-        verdicts = judge.compare(
+def _human_labels(labels: Sequence[Label], judges: Sequence[Judge]) -> HumanLabels | None:
+    """How far each judge agrees with the human labels; None without labels."""
+    if not labels:
+        return None
+    pairs = [label.pair for label in labels]
+    agreements = {}
+    for judge in judges:
+        comparisons = judge.compare(
             [pair.prompt for pair in pairs],
             [pair.answer_a for pair in pairs],
             [pair.answer_b for pair in pairs],
         )
-        metrics |= labels.agreement(judge.name, labelled, verdicts.outcomes)
-    return metrics
+        agreements[judge.name] = human_labels.agreement(labels, comparisons.outcomes)
+    known = {name: one for name, one in agreements.items() if one is not None}
+    return HumanLabels(labels=len(labels), judges=known)
 
 
-def _trusted(
-    rt: Runtime,
-    config: JudgeView,
-    contest: Contest,
-    found: summary.Found,
-    columns: Mapping[str, list[float]],
-) -> tuple[dict[str, float], Rows, Rows]:
-    """How far the reward models can be trusted: metrics, bins of calibration, scores by length."""
-    rewards = trust.made(rt.device)
-    metrics, bins = trust.measured(rewards, _sampled_pairs(rt, config, contest) if rewards else {})
-    scores = _scores(columns)
-    if "reward" in rewards and _is_optimised(trust.REWARDS["reward"]):
-        own = {who: rewards["reward"].scores(contest.prompts, texts) for who, texts in contest.texts.items()}
+# ---------------------------------------------------------------------------- reward diagnostics
+
+
+def _diagnose(
+    rt: Runtime, config: JudgeView, paths: Paths, contenders: Contenders, judged: JudgeOutput
+) -> DiagnosticOutput:
+    rewards = reward_diagnostics.load_rewards(paths, rt.device)
+    samples = _sampled_pairs(rt, config, paths, contenders) if rewards else {}
+    labelled = reward_diagnostics.labelled_pairs(paths) if rewards else {}
+    diagnostics, bins = reward_diagnostics.measure(rewards, labelled, samples)
+    scores, gaps = dict(judged.scores), None
+    if "reward" in rewards and _is_optimised(paths):
+        texts = contenders.texts
+        own = {who: rewards["reward"].scores(contenders.prompts, texts[who]) for who in texts}
         scores |= {(OPTIMISED, who): values for who, values in own.items()}
-        metrics |= _reward_gaps(own, found)
-    return metrics, bins, trust.by_length(scores, contest.texts)
+        gaps = _reward_gaps(own, judged.comparisons)
+    lengths = reward_diagnostics.by_length(scores, contenders.texts)
+    return DiagnosticOutput(diagnostics, gaps, bins, lengths)
 
 
-def _scores(columns: Mapping[str, list[float]]) -> dict[tuple[str, str], list[float]]:
-    """`JUDGE/WHO` columns by judge and contender."""
-    found = {}
-    for key, values in columns.items():
-        judge, _, who = key.partition("/")
-        found[judge, who] = values
-    return found
+def _is_optimised(paths: Paths) -> bool:
+    """Whether PPO optimised models/reward, by its weights, when it trained the policy."""
+    return contracts.parents_of(paths.policy).get("reward") == contracts.fingerprint(paths.reward)
 
 
-def _is_optimised(reward: Path) -> bool:
-    """Whether the policy was made with this very reward model."""
-    return contracts.parents_of(CONTENDERS["policy"]).get("reward") == contracts.fingerprint(reward)
-
-
-def _reward_gaps(own: Mapping[str, list[float]], found: summary.Found) -> dict[str, float]:
-    """PPO's win rate over SFT by the reward that it optimised (`own` scores), less the one by each judge.
-
-    A gap that grows is over-optimisation.
-    """
+def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> RewardGaps:
+    """PPO's win rate over SFT by the scores `own` of the reward that it optimised, minus each judge's."""
     by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
-    return {"reward_gap/win_rate_by_reward": by_reward} | {
-        f"reward_gap/{judge}": by_reward - statistics.rate(verdicts.outcomes).value
-        for (judge, a, b), verdicts in found.items()
-        if (a, b) == ("policy", "sft")
-    }
+    return RewardGaps(
+        win_rate_by_reward=by_reward,
+        by_judge={
+            key.judge: by_reward - statistics.rate(comparisons.outcomes).value
+            for key, comparisons in compared.items()
+            if (key.a, key.b) == ("policy", "sft")
+        },
+    )
 
 
-def _sampled_pairs(rt: Runtime, config: JudgeView, contest: Contest) -> dict[str, trust.Pairs]:
-    """Two samples of each policy to the same prompts, ordered by gold; empty where there is no gold judge."""
+def _sampled_pairs(
+    rt: Runtime, config: JudgeView, paths: Paths, contenders: Contenders
+) -> dict[str, reward_diagnostics.Pairs]:
+    """Two samples of each policy per prompt, ordered by gold; empty for data without a gold judge."""
     if config.data_source != "synthetic":
         return {}
     pairs = {}
-    for who in CONTENDERS:
-        second = _sample(rt, config, who, contest.prompts, config.seed + 1)
-        pairs[f"{who}_samples"] = trust.by_gold(contest.prompts, contest.texts[who], second.texts)
+    for who in SAMPLED:
+        second = sample_policy(config, paths, who, contenders.prompts, config.seed + 1, rt.device)
+        pairs[f"{who}_samples"] = reward_diagnostics.order_by(
+            gold_scores, contenders.prompts, contenders.texts[who], second.texts
+        )
     return pairs
 
 
+# ------------------------------------------------------------------------------------ the output
+
+
 def _write(
-    contest: Contest,
-    found: summary.Found,
-    columns: Mapping[str, list[float]],
-    bins: Rows,
-    lengths: Rows,
+    paths: Paths,
+    results: EvaluationResults,
+    contenders: Contenders,
+    judged: JudgeOutput,
+    diagnosed: DiagnosticOutput,
 ) -> None:
-    with whole(OUT) as folder:
-        pq.write_table(summary.verdict_table(found), folder / "verdicts.parquet")
-        pq.write_table(summary.source_table(found, contest.sources), folder / "sources.parquet")
-        pq.write_table(pa.Table.from_pylist(bins, trust.CALIBRATION), folder / "calibration.parquet")
-        pq.write_table(pa.Table.from_pylist(lengths, trust.LENGTHS), folder / "lengths.parquet")
-        table: dict[str, Any] = {"index": list(range(len(contest.prompts))), "prompt": contest.prompts}
-        pq.write_table(pa.table(table | contest.texts | dict(columns)), folder / "answers.parquet")
+    columns = {f"{judge}/{who}": values for (judge, who), values in judged.scores.items()}
+    table: dict[str, Any] = {"index": list(range(len(contenders.prompts))), "prompt": contenders.prompts}
+    with whole(paths.judge_results) as folder:
+        results.write(folder / paths.evaluation_results.name)
+        pq.write_table(tables.comparison_table(judged.comparisons), folder / "comparisons.parquet")
+        pq.write_table(
+            tables.source_table(judged.comparisons, contenders.sources), folder / "sources.parquet"
+        )
+        pq.write_table(
+            pa.Table.from_pylist(diagnosed.bins, reward_diagnostics.CALIBRATION),
+            folder / "calibration.parquet",
+        )
+        pq.write_table(
+            pa.Table.from_pylist(diagnosed.lengths, reward_diagnostics.LENGTHS), folder / "lengths.parquet"
+        )
+        pq.write_table(pa.table(table | contenders.texts | columns), folder / paths.judged_responses.name)
 
 
 def _show(
     config: JudgeView,
-    metrics: Mapping[str, float],
-    contest: Contest,
-    found: summary.Found,
+    results: EvaluationResults,
+    contenders: Contenders,
+    judged: JudgeOutput,
     tracker: Tracker,
 ) -> None:
-    rows = summary.table_rows(found, metrics)
-    summary.show(f"win rates on {len(contest.prompts)} test prompts (ties count half)", rows)
+    prompts, texts = contenders.prompts, contenders.texts
+    rows = tables.win_rates(results.comparisons)
+    tables.show(f"win rates on {len(prompts)} test prompts (ties count half)", rows)
     tracker.table("win_rates", rows)
-    tracker.table("verdicts", summary.judged_table(found, contest.prompts, contest.texts).to_pylist())
-    shown = range(min(config.judge.num_samples_shown, len(contest.prompts)))
+    tracker.table("comparisons", tables.text_table(judged.comparisons, prompts, texts).to_pylist())
+    shown = range(min(config.judge.num_samples_shown, len(prompts)))
     tracker.table(
-        "answers",
-        [{"prompt": contest.prompts[i], **{who: t[i] for who, t in contest.texts.items()}} for i in shown],
+        "responses", [{"prompt": prompts[i], **{who: t[i] for who, t in texts.items()}} for i in shown]
     )

@@ -47,13 +47,14 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     settings: Ppo = config.ppo
     _check(config)
     rt = Runtime(config.launch, config.seed)
-    referee = None if settings.select_by is None else Referee(rt, settings.select_by)
+    referee = None if settings.select_by is None else Referee(rt, settings.select_by, paths)
     tokenizer = load_tokenizer(SFT)
     policy, reference = _policy(rt, settings, config.seed)
     reward = models.load_reward(REWARD) if config.has_reward_model else None
     scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=_frozen(rt, reward), max_tokens=settings.micro_batch_tokens
-    )
+        settings.scorers, tokenizer, reward_model=_frozen(rt, reward), max_tokens=settings.micro_batch_tokens,
+        root=paths.root,
+    )  # fmt: skip
     trainer = Trainer(
         rt, settings, ActorCritic(policy, _critic(config, policy, reward).to(rt.device)), reference, scorer,
         tokenizer, encode(tokenizer, [row["prompt"] for row in read_table(paths, "prompts", "train")]),

@@ -174,8 +174,9 @@ def _train_ours(shape: Mapping[str, int], updates: int) -> None:
     for frozen in (reference, reward):
         rt.freeze(frozen)
     scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=TokenScores(reward), max_tokens=settings.micro_batch_tokens
-    )
+        settings.scorers, tokenizer, reward_model=TokenScores(reward), max_tokens=settings.micro_batch_tokens,
+        root=Path(),
+    )  # fmt: skip
     trainer = Trainer(
         rt, settings, ActorCritic(policy, TokenScores(value)), OwnModel(reference, moves=False), scorer,
         tokenizer, _queries(shape, updates), seed=1,

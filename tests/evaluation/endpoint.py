@@ -1,7 +1,7 @@
-"""A real HTTP server on loopback that speaks as much of the chat completions protocol as a judge hears.
+"""A real HTTP server on loopback with the part of the chat completions protocol that judges use.
 
-It prefers the text that sorts last, unless a test plants something else, and counts what it was asked
-and what it delivered whole, as a provider would bill it.
+It prefers the text that sorts last, unless a test sets another reply. It counts the requests, and the
+complete replies, as a provider would bill them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
     number = 0
-    """Of different questions so far."""
+    """The number of different questions so far."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][0]["content"]
         with self.server.counting():
             with self.server.lock:
-                attempt = self.server.asked[text] = self.server.asked[text] + 1
-                self.number = len(self.server.asked)
+                attempt = self.server.requests[text] = self.server.requests[text] + 1
+                self.number = len(self.server.requests)
             self.server.bodies.append(body)
             self.server.retries.append(self.headers.get("x-stainless-retry-count", ""))
             if self.headers.get("Authorization") != f"Bearer {KEY}":
@@ -43,8 +43,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self.send(404, {"error": {"message": f"no model {body['model']}"}})
             self.server.behaviour(self, body, attempt)
 
-    def answer(self, body: Body) -> None:
-        """A good reply, billed."""
+    def reply(self, body: Body) -> None:
+        """Send a valid reply, and bill it."""
         self.send(200, self.server.reply(body))
         self.server.paid[body["messages"][0]["content"]] += 1
 
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def half(self) -> None:
-        """Half of what was promised, and the line is dead."""
+        """Send half of the promised body, and close the connection."""
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", "1000")
@@ -67,12 +67,12 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def close(self) -> None:
-        """Not a word, and this side of the line is closed, while the other may go on."""
+        """Send nothing, and close this side of the connection only."""
         self.connection.shutdown(socket.SHUT_WR)
         self.close_connection = True
 
     def drip(self) -> None:
-        """A byte now and then, for ever."""
+        """Send a byte now and then, without end."""
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", "100000")
@@ -93,11 +93,11 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked, self.paid = Counter[str](), Counter[str]()
+        self.requests, self.paid = Counter[str](), Counter[str]()
         self.bodies: list[Body] = []
         self.retries: list[str] = []
         self.closing = threading.Event()
-        self.behaviour: Callable[[Handler, Body, int], None] = lambda handler, body, _: handler.answer(body)
+        self.behaviour: Callable[[Handler, Body, int], None] = lambda handler, body, _: handler.reply(body)
         self.reply: Callable[[Body], Any] = preferring
         self.most_at_once = self._at_once = 0
         self.lock = threading.Lock()
@@ -114,7 +114,7 @@ class Server(ThreadingHTTPServer):
         try:
             yield
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the other side has given up, or was killed
+            pass  # the client stopped waiting, or was killed
         finally:
             with self.lock:
                 self._at_once -= 1
@@ -138,7 +138,7 @@ def serving() -> Iterator[Server]:
 
 
 def shown(body: Body) -> tuple[str, str]:
-    """The two texts of a question in the words of PROMPT."""
+    """The two texts of a question that was made with PROMPT."""
     lines = body["messages"][0]["content"].splitlines()
     first, second = (next(x for x in lines if x.startswith(letter))[2:] for letter in ("A=", "B="))
     return first, second

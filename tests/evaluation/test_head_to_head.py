@@ -1,10 +1,11 @@
-"""`rlhf judge MODEL`: any two contenders, and one message for what the user got wrong."""
+"""`rlhf judge MODEL`: any two contenders, and one message for each mistake of the user."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,9 @@ from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import head_to_head, judges
+from rlhf_tasks.evaluation.head_to_head import compare_models
+from rlhf_tasks.evaluation.judges.optimised import optimised_judges
+from rlhf_tasks.evaluation.results import EvaluationResults, Interval
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project.paths import Paths
 from tests import small
@@ -27,13 +30,18 @@ def loud() -> None:
     console.set_quiet(False)
 
 
-def run(model: str, against: str = "reference", **options: object) -> dict[str, float]:
-    given = {"num_examples": None, "names": [], **options}
-    return head_to_head.run(small.view("judge", VIEW), model, against, **given)  # type: ignore[arg-type]
+def run(model: str, against: str = "reference", **options: Any) -> EvaluationResults:
+    return compare_models(small.view("judge", VIEW), model, against, **{"paths": Paths(), **options})
 
 
-def write_answers(answers: dict[str, str]) -> str:
-    text = "".join(json.dumps({"prompt": p, "completion": a}) + "\n" for p, a in answers.items())
+def win_rate(results: EvaluationResults, judge: str, a: str, b: str) -> Interval:
+    comparison = results.comparison(judge, a, b)
+    assert comparison is not None, [one.stem for one in results.comparisons]
+    return comparison.win_rate
+
+
+def write_responses(responses: dict[str, str]) -> str:
+    text = "".join(json.dumps({"prompt": p, "completion": r}) + "\n" for p, r in responses.items())
     Path("theirs.jsonl").write_text(text, encoding="utf-8")
     return "theirs.jsonl"
 
@@ -41,42 +49,54 @@ def write_answers(answers: dict[str, str]) -> str:
 def test_a_checkpoint_against_the_reference_by_every_judge(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run("models/policy")
+    results = run("models/policy")
     for judge in ("gold", "reward_model"):
-        low, rate, high = (
-            found[f"{judge}/models/policy_vs_reference/{k}"] for k in ("low", "win_rate", "high")
-        )
-        assert 0 <= low <= rate <= high <= 1
+        rate = win_rate(results, judge, "models/policy", "reference")
+        assert 0 <= rate.low <= rate.value <= rate.high <= 1
+        assert f"{judge}/models/policy_vs_reference/win_rate" in results.metrics()
     shown = capsys.readouterr().out
     assert "win rates on 6 test prompts" in shown
     assert "gold | models/policy vs reference | " in shown
 
 
-def test_contenders_are_mirrored_and_kept_answers_are_the_same(models_here: Path) -> None:
-    there, back = run("models/policy", "models/sft"), run("models/sft", "models/policy")
-    ours = there["reward_model/models/policy_vs_models/sft/win_rate"]
-    assert back["reward_model/models/sft_vs_models/policy/win_rate"] == pytest.approx(1 - ours)
+def test_swapping_the_contenders_mirrors_the_win_rate(models_here: Path) -> None:
+    results, mirror = run("models/policy", "models/sft"), run("models/sft", "models/policy")
+    ours = win_rate(results, "reward_model", "models/policy", "models/sft").value
+    theirs = win_rate(mirror, "reward_model", "models/sft", "models/policy").value
+    assert theirs == pytest.approx(1 - ours)
 
 
-def test_answers_made_elsewhere_are_matched_by_prompt(
+def test_the_project_need_not_be_the_working_folder(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = run("models/policy", "models/sft", num_examples=3)
+    monkeypatch.chdir("/")
+    elsewhere = run(
+        "models/policy", "models/sft", num_examples=3, paths=Paths(models_here), out=Path("v.jsonl")
+    )
+    assert elsewhere == here
+    assert (models_here / "v.jsonl").exists()
+
+
+def test_responses_of_a_file_are_matched_by_prompt(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = read_table(Paths(), "prompts", "test")[:5]
     empty = {"  " + row["prompt"].replace("\n", "\n "): "" for row in rows[::-1]}
-    found = run("reference", write_answers(empty), names=["gold"])
-    assert set(found) == {k for k in found if k.startswith("gold/")}
+    results = run("reference", write_responses(empty), names=["gold"])
+    assert {one.judge for one in results.comparisons} == {"gold"}
     points = [gold(r["prompt"], r["reference"]).score - gold(r["prompt"], "").score for r in rows]
     expected = sum(1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points) / 5
-    assert found["gold/reference_vs_theirs.jsonl/win_rate"] == pytest.approx(expected)
-    assert "5 of the 12 test prompts are answered by all" in capsys.readouterr().out
+    assert win_rate(results, "gold", "reference", "theirs.jsonl").value == pytest.approx(expected)
+    assert "5 of the 12 test prompts have responses" in capsys.readouterr().out
 
 
-def test_fewer_examples_can_be_asked_for(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_examples_can_be_given(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("models/sft", num_examples=3, names=["gold"])
     assert "win rates on 3 test prompts" in capsys.readouterr().out
 
 
-def test_a_judge_that_ppo_optimised_for_this_policy_is_told_loudly(
+def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, optimised = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
@@ -84,27 +104,30 @@ def test_a_judge_that_ppo_optimised_for_this_policy_is_told_loudly(
         models.load_causal(policy), load_tokenizer(policy), policy, card="a card",
         identity=contracts.identity("policy", {"reward": optimised}),
     )  # fmt: skip
-    run("models/policy", num_examples=3)
-    told = "WARNING: judge reward_model is the reward model that PPO optimised for models/policy"
-    assert told in capsys.readouterr().out
+    results = run("models/policy", num_examples=3)
+    assert results.optimised_judges == {"reward_model": "models/reward_heldout"}
+    warning = "WARNING: judge reward_model is the reward model that PPO optimised for models/policy"
+    assert warning in capsys.readouterr().out
     run("models/policy", num_examples=3, names=["gold"])
-    assert "WARNING" not in capsys.readouterr().out, "that judge was not asked"
+    assert "WARNING" not in capsys.readouterr().out, "that judge does not take part"
     both = {"kind": "all_of", "name": "both", "judges": ["gold", "reward_model"]}
     settings = small.view("judge", VIEW | {"judge.judges": [small.GOLD, small.HELDOUT, both]}).judge
-    assert judges.optimised(settings, policy, ["both"]) == {"reward_model": "models/reward_heldout"}
+    assert optimised_judges(settings, policy, Path(), ["both"]) == {"reward_model": "models/reward_heldout"}
 
 
-def test_the_same_prompt_twice_has_each_its_own_reference(models_here: Path) -> None:
+def test_each_row_of_a_repeated_prompt_has_its_own_reference(models_here: Path) -> None:
     rows = read_table(Paths(), "prompts", "test")
     twin = rows[0] | {"reference": " my stuff"}
     small.write_rows(Path(), "prompts", "test", [rows[0], twin])
-    found = run("reference", write_answers({rows[0]["prompt"]: rows[0]["reference"]}), names=["gold"])
-    assert found["gold/reference_vs_theirs.jsonl/win_rate"] == pytest.approx(0.25)  # a tie and a loss
+    file = write_responses({rows[0]["prompt"]: rows[0]["reference"]})
+    results = run("reference", file, names=["gold"])
+    rate = win_rate(results, "gold", "reference", "theirs.jsonl").value
+    assert rate == pytest.approx(0.25)  # a tie and a loss
 
 
-@pytest.mark.parametrize("name", ["verdicts.jsonl", "new/verdicts.parquet"])
-def test_every_verdict_is_written_with_what_was_judged(models_here: Path, name: str) -> None:
-    found = run("models/policy", "models/sft", num_examples=4, out=Path(name))
+@pytest.mark.parametrize("name", ["comparisons.jsonl", "new/comparisons.parquet"])
+def test_every_comparison_is_written_with_its_texts(models_here: Path, name: str) -> None:
+    results = run("models/policy", "models/sft", num_examples=4, out=Path(name))
     if name.endswith(".parquet"):
         rows = pq.read_table(name).to_pylist()
     else:
@@ -113,22 +136,22 @@ def test_every_verdict_is_written_with_what_was_judged(models_here: Path, name: 
         (judge, i) for judge in ("gold", "reward_model") for i in range(4)
     ]
     golds = [row for row in rows if row["judge"] == "gold"]
-    points = [gold(row["prompt"], row["answer_a"]).score - gold(row["prompt"], row["answer_b"]).score
+    points = [gold(row["prompt"], row["response_a"]).score - gold(row["prompt"], row["response_b"]).score
               for row in golds]  # fmt: skip
-    assert [row["verdict"] for row in golds] == [1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points]
-    rate = sum(row["verdict"] for row in golds) / 4
-    assert found["gold/models/policy_vs_models/sft/win_rate"] == pytest.approx(rate)
+    assert [row["outcome"] for row in golds] == [1.0 if p > 0 else 0.5 if p == 0 else 0.0 for p in points]
+    rate = sum(row["outcome"] for row in golds) / 4
+    assert win_rate(results, "gold", "models/policy", "models/sft").value == pytest.approx(rate)
 
 
-def test_verdicts_take_the_place_of_older_ones_whole(models_here: Path) -> None:
-    Path("verdicts.parquet").write_text("older", encoding="utf-8")
-    Path("verdicts.parquet").chmod(0o444)
-    run("models/policy", "models/sft", num_examples=2, names=["gold"], out=Path("verdicts.parquet"))
-    assert pq.read_table("verdicts.parquet").num_rows == 2
-    assert not list(Path().glob(".verdicts*"))
+def test_the_output_file_replaces_an_older_one(models_here: Path) -> None:
+    Path("comparisons.parquet").write_text("older", encoding="utf-8")
+    Path("comparisons.parquet").chmod(0o444)
+    run("models/policy", "models/sft", num_examples=2, names=["gold"], out=Path("comparisons.parquet"))
+    assert pq.read_table("comparisons.parquet").num_rows == 2
+    assert not list(Path().glob(".comparisons*"))
 
 
-def test_a_failed_verdict_is_written_as_null(models_here: Path) -> None:
+def test_the_outcome_of_a_failure_is_written_as_null(models_here: Path) -> None:
     Path("half.py").write_text(
         "def half(prompts, answers):\n    return [float('nan')] + [float(len(a)) for a in answers[1:]]\n",
         encoding="utf-8",
@@ -138,19 +161,21 @@ def test_a_failed_verdict_is_written_as_null(models_here: Path) -> None:
         "judge.max_failure_share": 0.5,
     }
     view = small.view("judge", settings)
-    head_to_head.run(view, "models/sft", "reference", num_examples=4, names=[], out=Path("v.jsonl"))
+    compare_models(view, "models/sft", "reference", paths=Paths(), num_examples=4, out=Path("v.jsonl"))
     first, *others = [json.loads(line) for line in Path("v.jsonl").read_text("utf-8").splitlines()]
-    assert (first["verdict"], first["failure"]) == (None, "no finite score")
-    assert all(row["failure"] is None and row["verdict"] in (0, 0.5, 1) for row in others)
+    assert (first["outcome"], first["failure"]) == (None, "no finite score")
+    assert all(row["failure"] is None and row["outcome"] in (0, 0.5, 1) for row in others)
 
 
-def test_verdicts_of_another_kind_of_file_are_refused_before_anything_runs(models_here: Path) -> None:
-    with pytest.raises(UserError, match=r"--out v\.csv: verdicts are written as \.jsonl or \.parquet"):
+def test_an_output_file_with_another_suffix_is_refused_before_the_run(models_here: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"--out v\.csv: give a file whose name ends with \.jsonl or \.parquet"
+    ):
         run("models/sft", out=Path("v.csv"))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "rlhf.json"])
-def test_a_checkpoint_that_is_torn_is_told_by_its_file(models_here: Path, file: str) -> None:
+def test_a_damaged_file_of_a_checkpoint_is_named(models_here: Path, file: str) -> None:
     shutil.copytree("models/policy", "torn")
     torn = Path("torn", file)
     torn.write_text("{", encoding="utf-8")
@@ -159,34 +184,34 @@ def test_a_checkpoint_that_is_torn_is_told_by_its_file(models_here: Path, file: 
 
 
 @pytest.mark.parametrize(
-    ("model", "against", "why"),
+    ("model", "against", "reason"),
     [
-        ("models/none/at/all", "reference", "is no folder, no .jsonl file of answers and no hub id"),
-        ("some/one", "reference", "does not exist; of a hub model give the commit too, as some/one@COMMIT"),
+        ("models/none/at/all", "reference", "is not a folder, a .jsonl file of responses or a hub id"),
+        ("some/one", "reference", "does not exist; for a hub model give the commit too, as some/one@COMMIT"),
         ("some/one@main", "reference", "full commit hash"),
         ("models/sft", "none.jsonl", "none.jsonl cannot be read"),
         ("models/sft", "data/prompts", "data/prompts holds no tokenizer"),
     ],
 )
-def test_a_contender_that_is_none_is_named(models_here: Path, model: str, against: str, why: str) -> None:
-    with pytest.raises(UserError, match=why):
+def test_an_invalid_contender_is_named(models_here: Path, model: str, against: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
         run(model, against, names=["gold"])
 
 
-def test_bad_answers_are_told_by_line(models_here: Path) -> None:
+def test_invalid_lines_of_a_file_of_responses_are_named(models_here: Path) -> None:
     Path("bad.jsonl").write_text(
         '{"prompt": "a"}\n\n{"prompt": "b", "completion": "c"}\nx\n', encoding="utf-8"
     )
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         run("bad.jsonl")
-    assert str(told.value).count("\n") == 1
-    assert "bad.jsonl:1: " in str(told.value)
-    assert "bad.jsonl:4: " in str(told.value)
-    write_answers({"a": "1", "a ": "2"})
-    with pytest.raises(UserError, match=r"theirs\.jsonl:2: the prompt has an answer already"):
+    assert str(caught.value).count("\n") == 1
+    assert "bad.jsonl:1: " in str(caught.value)
+    assert "bad.jsonl:4: " in str(caught.value)
+    write_responses({"a": "1", "a ": "2"})
+    with pytest.raises(UserError, match=r"theirs\.jsonl:2: an earlier line has a response to this prompt"):
         run("theirs.jsonl")
-    with pytest.raises(UserError, match="none of the 12 prompts"):
-        run(write_answers({"another prompt": "x"}))
+    with pytest.raises(UserError, match="to none of the 12 prompts"):
+        run(write_responses({"another prompt": "x"}))
 
 
 def test_without_data_the_stage_that_makes_it_is_named(
@@ -197,7 +222,7 @@ def test_without_data_the_stage_that_makes_it_is_named(
         run("reference")
 
 
-def test_the_command_line_tells_the_stage_from_a_contest(
+def test_the_command_without_a_model_runs_the_stage(
     project: Path, models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["judge", "models/sft", "--judge", "gold", "--num-examples", "4"]) == 0

@@ -1,10 +1,9 @@
-"""Planted judges through the same machinery as real ones; mixtures by hand; what `build` refuses."""
+"""Planted judges through the code of real ones; combined judges by hand; which judges are refused."""
 
 from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,16 @@ import torch
 
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.evaluation import judges, statistics, summary
-from rlhf_tasks.evaluation.judges import making, mixtures, prompts
-from rlhf_tasks.evaluation.judges.comparing import Comparing, Question, Reply
-from rlhf_tasks.evaluation.judges.scoring import Scoring
-from rlhf_tasks.evaluation.judges.verdicts import Judge, Verdicts, check_failures
+from rlhf_tasks.evaluation import statistics, summary, tables
+from rlhf_tasks.evaluation.judges import combined, prompt_templates
+from rlhf_tasks.evaluation.judges.build import MemoizedJudge, build_judges
+from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge, check_failures
+from rlhf_tasks.evaluation.judges.optimised import optimised_judges
+from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge, Question, Reply
+from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
+from rlhf_tasks.evaluation.results import ComparisonResult
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project.paths import Paths
 from tests import small
 
 CPU = torch.device("cpu")
@@ -31,87 +34,86 @@ OURS, THEIRS = ([f"{quality:05d} words" for quality in part] for part in (QUALIT
 
 
 class Planted:
-    """A comparer made of a function of the two texts; counts what it is asked."""
+    """A comparer made of a function of the two texts; it records its questions."""
 
     def __init__(self, probability: Any) -> None:
-        self._probability, self.asked = probability, list[Question]()
+        self._probability, self.questions = probability, list[Question]()
 
     def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
-        self.asked += questions
+        self.questions += questions
         self.max_failures = max_failures
-        found = [self._probability(question.first, question.second) for question in questions]
-        return [Reply(p) if not math.isnan(p) else Reply.failed("planted") for p in found]
+        probabilities = [self._probability(question.first, question.second) for question in questions]
+        return [Reply(p) if not math.isnan(p) else Reply.failed("planted") for p in probabilities]
 
 
-def judged(probability: Any, a: Sequence[str] = OURS, b: Sequence[str] = THEIRS) -> Verdicts:
-    return Comparing("planted", Planted(probability), 1.0).compare(PROMPTS[: len(a)], a, b)
+def compared(probability: Any, a: Sequence[str] = OURS, b: Sequence[str] = THEIRS) -> Comparisons:
+    return PairwiseJudge("planted", Planted(probability), 1.0).compare(PROMPTS[: len(a)], a, b)
 
 
-def metrics(found: Verdicts) -> dict[str, float]:
-    made = summary.metrics(("j", "a", "b"), found, OURS, THEIRS)
-    return {key.removeprefix("j/a_vs_b/"): value for key, value in made.items()}
+def summarised(comparisons: Comparisons) -> ComparisonResult:
+    return summary.summarise(summary.Key("j", "a", "b"), comparisons, OURS, THEIRS)
 
 
-def test_a_judge_that_always_says_first_wins_half_and_is_all_bias() -> None:
-    found = metrics(judged(lambda first, second: 1.0))
-    assert (found["win_rate"], found["position_bias"], found["first_share"]) == (0.5, 1.0, 1.0)
-    assert found["ties"] == N
+def test_a_judge_that_always_prefers_the_first_gives_ties_and_full_bias() -> None:
+    result = summarised(compared(lambda first, second: 1.0))
+    assert (result.win_rate.value, result.position_bias, result.first_share) == (0.5, 1.0, 1.0)
+    assert result.ties == N
 
 
 def test_a_perfect_judge_gives_the_known_ranking() -> None:
-    found = metrics(judged(lambda first, second: float(first > second)))
-    assert found["win_rate"] == sum(a > b for a, b in zip(OURS, THEIRS, strict=True)) / N
-    assert (found["position_bias"], found["first_share"], found["ties"]) == (0.0, 0.5, 0)
+    result = summarised(compared(lambda first, second: float(first > second)))
+    assert result.win_rate.value == sum(a > b for a, b in zip(OURS, THEIRS, strict=True)) / N
+    assert (result.position_bias, result.first_share, result.ties) == (0.0, 0.5, 0)
 
 
-def test_a_coin_gives_an_interval_that_holds_one_half() -> None:
+def test_a_random_judge_gives_an_interval_around_one_half() -> None:
     coin = random.Random(2)
-    found = metrics(judged(lambda first, second: float(coin.random() < 0.5)))
-    assert found["low"] <= 0.5 <= found["high"]
-    assert found["position_bias"] == pytest.approx(0.5, abs=0.1)
+    result = summarised(compared(lambda first, second: float(coin.random() < 0.5)))
+    assert result.win_rate.low <= 0.5 <= result.win_rate.high
+    assert result.position_bias == pytest.approx(0.5, abs=0.1)
 
 
-def test_the_same_two_answers_are_a_tie_that_is_not_asked_for() -> None:
+def test_two_equal_responses_are_a_tie_without_a_question() -> None:
     planted = Planted(lambda first, second: 1.0)
-    found = Comparing("planted", planted, 1.0).compare(["p", "q"], ["x", "same"], ["y", "same"])
-    assert [(question.prompt, question.first) for question in planted.asked] == [("p", "x"), ("p", "y")]
-    assert found.outcomes.tolist() == [0.5, 0.5]
-    assert found.num_replies == 2
-    assert found.orders is not None
-    assert statistics.position_bias(*found.orders).count == 1
+    result = PairwiseJudge("planted", planted, 1.0).compare(["p", "q"], ["x", "same"], ["y", "same"])
+    assert [(question.prompt, question.first) for question in planted.questions] == [("p", "x"), ("p", "y")]
+    assert result.outcomes.tolist() == [0.5, 0.5]
+    assert result.num_replies == 2
+    assert result.orders is not None
+    assert statistics.position_bias(*result.orders).count == 1
 
 
 def test_a_failure_in_either_order_is_neither_win_nor_loss() -> None:
     def fails(first: str, second: str) -> float:
         return math.nan if first == OURS[0] or second == OURS[1] else float(first > second)
 
-    found = judged(fails)
-    assert sorted(found.failures) == [0, 1]
-    assert np.isnan(found.outcomes[:2]).all()
+    result = compared(fails)
+    assert sorted(result.failures) == [0, 1]
+    assert np.isnan(result.outcomes[:2]).all()
     wins = [a > b for a, b in zip(OURS, THEIRS, strict=True)][2:]
-    assert metrics(found)["win_rate"] == pytest.approx(sum(wins) / len(wins))
-    assert metrics(found)["failures"] == 2
+    assert summarised(result).win_rate.value == pytest.approx(sum(wins) / len(wins))
+    assert summarised(result).failures == 2
 
 
-def test_more_failures_than_allowed_are_told_with_the_commonest_reason() -> None:
-    found = judged(lambda first, second: math.nan if first < OURS[5] else 0.9)
-    check_failures("j", found, 1.0)
+def test_too_many_failures_are_an_error_with_the_most_frequent_reason() -> None:
+    result = compared(lambda first, second: math.nan if first < OURS[5] else 0.9)
+    check_failures("j", result, 1.0)
     with pytest.raises(
-        UserError, match=r"judge j: \d+ of 300 verdicts failed.*max_failure_share=0.05.*planted"
+        UserError, match=r"judge j: \d+ of 300 comparisons failed.*max_failure_share=0.05.*planted"
     ):
-        check_failures("j", found, 0.05)
+        check_failures("j", result, 0.05)
     with pytest.raises(UserError, match="300 of 300"):
-        check_failures("j", judged(lambda first, second: math.nan), 1.0)
+        check_failures("j", compared(lambda first, second: math.nan), 1.0)
 
 
-def test_as_many_failures_as_are_allowed_are_borne() -> None:
-    """15 pairs of 300 are 5%: both replies of each may fail before anything is proved."""
+def test_the_largest_allowed_number_of_failures_is_accepted() -> None:
+    """15 pairs of 300 are 5%: both replies of each may fail before the share is exceeded."""
     planted = Planted(lambda first, second: math.nan if {first, second} & set(OURS[:15]) else 1.0)
-    found = Comparing("planted", planted, 0.05).compare(PROMPTS, OURS, THEIRS)
-    assert (len(found.failures), planted.max_failures) == (15, 30)
-    check_failures("j", found, 0.05)
-    fewer = Verdicts(found.outcomes[:-1], failures=found.failures)
-    with pytest.raises(UserError, match="15 of 299 verdicts failed"):
+    result = PairwiseJudge("planted", planted, 0.05).compare(PROMPTS, OURS, THEIRS)
+    assert (len(result.failures), planted.max_failures) == (15, 30)
+    check_failures("j", result, 0.05)
+    fewer = Comparisons(result.outcomes[:-1], failures=result.failures)
+    with pytest.raises(UserError, match="15 of 299 comparisons failed"):
         check_failures("j", fewer, 0.05)
 
 
@@ -123,10 +125,10 @@ def test_a_score_that_is_not_finite_is_a_failure() -> None:
         def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
             return {"other": 2.0}
 
-    judge = Scoring("some", Some())
-    found = judge.compare(["p", "q", "r"], ["a", "a", "a"], ["b", "b", "b"])
-    assert np.isnan(found.outcomes).tolist() == [True, False, True]
-    assert sorted(found.failures) == [0, 2]
+    judge = ScoringJudge("some", Some())
+    result = judge.compare(["p", "q", "r"], ["a", "a", "a"], ["b", "b", "b"])
+    assert np.isnan(result.outcomes).tolist() == [True, False, True]
+    assert sorted(result.failures) == [0, 2]
     assert judge.facets(["p", "q", "r"], ["a", "a", "a"]) == {"other": 2.0, "score": 1.0}
 
 
@@ -136,7 +138,7 @@ WIN, TIE, LOSS, FAILED = 1.0, 0.5, 0.0, math.nan
 
 
 @pytest.mark.parametrize(
-    ("words", "together", "most"),
+    ("single", "together", "most"),
     [
         ((WIN, WIN, WIN), WIN, WIN),
         ((WIN, WIN, LOSS), TIE, WIN),
@@ -147,80 +149,93 @@ WIN, TIE, LOSS, FAILED = 1.0, 0.5, 0.0, math.nan
         ((WIN, FAILED, FAILED), FAILED, FAILED),
     ],
 )
-def test_mixtures_by_hand(words: tuple[float, ...], together: float, most: float) -> None:
-    outcomes = np.array(words)[:, None]
-    np.testing.assert_array_equal(mixtures.all_of(outcomes), [together])
-    np.testing.assert_array_equal(mixtures.majority(outcomes), [most])
-    np.testing.assert_array_equal(mixtures.majority(1 - outcomes), [1 - most])
+def test_combined_outcomes_by_hand(single: tuple[float, ...], together: float, most: float) -> None:
+    outcomes = np.array(single)[:, None]
+    np.testing.assert_array_equal(combined.all_of(outcomes), [together])
+    np.testing.assert_array_equal(combined.majority(outcomes), [most])
+    np.testing.assert_array_equal(combined.majority(1 - outcomes), [1 - most])
 
 
-def test_a_mixture_asks_its_judges_for_nothing_twice() -> None:
+def test_a_combined_judge_repeats_no_question() -> None:
     planted = [Planted(lambda first, second: float(first > second)) for _ in range(2)]
-    parts: list[Judge] = [making.Once(Comparing(f"j{i}", one, 1.0)) for i, one in enumerate(planted)]
-    mixed = mixtures.Mixed("both", mixtures.all_of, parts)
+    parts: list[Judge] = [MemoizedJudge(PairwiseJudge(f"j{i}", one, 1.0)) for i, one in enumerate(planted)]
+    both = combined.CombinedJudge("both", combined.all_of, parts)
     alone = parts[0].compare(PROMPTS, OURS, THEIRS)
-    np.testing.assert_array_equal(mixed.compare(PROMPTS, OURS, THEIRS).outcomes, alone.outcomes)
-    assert [len(one.asked) for one in planted] == [2 * N, 2 * N]
+    np.testing.assert_array_equal(both.compare(PROMPTS, OURS, THEIRS).outcomes, alone.outcomes)
+    assert [len(one.questions) for one in planted] == [2 * N, 2 * N]
 
 
 # ---------------------------------------------------------------------------------------- building
 
 
-def settings(*given: dict[str, Any]) -> Any:
-    return small.view("judge", {"judge.judges": list(given)}).judge
+def settings(*judges: dict[str, Any]) -> Any:
+    return small.view("judge", {"judge.judges": list(judges)}).judge
+
+
+def build(*judges: dict[str, Any], root: Path | None = None, names: Sequence[str] = ()) -> list[Judge]:
+    return build_judges(settings(*judges), "synthetic", CPU, Paths(root or Path()), names=names)
 
 
 LONGEST = {"kind": "function", "name": "longest", "function": "my_judges:longest"}
 BOTH = {"kind": "all_of", "name": "both", "judges": ["gold", "longest"]}
 
 
-def test_judges_come_in_the_order_of_the_list_and_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_judges_are_built_in_the_order_of_the_list_and_by_name(tmp_path: Path) -> None:
     (tmp_path / "my_judges.py").write_text(
         "def longest(prompts, answers):\n    return [len(a) if a else float('nan') for a in answers]\n"
     )
-    given = settings(BOTH, small.GOLD, LONGEST)
-    assert [judge.name for judge in making.build(given, "synthetic", CPU)] == ["both", "gold", "longest"]
-    (only,) = making.build(given, "synthetic", CPU, ["both"])
+    listed = (BOTH, small.GOLD, LONGEST)
+    assert [judge.name for judge in build(*listed, root=tmp_path)] == ["both", "gold", "longest"]
+    (only,) = build(*listed, root=tmp_path, names=["both"])
     post = "POST: my boss stole my lamp . it was at the park .\nTL;DR:"
     answers = [" my boss stole my lamp", " my aunt"]
     assert only.compare([post, post], answers, answers[::-1]).outcomes.tolist() == [WIN, LOSS]
-    (longest,) = making.build(given, "synthetic", CPU, ["longest"])
-    found = longest.compare(["p", "q", "r"], ["aa", "a", "a"], ["b", "bb", ""])
-    np.testing.assert_array_equal(found.outcomes, [WIN, LOSS, FAILED])
+    (longest,) = build(*listed, root=tmp_path, names=["longest"])
+    result = longest.compare(["p", "q", "r"], ["aa", "a", "a"], ["b", "bb", ""])
+    np.testing.assert_array_equal(result.outcomes, [WIN, LOSS, FAILED])
     with pytest.raises(UserError, match="has no judge best; it has both, gold, longest"):
-        making.build(given, "synthetic", CPU, ["best"])
+        build(*listed, root=tmp_path, names=["best"])
 
 
-def test_a_function_that_is_not_there_is_told_by_its_place() -> None:
+def test_functions_are_imported_from_their_own_root_and_files_from_the_project(tmp_path: Path) -> None:
+    """As promotion needs it: the judges of the user's checkout, the models of an experiment's."""
+    project, checkout = tmp_path / "project", tmp_path / "checkout"
+    for folder, score in ((project, 0), (checkout, 1)):
+        folder.mkdir()
+        code = f"def longest(prompts, answers):\n    return [{score} * len(a) for a in answers]\n"
+        (folder / "my_judges.py").write_text(code, encoding="utf-8")
+    for functions_root, outcome in ((None, TIE), (checkout, WIN), (project, TIE)):
+        (judge,) = build_judges(
+            settings(LONGEST), "synthetic", CPU, Paths(project), functions_root=functions_root
+        )
+        assert judge.compare(["p"], ["long"], ["s"]).outcomes.tolist() == [outcome]
+
+
+def test_a_missing_function_is_an_error_that_names_the_parameter() -> None:
     with pytest.raises(UserError, match=r"judge\.judges: no_such_module:f cannot be imported"):
-        making.build(settings(LONGEST | {"function": "no_such_module:f"}), "synthetic", CPU)
+        build(LONGEST | {"function": "no_such_module:f"})
 
 
 @pytest.mark.parametrize(
-    ("gives", "why"),
+    ("returned", "reason"),
     [
-        ("[1.0]", "gave 1 scores for 2 answers"),
-        ("['1', '2']", "text is no number"),
-        ("None", "gave None: .* one number per answer is needed"),
+        ("[1.0]", "but gave 1 for 2"),
+        ("['1', '2']", "but returned .*'1'"),
+        ("None", "but returned None"),
     ],
 )
-def test_what_a_function_gives_that_is_no_number_an_answer_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives: str, why: str
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_giver", raising=False)
-    (tmp_path / "my_giver.py").write_text(f"def gives(prompts, answers):\n    return {gives}\n")
-    (own,) = making.build(settings(LONGEST | {"function": "my_giver:gives"}), "synthetic", CPU)
-    with pytest.raises(UserError, match=rf"judge\.judges: function my_giver:gives .*{why}"):
+def test_a_function_must_return_one_number_per_response(tmp_path: Path, returned: str, reason: str) -> None:
+    (tmp_path / "my_judge.py").write_text(f"def score(prompts, answers):\n    return {returned}\n")
+    (own,) = build(LONGEST | {"function": "my_judge:score"}, root=tmp_path)
+    with pytest.raises(
+        UserError,
+        match=rf"judge\.judges: function my_judge:score must return one number per response, {reason}",
+    ):
         own.compare(["p", "q"], ["a", "b"], ["c", "d"])
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("judges", "reason"),
     [
         ([small.GOLD, small.HELDOUT | {"name": "gold"}], "several have the name gold"),
         ([small.GOLD | {"name": "kappa"}], "the name of another metric"),
@@ -234,54 +249,53 @@ def test_what_a_function_gives_that_is_no_number_an_answer_is_told(
         ([{"kind": "oracle", "name": "x"}], "oracle"),
     ],
 )
-def test_judges_that_make_no_sense_are_refused_with_the_reason(given: list[Any], why: str) -> None:
-    with pytest.raises(ConfigError) as told:
-        settings(*given)
-    assert why in str(told.value)
+def test_invalid_judges_are_refused_with_the_reason(judges: list[Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(*judges)
+    assert reason in str(caught.value)
 
 
-def test_a_judge_that_ppo_optimised_is_known_by_its_weights(models_here: Path) -> None:
+def test_a_judge_that_ppo_optimised_is_identified_by_its_weights(models_here: Path) -> None:
     one = small.HELDOUT | {"name": "optimised", "path": "models/elsewhere"}
     (models_here / "models/reward").rename(models_here / "models/elsewhere")
-    given = settings(small.HELDOUT, one)
+    judging = settings(small.HELDOUT, one)
     policy = Path("models/policy")
-    assert judges.optimised(given, policy) == {}, "nobody says what the policy was made from"
+    assert optimised_judges(judging, policy, Path()) == {}, "the policy does not name its reward model"
     parents = {"reward": contracts.fingerprint(models_here / "models/elsewhere")}
     models.save(
         models.load_causal(policy), load_tokenizer(policy), policy,
         identity=contracts.identity("policy", parents), card="a card",
     )  # fmt: skip
-    assert judges.optimised(given, policy) == {"optimised": "models/elsewhere"}
+    assert optimised_judges(judging, policy, Path()) == {"optimised": "models/elsewhere"}
 
 
 # ----------------------------------------------------------------------------------------- prompts
 
 
-@pytest.mark.parametrize("name", prompts.shipped())
-def test_a_shipped_prompt_shows_all_three_and_no_brace_of_an_answer_is_filled(name: str) -> None:
-    text = prompts.filled(
-        prompts.load(name, "judge.judges"), Question("a {first} {prompt}", "one {second}", "22")
-    )
+@pytest.mark.parametrize("name", prompt_templates.shipped())
+def test_a_shipped_prompt_shows_all_fields_and_keeps_braces_of_responses(name: str) -> None:
+    template = prompt_templates.load(name, "judge.judges", Path())
+    text = prompt_templates.fill(template, Question("a {first} {prompt}", "one {second}", "22"))
     assert "a {first} {prompt}" in text
     assert text.index("one {second}") < text.index("22")
 
 
-def test_a_prompt_of_the_users_own_must_show_all_three(tmp_path: Path) -> None:
+def test_a_prompt_of_the_user_must_contain_all_fields(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     with pytest.raises(UserError, match=r"cannot be read.*give hhh, ranker, tldr, or a file"):
-        prompts.load(str(file), "judge.judges")
+        prompt_templates.load("mine.txt", "judge.judges", tmp_path)
     file.write_text("{prompt} {first}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"has no \{second\}"):
-        prompts.load(str(file), "judge.judges")
+    with pytest.raises(UserError, match=r"lacks \{second\}"):
+        prompt_templates.load("mine.txt", "judge.judges", tmp_path)
     file.write_text("{prompt} {first} {second}\n\n", encoding="utf-8")
-    assert prompts.load(str(file), "judge.judges") == "{prompt} {first} {second}"
+    assert prompt_templates.load("mine.txt", "judge.judges", tmp_path) == "{prompt} {first} {second}"
 
 
-def test_win_rates_by_source_leave_the_small_ones_out() -> None:
-    found = {("j", "a", "b"): judged(lambda first, second: float(first > second))}
+def test_sources_with_few_prompts_have_no_win_rate() -> None:
+    result = {summary.Key("j", "a", "b"): compared(lambda first, second: float(first > second))}
     sources = ["one.jsonl:3"] * 100 + ["torch==2.1 torch/nn/linear.py:Linear.forward"] * 196 + ["rare"] * 4
-    rows = summary.source_table(found, sources).to_pylist()
+    rows = tables.source_table(result, sources).to_pylist()
     assert [(row["source"], row["prompts"]) for row in rows] == [("one.jsonl", 100), ("torch", 196)]
     wins = [a > b for a, b in zip(OURS[:100], THEIRS[:100], strict=True)]
     assert rows[0]["win_rate"] == pytest.approx(sum(wins) / 100)
-    assert summary.source_table(found, ["synthetic"] * N).num_rows == 0
+    assert tables.source_table(result, ["synthetic"] * N).num_rows == 0

@@ -1,4 +1,4 @@
-"""The `llm` judge and a server that behaves, or misbehaves: what is read, asked again, kept and paid for."""
+"""The `llm` judge with a server that works or fails: replies, retries, the cache and the budget."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from rlhf_tasks.config.judge import LlmJudge
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import llm
 from rlhf_tasks.evaluation.judges.cache import Cache
-from rlhf_tasks.evaluation.judges.comparing import Comparing, Question, Reply
-from rlhf_tasks.evaluation.judges.llm import Llm, Malformed, read, reply_of
+from rlhf_tasks.evaluation.judges.llm import LlmComparer
+from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge, Question, Reply
+from rlhf_tasks.evaluation.judges.replies import Malformed, record_of, reply_of
+from rlhf_tasks.project.paths import Paths
 from tests import small
 from tests.evaluation import endpoint
 from tests.evaluation.endpoint import KEY, MODEL, Body, Handler, Server, completion
 
 ROOT = Path(__file__).parents[2]
-ANY = 1e9  # failures that are allowed
+ANY = 1e9  # allowed failures
 
 
 @pytest.fixture
@@ -44,14 +46,14 @@ def settings(server: Server, folder: Path, **changes: Any) -> LlmJudge:
     prompt.write_text(endpoint.PROMPT, encoding="utf-8")
     given = {
         "kind": "llm", "name": "gpt", "base_url": server.url, "model": MODEL, "key_variable": "JUDGE_KEY",
-        "prompt": str(prompt), "logprobs": False, "max_reply_tokens": 1, "concurrency": 4,
+        "prompt": prompt.name, "logprobs": False, "max_reply_tokens": 1, "concurrency": 4,
         "timeout_seconds": 10.0, "max_retries": 2, "budget": None,
     }  # fmt: skip
     return LlmJudge.model_validate(given | changes)
 
 
-def made(server: Server, folder: Path, **changes: Any) -> Llm:
-    return Llm(settings(server, folder, **changes), 0.05, folder / "home")
+def comparer(server: Server, folder: Path, **changes: Any) -> LlmComparer:
+    return LlmComparer(settings(server, folder, **changes), 0.05, Paths(folder))
 
 
 def questions(count: int) -> list[Question]:
@@ -60,42 +62,42 @@ def questions(count: int) -> list[Question]:
     ]
 
 
-def right(asked: Sequence[Question]) -> list[Reply]:
-    return [Reply(float(q.first > q.second), num_tokens=10) for q in asked]
+def expected(questions: Sequence[Question]) -> list[Reply]:
+    return [Reply(float(q.first > q.second), num_tokens=10) for q in questions]
 
 
-# ----------------------------------------------------------------------------------- right answers
+# ------------------------------------------------------------------------------------------ replies
 
 
-def test_right_answers_come_in_the_order_of_the_questions(server: Server, tmp_path: Path) -> None:
-    asked = questions(20)
-    assert made(server, tmp_path)(asked, ANY) == right(asked)
+def test_replies_are_in_the_order_of_the_questions(server: Server, tmp_path: Path) -> None:
+    sent = questions(20)
+    assert comparer(server, tmp_path)(sent, ANY) == expected(sent)
     (body,) = {json.dumps({**b, "messages": None}) for b in server.bodies}
     assert json.loads(body) == {"model": MODEL, "messages": None, "temperature": 0.0, "max_tokens": 1}
     assert server.most_at_once <= 4
 
 
-def test_both_orders_of_every_pair_are_asked_for(server: Server, tmp_path: Path) -> None:
-    judge = Comparing("gpt", made(server, tmp_path), 0.0)
-    found = judge.compare(["p", "q"], ["2", "x"], ["1", "y"])
-    assert found.outcomes.tolist() == [1.0, 0.0]
+def test_every_pair_is_compared_in_both_orders(server: Server, tmp_path: Path) -> None:
+    judge = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0)
+    result = judge.compare(["p", "q"], ["2", "x"], ["1", "y"])
+    assert result.outcomes.tolist() == [1.0, 0.0]
     assert {(b["messages"][0]["content"][0], *endpoint.shown(b)) for b in server.bodies} == {
         ("p", "2", "1"), ("p", "1", "2"), ("q", "x", "y"), ("q", "y", "x")
     }  # fmt: skip
-    assert (found.num_replies, found.num_tokens) == (4, 40)
+    assert (result.num_replies, result.num_tokens) == (4, 40)
 
 
-def test_a_judge_that_only_says_first_is_all_ties(server: Server, tmp_path: Path) -> None:
+def test_a_model_that_always_prefers_the_first_gives_ties(server: Server, tmp_path: Path) -> None:
     server.reply = lambda body: completion("A")
-    found = Comparing("gpt", made(server, tmp_path), 0.0).compare(["p", "q"], ["2", "x"], ["1", "y"])
-    assert found.outcomes.tolist() == [0.5, 0.5]
+    result = PairwiseJudge("gpt", comparer(server, tmp_path), 0.0).compare(["p", "q"], ["2", "x"], ["1", "y"])
+    assert result.outcomes.tolist() == [0.5, 0.5]
 
 
-def test_where_the_server_gives_them_the_verdict_is_its_token_probabilities(
+def test_the_probability_comes_from_the_log_probs_if_the_server_gives_them(
     server: Server, tmp_path: Path
 ) -> None:
     server.reply = lambda body: completion("A", probabilities={"A": 0.6, " A": 0.2, "B": 0.1, "I": 0.1})
-    (reply,) = made(server, tmp_path, logprobs=True)(questions(1), ANY)
+    (reply,) = comparer(server, tmp_path, logprobs=True)(questions(1), ANY)
     assert reply.probability == pytest.approx(0.8 / 0.9)
     assert (server.bodies[0]["logprobs"], server.bodies[0]["top_logprobs"]) == (True, 5)
 
@@ -107,20 +109,20 @@ def test_where_the_server_gives_them_the_verdict_is_its_token_probabilities(
         ("Both are short, but the first is true.\n\nBetter: A", 1.0),
     ],
 )  # fmt: skip
-def test_a_verdict_is_the_last_line_and_one_letter(text: str, probability: float) -> None:
-    assert read(reply_of(json.dumps(completion(text)))) == Reply(probability, num_tokens=10)
+def test_the_preference_is_the_letter_on_the_last_line(text: str, probability: float) -> None:
+    assert reply_of(record_of(json.dumps(completion(text)))) == Reply(probability, num_tokens=10)
 
 
 @pytest.mark.parametrize(
     "text", ["", "a", "C", "AB", "A or B", "A is better", "A\nsince it is true", "Neither A"]
 )
-def test_anything_else_is_a_failure_that_says_what_came(text: str) -> None:
-    reply = read(reply_of(json.dumps(completion(text))))
+def test_a_reply_without_a_preference_is_a_failure_that_shows_it(text: str) -> None:
+    reply = reply_of(record_of(json.dumps(completion(text))))
     assert reply.probability != reply.probability
     assert repr(text) in reply.failure
 
 
-def test_of_a_reply_that_reasons_the_last_letter_counts() -> None:
+def test_the_last_letter_of_a_reply_with_reasons_counts() -> None:
     tree = completion("A says more.\nVerdict: B")
     tokens = [("A", 0.9, 0.1), (" says", 0, 0), (" B", 0.3, 0.7)]
     tree["choices"][0]["logprobs"] = {
@@ -132,85 +134,83 @@ def test_of_a_reply_that_reasons_the_last_letter_counts() -> None:
         ]
     }  # fmt: skip
     tree["choices"][0]["logprobs"]["content"][2]["logprob"] = math.log(0.7)
-    assert read(reply_of(json.dumps(tree))).probability == pytest.approx(0.3)
+    assert reply_of(record_of(json.dumps(tree))).probability == pytest.approx(0.3)
 
 
-# ------------------------------------------------------------------------------------ misbehaviour
+# ----------------------------------------------------------------------------------------- failures
 
 
-def test_a_busy_server_is_asked_again_when_it_says_so(server: Server, tmp_path: Path) -> None:
+def test_a_request_to_a_busy_server_is_repeated_after_retry_after(server: Server, tmp_path: Path) -> None:
     def busy(handler: Handler, body: Body, attempt: int) -> None:
         if attempt <= 2:
             handler.send(429 if attempt == 1 else 503, {"error": {"message": "later"}}, Retry_After="0.02")
         else:
-            handler.answer(body)
+            handler.reply(body)
 
     server.behaviour = busy
-    asked = questions(5)
-    assert made(server, tmp_path)(asked, ANY) == right(asked)
-    assert set(server.asked.values()) == {3}
+    sent = questions(5)
+    assert comparer(server, tmp_path)(sent, ANY) == expected(sent)
+    assert set(server.requests.values()) == {3}
     assert set(server.paid.values()) == {1}
     assert sorted(set(server.retries)) == ["0", "1", "2"]
 
 
-def test_a_server_that_stays_busy_fails_the_verdict(server: Server, tmp_path: Path) -> None:
+def test_a_server_that_stays_busy_gives_a_failure(server: Server, tmp_path: Path) -> None:
     server.behaviour = lambda handler, body, attempt: handler.send(
         429, {"error": {"message": "slow down"}}, Retry_After="0.02"
     )
-    (reply,) = made(server, tmp_path, max_retries=1)(questions(1), ANY)
+    (reply,) = comparer(server, tmp_path, max_retries=1)(questions(1), ANY)
     assert reply.failure.startswith("status 429")
     assert "slow down" in reply.failure
 
 
-def test_a_slow_server_is_waited_for_by_many_at_once_and_no_more(server: Server, tmp_path: Path) -> None:
+def test_no_more_than_concurrency_requests_are_in_flight(server: Server, tmp_path: Path) -> None:
     def slow(handler: Handler, body: Body, attempt: int) -> None:
         time.sleep(0.1)
-        handler.answer(body)
+        handler.reply(body)
 
     server.behaviour = slow
-    asked = questions(12)
-    assert made(server, tmp_path, concurrency=3)(asked, ANY) == right(asked)
+    sent = questions(12)
+    assert comparer(server, tmp_path, concurrency=3)(sent, ANY) == expected(sent)
     assert server.most_at_once == 3
 
 
-def test_a_hung_reply_is_given_up_and_the_others_stay(server: Server, tmp_path: Path) -> None:
+def test_a_reply_that_times_out_fails_alone(server: Server, tmp_path: Path) -> None:
     def hung(handler: Handler, body: Body, attempt: int) -> None:
         if body["messages"][0]["content"].startswith("prompt 1\n"):
             handler.hang()
         else:
-            handler.answer(body)
+            handler.reply(body)
 
     server.behaviour = hung
-    asked = questions(4)
-    found = made(server, tmp_path, timeout_seconds=2.0, max_retries=0)(asked, ANY)
-    assert "APITimeoutError" in found[1].failure
-    assert [r for i, r in enumerate(found) if i != 1] == [r for i, r in enumerate(right(asked)) if i != 1]
+    sent = questions(4)
+    result = comparer(server, tmp_path, timeout_seconds=2.0, max_retries=0)(sent, ANY)
+    assert "APITimeoutError" in result[1].failure
+    assert [r for i, r in enumerate(result) if i != 1] == [r for i, r in enumerate(expected(sent)) if i != 1]
 
 
-def test_a_reply_that_drips_for_ever_is_given_up(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(llm, "LONGEST_WAIT_SECONDS", 0.2)
+def test_a_reply_that_never_ends_times_out(server: Server, tmp_path: Path) -> None:
     server.behaviour = lambda handler, body, attempt: handler.drip()
-    (reply,) = made(server, tmp_path, timeout_seconds=0.3, max_retries=0)(questions(1), ANY)
+    one = settings(server, tmp_path, timeout_seconds=0.3, max_retries=0)
+    (reply,) = LlmComparer(one, 0.05, Paths(tmp_path), longest_wait_seconds=0.2)(questions(1), ANY)
     assert "TimeoutError" in reply.failure
 
 
 @pytest.mark.parametrize("ends", ["half", "close"])
-def test_a_line_that_dies_halfway_is_tried_again(server: Server, tmp_path: Path, ends: str) -> None:
+def test_a_broken_connection_is_tried_again(server: Server, tmp_path: Path, ends: str) -> None:
     server.behaviour = lambda handler, body, attempt: (
-        getattr(handler, ends)() if attempt == 1 else handler.answer(body)
+        getattr(handler, ends)() if attempt == 1 else handler.reply(body)
     )
-    asked = questions(2)
-    assert made(server, tmp_path)(asked, ANY) == right(asked)
-    assert set(server.asked.values()) == {2}
+    sent = questions(2)
+    assert comparer(server, tmp_path)(sent, ANY) == expected(sent)
+    assert set(server.requests.values()) == {2}
 
 
-def test_a_hung_reply_is_tried_again(server: Server, tmp_path: Path) -> None:
-    server.behaviour = lambda handler, body, attempt: handler.hang() if attempt == 1 else handler.answer(body)
-    asked = questions(2)
-    assert made(server, tmp_path, timeout_seconds=2.0, max_retries=1)(asked, ANY) == right(asked)
-    assert set(server.asked.values()) == {2}
+def test_a_reply_that_times_out_is_tried_again(server: Server, tmp_path: Path) -> None:
+    server.behaviour = lambda handler, body, attempt: handler.hang() if attempt == 1 else handler.reply(body)
+    sent = questions(2)
+    assert comparer(server, tmp_path, timeout_seconds=2.0, max_retries=1)(sent, ANY) == expected(sent)
+    assert set(server.requests.values()) == {2}
 
 
 @pytest.mark.parametrize(
@@ -225,144 +225,142 @@ def test_a_hung_reply_is_tried_again(server: Server, tmp_path: Path) -> None:
 )
 def test_a_malformed_reply_is_a_failure_and_not_kept(server: Server, tmp_path: Path, reply: bytes) -> None:
     server.behaviour = lambda handler, body, attempt: (
-        handler.send(200, reply) if attempt == 1 else handler.answer(body)
+        handler.send(200, reply) if attempt == 1 else handler.reply(body)
     )
-    judge = made(server, tmp_path)
+    judge = comparer(server, tmp_path)
     (failed,) = judge(questions(1), ANY)
-    assert "Malformed: no chat completion but" in failed.failure
-    assert judge(questions(1), ANY) == right(questions(1))
+    assert "Malformed: this is not a chat completion" in failed.failure
+    assert judge(questions(1), ANY) == expected(questions(1))
     with pytest.raises(Malformed):
-        reply_of(reply.decode())
+        record_of(reply.decode())
 
 
-def test_a_refusal_is_a_failure_that_was_paid_for_and_is_kept(server: Server, tmp_path: Path) -> None:
+def test_a_refusal_is_a_failure_that_is_paid_for_once(server: Server, tmp_path: Path) -> None:
     server.reply = lambda body: completion(None, refusal="I will not compare these.")
-    judge = made(server, tmp_path)
+    judge = comparer(server, tmp_path)
     for _ in range(2):
         (reply,) = judge(questions(1), ANY)
         assert "a refusal: I will not compare these." in reply.failure
     assert list(server.paid.values()) == [1]
 
 
-def test_a_question_that_the_server_refuses_fails_alone(server: Server, tmp_path: Path) -> None:
+def test_a_question_that_the_server_rejects_fails_alone(server: Server, tmp_path: Path) -> None:
     def too_long(handler: Handler, body: Body, attempt: int) -> None:
         if "prompt 0" in body["messages"][0]["content"]:
             handler.send(400, {"error": {"message": "context length exceeded"}})
         else:
-            handler.answer(body)
+            handler.reply(body)
 
     server.behaviour = too_long
-    asked = questions(3)
-    found = made(server, tmp_path)(asked, ANY)
-    assert found[0].failure.startswith("status 400")
-    assert found[1:] == right(asked)[1:]
+    sent = questions(3)
+    result = comparer(server, tmp_path)(sent, ANY)
+    assert result[0].failure.startswith("status 400")
+    assert result[1:] == expected(sent)[1:]
 
 
-def test_a_wrong_model_or_key_stops_at_once_without_telling_the_key(
+def test_a_wrong_model_or_key_stops_at_once_and_hides_the_key(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=r"judge gpt: .* answered 404 for model 'judge-2'.*no model judge-2"):
-        made(server, tmp_path, model="judge-2", concurrency=1)(questions(50), ANY)
-    assert sum(server.asked.values()) == 1
+    with pytest.raises(UserError, match=r"judge gpt: .* status 404 for model 'judge-2'.*no model judge-2"):
+        comparer(server, tmp_path, model="judge-2", concurrency=1)(questions(50), ANY)
+    assert sum(server.requests.values()) == 1
     monkeypatch.setenv("JUDGE_KEY", "wrong-key")
-    with pytest.raises(UserError, match=r"answered 401.*the key in \$JUDGE_KEY") as told:
-        made(server, tmp_path)(questions(1), ANY)
-    assert "wrong-key" not in str(told.value)
+    with pytest.raises(UserError, match=r"returned status 401.*the key in \$JUDGE_KEY") as caught:
+        comparer(server, tmp_path)(questions(1), ANY)
+    assert "wrong-key" not in str(caught.value)
 
 
-def test_a_key_that_is_not_in_the_environment_is_asked_for(
+def test_a_key_that_is_not_in_the_environment_is_an_error(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(UserError, match="the environment variable JUDGE_KEY holds no key"):
-        made(server, tmp_path)
+        comparer(server, tmp_path)
 
 
-def test_a_server_that_is_not_there_is_a_failure(server: Server, tmp_path: Path) -> None:
-    url = "http://127.0.0.1:9/v1"  # discard: nobody listens
-    (reply,) = made(server, tmp_path, base_url=url, max_retries=0)(questions(1), ANY)
+def test_a_server_that_does_not_run_gives_a_failure(server: Server, tmp_path: Path) -> None:
+    url = "http://127.0.0.1:9/v1"  # the discard port: no server listens
+    (reply,) = comparer(server, tmp_path, base_url=url, max_retries=0)(questions(1), ANY)
     assert "APIConnectionError" in reply.failure
 
 
-def test_too_many_failures_stop_long_before_the_last_question(server: Server, tmp_path: Path) -> None:
+def test_too_many_failures_stop_before_the_last_question(server: Server, tmp_path: Path) -> None:
     server.behaviour = lambda handler, body, attempt: handler.send(400, {"error": {"message": "no"}})
     with pytest.raises(UserError, match=r"judge gpt: .* of the replies so far failed.*status 400"):
-        made(server, tmp_path)(questions(500), 10)
-    assert sum(server.asked.values()) <= 11 + 4  # and what was in flight
+        comparer(server, tmp_path)(questions(500), 10)
+    assert sum(server.requests.values()) <= 11 + 4  # the requests in flight
 
 
-# --------------------------------------------------------------------------- nothing is paid twice
+# ------------------------------------------------------------------------------ cache and budget
 
 
-def test_a_second_run_asks_for_nothing(server: Server, tmp_path: Path) -> None:
-    asked = questions(6)
-    first = made(server, tmp_path)(asked, ANY)
-    assert made(server, tmp_path)(asked, ANY) == first
-    assert sum(server.asked.values()) == 6
+def test_a_second_run_sends_no_request(server: Server, tmp_path: Path) -> None:
+    sent = questions(6)
+    first = comparer(server, tmp_path)(sent, ANY)
+    assert comparer(server, tmp_path)(sent, ANY) == first
+    assert sum(server.requests.values()) == 6
 
 
-def test_the_same_question_twice_is_asked_once(server: Server, tmp_path: Path) -> None:
-    assert made(server, tmp_path)(questions(1) * 3, ANY) == right(questions(1) * 3)
-    assert sum(server.asked.values()) == 1
+def test_a_repeated_question_is_sent_once(server: Server, tmp_path: Path) -> None:
+    assert comparer(server, tmp_path)(questions(1) * 3, ANY) == expected(questions(1) * 3)
+    assert sum(server.requests.values()) == 1
 
 
 def test_another_model_prompt_or_limit_is_another_question(server: Server, tmp_path: Path) -> None:
-    made(server, tmp_path)(questions(1), ANY)
-    made(server, tmp_path, max_reply_tokens=2)(questions(1), ANY)
+    comparer(server, tmp_path)(questions(1), ANY)
+    comparer(server, tmp_path, max_reply_tokens=2)(questions(1), ANY)
     other = tmp_path / "other.txt"
     other.write_text("Well:\n" + endpoint.PROMPT, encoding="utf-8")
-    made(server, tmp_path, prompt=str(other))(questions(1), ANY)
-    assert sum(server.asked.values()) == 3
+    comparer(server, tmp_path, prompt=str(other))(questions(1), ANY)
+    assert sum(server.requests.values()) == 3
 
 
-def test_what_one_model_or_endpoint_said_is_not_taken_for_anothers(server: Server, tmp_path: Path) -> None:
-    asked = questions(2)
-    made(server, tmp_path)(asked, ANY)
-    with pytest.raises(UserError, match="404 for model 'another'"):
-        made(server, tmp_path, model="another")(asked, ANY)
+def test_kept_replies_are_those_of_one_model_and_endpoint(server: Server, tmp_path: Path) -> None:
+    sent = questions(2)
+    comparer(server, tmp_path)(sent, ANY)
+    with pytest.raises(UserError, match="status 404 for model 'another'"):
+        comparer(server, tmp_path, model="another")(sent, ANY)
     with endpoint.serving() as elsewhere:
         elsewhere.reply = lambda body: completion("A")
-        found = made(elsewhere, tmp_path)(asked, ANY)
-    assert [reply.probability for reply in found] == [1.0, 1.0]
+        result = comparer(elsewhere, tmp_path)(sent, ANY)
+    assert [reply.probability for reply in result] == [1.0, 1.0]
     assert sum(elsewhere.paid.values()) == 2
 
 
-def test_a_budget_of_requests_stops_cleanly_and_the_next_run_goes_on(server: Server, tmp_path: Path) -> None:
-    asked = questions(10)
+def test_a_spent_budget_of_requests_keeps_the_replies_for_later(server: Server, tmp_path: Path) -> None:
+    sent = questions(10)
     budget = {"requests": 6, "tokens": None}
-    with pytest.raises(
-        UserError, match="its budget of 6 requests is spent, and this comparison asked for 10"
-    ):
-        made(server, tmp_path, budget=budget)(asked, ANY)
+    with pytest.raises(UserError, match="its budget of 6 requests is spent, and this comparison needs 10"):
+        comparer(server, tmp_path, budget=budget)(sent, ANY)
     assert sum(server.paid.values()) == 6
-    assert made(server, tmp_path, budget=budget)(asked, ANY) == right(asked)
+    assert comparer(server, tmp_path, budget=budget)(sent, ANY) == expected(sent)
     assert set(server.paid.values()) == {1}
     assert len(server.paid) == 10
 
 
-def test_a_budget_of_tokens_is_overshot_by_what_was_in_flight_at_most(server: Server, tmp_path: Path) -> None:
+def test_a_budget_of_tokens_is_exceeded_by_requests_in_flight_only(server: Server, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its budget of 30 tokens is spent"):
-        made(server, tmp_path, budget={"requests": None, "tokens": 30}, concurrency=2)(questions(20), ANY)
+        comparer(server, tmp_path, budget={"requests": None, "tokens": 30}, concurrency=2)(questions(20), ANY)
     assert 3 <= sum(server.paid.values()) <= 4
 
 
-def test_a_budget_of_tokens_that_cannot_be_counted_is_refused(server: Server, tmp_path: Path) -> None:
+def test_a_budget_of_tokens_needs_a_server_that_reports_them(server: Server, tmp_path: Path) -> None:
     server.reply = lambda body: {**endpoint.preferring(body), "usage": None}
-    with pytest.raises(UserError, match="does not say how many tokens"):
-        made(server, tmp_path, budget={"requests": None, "tokens": 30})(questions(3), ANY)
+    with pytest.raises(UserError, match="does not report the tokens"):
+        comparer(server, tmp_path, budget={"requests": None, "tokens": 30})(questions(3), ANY)
 
 
-def test_a_torn_line_of_the_cache_costs_that_line_only(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_the_cache_loses_that_line_only(tmp_path: Path) -> None:
     file = tmp_path / "kept.jsonl"
     cache = Cache(file)
     cache.add("one", {"text": "A"})
-    with file.open("ab") as torn:
-        torn.write(b'{"key": "two", "te')
+    with file.open("ab") as stream:
+        stream.write(b'{"key": "two", "te')
     again = Cache(file)
     assert "two" not in again
     again.add("three", {"text": "B"})
-    found = Cache(file)
-    kept = [found.get(key) or {} for key in ("one", "three")]
+    result = Cache(file)
+    kept = [result.get(key) or {} for key in ("one", "three")]
     assert [record.get("text") for record in kept] == ["A", "B"]
 
 
@@ -370,34 +368,35 @@ KILLED = """
 import json, sys
 from pathlib import Path
 from rlhf_tasks.config.judge import LlmJudge
-from rlhf_tasks.evaluation.judges.comparing import Question
-from rlhf_tasks.evaluation.judges.llm import Llm
-settings, asked, home = json.load(open(sys.argv[1]))
-judge = Llm(LlmJudge.model_validate(settings), 0.05, Path(home))
-print(len(judge([Question(*q) for q in asked], 1e9)))
+from rlhf_tasks.evaluation.judges.pairwise import Question
+from rlhf_tasks.evaluation.judges.llm import LlmComparer
+from rlhf_tasks.project.paths import Paths
+settings, questions, root = json.load(open(sys.argv[1]))
+judge = LlmComparer(LlmJudge.model_validate(settings), 0.05, Paths(Path(root)))
+print(len(judge([Question(*q) for q in questions], 1e9)))
 """
 
 
-def test_killed_midway_and_run_again_no_reply_is_paid_for_twice(server: Server, tmp_path: Path) -> None:
+def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path) -> None:
     """SIGKILL once 15 of 40 replies are kept and the next four wait at the server, unanswered."""
-    kill_at, asked = 15, questions(40)
+    kill_at, sent = 15, questions(40)
 
     def behave(handler: Handler, body: Body, attempt: int) -> None:
         if killed or handler.number <= kill_at:
-            handler.answer(body)
+            handler.reply(body)
         else:
             handler.hang()
 
     killed = False
     server.behaviour = behave
-    given, home = tmp_path / "given.json", tmp_path / "home"
-    given.write_text(json.dumps([settings(server, tmp_path).model_dump(), asked, str(home)]))
+    given, home = tmp_path / "given.json", Paths(tmp_path).home
+    given.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
     command = [sys.executable, "-c", KILLED, str(given)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         kept, deadline = home / llm.FILE, time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
-            if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.asked) > kill_at:
+            if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.requests) > kill_at:
                 break
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
@@ -406,22 +405,22 @@ def test_killed_midway_and_run_again_no_reply_is_paid_for_twice(server: Server, 
     killed = True
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "40"
-    assert "25 were asked for" in done.stdout
+    assert "25 of 40 replies were requested" in done.stdout
     assert len(server.paid) == 40
     assert set(server.paid.values()) == {1}
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_the_stage_killed_midway_and_run_again_pays_for_nothing_twice(
+def test_the_stage_pays_for_no_reply_twice_after_a_kill(
     server: Server, models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`rlhf judge` itself: SIGKILL while replies are waited for, and the same command again."""
+    """SIGKILL of `rlhf judge` while it waits for replies, and the same command again."""
     kill_at, killed = 15, threading.Event()
 
     def behave(handler: Handler, body: Body, attempt: int) -> None:
         if killed.is_set() or handler.number <= kill_at:
-            handler.answer(body)
+            handler.reply(body)
         else:
             handler.hang()
 
@@ -442,7 +441,7 @@ def test_the_stage_killed_midway_and_run_again_pays_for_nothing_twice(
     with subprocess.Popen(command, cwd=models_here, env=environment, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 600
         while process.poll() is None and time.monotonic() < deadline:
-            if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.asked) > kill_at:
+            if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.requests) > kill_at:
                 break
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
@@ -464,10 +463,10 @@ def test_the_stage_killed_midway_and_run_again_pays_for_nothing_twice(
         (["Verdict", ":", " **", "B", "**", "<|end|>"], 0.25),
         (["A", " is", " worse", ".", "\n", "Verdict: B"], 0.0),
     ],
-    ids=["a letter with a bracket", "what ends a reply is no letter", "no token of its own: 1 or 0"],
+    ids=["a letter with a bracket", "an end token is not a letter", "without a token of its own: 1 or 0"],
 )
-def test_the_probability_is_that_of_the_verdicts_own_token(tokens: list[str], probability: float) -> None:
-    """An article is no verdict. Its rivals stand at B's place with ¾ to ¼; at A's it is certain."""
+def test_the_probability_is_that_of_the_letters_own_token(tokens: list[str], probability: float) -> None:
+    """An article is not a preference. B has the probability ¾ at its place; the article A is certain."""
 
     def rivals(token: str) -> list[dict[str, Any]]:
         own, other = (0.75, 0.25) if "B" in token else (1.0, 0.0)
@@ -477,39 +476,37 @@ def test_the_probability_is_that_of_the_verdicts_own_token(tokens: list[str], pr
     listed = [{"token": t, "logprob": rivals(t)[0]["logprob"], "top_logprobs": rivals(t)} for t in tokens]
     text = "".join(token for token in tokens if token != "<|end|>")
     body = {"choices": [{"message": {"content": text}, "logprobs": {"content": listed}}]}
-    assert llm.read(llm.reply_of(json.dumps(body))).probability == pytest.approx(probability)
+    assert reply_of(record_of(json.dumps(body))).probability == pytest.approx(probability)
 
 
 # -------------------------------------------------------------------------------------- traces
 
 
-def test_the_first_replies_are_traced_once_with_what_was_asked_and_said(
-    server: Server, tmp_path: Path
-) -> None:
-    """A reply that is kept is shown at the time it was asked for; a failure says why."""
-    told: list[dict[str, Any]] = []
+def test_the_first_replies_are_traced_once_with_request_and_reply(server: Server, tmp_path: Path) -> None:
+    """A kept reply is traced at the time of its request; a failure with its reason."""
+    traces: list[dict[str, Any]] = []
 
     def trace(
         name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
     ) -> None:
-        told.append({"name": name, "inputs": inputs, "outputs": outputs, "start": start, "end": end})
+        traces.append({"name": name, "inputs": inputs, "outputs": outputs, "start": start, "end": end})
 
-    asked = questions(3)
+    sent = questions(3)
     server.reply = lambda body: endpoint.completion("B" if "prompt 0" in str(body["messages"]) else "Hm")
     for _ in range(2):
-        judge = Llm(settings(server, tmp_path), 1.0, tmp_path / "home", trace=trace, num_traces=2)
-        judge(asked, ANY)
-        judge(asked, ANY)
-    first, failed, *again = told
-    assert again == [first, failed], "the second process showed what was kept, and two of it"
+        judge = LlmComparer(settings(server, tmp_path), 1.0, Paths(tmp_path), trace=trace, num_traces=2)
+        judge(sent, ANY)
+        judge(sent, ANY)
+    first, failed, *again = traces
+    assert again == [first, failed], "the second process traces two kept replies"
     assert first["name"] == "judge gpt"
     assert first["inputs"]["messages"][0]["content"].startswith("prompt 0")
     assert first["outputs"] == {"text": "B", "tokens": 10, "first_is_better": 0.0}
-    assert failed["outputs"]["failure"] == "no verdict but 'Hm'"
+    assert failed["outputs"]["failure"] == "the reply does not end with A or B: 'Hm'"
     assert 0 <= first["end"] - first["start"] < 60_000
 
 
-def test_the_client_is_loaded_for_those_alone_who_have_such_a_judge() -> None:
+def test_the_client_library_is_imported_for_llm_judges_only() -> None:
     code = (
         "import sys, rlhf_tasks.evaluation.head_to_head, rlhf_tasks.stages.judge, rlhf_tasks.stages.ppo\n"
         "sys.exit('openai is loaded' if 'openai' in sys.modules else 0)"

@@ -1,4 +1,4 @@
-"""Judges on this machine: against each row alone through the bare model; and once through a real server."""
+"""Local judges against single rows through the bare model, and once through a real server."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from transformers import (
 
 from rlhf_tasks.config.judge import LlmJudge, LocalJudge, PairRmJudge
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.judges.comparing import Comparing, Question
-from rlhf_tasks.evaluation.judges.llm import Llm
-from rlhf_tasks.evaluation.judges.local import Local, Ranker
+from rlhf_tasks.evaluation.judges.llm import LlmComparer
+from rlhf_tasks.evaluation.judges.local import LocalComparer, RankerComparer
+from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge, Question
 from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.project.paths import Paths
 from tests import toy
 
 CPU = torch.device("cpu")
@@ -60,20 +61,20 @@ def prompt(folder: Path) -> str:
     return str(file)
 
 
-def local(folder: Path, model: Path, **changes: Any) -> Local:
+def local(folder: Path, model: Path, **changes: Any) -> LocalComparer:
     given = {
         "kind": "local", "name": "own", "path": str(model), "revision": None, "prompt": prompt(folder),
         "micro_batch_tokens": 64,
     }  # fmt: skip
-    return Local(LocalJudge.model_validate(given | changes), CPU)
+    return LocalComparer(LocalJudge.model_validate(given | changes), CPU, Path())
 
 
-def ranker(folder: Path, model: Path, **changes: Any) -> Ranker:
+def ranker(folder: Path, model: Path, **changes: Any) -> RankerComparer:
     given = {
         "kind": "pair_rm", "name": "rank", "path": str(model), "revision": None, "prompt": prompt(folder),
         "micro_batch_tokens": 64,
     }  # fmt: skip
-    return Ranker(PairRmJudge.model_validate(given | changes), CPU)
+    return RankerComparer(PairRmJudge.model_validate(given | changes), CPU, Path())
 
 
 def text(question: Question) -> str:
@@ -83,14 +84,14 @@ def text(question: Question) -> str:
 @pytest.mark.parametrize("chat", [None, CHAT])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @torch.no_grad()
-def test_a_local_verdict_is_the_next_tokens_probability_of_a_over_a_or_b(
+def test_a_local_reply_is_the_next_tokens_probability_of_a_over_a_or_b(
     tmp_path: Path, family: str, chat: str | None
 ) -> None:
     tokens = words(chat=chat)
     folder = toy.foreign(str(tmp_path / "model"), family, words=tokens)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    found = local(tmp_path, folder)(QUESTIONS, 0)
-    for question, reply in zip(QUESTIONS, found, strict=True):
+    result = local(tmp_path, folder)(QUESTIONS, 0)
+    for question, reply in zip(QUESTIONS, result, strict=True):
         whole = f"user : {text(question)}\n" if chat else text(question)
         ids = tokens(whole)["input_ids"]
         p = model(torch.tensor([ids])).logits[0, -1].softmax(0)
@@ -99,13 +100,13 @@ def test_a_local_verdict_is_the_next_tokens_probability_of_a_over_a_or_b(
         assert reply.num_tokens == len(ids)
 
 
-def test_a_tokenizer_that_cannot_say_a_or_b_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_tokens_a_and_b_is_refused(tmp_path: Path) -> None:
     folder = toy.foreign(str(tmp_path / "model"), "llama", words=words(letters=("A",)))
     with pytest.raises(UserError, match="has no tokens A and B"):
         local(tmp_path, folder)
 
 
-def test_a_question_longer_than_the_model_reads_is_a_failure(tmp_path: Path) -> None:
+def test_a_question_longer_than_the_models_limit_is_a_failure(tmp_path: Path) -> None:
     folder = toy.foreign(str(tmp_path / "model"), "llama", words=words())
     long = Question("a " * 100, "now", "is")
     short, failed = local(tmp_path, folder)([QUESTIONS[0], long], 2)
@@ -116,7 +117,7 @@ def test_a_question_longer_than_the_model_reads_is_a_failure(tmp_path: Path) -> 
 @pytest.mark.parametrize("family", ["llama", "bert"])
 @pytest.mark.parametrize("labels", [1, 2])
 @torch.no_grad()
-def test_a_ranker_says_how_probable_the_first_answer_is_the_better_one(
+def test_a_ranker_gives_the_probability_that_the_first_is_better(
     tmp_path: Path, family: str, labels: int
 ) -> None:
     tokens, folder = words(), tmp_path / "model"
@@ -135,10 +136,10 @@ def test_a_ranker_says_how_probable_the_first_answer_is_the_better_one(
 
 
 @pytest.mark.parametrize(("declared", "most"), [(None, 13), (9, 9)])
-def test_a_ranker_with_a_padding_position_reads_as_far_as_its_positions_go(
+def test_the_limit_of_a_ranker_leaves_out_its_padding_positions(
     tmp_path: Path, declared: int | None, most: int
 ) -> None:
-    """RoBERTa's first token stands at padding_idx + 1: of 16 positions with padding at 2, 13 are left."""
+    """RoBERTa's first token is at padding_idx + 1: of 16 positions with padding at 2, 13 are left."""
     tokens, folder = words(), tmp_path / "model"
     if declared is not None:
         tokens.model_max_length = declared
@@ -155,7 +156,7 @@ def test_a_ranker_with_a_padding_position_reads_as_far_as_its_positions_go(
     assert failed.failure == f"longer than the judge's {most} tokens"
 
 
-def test_what_is_no_ranker_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_ranker_is_refused(tmp_path: Path) -> None:
     folder = toy.foreign(str(tmp_path / "three"), "llama", labels=3)
     with pytest.raises(UserError, match="has 3 labels; a ranker has one"):
         ranker(tmp_path, folder)
@@ -167,7 +168,7 @@ def test_what_is_no_ranker_is_refused(tmp_path: Path) -> None:
 
 
 def always_first(folder: Path) -> Path:
-    """A model whose every next token is A: all weights are equal, but the head's row of that token."""
+    """A model whose next token is always A: all weights are equal except the head's row of that token."""
     tokens = words(chat=CHAT)
     shape = AutoConfig.for_model(
         "llama", vocab_size=len(tokens), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -209,23 +210,23 @@ def served(model: Path, log: Path) -> Iterator[str]:
 
 
 @pytest.mark.e2e
-def test_a_model_that_always_says_first_is_all_bias_here_and_behind_transformers_serve(
+def test_a_model_that_always_prefers_the_first_is_biased_here_and_behind_transformers_serve(
     tmp_path: Path,
 ) -> None:
     model = always_first(tmp_path / "model")
     prompts, ours, theirs = (list(part) for part in zip(*QUESTIONS, strict=True))
-    here = Comparing("own", local(tmp_path, model), 0.0).compare(prompts, ours, theirs)
+    local_result = PairwiseJudge("own", local(tmp_path, model), 0.0).compare(prompts, ours, theirs)
     with served(model, tmp_path / "log") as url:
         settings = LlmJudge(
             kind="llm", name="served", base_url=url, model=str(model), key_variable=None,
             prompt=prompt(tmp_path), logprobs=False, max_reply_tokens=1, concurrency=2,
             timeout_seconds=60.0, max_retries=5, budget=None,
         )  # fmt: skip
-        there = Comparing("served", Llm(settings, 0.0, tmp_path / "home"), 0.0)
-        found = there.compare(prompts, ours, theirs)
-    for verdicts in (here, found):
-        assert verdicts.outcomes.tolist() == [0.5, 0.5, 0.5]
-        assert verdicts.orders is not None
-        assert (verdicts.orders[0] > 0.5).all()
-        assert (verdicts.orders[1] < 0.5).all()
-        assert verdicts.num_tokens > 0
+        judge = PairwiseJudge("served", LlmComparer(settings, 0.0, Paths(tmp_path)), 0.0)
+        served_result = judge.compare(prompts, ours, theirs)
+    for comparisons in (local_result, served_result):
+        assert comparisons.outcomes.tolist() == [0.5, 0.5, 0.5]
+        assert comparisons.orders is not None
+        assert (comparisons.orders[0] > 0.5).all()
+        assert (comparisons.orders[1] < 0.5).all()
+        assert comparisons.num_tokens > 0

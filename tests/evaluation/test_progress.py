@@ -1,4 +1,4 @@
-"""The win rate while PPO trained: a point per look, by hand."""
+"""The win rate over the course of PPO's training, computed by hand."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.evaluation import progress
-from rlhf_tasks.evaluation.judges.scoring import Scoring
+from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import NullTracker
 
 
 class Length:
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        return [float(len(answer)) if answer != "broken" else float("nan") for answer in answers]
+    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return [float(len(text)) if text != "broken" else float("nan") for text in responses]
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
         return {}
 
 
-def looked_at(*looks: tuple[int, list[str]]) -> None:
+def curve(root: Path, *evaluations: tuple[int, list[str]]) -> list[dict[str, float]]:
+    """The curve of `(episode, responses)`; every reference is four characters long."""
     rows = [
-        {"episode": episode, "prompt": f"p{i}", "reference": "four", "response": answer}
-        for episode, answers in looks
-        for i, answer in enumerate(answers)
+        {"episode": episode, "prompt": f"p{i}", "reference": "four", "response": response}
+        for episode, responses in evaluations
+        for i, response in enumerate(responses)
     ]
-    progress.ANSWERS.parent.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), progress.ANSWERS)
+    paths, tracker = Paths(root), NullTracker("judge")
+    paths.ppo_samples.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), paths.ppo_samples / progress.RESPONSES)
+    progress.log(paths, [ScoringJudge("long", Length())], tracker)
+    return tracker.history()
 
 
-def test_each_look_is_a_point_of_the_win_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    looked_at((0, ["a", "b", "four", "longer"]), (256, ["longer"] * 4), (512, ["broken", "longer", "a", "a"]))
-    tracker = NullTracker("judge")
-    progress.log([Scoring("long", Length())], tracker)
-    points = [(row["episode"], row["long/win_rate"]) for row in tracker.history()]
+def test_each_evaluation_is_a_point_of_the_win_rate(tmp_path: Path) -> None:
+    rows = curve(
+        tmp_path,
+        (0, ["a", "b", "four", "longer"]),
+        (256, ["longer"] * 4),
+        (512, ["broken", "longer", "a", "a"]),
+    )
+    points = [(row["episode"], row["long/win_rate"]) for row in rows]
     assert points == [(0, 1.5 / 4), (256, 1.0), (512, pytest.approx(1 / 3))]
-    assert all(row["long/low"] <= row["long/win_rate"] <= row["long/high"] for row in tracker.history())
+    assert all(row["long/low"] <= row["long/win_rate"] <= row["long/high"] for row in rows)
 
 
-def test_a_look_that_could_not_be_judged_has_no_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    looked_at((0, ["broken"] * 3), (256, ["longer"] * 3))
-    tracker = NullTracker("judge")
-    progress.log([Scoring("long", Length())], tracker)
-    assert [row["episode"] for row in tracker.history()] == [256]
+def test_an_evaluation_of_failures_only_has_no_point(tmp_path: Path) -> None:
+    rows = curve(tmp_path, (0, ["broken"] * 3), (256, ["longer"] * 3))
+    assert [row["episode"] for row in rows] == [256]

@@ -127,13 +127,6 @@ def test_a_comparison_is_found_by_judge_and_contenders() -> None:
     assert WHOLE.comparison("gold", "sft", "policy") is None
 
 
-def test_renamed_contenders_keep_their_numbers() -> None:
-    renamed = WHOLE.renamed({"policy": "theirs"})
-    assert renamed.comparison("gold", "theirs", "sft") is not None
-    assert renamed.comparison("gold", "policy", "sft") is None
-    assert renamed.comparison("llm", "sft", "reference") == WHOLE.comparisons[1]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -156,3 +149,22 @@ def test_a_file_that_is_not_a_results_document_is_a_user_error(
 def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         EvaluationResults.read(tmp_path / "results.json")
+
+
+def test_comparisons_are_the_same_after_metrics_and_back() -> None:
+    assert EvaluationResults.from_metrics(WHOLE.metrics()).comparisons == WHOLE.comparisons
+
+
+def test_an_incomplete_comparison_is_left_out() -> None:
+    metrics = {
+        key: value for key, value in WHOLE.metrics().items() if key != "gold/policy_vs_sft/decisive/low"
+    }
+    assert EvaluationResults.from_metrics(metrics).comparisons == WHOLE.comparisons[1:]
+
+
+def test_wins_and_losses_follow_from_the_win_rate_and_the_ties() -> None:
+    """(4 + ½ · 3) / 10 = 0.55."""
+    counted = comparison("gold", "policy", "sft").model_copy(
+        update={"win_rate": interval(0.55), "ties": 3, "examples": 10}
+    )
+    assert (counted.wins, counted.losses) == (4, 3)

@@ -1,4 +1,4 @@
-"""Perplexity and questions against one row at a time through the bare model; what a probe file must hold."""
+"""Retention against one row at a time through the bare model; what a file of texts or questions must hold."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from rlhf_tasks.config.judge import Retention
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import probes, retention
-from rlhf_tasks.evaluation.probes import Choice
+from rlhf_tasks.evaluation import probe_texts, retention
+from rlhf_tasks.evaluation.probe_texts import Choice
+from rlhf_tasks.evaluation.results import RetentionResult
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import models
 from rlhf_tasks.project.paths import Paths
@@ -23,82 +24,82 @@ CPU = torch.device("cpu")
 POLICY = Path("models/policy")
 
 
-def settings(**changes: object) -> Retention:
-    given = {"num_examples": 6, "micro_batch_tokens": 256, "general": None, "questions": None}
-    return Retention.model_validate(given | changes)
+def measure(folder: Path, **changes: object) -> RetentionResult:
+    settings = {"num_examples": 6, "micro_batch_tokens": 256, "general": None, "questions": None}
+    return Probes(Retention.model_validate(settings | changes), Paths()).measure(folder, CPU)
 
 
-def alone(model: PreTrainedModel, query: list[int], response: list[int]) -> float:
+def logprob_alone(model: PreTrainedModel, query: list[int], response: list[int]) -> float:
     """Σ log p of a response, without padding, mask or batch."""
     logprobs = small.logits_alone(model, query, response).log_softmax(-1)
     return float(sum(logprobs[t, token] for t, token in enumerate(response)))
 
 
-def test_perplexity_of_demonstrations_is_that_of_each_alone(models_here: Path) -> None:
+def test_perplexity_of_demonstrations_equals_that_of_single_rows(models_here: Path) -> None:
     model, tokenizer = models.load_causal(POLICY).eval(), load_tokenizer(POLICY)
     rows = read_table(Paths(), "sft", "test")[:6]
     queries = encode(tokenizer, [row["prompt"] for row in rows])
     responses = encode_answers(tokenizer, [row["completion"] for row in rows])
-    total = sum(alone(model, q, r) for q, r in zip(queries, responses, strict=True))
+    total = sum(logprob_alone(model, q, r) for q, r in zip(queries, responses, strict=True))
     expected = math.exp(-total / sum(map(len, responses)))
-    found = Probes(settings())("policy", POLICY, CPU)
-    assert found["perplexity/sft_text/policy"] == pytest.approx(expected, rel=1e-5)
-    assert "perplexity/general/policy" not in found
+    result = measure(POLICY).perplexity
+    assert result == {"sft_text": pytest.approx(expected, rel=1e-5)}
 
 
-def test_a_general_text_is_read_from_its_first_token_on(models_here: Path) -> None:
+def test_perplexity_of_a_text_counts_all_tokens_but_the_first(models_here: Path) -> None:
     texts = ["my boss stole my lamp", "i feel sad .\nit was at the park ."]
     Path("general.txt").write_text("\n\n".join(texts) + "\n\nmy\n", encoding="utf-8")
     model, tokenizer = models.load_causal(POLICY).eval(), load_tokenizer(POLICY)
     ids = encode(tokenizer, [text.replace("\n", " ") for text in texts])
-    total = sum(alone(model, row[:1], row[1:]) for row in ids)
+    total = sum(logprob_alone(model, row[:1], row[1:]) for row in ids)
     expected = math.exp(-total / sum(len(row) - 1 for row in ids))
-    found = Probes(settings(general="general.txt"))("policy", POLICY, CPU)
-    assert found["perplexity/general/policy"] == pytest.approx(expected, rel=1e-5)
+    result = measure(POLICY, general="general.txt").perplexity
+    assert result["general"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_likeliest_ending_per_character_is_the_answer(models_here: Path) -> None:
+def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_here: Path) -> None:
     model, tokenizer = models.load_causal(POLICY).eval(), load_tokenizer(POLICY)
     endings = (" my lamp", " at the park .", " sad", " i want a refund")
     rates = []
     for ending in endings:
         query, response = encode(tokenizer, ["my boss stole", ending])
-        rates.append(alone(model, query, response) / len(ending))
+        rates.append(logprob_alone(model, query, response) / len(ending))
     best = endings[rates.index(max(rates))]
     others = tuple(ending for ending in endings if ending != best)
-    asked = [Choice("my boss stole", (best, *others)), Choice("my boss stole", (*others, best))]
-    assert retention.answered(model, tokenizer, asked, 64) == [True, False]
+    questions = [Choice("my boss stole", (best, *others)), Choice("my boss stole", (*others, best))]
+    assert retention.are_right(model, tokenizer, questions, 64) == [True, False]
 
 
-def test_without_questions_they_are_made_of_demonstrations() -> None:
+def test_questions_of_demonstrations_have_the_next_completions_as_wrong_endings() -> None:
     pairs = [("p", "a"), ("q", "b"), ("r", "a"), ("s", "c"), ("t", "d")]
-    found = retention.of_demonstrations(pairs)
-    assert found[0] == Choice("p", ("a", "b", "c", "d"))
-    assert found[3] == Choice("s", ("c", "d", "a", "b"))
-    assert len(found) == 5
+    questions = retention.of_demonstrations(pairs)
+    assert questions[0] == Choice("p", ("a", "b", "c", "d"))
+    assert questions[3] == Choice("s", ("c", "d", "a", "b"))
+    assert len(questions) == 5
     assert retention.of_demonstrations(pairs[:3]) == []
 
 
-def test_what_is_shipped_can_be_read(models_here: Path) -> None:
-    asked = probes.questions("english")
-    assert len(asked) >= 30
-    assert {len(question.endings) for question in asked} == {4}
-    assert all(len(set(question.endings)) == 4 and question.endings[0].startswith(" ") for question in asked)
-    assert len(probes.texts("english")) >= 12
-    found = Probes(settings(general="english", questions="english"))("sft", Path("models/sft"), CPU)
-    assert found["choice/sft/low"] <= found["choice/sft"] <= found["choice/sft/high"]
-    assert found["perplexity/general/sft"] > 1
+def test_the_shipped_texts_and_questions_can_be_measured(models_here: Path) -> None:
+    questions = probe_texts.questions("english", Path())
+    assert len(questions) >= 30
+    assert {len(question.endings) for question in questions} == {4}
+    assert all(len(set(one.endings)) == 4 and one.endings[0].startswith(" ") for one in questions)
+    assert len(probe_texts.texts("english", Path())) >= 12
+    result = measure(Path("models/sft"), general="english", questions="english")
+    assert result.multiple_choice is not None
+    assert result.multiple_choice.low <= result.multiple_choice.value <= result.multiple_choice.high
+    assert result.perplexity["general"] > 1
 
 
-def test_a_file_that_is_no_probe_is_told(tmp_path: Path) -> None:
+def test_a_file_of_another_form_is_refused_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "probe.txt"
     with pytest.raises(UserError, match=r"cannot be read.*give english, or a file"):
-        probes.texts(str(file))
+        probe_texts.texts("probe.txt", tmp_path)
     file.write_text("\n\n", encoding="utf-8")
     with pytest.raises(UserError, match="holds no text"):
-        probes.texts(str(file))
+        probe_texts.texts("probe.txt", tmp_path)
     with pytest.raises(UserError, match="holds no question"):
-        probes.questions(str(file))
+        probe_texts.questions("probe.txt", tmp_path)
     file.write_text("A beginning\nright\nwrong\n\nAnother\nright\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"three lines or more.*'Another right' is none"):
-        probes.questions(str(file))
+    with pytest.raises(UserError, match=r"three lines or more.*'Another right' has fewer lines"):
+        probe_texts.questions("probe.txt", tmp_path)

@@ -1,4 +1,4 @@
-"""Verdict statistics against hand-worked numbers, slow loops and simulation."""
+"""Statistics of comparisons against hand-worked numbers, slow loops and simulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from rlhf_tasks.evaluation import statistics as verdicts
+from rlhf_tasks.evaluation import statistics
+from rlhf_tasks.evaluation.length_control import length_controlled, matched_length_gain
 
 WIN, TIE, LOSS, FAILED = 1.0, 0.5, 0.0, math.nan
 
@@ -18,24 +19,24 @@ def made_of(wins: int, ties: int, losses: int, failures: int = 0) -> list[float]
 
 
 def test_the_higher_score_wins_equal_scores_tie_and_nan_is_a_failure() -> None:
-    found = verdicts.outcomes(
+    result = statistics.outcomes(
         [2.0, 1.0, 0.5, math.nan, 3.0, math.inf], [1.0, 2.0, 0.5, 1.0, math.nan, math.inf]
     )
-    np.testing.assert_array_equal(found, [WIN, LOSS, TIE, FAILED, FAILED, TIE])
+    np.testing.assert_array_equal(result, [WIN, LOSS, TIE, FAILED, FAILED, TIE])
 
 
 def test_ties_count_half_and_failures_not_at_all() -> None:
-    found = verdicts.verdict(made_of(wins=5, ties=4, losses=1, failures=7))
-    assert found.win_rate.value == pytest.approx(0.7)  # (5 + 4/2) / 10
-    assert (found.wins, found.ties, found.losses, found.failures) == (5, 4, 1, 7)
-    assert found.win_rate.count == 10
-    assert found.decisive.value == pytest.approx(5 / 6)
+    result = statistics.summarise(made_of(wins=5, ties=4, losses=1, failures=7))
+    assert result.win_rate.value == pytest.approx(0.7)  # (5 + 4/2) / 10
+    assert (result.wins, result.ties, result.losses, result.failures) == (5, 4, 1, 7)
+    assert result.win_rate.count == 10
+    assert result.decisive.value == pytest.approx(5 / 6)
 
 
 @pytest.mark.parametrize("counts", [(30, 5, 15), (1, 0, 0), (10, 10, 10), (0, 4, 3), (700, 50, 250)])
-def test_swapping_a_and_b_mirrors_the_verdict(counts: tuple[int, int, int]) -> None:
+def test_swapping_a_and_b_mirrors_the_summary(counts: tuple[int, int, int]) -> None:
     wins, ties, losses = counts
-    ours, theirs = verdicts.verdict(made_of(*counts)), verdicts.verdict(made_of(losses, ties, wins))
+    ours, theirs = statistics.summarise(made_of(*counts)), statistics.summarise(made_of(losses, ties, wins))
     for mine, other in ((ours.win_rate, theirs.win_rate), (ours.decisive, theirs.decisive)):
         assert other.value == pytest.approx(1 - mine.value)
         assert other.low == pytest.approx(1 - mine.high)
@@ -46,22 +47,22 @@ def test_swapping_a_and_b_mirrors_the_verdict(counts: tuple[int, int, int]) -> N
 
 def test_swapped_scores_give_mirrored_outcomes() -> None:
     a, b = np.array([0.1, 0.4, 0.4]), np.array([0.3, 0.4, 0.2])
-    np.testing.assert_array_equal(verdicts.outcomes(a, b), 1 - verdicts.outcomes(b, a))
+    np.testing.assert_array_equal(statistics.outcomes(a, b), 1 - statistics.outcomes(b, a))
 
 
 def test_the_interval_is_the_percentile_bootstrap_over_prompts() -> None:
     given = np.array(made_of(wins=60, ties=10, losses=30))
     random = np.random.default_rng(5)
     resampled = [given[random.integers(0, 100, 100)].mean() for _ in range(20_000)]
-    found = verdicts.rate(given)
+    result = statistics.rate(given)
     # Resampled means lie on a grid of 1/200, and 20,000 of them place a percentile within one step.
-    assert found.low == pytest.approx(np.percentile(resampled, 2.5), abs=0.0051)
-    assert found.high == pytest.approx(np.percentile(resampled, 97.5), abs=0.0051)
+    assert result.low == pytest.approx(np.percentile(resampled, 2.5), abs=0.0051)
+    assert result.high == pytest.approx(np.percentile(resampled, 97.5), abs=0.0051)
 
 
 def test_the_bootstrap_of_two_prompts_by_hand() -> None:
     # A win and a loss: two draws give 0, ½, ½, 1 with ¼ each, so both 2.5% points are the extremes.
-    assert verdicts.rate([WIN, LOSS]) == verdicts.Estimate(0.5, 0.0, 1.0, 2)
+    assert statistics.rate([WIN, LOSS]) == statistics.Estimate(0.5, 0.0, 1.0, 2)
 
 
 def test_the_bootstrap_cuts_off_no_more_than_a_tail_on_either_side() -> None:
@@ -77,33 +78,33 @@ def test_the_bootstrap_cuts_off_no_more_than_a_tail_on_either_side() -> None:
     tail = Fraction(25, 1000)
     low = next(s for s in range(25) if sum(masses.get(k, 0) for k in range(s + 1)) >= tail)
     high = next(s for s in range(24, -1, -1) if sum(masses.get(k, 0) for k in range(s, 25)) >= tail)
-    found = verdicts.rate(made_of(wins, ties, losses))
-    assert (found.low, found.high) == pytest.approx((low / 24, high / 24))
+    result = statistics.rate(made_of(wins, ties, losses))
+    assert (result.low, result.high) == pytest.approx((low / 24, high / 24))
 
 
-def test_a_bootstrap_without_spread_says_so_while_wilson_stays_open() -> None:
-    found = verdicts.verdict(made_of(wins=20, ties=0, losses=0))
-    assert (found.win_rate.low, found.win_rate.high) == (1.0, 1.0)
+def test_equal_outcomes_leave_the_bootstrap_no_spread_but_wilson_some() -> None:
+    result = statistics.summarise(made_of(wins=20, ties=0, losses=0))
+    assert (result.win_rate.low, result.win_rate.high) == (1.0, 1.0)
     # Wilson at 20 of 20: n / (n + z²) = 20 / 23.8415.
-    assert found.decisive.low == pytest.approx(0.83887, abs=1e-5)
-    assert found.decisive.high == 1.0
+    assert result.decisive.low == pytest.approx(0.83887, abs=1e-5)
+    assert result.decisive.high == 1.0
 
 
-def test_intervals_of_the_win_rate_hold_the_truth_95_times_of_100() -> None:
+def test_the_interval_of_the_win_rate_covers_the_truth_in_95_percent() -> None:
     random = np.random.default_rng(0)
     held = []
     for wins, ties, losses in random.multinomial(300, [0.55, 0.15, 0.30], size=1500):
-        found = verdicts.rate(made_of(wins, ties, losses))
-        held.append(found.low <= 0.625 <= found.high)
+        result = statistics.rate(made_of(wins, ties, losses))
+        held.append(result.low <= 0.625 <= result.high)
     assert np.mean(held) == pytest.approx(0.95, abs=0.03)
 
 
 def test_wilson_by_hand() -> None:
     # 8 of 10, z² = 3.841459: centre (.8 + .192073) / 1.384146 = .716740,
     # reach 1.959964 / 1.384146 · √(.016 + .009604) = .226577.
-    found = verdicts.wilson(8, 10)
-    assert (found.value, found.low, found.high) == pytest.approx((0.8, 0.490163, 0.943317), abs=1e-5)
-    assert verdicts.wilson(0, 0) == verdicts.Estimate(0.5, 0.0, 1.0, 0)
+    result = statistics.wilson(8, 10)
+    assert (result.value, result.low, result.high) == pytest.approx((0.8, 0.490163, 0.943317), abs=1e-5)
+    assert statistics.wilson(0, 0) == statistics.Estimate(0.5, 0.0, 1.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -117,132 +118,132 @@ def test_wilson_by_hand() -> None:
     ],
 )
 def test_the_sign_test_by_hand(wins: int, losses: int, p_value: float) -> None:
-    assert verdicts.sign_test(wins, losses) == pytest.approx(p_value)
+    assert statistics.sign_test(wins, losses) == pytest.approx(p_value)
 
 
 def test_the_sign_test_of_many_prompts_is_the_exact_binomial() -> None:
     exact = 2 * sum(math.comb(1000, k) for k in range(441)) / 2**1000
-    assert verdicts.sign_test(560, 440) == pytest.approx(exact, rel=1e-9)
+    assert statistics.sign_test(560, 440) == pytest.approx(exact, rel=1e-9)
 
 
-def test_a_gain_that_is_all_length_is_none_at_matched_length() -> None:
+def test_a_gain_from_length_alone_is_zero_at_matched_length() -> None:
     random = np.random.default_rng(1)
     length_b = random.integers(5, 20, 200)
     length_a = length_b + random.integers(0, 6, 200)
-    found = verdicts.matched_length_gain(0.3 * length_a, 0.3 * length_b, length_a, length_b)
+    result = matched_length_gain(0.3 * length_a, 0.3 * length_b, length_a, length_b)
     assert np.mean(0.3 * (length_a - length_b)) > 0.5
-    assert found.value == pytest.approx(0.0, abs=1e-12)
+    assert result.value == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_gain_besides_length_is_found_with_its_robust_interval() -> None:
+def test_a_gain_besides_length_has_the_robust_interval() -> None:
     # d = 1 + 2x + e with x = 0, 1, 2, 3 and e = ±.1 such that Σe = Σxe = 0: α = 1, β = 2 exactly.
     # c = (.7, .4, .1, −.2); Σc²e² = .01 · .70 = .007; Var = 4/2 · .007 = .014.
     x = np.array([0.0, 1.0, 2.0, 3.0])
     e = np.array([0.1, -0.1, -0.1, 0.1])
-    found = verdicts.matched_length_gain(1 + 2 * x + e, np.zeros(4), x, np.zeros(4))
+    result = matched_length_gain(1 + 2 * x + e, np.zeros(4), x, np.zeros(4))
     reach = 1.959964 * math.sqrt(0.014)
-    assert (found.value, found.low, found.high) == pytest.approx((1.0, 1 - reach, 1 + reach), abs=1e-6)
-    assert found.count == 4
+    assert (result.value, result.low, result.high) == pytest.approx((1.0, 1 - reach, 1 + reach), abs=1e-6)
+    assert result.count == 4
 
 
 def test_without_length_variation_the_gain_is_the_plain_mean() -> None:
-    found = verdicts.matched_length_gain([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [4, 4, 4], [4, 4, 4])
+    result = matched_length_gain([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [4, 4, 4], [4, 4, 4])
     reach = 1.959964 * math.sqrt(1 / 3)  # sample variance 1, N = 3
-    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach), abs=1e-6)
+    assert (result.value, result.low, result.high) == pytest.approx((2.0, 2 - reach, 2 + reach), abs=1e-6)
 
 
 def test_swapping_a_and_b_mirrors_the_gain() -> None:
     random = np.random.default_rng(2)
     a, b, la, lb = random.normal(size=(4, 50))
-    ours, theirs = verdicts.matched_length_gain(a, b, la, lb), verdicts.matched_length_gain(b, a, lb, la)
+    ours, theirs = matched_length_gain(a, b, la, lb), matched_length_gain(b, a, lb, la)
     assert (theirs.value, theirs.low, theirs.high) == pytest.approx((-ours.value, -ours.high, -ours.low))
 
 
-def test_intervals_of_the_gain_hold_the_truth_95_times_of_100() -> None:
+def test_the_interval_of_the_gain_covers_the_truth_in_95_percent() -> None:
     random = np.random.default_rng(3)
     held = []
     for _ in range(1500):
         x = random.normal(2.0, 3.0, 200)
         noise = random.normal(size=200) * (0.5 + 0.5 * np.abs(x))  # spread grows with the length difference
-        found = verdicts.matched_length_gain(0.4 + 0.2 * x + noise, np.zeros(200), x, np.zeros(200))
-        held.append(found.low <= 0.4 <= found.high)
+        result = matched_length_gain(0.4 + 0.2 * x + noise, np.zeros(200), x, np.zeros(200))
+        held.append(result.low <= 0.4 <= result.high)
     assert np.mean(held) == pytest.approx(0.95, abs=0.03)
 
 
-def test_a_failed_row_leaves_the_gain_as_it_is_without_it() -> None:
-    whole = verdicts.matched_length_gain([1.0, 2.0, 4.0], [0.0, 1.0, 1.0], [3, 4, 7], [3, 3, 5])
-    with_failure = verdicts.matched_length_gain(
+def test_a_failure_does_not_change_the_gain() -> None:
+    whole = matched_length_gain([1.0, 2.0, 4.0], [0.0, 1.0, 1.0], [3, 4, 7], [3, 3, 5])
+    with_failure = matched_length_gain(
         [1.0, 2.0, math.nan, 4.0], [0.0, 1.0, 9.0, 1.0], [3, 4, 9, 7], [3, 3, 1, 5]
     )
     assert with_failure == whole
 
 
-def test_agreement_leaves_out_gold_ties_and_halves_the_judges_own() -> None:
+def test_agreement_leaves_out_gold_ties_and_counts_the_judges_ties_half() -> None:
     labels = [WIN, WIN, LOSS, TIE, WIN, FAILED]
     gold = [WIN, LOSS, LOSS, WIN, TIE, WIN]
-    found = verdicts.agreement(labels, gold)
-    assert found.count == 4  # not the gold tie, not the failure
-    assert found.value == pytest.approx((1 + 0 + 1 + 0.5) / 4)
-    assert found.low <= found.value <= found.high
+    result = statistics.agreement(labels, gold)
+    assert result.count == 4  # not the gold tie, not the failure
+    assert result.value == pytest.approx((1 + 0 + 1 + 0.5) / 4)
+    assert result.low <= result.value <= result.high
 
 
 def test_pearson_by_hand() -> None:
     # x − x̄ = (−1, 0, 1), y − ȳ = (−1, 1, 0): 1 / (√2 · √2).
-    assert verdicts.pearson([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
-    assert verdicts.pearson([1, 2, 3], [6, 4, 2]) == pytest.approx(-1.0)
-    assert verdicts.pearson([1, 2, 3], [5, 5, 5]) == 0.0
+    assert statistics.pearson([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
+    assert statistics.pearson([1, 2, 3], [6, 4, 2]) == pytest.approx(-1.0)
+    assert statistics.pearson([1, 2, 3], [5, 5, 5]) == 0.0
 
 
 def test_calibration_by_hand() -> None:
     # σ(ln 3) = .75 and σ(ln 9) = .9. Lower bin: 2 of 4 right, gap .25; upper: 4 of 4, gap .10.
     differences = [math.log(3)] * 4 + [math.log(9)] * 4
-    found = verdicts.calibration_error(differences, [1, 1, 0, 0, 1, 1, 1, 1], num_bins=2)
-    assert found == pytest.approx((0.25 + 0.10) / 2)
+    result = statistics.calibration_error(differences, [1, 1, 0, 0, 1, 1, 1, 1], num_bins=2)
+    assert result == pytest.approx((0.25 + 0.10) / 2)
 
 
-def test_turning_pairs_over_leaves_calibration_as_it_was() -> None:
+def test_turning_pairs_does_not_change_the_calibration_error() -> None:
     random = np.random.default_rng(4)
     differences = random.normal(size=400)
     won = (random.random(400) < 0.6).astype(float)
     turned = random.random(400) < 0.5
-    found = verdicts.calibration_error(
+    result = statistics.calibration_error(
         np.where(turned, -differences, differences), np.where(turned, 1 - won, won)
     )
-    assert found == pytest.approx(verdicts.calibration_error(differences, won))
+    assert result == pytest.approx(statistics.calibration_error(differences, won))
 
 
 def test_outcomes_drawn_from_the_model_itself_are_calibrated() -> None:
     random = np.random.default_rng(6)
     differences = random.normal(scale=2, size=50_000)
     won = (random.random(50_000) < 1 / (1 + np.exp(-differences))).astype(float)
-    assert verdicts.calibration_error(differences, won) < 0.01
-    assert verdicts.calibration_error(3 * differences, won) > 0.05
+    assert statistics.calibration_error(differences, won) < 0.01
+    assert statistics.calibration_error(3 * differences, won) > 0.05
 
 
-def test_what_cannot_be_judged_is_refused() -> None:
+def test_invalid_outcomes_are_refused() -> None:
     with pytest.raises(ValueError, match="none of 2 prompts was judged"):
-        verdicts.verdict([math.nan, math.nan])
+        statistics.summarise([math.nan, math.nan])
     with pytest.raises(ValueError, match=r"0\.5 \(tie\)"):
-        verdicts.verdict([0.7])
+        statistics.summarise([0.7])
     with pytest.raises(ValueError, match=r"shapes \(2,\) and \(3,\)"):
-        verdicts.outcomes([1, 2], [1, 2, 3])
+        statistics.outcomes([1, 2], [1, 2, 3])
     with pytest.raises(ValueError, match="3 judged prompts"):
-        verdicts.matched_length_gain([1, 2], [1, 2], [1, 2], [1, 2])
+        matched_length_gain([1, 2], [1, 2], [1, 2], [1, 2])
 
 
 # ------------------------------------------------------------------------- planted judges, both orders
 
 
-def test_a_judge_that_always_says_first_ties_everything_and_is_all_bias() -> None:
+def test_always_preferring_the_first_gives_ties_and_full_bias() -> None:
     shown_first, shown_second = np.ones(200), np.zeros(200)  # P(A is better), A shown first and second
-    found = verdicts.verdict(verdicts.both_orders(shown_first, shown_second))
-    bias = verdicts.position_bias(shown_first, shown_second)
-    assert (found.win_rate.value, found.ties) == (0.5, 200)
+    result = statistics.summarise(statistics.both_orders(shown_first, shown_second))
+    bias = statistics.position_bias(shown_first, shown_second)
+    assert (result.win_rate.value, result.ties) == (0.5, 200)
     assert (bias.flips, bias.first, bias.count) == (1.0, 1.0, 200)
 
 
-def test_a_judge_that_always_says_second_is_as_biased_the_other_way() -> None:
-    bias = verdicts.position_bias(np.zeros(10), np.ones(10))
+def test_always_preferring_the_second_is_the_opposite_bias() -> None:
+    bias = statistics.position_bias(np.zeros(10), np.ones(10))
     assert (bias.flips, bias.first) == (1.0, 0.0)
 
 
@@ -250,42 +251,42 @@ def test_a_perfect_judge_gives_the_known_ranking_without_bias() -> None:
     random = np.random.default_rng(7)
     a, b = random.normal(0.5, 1, 500), random.normal(0, 1, 500)
     certain = (a > b).astype(float)
-    found = verdicts.both_orders(certain, certain)
-    np.testing.assert_array_equal(found, verdicts.outcomes(a, b))
-    bias = verdicts.position_bias(certain, certain)
+    result = statistics.both_orders(certain, certain)
+    np.testing.assert_array_equal(result, statistics.outcomes(a, b))
+    bias = statistics.position_bias(certain, certain)
     assert bias.flips == 0
-    assert bias.first == 0.5  # each pair names A once in the first place, or once in the second
+    assert bias.first == 0.5  # each pair prefers A once in the first place, or once in the second
 
 
-def test_a_coin_is_half_flips_and_its_interval_holds_one_half() -> None:
+def test_a_random_judge_flips_half_and_its_interval_covers_one_half() -> None:
     random = np.random.default_rng(8)
     p, q = (random.random((2, 2000)) < 0.5).astype(float)
-    found = verdicts.verdict(verdicts.both_orders(p, q)).win_rate
-    assert found.low <= 0.5 <= found.high
-    assert verdicts.position_bias(p, q).flips == pytest.approx(0.5, abs=0.05)
+    result = statistics.summarise(statistics.both_orders(p, q)).win_rate
+    assert result.low <= 0.5 <= result.high
+    assert statistics.position_bias(p, q).flips == pytest.approx(0.5, abs=0.05)
 
 
 def test_orders_by_hand() -> None:
     p = [0.9, 0.2, 0.9, 0.5, math.nan, 0.6]
     q = [0.7, 0.1, 0.3, 0.9, 0.9, math.nan]
-    np.testing.assert_array_equal(verdicts.both_orders(p, q), [WIN, LOSS, TIE, TIE, FAILED, FAILED])
-    bias = verdicts.position_bias(p, q)
+    np.testing.assert_array_equal(statistics.both_orders(p, q), [WIN, LOSS, TIE, TIE, FAILED, FAILED])
+    bias = statistics.position_bias(p, q)
     # Of four whole pairs one flips. First place wins: 1, 0, 1, ½ when A is there; 0, 1, 1, 0 when B is.
     assert (bias.flips, bias.first, bias.count) == (0.25, (2.5 + 2.0) / 8, 4)
 
 
-def test_without_a_pair_there_is_no_bias_to_tell() -> None:
-    assert verdicts.position_bias([], []) == verdicts.PositionBias(0.0, 0.5, 0)
+def test_the_bias_of_no_pair_is_zero_flips_and_one_half() -> None:
+    assert statistics.position_bias([], []) == statistics.PositionBias(0.0, 0.5, 0)
 
 
 @pytest.mark.parametrize("shares", [(0.55, 0.15, 0.30), (0.25, 0.5, 0.25), (0.7, 0.0, 0.3)])
-def test_win_rates_of_simulated_judges_are_covered_95_times_of_100(shares: tuple[float, ...]) -> None:
+def test_the_win_rate_of_a_simulated_judge_is_covered_in_95_percent(shares: tuple[float, ...]) -> None:
     random = np.random.default_rng(9)
     truth = shares[0] + shares[1] / 2
     held = [
-        found.low <= truth <= found.high
+        result.low <= truth <= result.high
         for counts in random.multinomial(1000, shares, size=4000)
-        for found in [verdicts.rate(made_of(*counts))]
+        for result in [statistics.rate(made_of(*counts))]
     ]
     assert np.mean(held) == pytest.approx(0.95, abs=0.015)
 
@@ -293,18 +294,18 @@ def test_win_rates_of_simulated_judges_are_covered_95_times_of_100(shares: tuple
 # -------------------------------------------------------------------------------------- equal length
 
 
-def test_a_judge_that_only_looks_at_length_says_one_half_at_equal_length() -> None:
+def test_a_judge_of_length_only_gives_one_half_at_equal_length() -> None:
     random = np.random.default_rng(10)
     difference = random.normal(5, 10, 4000)
     longer_wins = (random.random(4000) < 1 / (1 + np.exp(-2 * np.tanh(difference / 10)))).astype(float)
-    assert verdicts.rate(longer_wins).low > 0.55
-    found = verdicts.length_controlled(longer_wins, difference, np.zeros(4000))
-    assert found.low <= 0.5 <= found.high
-    assert found.high - found.low < 0.08
+    assert statistics.rate(longer_wins).low > 0.55
+    result = length_controlled(longer_wins, difference, np.zeros(4000))
+    assert result.low <= 0.5 <= result.high
+    assert result.high - result.low < 0.08
 
 
 def test_the_rate_at_equal_length_solves_its_equations() -> None:
-    """Gradient zero: Σ(p − y) = 0 and Σ(p − y)·x + φ = 0, found by bisection in θ for a φ on a grid."""
+    """Gradient zero: Σ(p − y) = 0 and Σ(p − y)·x + φ = 0, result by bisection in θ for a φ on a grid."""
     y = np.array([1, 1, 1, 0, 0.5, 0, 1, 0])
     d = np.array([4.0, 2.0, -1.0, -3.0, 0.0, 1.0, 3.0, -2.0])
     x = np.tanh(d / d.std())
@@ -321,14 +322,14 @@ def test_the_rate_at_equal_length_solves_its_equations() -> None:
         phi = (low + high) / 2
         p = 1 / (1 + np.exp(-theta_of(phi) - phi * x))
         low, high = (low, phi) if float((p - y) @ x) + phi > 0 else (phi, high)
-    found = verdicts.length_controlled(y, d, np.zeros(8))
-    assert found.value == pytest.approx(1 / (1 + math.exp(-theta_of(low))), abs=1e-9)
+    result = length_controlled(y, d, np.zeros(8))
+    assert result.value == pytest.approx(1 / (1 + math.exp(-theta_of(low))), abs=1e-9)
 
 
 def test_swapping_a_and_b_mirrors_the_rate_at_equal_length() -> None:
     random = np.random.default_rng(11)
     y, la, lb = random.choice([1, 0.5, 0], 80), random.normal(size=80), random.normal(size=80)
-    ours, theirs = verdicts.length_controlled(y, la, lb), verdicts.length_controlled(1 - y, lb, la)
+    ours, theirs = length_controlled(y, la, lb), length_controlled(1 - y, lb, la)
     assert (theirs.value, theirs.low, theirs.high) == pytest.approx(
         (1 - ours.value, 1 - ours.high, 1 - ours.low)
     )
@@ -336,30 +337,30 @@ def test_swapping_a_and_b_mirrors_the_rate_at_equal_length() -> None:
 
 def test_without_length_differences_it_is_the_plain_rate() -> None:
     y = made_of(6, 2, 2)
-    assert verdicts.length_controlled(y, [5] * 10, [5] * 10).value == pytest.approx(0.7)
-    assert verdicts.length_controlled(y, [9] * 10, [5] * 10).value == pytest.approx(0.7)
+    assert length_controlled(y, [5] * 10, [5] * 10).value == pytest.approx(0.7)
+    assert length_controlled(y, [9] * 10, [5] * 10).value == pytest.approx(0.7)
 
 
-def test_a_contender_that_always_wins_does_so_at_equal_length() -> None:
-    assert verdicts.length_controlled([1.0] * 5, range(5), [0] * 5) == verdicts.wilson(5, 5)
-    assert verdicts.length_controlled([0.0] * 5, range(5), [0] * 5) == verdicts.wilson(0, 5)
-    assert verdicts.length_controlled([0.5] * 5, range(5), [0] * 5).value == pytest.approx(0.5)
+def test_a_contender_that_always_wins_also_wins_at_equal_length() -> None:
+    assert length_controlled([1.0] * 5, range(5), [0] * 5) == statistics.wilson(5, 5)
+    assert length_controlled([0.0] * 5, range(5), [0] * 5) == statistics.wilson(0, 5)
+    assert length_controlled([0.5] * 5, range(5), [0] * 5).value == pytest.approx(0.5)
 
 
-def test_wins_that_length_separates_leave_the_rate_finite() -> None:
+def test_the_rate_is_finite_where_length_separates_the_wins() -> None:
     d = np.array([3.0, 2.0, 1.0, -1.0, -2.0, -3.0])
-    found = verdicts.length_controlled((d > 0).astype(float), d, np.zeros(6))
-    assert 0 < found.low < found.value < found.high < 1
-    assert found.value == pytest.approx(0.5)
+    result = length_controlled((d > 0).astype(float), d, np.zeros(6))
+    assert 0 < result.low < result.value < result.high < 1
+    assert result.value == pytest.approx(0.5)
 
 
-def test_a_failed_prompt_is_not_in_the_rate_at_equal_length() -> None:
+def test_the_rate_at_equal_length_leaves_out_failures() -> None:
     y, d = [1.0, 0.0, 0.5, 1.0], [1.0, 2.0, -1.0, 0.5]
-    with_failure = verdicts.length_controlled([*y, FAILED], [*d, 90.0], [0.0] * 5)
-    assert with_failure == verdicts.length_controlled(y, d, [0.0] * 4)
+    with_failure = length_controlled([*y, FAILED], [*d, 90.0], [0.0] * 5)
+    assert with_failure == length_controlled(y, d, [0.0] * 4)
 
 
-def test_rates_at_equal_length_are_covered_95_times_of_100() -> None:
+def test_the_rate_at_equal_length_is_covered_in_95_percent() -> None:
     random = np.random.default_rng(12)
     held = []
     for _ in range(1500):
@@ -367,8 +368,8 @@ def test_rates_at_equal_length_are_covered_95_times_of_100() -> None:
         p = 1 / (1 + np.exp(-(0.4 + 0.8 * np.tanh(d / 10))))
         y = np.where(random.random(300) < 0.2, 0.5, 0.0)  # a fifth are ties, that leave the mean as it is
         y = np.where(y == 0.5, 0.5, (random.random(300) < 0.5 + (p - 0.5) / 0.8).astype(float))
-        found = verdicts.length_controlled(y, d, np.zeros(300))
-        held.append(found.low <= 1 / (1 + math.exp(-0.4)) <= found.high)
+        result = length_controlled(y, d, np.zeros(300))
+        held.append(result.low <= 1 / (1 + math.exp(-0.4)) <= result.high)
     assert np.mean(held) == pytest.approx(0.95, abs=0.02)
 
 
@@ -379,32 +380,32 @@ def test_kappa_by_hand() -> None:
     # Both say win on 20, both loss on 15, they differ on 5 and 10: p = .7, e = .5·.6 + .5·.4 = .5, κ = .4.
     a = [WIN] * 25 + [LOSS] * 25
     b = [WIN] * 20 + [LOSS] * 5 + [WIN] * 10 + [LOSS] * 15
-    found = verdicts.kappa(a, b)
-    assert found.value == pytest.approx(0.4)
-    assert found.low < 0.4 < found.high
-    assert found.count == 50
-    assert verdicts.kappa(b, a).value == pytest.approx(0.4)
+    result = statistics.kappa(a, b)
+    assert result.value == pytest.approx(0.4)
+    assert result.low < 0.4 < result.high
+    assert result.count == 50
+    assert statistics.kappa(b, a).value == pytest.approx(0.4)
 
 
 def test_kappa_of_a_judge_with_itself_is_one_with_its_mirror_below_zero() -> None:
     a = np.array(made_of(10, 5, 10))
-    assert verdicts.kappa(a, a).value == pytest.approx(1)
-    assert verdicts.kappa(a, 1 - a).value < 0
+    assert statistics.kappa(a, a).value == pytest.approx(1)
+    assert statistics.kappa(a, 1 - a).value < 0
 
 
-def test_kappa_of_coins_holds_zero_and_leaves_failures_out() -> None:
+def test_kappa_of_random_judges_covers_zero_and_leaves_out_failures() -> None:
     random = np.random.default_rng(13)
     a, b = random.choice([1, 0.5, 0], (2, 400, 3))
-    found = verdicts.kappa(a, b)
-    assert found.low <= 0 <= found.high
-    assert found.count == 1200
+    result = statistics.kappa(a, b)
+    assert result.low <= 0 <= result.high
+    assert result.count == 1200
     a[0, 0] = b[3, 2] = FAILED
-    assert verdicts.kappa(a, b).count == 1198
+    assert statistics.kappa(a, b).count == 1198
 
 
-def test_kappa_of_judges_that_never_differ_says_nothing() -> None:
-    assert verdicts.kappa([WIN] * 4, [WIN] * 4).value == 0
+def test_kappa_of_one_constant_outcome_is_zero() -> None:
+    assert statistics.kappa([WIN] * 4, [WIN] * 4).value == 0
     with pytest.raises(ValueError, match="judged by both"):
-        verdicts.kappa([WIN, FAILED], [FAILED, WIN])
+        statistics.kappa([WIN, FAILED], [FAILED, WIN])
     with pytest.raises(ValueError, match="one shape"):
-        verdicts.kappa([WIN], [WIN, LOSS])
+        statistics.kappa([WIN], [WIN, LOSS])

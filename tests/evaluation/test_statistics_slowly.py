@@ -9,7 +9,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from rlhf_tasks.evaluation import statistics as verdicts
+from rlhf_tasks.evaluation import statistics
+from rlhf_tasks.evaluation.length_control import length_controlled, matched_length_gain
 from rlhf_tasks.evaluation.statistics import Floats
 
 Z = 1.959963984540054
@@ -26,12 +27,12 @@ def counts(most: int) -> Iterator[tuple[int, int, int]]:
 
 def drawn(seed: int, size: int, *, failures: float = 0.1) -> Floats:
     random = np.random.default_rng(seed)
-    found = random.choice(OUTCOMES, size, p=[0.5, 0.2, 0.3])
-    return np.where(random.random(size) < failures, np.nan, found)
+    result = random.choice(OUTCOMES, size, p=[0.5, 0.2, 0.3])
+    return np.where(random.random(size) < failures, np.nan, result)
 
 
-def test_the_bootstraps_interval_is_that_of_all_resamples_in_fractions() -> None:
-    """Every count of up to 7 prompts: the distribution of 2 × the drawn sum, a draw at a time."""
+def test_the_bootstrap_equals_the_distribution_of_all_resamples() -> None:
+    """Every count of up to 7 prompts: the distribution of 2 × the drawn sum, one draw at a time."""
     tail = Fraction(25, 1000)
     for wins, ties, losses in counts(7):
         size = wins + ties + losses
@@ -46,27 +47,27 @@ def test_the_bootstraps_interval_is_that_of_all_resamples_in_fractions() -> None
         sums = range(2 * size + 1)
         low = next(s for s in sums if sum(masses.get(k, 0) for k in sums[: s + 1]) >= tail)
         high = next(s for s in reversed(sums) if sum(masses.get(k, 0) for k in sums[s:]) >= tail)
-        found = verdicts.rate([1.0] * wins + [0.5] * ties + [0.0] * losses)
-        assert (found.low, found.high) == pytest.approx((low / (2 * size), high / (2 * size)))
-        assert found.low <= found.value <= found.high
+        result = statistics.rate([1.0] * wins + [0.5] * ties + [0.0] * losses)
+        assert (result.low, result.high) == pytest.approx((low / (2 * size), high / (2 * size)))
+        assert result.low <= result.value <= result.high
 
 
-def test_a_bootstrap_of_very_many_prompts_is_the_normal_one() -> None:
-    found = verdicts.rate([1.0] * 60_000 + [0.5] * 10_000 + [0.0] * 30_000)
+def test_the_bootstrap_of_many_prompts_is_close_to_the_normal_interval() -> None:
+    result = statistics.rate([1.0] * 60_000 + [0.5] * 10_000 + [0.0] * 30_000)
     deviation = math.sqrt((0.6 + 0.1 / 4 - 0.65**2) / 100_000)
-    assert (found.low, found.high) == pytest.approx((0.65 - Z * deviation, 0.65 + Z * deviation), abs=2e-5)
+    assert (result.low, result.high) == pytest.approx((0.65 - Z * deviation, 0.65 + Z * deviation), abs=2e-5)
 
 
-def test_wilsons_ends_are_the_shares_that_the_score_test_just_does_not_refuse() -> None:
-    """|s/n − p| = z √(p(1−p)/n), solved by bisection on either side of s/n; always about the share itself."""
+def test_wilsons_ends_are_the_limits_of_the_score_test() -> None:
+    """|s/n − p| = z √(p(1−p)/n), solved by bisection on either side of s/n; the interval contains s/n."""
     for count in (1, 2, 3, 7, 20, 49, 1000):
         for successes in sorted({0, 1, count // 3, count // 2, count - 1, count}):
-            share, found = successes / count, verdicts.wilson(successes, count)
+            share, result = successes / count, statistics.wilson(successes, count)
 
             def refused(p: float, share: float = share, count: int = count) -> bool:
                 return abs(share - p) > Z * math.sqrt(p * (1 - p) / count)
 
-            for end, outermost in ((found.low, 0.0), (found.high, 1.0)):
+            for end, outermost in ((result.low, 0.0), (result.high, 1.0)):
                 inside, outside = share, outermost
                 for _ in range(100):
                     middle = (inside + outside) / 2
@@ -74,17 +75,17 @@ def test_wilsons_ends_are_the_shares_that_the_score_test_just_does_not_refuse() 
                 assert end == pytest.approx(inside, abs=1e-9)
     for count in range(1, 400):
         for successes in range(count + 1):
-            found = verdicts.wilson(successes, count)
-            assert 0 <= found.low <= found.value <= found.high <= 1
+            result = statistics.wilson(successes, count)
+            assert 0 <= result.low <= result.value <= result.high <= 1
 
 
 def test_the_sign_test_is_the_exact_binomial() -> None:
-    """By all splits of up to 40, summed over all outcomes that are as unlikely or more, in fractions."""
+    """All splits of up to 40: the sum over all outcomes that are at most as likely, in fractions."""
     for count in range(41):
         likely = [Fraction(math.comb(count, k), 2**count) for k in range(count + 1)]
         for wins in range(count + 1):
             exact = sum(p for p in likely if p <= likely[wins])
-            assert verdicts.sign_test(wins, count - wins) == pytest.approx(float(exact), rel=1e-9)
+            assert statistics.sign_test(wins, count - wins) == pytest.approx(float(exact), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -98,13 +99,13 @@ def test_kappa_by_counting(seed: int) -> None:
         * Fraction(sum(b == x for _, b in pairs), len(pairs))
         for x in OUTCOMES
     )
-    found = verdicts.kappa(first, second)
-    assert found.value == pytest.approx(float((agreed - chance) / (1 - chance)))
-    assert found.count == len(pairs)
+    result = statistics.kappa(first, second)
+    assert result.value == pytest.approx(float((agreed - chance) / (1 - chance)))
+    assert result.count == len(pairs)
 
 
-def test_kappas_interval_is_a_bootstrap_over_prompts_with_all_their_comparisons() -> None:
-    """Three comparisons a prompt that say the same: as wide as if there were one."""
+def test_the_interval_of_kappa_resamples_prompts_with_all_comparisons() -> None:
+    """Three equal comparisons per prompt give the interval of one."""
     one, other = drawn(1, 80, failures=0), drawn(2, 80, failures=0)
     other = np.where(np.random.default_rng(3).random(80) < 0.7, one, other)
     random, resampled = np.random.default_rng(4), []
@@ -115,12 +116,12 @@ def test_kappas_interval_is_a_bootstrap_over_prompts_with_all_their_comparisons(
         resampled.append((float((a == b).mean()) - chance) / (1 - chance))
     low, high = np.quantile(resampled, [0.025, 0.975])
     for times in (1, 3):
-        found = verdicts.kappa(np.stack([one] * times, axis=1), np.stack([other] * times, axis=1))
-        assert (found.low, found.high) == pytest.approx((low, high), abs=0.03)
+        result = statistics.kappa(np.stack([one] * times, axis=1), np.stack([other] * times, axis=1))
+        assert (result.low, result.high) == pytest.approx((low, high), abs=0.03)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_gain_at_matched_length_is_least_squares_with_the_sandwich(seed: int) -> None:
+def test_the_gain_is_least_squares_with_the_sandwich_variance(seed: int) -> None:
     random = np.random.default_rng(seed)
     size = int(random.integers(3, 40))
     x, d = random.integers(-3, 9, size).astype(float), random.normal(size=size)
@@ -131,9 +132,9 @@ def test_a_gain_at_matched_length_is_least_squares_with_the_sandwich(seed: int) 
     for row, value in zip(rows, d, strict=True):
         meat += np.outer(row, row) * (value - row @ beta) ** 2
     variance = size / (size - 2) * (bread @ meat @ bread)[0, 0]
-    found = verdicts.matched_length_gain(d, np.zeros(size), x, np.zeros(size))
-    assert found.value == pytest.approx(beta[0])
-    assert found.high - found.value == pytest.approx(Z * math.sqrt(variance))
+    result = matched_length_gain(d, np.zeros(size), x, np.zeros(size))
+    assert result.value == pytest.approx(beta[0])
+    assert result.high - result.value == pytest.approx(Z * math.sqrt(variance))
 
 
 def descended(loss: Callable[[Floats], float]) -> Floats:
@@ -147,7 +148,7 @@ def descended(loss: Callable[[Floats], float]) -> Floats:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_rate_at_equal_length_is_that_of_a_slow_search_with_the_sandwich(seed: int) -> None:
+def test_the_rate_at_equal_length_equals_a_slow_search_with_the_sandwich(seed: int) -> None:
     random = np.random.default_rng(seed)
     size = int(random.integers(6, 60))
     y, d = random.choice(OUTCOMES, size), random.normal(1, 4, size)
@@ -155,11 +156,11 @@ def test_the_rate_at_equal_length_is_that_of_a_slow_search_with_the_sandwich(see
     x = np.tanh(d / math.sqrt(sum((v - sum(d) / size) ** 2 for v in d) / size))
 
     def loss(w: Floats) -> float:
-        found = w[1] ** 2 / 2
+        result = w[1] ** 2 / 2
         for xi, yi in zip(x, y, strict=True):
             z = w[0] + w[1] * xi
-            found += yi * math.log1p(math.exp(-z)) + (1 - yi) * math.log1p(math.exp(z))
-        return float(found)
+            result += yi * math.log1p(math.exp(-z)) + (1 - yi) * math.log1p(math.exp(z))
+        return float(result)
 
     w = descended(loss)
     hessian, meat = np.diag([0.0, 1.0]), np.zeros((2, 2))
@@ -170,8 +171,8 @@ def test_the_rate_at_equal_length_is_that_of_a_slow_search_with_the_sandwich(see
     bread = np.linalg.inv(hessian)
     reach = Z * math.sqrt(size / (size - 2) * (bread @ meat @ bread)[0, 0])
     expected = [1 / (1 + math.exp(-w[0] - r)) for r in (0.0, -reach, reach)]
-    found = verdicts.length_controlled(y, d, np.zeros(size))
-    assert [found.value, found.low, found.high] == pytest.approx(expected, abs=1e-6)
+    result = length_controlled(y, d, np.zeros(size))
+    assert [result.value, result.low, result.high] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -183,18 +184,18 @@ def test_the_rate_at_equal_length_is_that_of_a_slow_search_with_the_sandwich(see
     ],
     ids=["hardly any difference", "huge ones", "one outlier"],
 )
-def test_any_lengths_give_a_rate_with_an_interval_about_it(d: Floats) -> None:
+def test_extreme_lengths_give_a_rate_inside_its_interval(d: Floats) -> None:
     for y in ([1, 1, 0, 1, 0, 0.5], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0.5]):
-        found = verdicts.length_controlled(y, d, np.zeros(6))
-        assert 0 <= found.low <= found.value <= found.high <= 1
+        result = length_controlled(y, d, np.zeros(6))
+        assert 0 <= result.low <= result.value <= result.high <= 1
 
 
-def test_the_rate_at_equal_length_of_many_clear_wins_stays_finite() -> None:
-    """A thousand wins and one loss, which length explains as well as it can."""
+def test_the_rate_at_equal_length_of_many_wins_stays_finite() -> None:
+    """A thousand wins and one loss, at the greatest difference of length."""
     d = np.linspace(-50, 50, 1001)
     y = np.where(np.arange(1001) == 0, 0.0, 1.0)
-    found = verdicts.length_controlled(y, d, np.zeros(1001))
-    assert 0.98 < found.low <= found.value <= found.high < 1
+    result = length_controlled(y, d, np.zeros(1001))
+    assert 0.98 < result.low <= result.value <= result.high < 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -212,7 +213,7 @@ def test_calibration_by_loops(seed: int) -> None:
         size = 53 // 10 + (number < 53 % 10)
         part, start = pairs[start : start + size], start + size
         error += abs(sum(sure for sure, _ in part) - sum(right for _, right in part)) / 53
-    assert verdicts.calibration_error(delta, won) == pytest.approx(error)
+    assert statistics.calibration_error(delta, won) == pytest.approx(error)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -228,8 +229,8 @@ def test_agreement_position_bias_and_both_orders_by_loops(seed: int) -> None:
         outcomes.append(1.0 if says == [1, 1] else 0.0 if says == [-1, -1] else 0.5)
         flips += says[0] * says[1] == -1
         firsts += [(1 + says[0]) / 2, (1 - says[1]) / 2]
-    np.testing.assert_array_equal(verdicts.both_orders(p, q), outcomes)
-    bias = verdicts.position_bias(p, q)
+    np.testing.assert_array_equal(statistics.both_orders(p, q), outcomes)
+    bias = statistics.position_bias(p, q)
     assert (bias.flips, bias.first) == pytest.approx((2 * flips / len(firsts), sum(firsts) / len(firsts)))
     gold = drawn(seed, 50)
     points = [
@@ -237,5 +238,5 @@ def test_agreement_position_bias_and_both_orders_by_loops(seed: int) -> None:
         for x, g in zip(outcomes, gold, strict=True)
         if g in (0.0, 1.0) and not math.isnan(x)
     ]
-    found = verdicts.agreement(outcomes, gold)
-    assert (found.value, found.count) == pytest.approx((sum(points) / len(points), len(points)))
+    result = statistics.agreement(outcomes, gold)
+    assert (result.value, result.count) == pytest.approx((sum(points) / len(points), len(points)))

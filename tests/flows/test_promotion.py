@@ -19,7 +19,8 @@ from flows.outcome import Outcome
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion.command import GOES_ON, UNDECIDED, verdict_file
+from rlhf_tasks.promotion.command import RETRY_HINT, UNDECIDED
+from rlhf_tasks.promotion.record import verdict_file
 from tests.flows import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect and its server
@@ -69,7 +70,7 @@ def promote(root: Path) -> Any:
     [
         ("Promoted: version 3 is champion now", 0, "Promoted", "version 3 is champion now"),
         (f"Refused: {REFUSED}", 3, "Refused", REFUSED),
-        (f"Deferred: MLflow does not answer{GOES_ON}", 4, "Deferred", "MLflow does not answer"),
+        (f"Deferred: MLflow does not answer{RETRY_HINT}", 4, "Deferred", "MLflow does not answer"),
         ("rlhf: no weights", 2, "Deferred", "the gate did not run (no weights)"),
         ("ValueError: a fault", 1, "Deferred", "the gate did not run (ValueError: a fault)"),
     ],

@@ -50,7 +50,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 
 def function(name: str) -> FunctionScorer:
-    return FunctionScorer(name, small.tokenizer())
+    return FunctionScorer(name, small.tokenizer(), Path())
 
 
 def test_a_function_of_the_current_directory_gets_texts_without_eos(module: Callable[[str], str]) -> None:
@@ -121,6 +121,25 @@ def test_a_function_that_cannot_be_imported_is_a_user_error(
 ) -> None:
     with pytest.raises(UserError, match=why):
         function(f"{module(text)}:{name}")
+
+
+def test_a_module_below_the_root_may_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_rewards.py").write_text("WEIGHT = 2.0\n", encoding="utf-8")
+    code = "def score(p, r):\n    from neighbour_of_rewards import WEIGHT\n    return [WEIGHT for _ in r]\n"
+    (tmp_path / "rewards_with_neighbour.py").write_text(code, encoding="utf-8")
+    scorer = FunctionScorer("rewards_with_neighbour:score", small.tokenizer(), tmp_path)
+    assert scorer(QUERIES, RESPONSES).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_each_root_has_its_own_module_of_one_name(tmp_path: Path) -> None:
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        code = f"def score(p, r):\n    return [{number}.0 for _ in r]\n"
+        (folder / "rewards_of_root.py").write_text(code, encoding="utf-8")
+    for number in (1, 2, 1):
+        scorer = FunctionScorer("rewards_of_root:score", small.tokenizer(), tmp_path / str(number))
+        assert scorer(QUERIES, RESPONSES).tolist() == [float(number)] * 3
 
 
 def test_a_module_that_does_not_exist_is_a_user_error(module: Callable[[str], str]) -> None:
@@ -374,7 +393,7 @@ def test_the_sum_is_weighted_and_its_parts_are_not(module: Callable[[str], str],
             {"kind": "function", "weight": 3.0, "function": f"{name}:words"},
             {"kind": "dummy"},
         ),
-        small.tokenizer(), reward_model=model, max_tokens=1000,
+        small.tokenizer(), reward_model=model, max_tokens=1000, root=Path(),
     )  # fmt: skip
     parts = found.parts(QUERIES, RESPONSES)
     assert tuple(parts) == ("reward_model", "function", "http", "function_2", "dummy")
@@ -388,7 +407,9 @@ def test_the_sum_is_weighted_and_its_parts_are_not(module: Callable[[str], str],
 
 
 def test_a_dummy_alone_gives_zeros() -> None:
-    found = build(settings({"kind": "dummy"}), small.tokenizer(), reward_model=None, max_tokens=10)
+    found = build(
+        settings({"kind": "dummy"}), small.tokenizer(), reward_model=None, max_tokens=10, root=Path()
+    )
     assert found.total(found.parts(QUERIES, RESPONSES)).tolist() == [0.0, 0.0, 0.0]
     assert DummyScorer()([], []).shape == found.total(found.parts([], [])).shape == (0,)
 
@@ -398,7 +419,7 @@ def test_the_error_names_a_reward_model_that_gives_nan() -> None:
     broken.mean = float("nan")
     found = build(
         settings({"kind": "reward_model", "weight": 1.0}), small.tokenizer(),
-        reward_model=broken, max_tokens=1000,
+        reward_model=broken, max_tokens=1000, root=Path(),
     )  # fmt: skip
     with pytest.raises(ScorerError, match="reward_model gave nan for response 0 of 3"):
         found.parts(QUERIES, RESPONSES)
@@ -407,4 +428,4 @@ def test_the_error_names_a_reward_model_that_gives_nan() -> None:
 def test_a_function_is_imported_when_the_scorers_are_built(module: Callable[[str], str]) -> None:
     given = settings({"kind": "function", "weight": 1.0, "function": f"{module('x = 1')}:score"})
     with pytest.raises(UserError, match="has no such function"):
-        build(given, small.tokenizer(), reward_model=None, max_tokens=10)
+        build(given, small.tokenizer(), reward_model=None, max_tokens=10, root=Path())

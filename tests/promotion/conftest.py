@@ -1,17 +1,24 @@
-"""A project with planted metrics, and an MLflow store that is made once and copied."""
+"""A project with planted results, and an MLflow store that is made once and copied."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_tasks import console
-from rlhf_tasks.promotion import command
+from rlhf_tasks.config import JudgeView
+from rlhf_tasks.evaluation import head_to_head
+from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion import cost
+from rlhf_tasks.promotion.cost import Cost
 from tests.promotion import planted
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "RLHF_PARENT_RUN", "DVC_EXP_NAME", "RANK", "LOCAL_RANK")
@@ -33,7 +40,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path, empty_store: Path) -> Path:
-    """The `.rlhf` of the project at `tmp_path`."""
+    """The `.rlhf` folder of the project at `tmp_path`."""
     (tmp_path / ".rlhf").mkdir()
     shutil.copyfile(empty_store, tmp_path / ".rlhf/mlflow.db")
     return tmp_path / ".rlhf"
@@ -41,7 +48,7 @@ def home(tmp_path: Path, empty_store: Path) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of the test: git, DVC, the shipped parameters, and a better policy."""
+    """The working folder of the test: git, DVC, the shipped parameters, and a policy that passes the gate."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -55,24 +62,39 @@ def project(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+@dataclass
+class Measured:
+    """What the measurements of a test give, and which of them were made."""
+
+    champion: EvaluationResults = field(default_factory=planted.over_champion)
+    sft: EvaluationResults = field(default_factory=planted.results)
+    cost: Cost = field(default_factory=planted.cost)
+    compared: list[str] = field(default_factory=list)
+    """The weights that the candidate was compared with, or their folder."""
+    costs: int = 0
+    check: Callable[[JudgeView, Paths, Path], None] = lambda view, paths, functions: None
+    """Called with what each comparison was given."""
+
+    def compare(
+        self, view: JudgeView, model: str, against: str, *, paths: Paths, functions_root: Path, **rest: Any
+    ) -> EvaluationResults:
+        weights = paths.root / against / "weights"
+        self.compared.append(weights.read_text(encoding="utf-8") if weights.exists() else against)
+        self.check(view, paths, functions_root)
+        results = self.sft if against == "models/sft" else self.champion
+        names = {"a": model, "b": against}
+        comparisons = tuple(one.model_copy(update=names) for one in results.comparisons)
+        return EvaluationResults(comparisons=comparisons)
+
+    def measure(self, settings: Any, paths: Paths, policy: Path) -> Cost:
+        self.costs += 1
+        return self.cost
+
+
 @pytest.fixture
-def contests(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """No model is run: what a contest measures is given, and who was asked against whom is noted."""
-    told: dict[str, Any] = {
-        "champion": planted.over_champion(),
-        "sft": planted.BETTER,
-        "asked": [],
-        "cost": {},
-    }
-
-    def contest(settings: Any, criteria: Any, model: str, against: str, name: str) -> dict[str, float]:
-        weights = Path(against, "weights")
-        told["asked"].append((name, weights.read_text(encoding="utf-8") if weights.exists() else against))
-        return dict(told[name])
-
-    monkeypatch.setattr(command, "_contest", contest)
-    monkeypatch.setattr(
-        "rlhf_tasks.promotion.cost.measured", lambda settings, policy, sft: dict(told["cost"])
-    )
-    monkeypatch.setattr("rlhf_tasks.evaluation.judges.optimised", lambda settings, policy: {})
-    return told
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """No model runs: comparisons and costs are planted."""
+    given = Measured()
+    monkeypatch.setattr(head_to_head, "compare_models", given.compare)
+    monkeypatch.setattr(cost, "measure", given.measure)
+    return given

@@ -1,36 +1,85 @@
-"""A finished pipeline whose metrics are planted: files, dvc.lock and a cache, nothing trained."""
+"""A finished pipeline with planted results: files, dvc.lock and a cache, nothing trained."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
+from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults, Interval, RetentionResult
 from rlhf_tasks.project import hashing
+from rlhf_tasks.promotion.cost import Cost
+from rlhf_tasks.promotion.gate import Kl
 from tests import small
 
 ROOT = Path(__file__).parents[2]
-BETTER: Mapping[str, float] = {
-    "gold/policy_vs_sft/win_rate": 0.84, "gold/policy_vs_sft/low": 0.82,
-    "gold/policy_vs_sft/examples": 1000, "gold/policy_vs_sft/failures": 0,
-    "reward_model/policy_vs_sft/win_rate": 0.82, "reward_model/policy_vs_sft/low": 0.8,
-    "reward_model/policy_vs_sft/examples": 990, "reward_model/policy_vs_sft/failures": 10,
-    "perplexity/sft_text/sft": 1.6, "perplexity/sft_text/policy": 2.0,
-    "choice/sft": 0.98, "choice/policy": 0.97,
-}  # fmt: skip
-KL = 1.5
-CURVE = "objective/kl_k1"
+JUDGES = ("gold", "reward_model")
+KL, KL_ERROR = 1.5, 0.02
 
 
-def over_champion(low: float = 0.55, second: float = 0.53) -> dict[str, float]:
-    lows = {"gold": low, "reward_model": second}
-    found = {f"{judge}/policy_vs_champion/low": value for judge, value in lows.items()}
-    found |= {f"{judge}/policy_vs_champion/examples": 1000.0 for judge in lows}
-    return found | {f"{judge}/policy_vs_champion/failures": 0.0 for judge in lows}
+def interval(value: float, low: float | None = None) -> Interval:
+    return Interval(value=value, low=value - 0.02 if low is None else low, high=value + 0.02)
+
+
+def comparison(
+    judge: str, b: str, low: float, *, examples: int = 1000, failures: int = 0
+) -> ComparisonResult:
+    """The policy against another model; the gate reads the low end of the win rate."""
+    rate = interval(low + 0.02, low)
+    return ComparisonResult(
+        judge=judge, a="policy", b=b, win_rate=rate, decisive=rate, length_controlled=rate, p_value=0.01,
+        ties=0, examples=examples, failures=failures,
+    )  # fmt: skip
+
+
+def retention(
+    policy: Mapping[str, float], sft: Mapping[str, float], accuracy: tuple[float, float] = (0.97, 0.98)
+) -> dict[str, RetentionResult]:
+    """Perplexities and multiple-choice accuracy of the policy and SFT."""
+    given = {"policy": (policy, accuracy[0]), "sft": (sft, accuracy[1])}
+    return {
+        name: RetentionResult(perplexity=dict(perplexity), multiple_choice=interval(share))
+        for name, (perplexity, share) in given.items()
+    }
+
+
+RETENTION = retention({"sft_text": 2.0}, {"sft_text": 1.6})
+
+
+def results(
+    *,
+    gold: float | None = 0.82,
+    second: float | None = 0.8,
+    examples: tuple[int, int] = (1000, 990),
+    failures: tuple[int, int] = (0, 10),
+    retention: Mapping[str, RetentionResult] = RETENTION,
+    optimised: Sequence[str] = (),
+) -> EvaluationResults:
+    """Results of a policy that is better than SFT by both judges; None leaves a judge out."""
+    lows = zip(JUDGES, (gold, second), examples, failures, strict=True)
+    comparisons = tuple(
+        comparison(judge, "sft", low, examples=count, failures=failed)
+        for judge, low, count, failed in lows
+        if low is not None
+    )
+    return EvaluationResults(
+        comparisons=comparisons,
+        retention=dict(retention),
+        optimised_judges={name: f"models/{name}" for name in optimised},
+    )
+
+
+def over_champion(gold: float = 0.55, second: float = 0.53) -> EvaluationResults:
+    lows = zip(JUDGES, (gold, second), strict=True)
+    return EvaluationResults(comparisons=tuple(comparison(judge, "champion", low) for judge, low in lows))
+
+
+def cost() -> Cost:
+    return Cost(RETENTION, Kl(mean=KL, standard_error=KL_ERROR))
 
 
 def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -39,7 +88,7 @@ def shipped(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def params(folder: Path, changes: Mapping[str, Any] | None = None) -> None:
-    """That as a file."""
+    """Write that as a file."""
     with (folder / "params.yaml").open("w", encoding="utf-8") as file:
         YAML().dump(shipped(changes), file)
 
@@ -48,24 +97,20 @@ def pipeline(
     folder: Path,
     weights: str = "better",
     *,
-    kl: float = KL,
-    changes: Mapping[str, float | None] | None = None,
+    kl: float | None = KL,
+    results: EvaluationResults | None = None,
 ) -> str:
-    """A policy of these bytes and its metrics in `folder`; its md5. A change to None takes a metric away."""
-    given: dict[str, float | None] = {**BETTER, **(changes or {})}
-    metrics = {key: value for key, value in given.items() if value is not None}
+    """Write a policy of these bytes and its results to `folder`; returns the policy's md5."""
     policy = folder / "models/policy"
     shutil.rmtree(policy, ignore_errors=True)
     policy.mkdir(parents=True)
     (policy / "weights").write_text(weights, encoding="utf-8")
     (policy / "config.json").write_text("{}", encoding="utf-8")
-    for name in ("metrics", "plots", "models/lineage", "evaluation"):
+    for name in ("metrics", "models/lineage", "evaluation/judge"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    put(folder / "metrics/judge.json", metrics)
-    put(folder / "metrics/ppo.json", {"selected_episode": 512.0, "objective/kl": kl})
-    (folder / "plots/ppo.csv").write_text(
-        f"episode,{CURVE},objective/scores\n256,0.5,1\n512,0.7,2\n768,{kl},3\n1024,99,4\n", encoding="utf-8"
-    )
+    (BETTER if results is None else results).write(folder / "evaluation/judge/results.json")
+    selected = {} if kl is None else {"selected_kl": kl, "selected_kl_standard_error": KL_ERROR}
+    put(folder / "metrics/ppo.json", {"selected_episode": 512.0, "objective/kl": 99.0, **selected})
     put(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-of-{weights}", "git.rev": "c" * 40})
     if not (folder / "params.yaml").exists():
         params(folder)
@@ -74,18 +119,18 @@ def pipeline(
 
 
 def lock(folder: Path) -> None:
-    """dvc.lock, as DVC leaves it after stages ppo and judge, and the policy in DVC's cache."""
+    """Write dvc.lock as DVC leaves it after the stages ppo and judge."""
 
     def entries(*paths: str) -> list[dict[str, str]]:
         return [{"path": path, "md5": hashing.dvc_md5(folder / path)} for path in paths]
 
-    ppo = entries("models/policy", "metrics/ppo.json", "plots/ppo.csv", "models/lineage/ppo.json")
-    asked = YAML(typ="safe", pure=True).load((folder / "params.yaml").read_text(encoding="utf-8"))["judge"]
+    ppo = entries("models/policy", "metrics/ppo.json", "models/lineage/ppo.json")
+    used = YAML(typ="safe", pure=True).load((folder / "params.yaml").read_text(encoding="utf-8"))["judge"]
     judge = {
         "cmd": "rlhf judge",
         "deps": entries("models/policy"),
-        "params": {"params.yaml": {"seed": 1, "judge": asked}},
-        "outs": entries("metrics/judge.json"),
+        "params": {"params.yaml": {"seed": 1, "judge": used}},
+        "outs": entries("evaluation/judge"),
     }
     stages = {"ppo": {"cmd": "rlhf ppo", "outs": ppo}, "judge": judge}
     with (folder / "dvc.lock").open("w", encoding="utf-8") as file:
@@ -93,19 +138,25 @@ def lock(folder: Path) -> None:
 
 
 def cached(folder: Path, cache: Path) -> None:
-    """A folder's files and their list, where DVC's cache would have them."""
+    """Copy a folder's files and their listing to where DVC's cache has them."""
     listing = []
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         md5 = hashing.dvc_md5(file)
         listing.append({"md5": md5, "relpath": file.relative_to(folder).as_posix()})
-        blob = cache / "files/md5" / md5[:2] / md5[2:]
-        blob.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, blob)
-    md5 = hashing.dvc_md5(folder)
-    blob = cache / "files/md5" / md5[:2] / md5[2:]
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    blob.write_text(json.dumps(listing), encoding="utf-8")
+        target = blob(cache, md5)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    target = blob(cache, hashing.dvc_md5(folder))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(listing), encoding="utf-8")
+
+
+def blob(cache: Path, md5: str) -> Path:
+    return cache / "files/md5" / md5[:2] / md5[2:]
 
 
 def put(path: Path, tree: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(tree), encoding="utf-8")
+
+
+BETTER = results()

@@ -1,4 +1,4 @@
-"""`rlhf promote EXPERIMENT`: a run that DVC keeps is put to the gate, and the working tree stays as it is."""
+"""`rlhf promote EXPERIMENT` judges a run that DVC keeps, and does not touch the working tree."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import console
 from rlhf_tasks.cli import main
-from rlhf_tasks.evaluation.judges import making
+from rlhf_tasks.config import JudgeView
+from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, git, hashing, workspaces
-from rlhf_tasks.promotion import command
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows import toy
 from tests.project.test_workspaces import repro
 from tests.promotion import planted
+from tests.promotion.conftest import Measured
 
-pytestmark = [pytest.mark.usefixtures("contests"), pytest.mark.e2e]
+pytestmark = [pytest.mark.usefixtures("measured"), pytest.mark.e2e]
 NAME = "rlhf-policy"
 STAGES = """\
 stages:
@@ -30,36 +32,34 @@ stages:
     cmd: sh given/ppo.sh
     params: [seed]
     deps: [given]
-    outs: [models/policy, models/lineage/ppo.json, plots/ppo.csv: {cache: false}]
+    outs: [models/policy, models/lineage/ppo.json]
     metrics: [{metrics/ppo.json: {cache: false}}]
   judge:
-    cmd: mkdir -p metrics && cp given/judge.json metrics/judge.json
+    cmd: mkdir -p evaluation/judge && cp given/results.json evaluation/judge/results.json
     params: [seed, judge]
     deps: [models/policy, given]
-    metrics: [{metrics/judge.json: {cache: false}}]
+    outs: [evaluation/judge]
 """
 PPO = """\
-mkdir -p models/policy models/lineage metrics plots
+mkdir -p models/policy models/lineage metrics
 grep '^seed:' params.yaml | cut -d' ' -f2 | tr -d '\\n' > models/policy/weights
 echo '{}' > models/policy/config.json
 cp given/lineage.json models/lineage/ppo.json
 cp given/ppo.json metrics/ppo.json
-cp given/ppo.csv plots/ppo.csv
 """
 
 
 @pytest.fixture
 def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A committed project that has run nothing here; its policy holds nothing but the seed."""
+    """A committed project without a run; the bytes of a policy are the seed."""
     for name in ("MLFLOW_TRACKING_URI", "RLHF_PARENT_RUN"):
         monkeypatch.delenv(name, raising=False)
     given = tmp_path / "given"
     given.mkdir()
     (given / "ppo.sh").write_text(PPO, encoding="utf-8")
-    (given / "ppo.csv").write_text(f"episode,{planted.CURVE}\n256,0.5\n512,{planted.KL}\n", encoding="utf-8")
-    planted.put(given / "ppo.json", {"selected_episode": 256.0})
+    planted.put(given / "ppo.json", {"selected_episode": 256.0, "selected_kl": planted.KL})
     planted.put(given / "lineage.json", {"rlhf.run": "ppo-of-it", "git.rev": "c" * 40})
-    planted.put(given / "judge.json", planted.BETTER)
+    planted.BETTER.write(given / "results.json")
     planted.params(tmp_path, {"data.path": "given"})
     (tmp_path / "dvc.yaml").write_text(STAGES, encoding="utf-8")
     (tmp_path / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
@@ -67,7 +67,9 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)
     dvc_cli.run(tmp_path, "init", "-q")
-    shutil.copy(planted.ROOT / ".dvc/config", tmp_path / ".dvc/config")  # or DVC's daemon writes behind
+    shutil.copy(
+        planted.ROOT / ".dvc/config", tmp_path / ".dvc/config"
+    )  # without it DVC's daemon writes files later
     toy.commit(tmp_path)
     monkeypatch.chdir(tmp_path)
     console.set_quiet(False)
@@ -75,7 +77,7 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
-    """As the service's run of this name leaves it; its commit."""
+    """Leave an experiment of this name, as the service does; returns its commit."""
     text, settings, _ = Request(overrides=changes).settle(git.committed(root, "params.yaml"))
     place = workspaces.create(root, name, text, settings)
     try:
@@ -98,7 +100,7 @@ def champion(root: Path) -> str:
 
 
 def seen(root: Path) -> dict[str, str]:
-    """Every file of the working tree but what is kept beside it."""
+    """The text of every file of the working tree, without what git, DVC and the pipeline keep there."""
     beside = {".git", ".rlhf"}
     files = (file.relative_to(root) for file in sorted(root.rglob("*")) if file.is_file())
     own = [file for file in files if file.parts[0] not in beside and ".dvc/cache" not in file.as_posix()]
@@ -107,21 +109,21 @@ def seen(root: Path) -> dict[str, str]:
     }
 
 
-def test_an_experiment_is_promoted_and_the_working_tree_stays_as_it_is(
-    root: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+def test_an_experiment_is_promoted_and_the_working_tree_is_not_touched(
+    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = run(root, "one", seed=11), run(root, "two", seed=12)
-    (root / "given/judge.json").write_text("a change of the user's\n", encoding="utf-8")
+    (root / "given/results.json").write_text("a change of the user's\n", encoding="utf-8")
     before = seen(root)
     assert main.main(["promote", "one"]) == 0
     assert f"{NAME} version 1 (models/policy of one) is champion now" in capsys.readouterr().out
-    told = tags(root, "1")
-    assert (told["dvc.exp"], told["dvc.rev"], told["dvc.path"]) == ("one", first, "models/policy")
-    assert (told["rlhf.run"], told["verdict"]) == ("ppo-of-it", "passed")
-    assert "rlhf.folder" not in told, "the cache has it, and the folder it lay in is gone"
-    assert "kl: 1.5 <= 10, margin +8.5, passed" in told["verdict.criteria"].splitlines()
+    tagged = tags(root, "1")
+    assert (tagged["dvc.exp"], tagged["dvc.rev"], tagged["dvc.path"]) == ("one", first, "models/policy")
+    assert (tagged["rlhf.run"], tagged["verdict"]) == ("ppo-of-it", "passed")
+    assert "rlhf.folder" not in tagged, "the cache has it, and its folder is removed"
+    assert "kl: 1.5 <= 10, margin +8.5, passed" in tagged["verdict.criteria"].splitlines()
     assert main.main(["promote", "two"]) == 0
-    assert contests["asked"] == [("champion", "11")], "the metrics count, and the champion's weights are had"
+    assert measured.compared == ["11"], "its results count, and only the champion is compared"
     assert (champion(root), tags(root, "2")["dvc.rev"]) == ("2", second)
     assert seen(root) == before
     assert Path.cwd() == root
@@ -131,18 +133,18 @@ def test_an_experiment_is_promoted_and_the_working_tree_stays_as_it_is(
     assert champion(root) == "1"
 
 
-def test_the_gate_and_the_judges_are_those_of_here(
-    root: Path, contests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+def test_the_gate_and_the_judges_are_those_of_the_working_tree(
+    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A sweep's cell without a gate can be promoted by hand; other judges than it ran with judge it anew."""
+    """A sweep's run without a gate can be promoted; judges that it did not run with judge it again."""
     run(root, "cell", seed=11, promotion=None)
     planted.params(root, {"data.path": "given", "promotion.max_kl": 1.0})
     assert main.main(["promote", "cell"]) == 3
     assert "KL 1.5 > 1" in capsys.readouterr().out
-    assert contests["asked"] == []
+    assert measured.compared == []
     planted.params(root, {"data.path": "given", "judge.temperature": 0.5})
     assert main.main(["promote", "cell"]) == 0
-    assert contests["asked"] == [("sft", "models/sft")]
+    assert measured.compared == ["models/sft"]
 
 
 RUBRIC = "{prompt} {first} {second}"
@@ -164,16 +166,17 @@ OWN_FILES: dict[str, Any] = {
 
 
 def write_own_files(root: Path, text: str, score: int) -> None:
-    """What the judges and probes of OWN_FILES read, told apart by a text and a score."""
+    """What the judges and retention tests of OWN_FILES read, told apart by a text and a score."""
     (root / "elsewhere").mkdir(exist_ok=True)
-    for name, told in {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text}.items():
-        (root / name).write_text(told, encoding="utf-8")
+    texts = {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text}
+    for name, content in texts.items():
+        (root / name).write_text(content, encoding="utf-8")
     code = f"def scores(prompts, answers):\n    return [{score} if a == 'good' else 0 for a in answers]\n"
     (root / "opinion_of_here.py").write_text(code, encoding="utf-8")
 
 
-def test_files_that_judges_read_are_those_of_here_and_models_of_the_pipeline_the_experiments(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
+    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = STAGES.replace("outs: [models/policy,", "outs: [models/policy, models/reward_heldout,")
     (root / "dvc.yaml").write_text(stages, encoding="utf-8")
@@ -183,48 +186,48 @@ def test_files_that_judges_read_are_those_of_here_and_models_of_the_pipeline_the
     write_own_files(root, "then", -1)
     toy.commit(root)
     run(root, "one", seed=11)
-    seen: dict[str, Any] = {}
+    read: dict[str, Any] = {}
 
-    def contest(settings: Any, *rest: Any) -> dict[str, float]:
-        named = {judge.name: judge for judge in settings.judge.judges}
-        paths = {name: Path(named[name].path, "w") for name in ("reward_model", "elsewhere")}
-        paths |= {"gpt": Path(named["gpt"].prompt), "general": Path(settings.judge.retention.general)}
-        seen.update({name: path.read_text(encoding="utf-8").strip() for name, path in paths.items()})
-        (own,) = making.build(settings.judge, "synthetic", torch.device("cpu"), ["own"])
-        seen["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
-        return {**planted.BETTER, **planted.over_champion()}
+    def check(view: JudgeView, paths: Paths, functions: Path) -> None:
+        judges: dict[str, Any] = {judge.name: judge for judge in view.judge.judges}
+        assert view.judge.retention is not None
+        files = {name: f"{judges[name].path}/w" for name in ("reward_model", "elsewhere")}
+        files |= {"gpt": judges["gpt"].prompt, "general": str(view.judge.retention.general)}
+        read.update({n: (paths.root / file).read_text(encoding="utf-8").strip() for n, file in files.items()})
+        (own,) = build_judges(
+            view.judge, "synthetic", torch.device("cpu"), paths, names=["own"], functions_root=functions
+        )
+        read["own"] = own.compare(["p"], ["good"], ["bad"]).outcomes.tolist()
 
-    monkeypatch.setattr(command, "_contest", contest)
-    monkeypatch.setattr(
-        "rlhf_tasks.promotion.cost.measured", lambda settings, policy, sft: dict(planted.BETTER)
-    )
+    measured.check = check
     assert main.main(["promote", "one"]) == 0
-    assert seen == {}, "the files are the same: what the pipeline measured counts"
+    assert read == {}, "the files are the same: the experiment's own results count"
     write_own_files(root, "now", 1)
     run(root, "two", seed=12)
     assert main.main(["promote", "two"]) == 0
     others = "elsewhere, rubric.txt, general.txt, opinion_of_here.py"
-    assert f"the metrics here were measured with another {others}: it is judged" in capsys.readouterr().out
-    assert seen == {
+    assert f"the results here were measured with another {others}: the policy" in capsys.readouterr().out
+    assert read == {
         "reward_model": "its own", "elsewhere": "now", "gpt": f"now {RUBRIC}", "general": "now", "own": [1.0],
     }  # fmt: skip
+    assert Path.cwd() == root
 
 
-def test_weights_that_are_nowhere_are_told_with_how_to_have_them(
+def test_missing_weights_are_a_user_error_that_says_how_to_get_them(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(root, "one", seed=11)
     shutil.rmtree(root / ".dvc/cache")
     assert main.main(["promote", "one"]) == 2
-    told = capsys.readouterr().err
-    assert "the DVC cache here lacks of the experiment one: models/policy (" in told
-    assert "`dvc exp push GIT_REMOTE one`" in told
-    assert "`dvc exp apply one && dvc repro`" in told
+    message = capsys.readouterr().err
+    assert "the DVC cache lacks files of the experiment one: models/policy (" in message
+    assert "`dvc exp push GIT_REMOTE one`" in message
+    assert "`dvc exp apply one && dvc repro`" in message
     assert MlflowClient(embedded_uri(root / ".rlhf")).search_registered_models() == []
     assert list((root / ".rlhf/workspaces").iterdir()) == []
 
 
-def test_weights_that_a_remote_has_are_pulled(root: Path) -> None:
+def test_weights_of_a_remote_are_pulled(root: Path) -> None:
     dvc_cli.run(root, "remote", "add", "--default", "store", str(root.parent / f"{root.name}-store"))
     toy.commit(root)
     run(root, "one", seed=11, push=True)
@@ -234,16 +237,29 @@ def test_weights_that_a_remote_has_are_pulled(root: Path) -> None:
     assert tags(root, "1")["rlhf.run"] == "ppo-of-it"
 
 
-def test_a_lineage_that_is_nowhere_stops_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_that_cannot_be_found_are_measured_again(
+    root: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(root, "one", seed=11)
+    md5 = hashing.dvc_md5(root / "given/results.json")
+    planted.blob(root / ".dvc/cache", md5).unlink()
+    assert main.main(["promote", "one"]) == 0
+    assert "evaluation/judge of one cannot be found: the policy will be judged again" in (
+        capsys.readouterr().out
+    )
+    assert measured.compared == ["models/sft"]
+
+
+def test_a_missing_lineage_is_only_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(root, "one", seed=11)
     md5 = hashing.dvc_md5(root / "given/lineage.json")
-    (root / f".dvc/cache/files/md5/{md5[:2]}/{md5[2:]}").unlink()
+    planted.blob(root / ".dvc/cache", md5).unlink()
     assert main.main(["promote", "one"]) == 0
-    assert "models/lineage/ppo.json of one is nowhere" in capsys.readouterr().out
+    assert "models/lineage/ppo.json of one cannot be found" in capsys.readouterr().out
     assert "rlhf.run" not in tags(root, "1")
 
 
-def test_promoting_makes_no_commit_and_asks_for_no_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_needs_no_git_identity(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(root, "one", seed=11)
     for key in ("user.name", "user.email"):
         toy.git(root, "config", "--unset", key)
@@ -254,14 +270,14 @@ def test_promoting_makes_no_commit_and_asks_for_no_name(root: Path, monkeypatch:
     assert champion(root) == "1"
 
 
-def test_a_name_is_taken_by_the_letter_and_no_folder_without_a_checkpoint_hides_it(
+def test_an_experiment_is_found_by_its_exact_name_even_beside_a_folder_of_that_name(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(root, "one", seed=11)
     for pattern in ("o*", "[o]ne", "on?"):
         assert main.main(["promote", pattern]) == 2
         assert (
-            f"{pattern} is no checkpoint (it has no config.json), and no experiment"
+            f"{pattern} is neither a checkpoint (it has no config.json) nor an experiment"
             in capsys.readouterr().err
         )
     (root / "one").mkdir()
@@ -269,7 +285,7 @@ def test_a_name_is_taken_by_the_letter_and_no_folder_without_a_checkpoint_hides_
     assert champion(root) == "1"
 
 
-def test_a_run_without_a_policy_and_a_name_of_nothing_are_told(
+def test_an_experiment_without_a_policy_and_an_unknown_name_are_user_errors(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = toy.git(root, "rev-parse", "HEAD").strip()
@@ -277,4 +293,4 @@ def test_a_run_without_a_policy_and_a_name_of_nothing_are_told(
     assert main.main(["promote", "idle"]) == 2
     assert "the experiment idle has no models/policy: its stage ppo has not run" in capsys.readouterr().err
     assert main.main(["promote", "none"]) == 2
-    assert "none is no checkpoint (it has no config.json), and no experiment" in capsys.readouterr().err
+    assert "none is neither a checkpoint (it has no config.json) nor an experiment" in capsys.readouterr().err

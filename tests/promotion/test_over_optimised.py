@@ -1,11 +1,10 @@
-"""PPO, judge and gate by the real code on a planted task: too much of a good reward is refused.
+"""PPO, judge and gate by the real code on a planted task: over-optimisation of a reward is refused.
 
-The reward counts a word; whoever reads the answers likes to see it, and likes answers of many words better.
+The reward counts a word. The judge prefers responses with that word, and responses of many different words.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +14,9 @@ import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.promotion import evidence
-from rlhf_tasks.tracking import NullTracker
 from tests import small, toy
 
 WORD = "my"
@@ -44,34 +42,33 @@ def counted(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
 
 
 def read(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Different words, and two points for the one that is asked for."""
+    """The number of different words, and two points for WORD."""
     words = [set(answer.split()) for answer in answers]
-    return [len(found) + 2.0 * (WORD in found) for found in words]
+    return [len(one) + 2.0 * (WORD in one) for one in words]
 
 
-def made(kl_coef: float) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """The judge's metrics of a policy that is trained now, and the criteria that the gate put to it."""
-    settings = config.validate(small.params(TASK | {"ppo.kl_coef": kl_coef}), "test")
-    tracker = NullTracker("ppo")
-    atomic.write_json(evidence.PPO, toy.run("ppo", settings, tracker))
-    evidence.CURVE.parent.mkdir(exist_ok=True)
-    with evidence.CURVE.open("w", encoding="utf-8", newline="") as file:
-        rows = [{"episode": row["episode"], evidence.KL: row.get(evidence.KL)} for row in tracker.history()]
-        writer = csv.DictWriter(file, ["episode", evidence.KL])
-        writer.writeheader()
-        writer.writerows(rows)
-    judged = toy.run("judge", settings)
-    atomic.write_json(evidence.JUDGE, judged)
+def trained(kl_coef: float) -> tuple[EvaluationResults, dict[str, dict[str, Any]]]:
+    """Train and judge a policy; its results, and the gate's criteria by key."""
+    settings, paths = config.validate(small.params(TASK | {"ppo.kl_coef": kl_coef}), "test"), Paths()
+    atomic.write_json(paths.metrics("ppo"), toy.run("ppo", settings))
+    toy.run("judge", settings)
     toy.run("verdict", settings)
-    verdict = json.loads(Path("evaluation/verdict.json").read_text(encoding="utf-8"))
-    return judged, {criterion["key"]: criterion for criterion in verdict["criteria"]}
+    verdict = json.loads(paths.verdict.read_text(encoding="utf-8"))
+    criteria = {criterion["key"]: criterion for criterion in verdict["criteria"]}
+    return EvaluationResults.read(paths.evaluation_results), criteria
+
+
+def missed(criteria: dict[str, dict[str, Any]]) -> list[str]:
+    return [key for key, criterion in criteria.items() if not criterion["passed"]]
 
 
 @pytest.mark.slow
-def test_without_the_kl_penalty_the_gate_refuses_what_it_promotes_with_one(models_here: Path) -> None:
+def test_without_the_kl_penalty_the_gate_refuses_what_it_passes_with_one(models_here: Path) -> None:
     small.write_rows(Path(), "prompts", "test", read_table(Paths(), "prompts", "test") * 4)
-    judged, told = made(kl_coef=0.25)
-    assert [key for key, criterion in told.items() if not criterion["passed"]] == [], "better, and promoted"
-    judged, told = made(kl_coef=0.0)
-    assert judged["reward/policy_vs_sft/low"] > 0.9, "by what it optimised it is far better"
-    assert [key for key, criterion in told.items() if not criterion["passed"]] == ["over_sft/reader", "kl"]
+    _, criteria = trained(kl_coef=0.25)
+    assert missed(criteria) == []
+    results, criteria = trained(kl_coef=0.0)
+    by_reward = results.comparison("reward", "policy", "sft")
+    assert by_reward is not None
+    assert by_reward.win_rate.low > 0.9, "by what PPO optimised the policy is far better"
+    assert missed(criteria) == ["over_sft/reader", "kl"]

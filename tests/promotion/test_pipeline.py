@@ -1,4 +1,4 @@
-"""Judged, gated and promoted by the real code: small random models, real judges, DVC's cache, MLflow."""
+"""Judge, gate and promotion by the real code: small random models, real judges, DVC's cache, MLflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project import atomic, hashing
-from rlhf_tasks.promotion import command
+from rlhf_tasks.promotion.record import verdict_file
 from rlhf_tasks.tracking.store import embedded_uri
 from tests import small, toy
 from tests.promotion import planted
@@ -28,7 +28,7 @@ LENIENT = {
 
 
 def judged(folder: Path, seed: int) -> str:
-    """A policy of random weights, judged as the pipeline does and known to DVC; its md5."""
+    """Write and judge a policy of random weights, as the pipeline does; returns its md5."""
     words = load_tokenizer(folder / "models/sft")
     shutil.rmtree(folder / "models/policy")
     (folder / "models/policy").mkdir()
@@ -36,18 +36,16 @@ def judged(folder: Path, seed: int) -> str:
     models.save(
         small.causal("gpt_neox", seed, words), words, folder / "models/policy", identity=identity, card="a"
     )
-    (folder / "plots").mkdir(exist_ok=True)
-    (folder / "plots/ppo.csv").write_text(f"episode,{planted.CURVE}\n16,0\n32,1.25\n", encoding="utf-8")
-    atomic.write_json(folder / "metrics/ppo.json", {"selected_episode": 16.0})
+    atomic.write_json(folder / "metrics/ppo.json", {"selected_kl": 1.25, "selected_kl_standard_error": 0.1})
     atomic.write_json(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-{seed}"})
-    atomic.write_json(folder / "metrics/judge.json", toy.run("judge", config.load()))
+    toy.run("judge", config.load())
     planted.lock(folder)
     planted.cached(folder / "models/policy", folder / ".dvc/cache")
     return hashing.dvc_md5(folder / "models/policy")
 
 
 @pytest.mark.slow
-def test_from_the_judges_to_the_champion_and_back(
+def test_policies_are_judged_promoted_refused_and_rolled_back(
     models_here: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -60,11 +58,11 @@ def test_from_the_judges_to_the_champion_and_back(
     assert main.main(["promote"]) == 0
     second = judged(models_here, seed=7)
     assert main.main(["promote"]) == 0
-    verdict = json.loads(command.verdict_file(home, second).read_text(encoding="utf-8"))
-    told = {criterion["key"]: criterion for criterion in verdict["criteria"]}
-    assert told["kl"]["value"] == 1.25
-    assert 0 < told["over_champion/gold"]["value"] <= 1
-    assert told["examples"]["value"] == 12
+    verdict = json.loads(verdict_file(home, second).read_text(encoding="utf-8"))
+    criteria = {criterion["key"]: criterion for criterion in verdict["criteria"]}
+    assert criteria["kl"]["value"] == 1.25
+    assert 0 < criteria["over_champion/gold"]["value"] <= 1
+    assert criteria["examples"]["value"] == 12
     assert f"models/policy vs .rlhf/policies/{first}" in capsys.readouterr().out
     third = judged(models_here, seed=8)
     planted.params(models_here, {**LENIENT, "promotion.over_champion": 1.0})
@@ -72,8 +70,8 @@ def test_from_the_judges_to_the_champion_and_back(
     store = MlflowClient(embedded_uri(home))
 
     def aliases() -> dict[str, str]:
-        found = store.get_registered_model("rlhf-policy").aliases
-        return {a: store.get_model_version("rlhf-policy", v).tags["dvc.md5"] for a, v in found.items()}
+        versions = store.get_registered_model("rlhf-policy").aliases
+        return {a: store.get_model_version("rlhf-policy", v).tags["dvc.md5"] for a, v in versions.items()}
 
     assert aliases() == {"champion": second, "challenger": third}
     assert main.main(["rollback"]) == 0

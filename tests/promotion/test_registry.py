@@ -1,4 +1,4 @@
-"""Versions and aliases in a real MLflow store: once each, in order, and again after a kill."""
+"""Versions and aliases in a real MLflow store."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlhf_tasks.promotion.registry import (
     BEFORE,
     CHALLENGER,
     CHAMPION,
-    LEFT,
+    ROLLED_BACK,
     Registry,
     Unreachable,
     Version,
-    reaching,
+    translated_errors,
 )
 from rlhf_tasks.tracking.dashboard import server_command, server_environment
 from rlhf_tasks.tracking.store import embedded_uri
@@ -52,15 +52,15 @@ def made(registry: Registry, md5: str) -> Version:
 def promote(registry: Registry, md5: str) -> Version:
     version = made(registry, md5)
     registry.challenge(version)
-    registry.crown(version, registry.champion())
+    registry.promote(version, registry.champion())
     return version
 
 
-def test_nothing_is_there_at_first(registry: Registry) -> None:
+def test_a_new_registry_is_empty(registry: Registry) -> None:
     assert registry.champion() is None
     assert registry.of_md5("a.dir") is None
     with pytest.raises(UserError, match="has no champion"):
-        registry.give_back("now")
+        registry.rollback("now")
 
 
 def test_the_same_bytes_are_registered_once(registry: Registry) -> None:
@@ -73,7 +73,7 @@ def test_the_same_bytes_are_registered_once(registry: Registry) -> None:
     assert (found.tags["dvc.md5"], found.tags["dvc.exp"]) == ("a.dir", "two")
 
 
-def test_a_version_belongs_to_the_run_that_made_it(registry: Registry, home: Path) -> None:
+def test_a_version_names_its_run(registry: Registry, home: Path) -> None:
     client = MlflowClient(embedded_uri(home))
     experiment = client.get_experiment_by_name("rlhf")
     assert experiment is not None
@@ -85,79 +85,79 @@ def test_a_version_belongs_to_the_run_that_made_it(registry: Registry, home: Pat
     assert client.get_model_version(NAME, "1").run_id == run
 
 
-def test_the_challenger_becomes_champion_and_is_challenger_no_more(registry: Registry) -> None:
+def test_a_promoted_challenger_loses_that_alias(registry: Registry) -> None:
     first = made(registry, "a.dir")
     registry.challenge(first)
     assert aliases(registry) == {CHALLENGER: "1"}
-    registry.crown(first, None)
+    registry.promote(first, None)
     assert aliases(registry) == {CHAMPION: "1"}
     second = made(registry, "b.dir")
     registry.challenge(second)
     assert aliases(registry) == {CHAMPION: "1", CHALLENGER: "2"}
-    registry.crown(second, registry.champion())
+    registry.promote(second, registry.champion())
     assert aliases(registry) == {CHAMPION: "2"}
 
 
-def test_rolling_back_goes_down_the_line_of_champions(registry: Registry) -> None:
-    """a, b, c, b: back to c, to b as it stood on a, to a, and no further."""
+def test_rollbacks_go_down_the_list_of_former_champions(registry: Registry) -> None:
+    """Champions a, b, c, b: rollbacks go to c, b, a, and no further."""
     for md5 in ("a.dir", "b.dir", "c.dir", "b.dir"):
         promote(registry, md5)
     assert aliases(registry) == {CHAMPION: "2"}
     walked = []
     for _ in range(3):
-        left, now = registry.give_back("at noon")
+        left, now = registry.rollback("at noon")
         assert aliases(registry)[CHAMPION] == now.number
-        assert registry.client.get_model_version(NAME, left.number).tags[LEFT] == "at noon"
+        assert registry.client.get_model_version(NAME, left.number).tags[ROLLED_BACK] == "at noon"
         walked.append((left.number, now.number))
     assert walked == [("2", "3"), ("3", "2"), ("2", "1")]
     with pytest.raises(UserError, match="version 1 of rlhf-policy is the first champion"):
-        registry.give_back("now")
+        registry.rollback("now")
     assert aliases(registry) == {CHAMPION: "1"}
 
 
-def test_a_champion_that_was_deleted_is_passed_over(registry: Registry) -> None:
+def test_a_deleted_champion_is_passed_over(registry: Registry) -> None:
     for md5 in ("a.dir", "b.dir", "c.dir"):
         promote(registry, md5)
     registry.client.delete_model_version(NAME, "2")
-    assert registry.give_back("now")[1].number == "1"
+    assert registry.rollback("now")[1].number == "1"
 
 
-def test_promoted_again_a_version_is_no_longer_one_that_was_rolled_back(registry: Registry) -> None:
+def test_a_promotion_clears_the_mark_of_a_rollback(registry: Registry) -> None:
     promote(registry, "a.dir")
     promote(registry, "b.dir")
-    registry.give_back("now")
+    registry.rollback("now")
     promote(registry, "b.dir")
     tags = registry.client.get_model_version(NAME, "2").tags
-    assert LEFT not in tags
+    assert ROLLED_BACK not in tags
     assert tags[BEFORE] == "1"
 
 
-def test_one_that_was_judged_against_another_champion_is_not_crowned(registry: Registry) -> None:
+def test_a_version_that_was_judged_against_another_champion_is_not_promoted(registry: Registry) -> None:
     promote(registry, "a.dir")
     late = made(registry, "b.dir")
     seen = registry.champion()
     promote(registry, "c.dir")
-    with pytest.raises(UserError, match="version 3 has become champion while version 2"):
-        registry.crown(late, seen)
+    with pytest.raises(UserError, match="version 3 became champion while version 2"):
+        registry.promote(late, seen)
     assert aliases(registry) == {CHAMPION: "3"}
 
 
-def test_a_verdict_replaces_the_one_before_it(registry: Registry) -> None:
+def test_a_verdict_replaces_the_earlier_one(registry: Registry) -> None:
     version = made(registry, "a.dir")
     registry.record(version, {"": "refused", "kl": "11 <= 10: failed", "old": "x"}, "text")
     again = made(registry, "a.dir")
     registry.record(again, {"": "promoted", "criteria": "kl: 1.5"}, "other text")
     found = registry.client.get_model_version(NAME, "1")
-    told = {k: v for k, v in found.tags.items() if k.startswith("verdict")}
-    assert told == {"verdict": "promoted", "verdict.criteria": "kl: 1.5"}
+    tags = {k: v for k, v in found.tags.items() if k.startswith("verdict")}
+    assert tags == {"verdict": "promoted", "verdict.criteria": "kl: 1.5"}
     assert found.description == "other text"
     assert found.tags["dvc.path"] == "models/policy"
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_server_takes_what_the_embedded_store_takes(home: Path) -> None:
-    """It looks at where a version says that its weights are, which the store does not."""
+def test_a_server_accepts_what_the_embedded_store_accepts(home: Path) -> None:
+    """The server checks the source of a version, the store does not."""
     port = free_port(28400)
     url = f"http://127.0.0.1:{port}"
     environment = server_environment(os.environ)
@@ -169,8 +169,8 @@ def test_a_server_takes_what_the_embedded_store_takes(home: Path) -> None:
             promote(registry, "b.dir")
             registry.record(made(registry, "b.dir"), {"": "promoted"}, "text")
             assert aliases(registry) == {CHAMPION: "2"}
-            assert registry.give_back("now")[1].number == "1"
-            with pytest.raises(UserError, match="MLflow refused"), reaching():
+            assert registry.rollback("now")[1].number == "1"
+            with pytest.raises(UserError, match="MLflow refused"), translated_errors():
                 registry.client.set_registered_model_alias(NAME, "not an alias!", "1")
         finally:
             os.killpg(server.pid, signal.SIGKILL)
@@ -183,7 +183,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_a_server_that_is_away_is_told_from_a_mistake(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_not_a_user_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     nobody = "http://127.0.0.1:9"
     with pytest.raises(Unreachable):

@@ -1,4 +1,4 @@
-"""A champion's weights, brought back from wherever they are, and only if the bytes are the same."""
+"""A champion's weights are restored from the place that has them, and only with the same bytes."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from tests.promotion import planted
 POLICY = Path("models/policy")
 
 
-def bring(project: Path, md5: str, **tags: str) -> Path:
+def restore(project: Path, md5: str, **tags: str) -> Path:
     named = {"path": weights.PATH, "rev": weights.REVISION, "folder": weights.FOLDER}
-    return weights.bring(project, project / ".rlhf", md5, {named[k]: v for k, v in tags.items()})
+    return weights.restore(project, project / ".rlhf", md5, {named[k]: v for k, v in tags.items()})
 
 
-def test_from_the_cache_by_hash(project: Path) -> None:
+def test_weights_come_from_the_cache_by_hash(project: Path) -> None:
     md5 = hashing.dvc_md5(POLICY)
-    assert not weights.is_kept(project, md5)
+    assert not weights.is_cached(project, md5)
     planted.cached(POLICY, project / ".dvc/cache")
-    assert weights.is_kept(project, md5)
+    assert weights.is_cached(project, md5)
     shutil.rmtree(POLICY)
-    found = bring(project, md5)
+    found = restore(project, md5)
     assert (found / "weights").read_text(encoding="utf-8") == "better"
     assert hashing.dvc_md5(found) == md5
-    assert bring(project, md5) == found, "again it is there"
+    assert restore(project, md5) == found, "the second time it exists"
 
 
-def test_a_cache_that_was_altered_is_not_believed(project: Path) -> None:
+def test_an_altered_cache_is_not_used(project: Path) -> None:
     md5 = hashing.dvc_md5(POLICY)
     planted.cached(POLICY, project / ".dvc/cache")
     blob = hashing.dvc_md5(POLICY / "weights")
-    (project / ".dvc/cache/files/md5" / blob[:2] / blob[2:]).write_text("worse", encoding="utf-8")
-    with pytest.raises(UserError, match="has other bytes"):
-        bring(project, md5)
-    (project / ".dvc/cache/files/md5" / blob[:2] / blob[2:]).unlink()
-    with pytest.raises(UserError, match="does not hold all of it"):
-        bring(project, md5)
+    planted.blob(project / ".dvc/cache", blob).write_text("worse", encoding="utf-8")
+    with pytest.raises(UserError, match="holds other bytes"):
+        restore(project, md5)
+    planted.blob(project / ".dvc/cache", blob).unlink()
+    with pytest.raises(UserError, match="does not hold all of them"):
+        restore(project, md5)
 
 
-def test_from_the_commit_that_has_it(project: Path) -> None:
-    """As where the cache was emptied and a remote has it: DVC is asked by commit."""
+def test_weights_come_from_a_commit_if_the_cache_is_empty(project: Path) -> None:
+    """DVC fetches them from a remote by the commit."""
     for name in ("dvc.yaml", "dvc.lock"):
         Path(name).unlink()
     subprocess.run([sys.executable, "-m", "dvc", "add", "-q", str(POLICY)], check=True)
@@ -60,18 +60,20 @@ def test_from_the_commit_that_has_it(project: Path) -> None:
     subprocess.run([sys.executable, "-m", "dvc", "push", "-q"], check=True)
     shutil.rmtree(project / ".dvc/cache")
     shutil.rmtree(POLICY)
-    found = bring(project, md5, path=str(POLICY), rev="HEAD")
+    found = restore(project, md5, path=str(POLICY), rev="HEAD")
     assert hashing.dvc_md5(found) == md5
 
 
-def test_from_the_folder_where_it_lay_unless_that_has_changed(project: Path) -> None:
+def test_weights_come_from_their_first_folder_unless_it_changed(project: Path) -> None:
     md5 = hashing.dvc_md5(POLICY)
-    assert bring(project, md5, folder=str(POLICY.resolve())) == POLICY.resolve()
+    assert restore(project, md5, folder=str(POLICY.resolve())) == POLICY.resolve()
     (POLICY / "weights").write_text("other", encoding="utf-8")
-    with pytest.raises(UserError, match="is gone, or has changed"):
-        bring(project, md5, folder=str(POLICY.resolve()))
+    with pytest.raises(UserError, match="was removed, or has changed"):
+        restore(project, md5, folder=str(POLICY.resolve()))
 
 
-def test_what_is_nowhere_is_told_with_all_that_was_tried(project: Path) -> None:
-    with pytest.raises(UserError, match=r"the weights a{32}\.dir cannot be had: the DVC cache does not hold"):
-        bring(project, "a" * 32 + ".dir", path=str(POLICY), rev="HEAD")
+def test_missing_weights_are_a_user_error_that_lists_every_place(project: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"the weights a{32}\.dir cannot be restored: the DVC cache does not hold"
+    ):
+        restore(project, "a" * 32 + ".dir", path=str(POLICY), rev="HEAD")

@@ -1,4 +1,4 @@
-"""Means and bands by hand; the same results give the same picture."""
+"""Means and bands against worked examples; equal results give equal pictures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import experiments
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
 from rlhf_tasks.report.comparison import Result
 from tests.flows import toy
@@ -49,7 +50,7 @@ def test_the_same_results_give_the_same_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "why"),
+    ("path", "content", "problem"),
     [
         ("metrics/judge.json", "{", "metrics/judge.json of . cannot be read"),
         ("metrics/judge.json", '{"rate": "much"}', "metrics/judge.json of . cannot be read .*'much'"),
@@ -58,18 +59,17 @@ def test_the_same_results_give_the_same_figure(tmp_path: Path) -> None:
         ("metrics/judge.json", None, r"\./metrics is empty"),
     ],
 )
-def test_a_file_of_a_run_that_is_torn_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str | None, why: str
+def test_a_broken_file_of_a_run_is_named(
+    tmp_path: Path, path: str, content: str | None, problem: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name, text in {"metrics/judge.json": '{"rate": 1}', path: content}.items():
-        Path(name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         if text is not None:
-            Path(name).write_text(text, encoding="utf-8")
+            (tmp_path / name).write_text(text, encoding="utf-8")
         else:
-            Path(name).unlink(missing_ok=True)
-    with pytest.raises(UserError, match=why):
-        comparison.find(tmp_path, ".", [])
+            (tmp_path / name).unlink(missing_ok=True)
+    with pytest.raises(UserError, match=problem):
+        comparison.find(Paths(tmp_path), ".", [])
 
 
 def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:

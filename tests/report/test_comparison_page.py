@@ -1,4 +1,4 @@
-"""Runs side by side: settings by what differs, seeds as one line, and a message for what is unknown."""
+"""Runs side by side: settings by the parameters that differ, and seeds as one line."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ import pytest
 
 from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison, page
 from rlhf_tasks.report import comparison_page as compared
 from rlhf_tasks.report.comparison import Result
+from tests.report import workspace
 from tests.report.test_page import Document
 
 
 def result(name: str, seed: int, kl_coef: str, values: list[float], **more: str) -> Result:
     curves = {"ppo": [{"episode": 64.0 * (i + 1), "objective/kl": v} for i, v in enumerate(values)]}
-    metrics = {
-        "ppo/objective/kl": values[-1],
-        "judge/gold/policy_vs_sft/win_rate": 0.6,
-        "judge/gold/policy_vs_sft/low": 0.5,
-        "judge/gold/policy_vs_sft/high": 0.7,
-        "judge/gold/win_rate": 0.9,
-    }
+    rate = workspace.comparison("gold", "policy", "sft", workspace.interval(0.6, 0.5, 0.7))
+    metrics = {f"judge/{key}": value for key, value in rate.metrics().items()}
+    metrics |= {"ppo/objective/kl": values[-1], "judge/gold/win_rate": 0.9}
     return Result("", seed, name, metrics, curves, {"ppo.kl_coef": kl_coef, "ppo.lam": "0.95", **more})
 
 
@@ -35,23 +33,27 @@ RUNS = [
 ]
 
 
-def test_a_setting_is_what_the_runs_differ_in() -> None:
-    """A parameter that one of them does not tell is not looked at."""
-    settings = [one.setting for one in comparison.settled(RUNS)]
+def test_a_setting_is_the_parameters_that_differ() -> None:
+    """A parameter that a run does not have is not compared."""
+    settings = [one.setting for one in comparison.with_settings(RUNS)]
     assert settings == ["ppo.kl_coef=0.03", "ppo.kl_coef=0.03", "ppo.kl_coef=0.1"]
-    assert [one.setting for one in comparison.settled(RUNS[:2])] == ["all", "all"]
+    assert [one.setting for one in comparison.with_settings(RUNS[:2])] == ["all", "all"]
 
 
-def test_runs_that_differ_in_their_verdict_only_are_one() -> None:
-    """Of two gates over one training: no further seed."""
+def test_runs_that_differ_only_in_their_verdict_count_once() -> None:
+    """Two gates over one training are not two seeds."""
     other = replace(RUNS[0], experiment="other gate", metrics={**RUNS[0].metrics, "verdict/passed": 0.0})
-    assert [one.experiment for one in comparison.settled([*RUNS, other])] == ["other gate", "second", "third"]
+    assert [one.experiment for one in comparison.with_settings([*RUNS, other])] == [
+        "other gate",
+        "second",
+        "third",
+    ]
     unlike = replace(RUNS[0], experiment="unlike", metrics={**RUNS[0].metrics, "judge/gold/win_rate": 0.8})
-    assert len(comparison.settled([*RUNS, unlike])) == 4
+    assert len(comparison.with_settings([*RUNS, unlike])) == 4
 
 
-def test_seeds_are_a_line_with_a_band_and_a_single_run_has_its_interval() -> None:
-    context = compared.context(comparison.settled(RUNS))
+def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> None:
+    context = compared.context(comparison.with_settings(RUNS))
     assert [label for label, _ in context["groups"]] == ["A: ppo.kl_coef=0.03", "B: ppo.kl_coef=0.1"]
     assert context["parameters"] == [("ppo.kl_coef", ["0.03", "0.1"])]
     assert dict(context["headlines"]) == {
@@ -65,23 +67,23 @@ def test_seeds_are_a_line_with_a_band_and_a_single_run_has_its_interval() -> Non
     assert "A from 2 to 3" in figure.svg
 
 
-def test_the_page_is_whole_and_loads_nothing() -> None:
-    html = page.document("comparison.html", compared.context(comparison.settled(RUNS)))
+def test_the_page_is_complete_and_loads_nothing() -> None:
+    html = page.document("comparison.html", compared.context(comparison.with_settings(RUNS)))
     document = Document(html)
     assert "3 runs of 2 settings" in document.text
     assert all(a.get("scope") for a in document.of("th"))
     sources = [a[key] for _, a in document.tags for key in ("src", "href") if key in a]
     assert [s for s in sources if not (s or "").startswith(("#", "data:"))] == []
-    hostile = page.document("comparison.html", compared.context(comparison.settled(
+    hostile = page.document("comparison.html", compared.context(comparison.with_settings(
         [result("<script>", 1, "<b>", [1.0]), result("b", 1, "0.1", [1.0])]
     )))  # fmt: skip
     assert Document(hostile).of("script") == []
 
 
-def test_more_settings_than_a_figure_tells_apart_are_refused() -> None:
+def test_more_settings_than_a_figure_can_show_are_a_user_error() -> None:
     many = [result(str(i), 1, str(i), [1.0]) for i in range(7)]
     with pytest.raises(UserError, match="7 different settings, and a figure shows 6 at most"):
-        compared.context(comparison.settled(many))
+        compared.context(comparison.with_settings(many))
 
 
 def folder(root: Path, seed: int, kl: float) -> Path:
@@ -105,21 +107,21 @@ def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.Capt
 
 def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["compare", "no-such-run"]) == 2
-    said = capsys.readouterr().err
-    assert "no-such-run is no run that MLflow or git knows here; give an MLflow run's id" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "no-such-run is not a run that MLflow or git has here; give an MLflow run's id" in message
+    assert message.count("\n") == 1
     assert not Path("comparison.html").exists()
 
 
-def test_a_run_that_does_not_tell_what_others_differ_in_is_a_setting_of_its_own() -> None:
+def test_a_run_without_a_parameter_in_which_others_differ_is_a_setting_of_its_own() -> None:
     silent = Result("", 1, "cached", {}, {}, {"ppo.lam": "0.95"})
-    settings = [one.setting for one in comparison.settled([*RUNS, silent])]
+    settings = [one.setting for one in comparison.with_settings([*RUNS, silent])]
     assert settings == ["ppo.kl_coef=0.03", "ppo.kl_coef=0.03", "ppo.kl_coef=0.1", "ppo.kl_coef=?"]
-    context = compared.context(comparison.settled([*RUNS, silent]))
+    context = compared.context(comparison.with_settings([*RUNS, silent]))
     assert context["parameters"] == [("ppo.kl_coef", ["0.03", "0.1", "?"])]
 
 
-def test_what_is_not_finite_is_left_out_and_counted() -> None:
+def test_values_that_are_not_finite_are_left_out_and_counted() -> None:
     values = {"a": 0.5, "b": float("nan"), "c": 1.5}
     runs = [comparison._result(name, {"ppo/x": v}, {}, {}, name) for name, v in values.items()]
     assert comparison.cell(runs, "ppo/x") == "1 ± 0.71 (2 of 3)"
@@ -129,16 +131,16 @@ def test_what_is_not_finite_is_left_out_and_counted() -> None:
     ]
 
 
-def test_a_number_is_one_value_however_it_was_written() -> None:
-    """YAML says 12, MLflow, which keeps what the types made of it, "12.0"."""
+def test_a_number_is_the_same_value_from_yaml_and_mlflow() -> None:
+    """YAML has 12; MLflow has the text of the validated value, "12.0"."""
     pairs = [(12, "12.0"), (0.03, "0.03"), ([0.9, 1], "[0.9, 1.0]"), (None, "null"), ("gpt_neox", "gpt_neox")]
     for yaml, mlflow in pairs:
-        told = [comparison._result("x", {}, {}, {"k": v}, "").parameters["k"] for v in (yaml, mlflow)]
-        assert told[0] == told[1]
+        texts = [comparison._result("x", {}, {}, {"k": v}, "").parameters["k"] for v in (yaml, mlflow)]
+        assert texts[0] == texts[1]
 
 
-def test_a_run_asked_for_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_given_twice_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics/ppo.json").write_text(json.dumps({"objective/kl": 1.0}), encoding="utf-8")
-    compared.run(tmp_path, [str(tmp_path), f"{tmp_path}/."], tmp_path / "out.html")
+    compared.run(Paths(tmp_path), [str(tmp_path), f"{tmp_path}/."], tmp_path / "out.html")
     assert "1 run(s)" in capsys.readouterr().out

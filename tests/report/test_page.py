@@ -1,4 +1,4 @@
-"""The report as a document: whole, escaped, self-contained, the same for the same inputs."""
+"""The report as a document: complete, escaped, self-contained, equal for equal inputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.evaluation.results import (
+    Cost,
+    EvaluationResults,
+    HumanAgreement,
+    HumanLabels,
+    JudgeKappa,
+    RetentionResult,
+)
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import inputs, page
+from rlhf_tasks.report.win_rates import OPTIMISED
 from rlhf_tasks.stages import report
 from tests.report import workspace
 
@@ -22,7 +31,7 @@ VOID = {"meta", "link", "br", "wbr", "img", "input", "hr"}
 
 
 class Document(HTMLParser):
-    """Start tags in order, with their attributes, and the text; complains of tags that do not nest."""
+    """Start tags in order, with their attributes, and the text. Tags that do not nest fail an assertion."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -61,7 +70,11 @@ def whole(tmp_path: Path) -> Path:
 
 
 def written(root: Path) -> str:
-    return page.render(inputs.read(root))
+    return page.render(inputs.read(Paths(root)))
+
+
+def context(root: Path) -> dict[str, Any]:
+    return page.context(inputs.read(Paths(root)))
 
 
 def test_every_headline_number_appears(whole: Path) -> None:
@@ -90,13 +103,19 @@ def test_an_interval_around_one_half_names_no_winner(whole: Path) -> None:
     assert "Reference better" in text  # SFT against reference, 33.3% to 39.1%
 
 
-def test_a_kl_beyond_the_band_is_said_to_be_outside(whole: Path) -> None:
+def test_a_kl_beyond_the_band_is_marked_as_outside(whole: Path) -> None:
     workspace.put_text(whole / "metrics/ppo.json", '{"objective/kl": 14.5}')
     assert "outside the band from 0 to 10" in Document(written(whole)).text
 
 
-def test_counts_come_from_the_verdicts(whole: Path) -> None:
+def test_wins_ties_and_losses_are_shown(whole: Path) -> None:
     assert "2 / 1 / 1" in Document(written(whole)).text
+
+
+def test_the_kl_of_the_kept_checkpoint_is_shown(whole: Path) -> None:
+    metrics = {"objective/kl": 4.321, "selected_episode": 768, "selected_kl": 3.5}
+    workspace.put_text(whole / "metrics/ppo.json", json.dumps(metrics))
+    assert "Checkpoint kept: episode 768, with a KL of 3.50 nats" in Document(written(whole)).text
 
 
 def test_samples_show_the_greatest_leads_and_lags_side_by_side(whole: Path) -> None:
@@ -105,14 +124,15 @@ def test_samples_show_the_greatest_leads_and_lags_side_by_side(whole: Path) -> N
     assert won.index("ahead by 0.75") < won.index("ahead by 0.25")
     assert won.index("Prompt 2") < won.index("Prompt 0")
     assert "behind by 0.5" in lost
-    for answer in ("post number 3", "reference 3", "demonstrated 3", "optimised 3"):
-        assert answer in lost
+    for shown in ("post number 3", "reference 3", "demonstrated 3", "optimised 3"):
+        assert shown in lost
     assert "Prompt 1" not in won + lost.split("Training curves")[0]
 
 
 def test_hostile_text_stays_text(whole: Path) -> None:
     rows = [
-        row | dict.fromkeys(("prompt", "reference", "sft", "policy"), HOSTILE) for row in workspace.answers()
+        row | dict.fromkeys(("prompt", "reference", "sft", "policy"), HOSTILE)
+        for row in workspace.responses()
     ]
     workspace.put_rows(whole / "evaluation/judge/answers.parquet", rows)
     sample = {"episode": 1, "prompt": HOSTILE, "response": HOSTILE, "score": 0.0}
@@ -145,8 +165,8 @@ def test_the_same_inputs_give_the_same_bytes(whole: Path, tmp_path: Path) -> Non
     assert written(whole) == written(other)
 
 
-def test_missing_parts_are_said(tmp_path: Path) -> None:
-    workspace.put_judge(tmp_path)
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    workspace.put_results(tmp_path)
     text = Document(written(tmp_path)).text
     for name in (
         "metrics/ppo.json",
@@ -155,40 +175,32 @@ def test_missing_parts_are_said(tmp_path: Path) -> None:
         "models/lineage/sft.json",
     ):
         assert name in text
-    for said in (
-        "No curves: plots/ppo.csv",
-        "No samples of training",
-        "metrics/reward.json is missing",
-        "no verdicts file",
-    ):
-        assert said in text
+    for part in ("No curves: plots/ppo.csv", "No samples from training", "metrics/reward.json is missing"):
+        assert part in text
     assert "metrics/ppo.json has no objective/kl" in text
     assert "71.2%" in text
 
 
-def test_a_pair_that_was_not_judged_is_said(tmp_path: Path) -> None:
-    workspace.put_text(tmp_path / "metrics/judge.json", '{"rouge_l/policy": 0.3}')
+def test_a_pair_that_was_not_judged_is_marked(tmp_path: Path) -> None:
+    workspace.put_results(tmp_path, EvaluationResults())
     text = Document(written(tmp_path)).text
     assert text.count("Not judged in this run.") == 2
-    assert "holds no win rate" in text
+    assert "results.json has no win rate" in text
 
 
 def test_a_judge_that_ppo_optimised_does_not_lead_and_is_marked(tmp_path: Path) -> None:
-    rates = {
-        f"{judge}/policy_vs_sft/{key}": value
-        for judge, value in {"optimised": 0.9, "other": 0.4}.items()
-        for key in ("win_rate", "low", "high")
-    }
-    marked = rates | {"optimised/is_optimised_reward": 1.0}
-    workspace.put_text(tmp_path / "metrics/judge.json", json.dumps(marked))
-    found = page.context(inputs.read(tmp_path))
-    assert found["judge_name"] == "other"
-    assert list(found["rates"]) == [f"optimised ({page.OPTIMISED})", "other"]
+    rates = {"optimised": workspace.interval(0.9), "other": workspace.interval(0.4)}
+    comparisons = tuple(workspace.comparison(name, "policy", "sft", rate) for name, rate in rates.items())
+    results = EvaluationResults(comparisons=comparisons, optimised_judges={"optimised": "models/reward"})
+    workspace.put_results(tmp_path, results)
+    variables = context(tmp_path)
+    assert variables["judge_name"] == "other"
+    assert list(variables["rates"]) == [f"optimised ({OPTIMISED})", "other"]
 
 
-def test_without_the_judges_metrics_there_is_no_report(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"metrics/judge\.json is missing.*rlhf judge"):
-        inputs.read(tmp_path)
+def test_without_results_there_is_no_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"evaluation/judge/results\.json is missing.*rlhf judge"):
+        inputs.read(Paths(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -197,56 +209,56 @@ def test_without_the_judges_metrics_there_is_no_report(tmp_path: Path) -> None:
         ("metrics/ppo.json", "{", "not readable as JSON.* run `rlhf ppo` again"),
         ("metrics/ppo.json", "[1]", "must hold an object, but holds list; run `rlhf ppo` again"),
         ("metrics/judge.json", "[]", "must hold an object, but holds list; run `rlhf judge` again"),
-        ("metrics/sft.json", '{"loss": null, "a": 1}', "holds no number at loss; run `rlhf sft` again"),
+        (
+            "metrics/sft.json",
+            '{"loss": null, "a": 1}',
+            "must hold numbers, but does not at loss; run `rlhf sft` again",
+        ),
         ("metrics/sft.json", json.dumps(dict.fromkeys("abcdefg")), "at a, b, c, d, e and 2 more; run"),
         ("evaluation/ppo/guards.json", "{}", "lacks trips; run `rlhf ppo` again"),
-        ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "no table of numbers"),
-        ("plots/ppo.csv", "episode,objective/kl\n1\n", "no table of numbers"),
-        ("evaluation/judge/verdicts.parquet", "half a table", "is no table.* run `rlhf judge` again"),
+        ("plots/ppo.csv", "episode,objective/kl\n1,high\n", "not a table of numbers"),
+        ("plots/ppo.csv", "episode,objective/kl\n1\n", "not a table of numbers"),
+        (
+            "evaluation/judge/comparisons.parquet",
+            "half a table",
+            "is not a Parquet table.* run `rlhf judge` again",
+        ),
+        ("evaluation/judge/results.json", "{", "is not a results document"),
     ],
 )
 def test_a_broken_file_is_named(whole: Path, name: str, content: str, problem: str) -> None:
     workspace.put_text(whole / name, content)
     with pytest.raises(UserError, match=problem) as caught:
-        inputs.read(whole)
+        inputs.read(Paths(whole))
     assert name in str(caught.value)
 
 
 CRITERION = {
-    "title": "KL", "value": 1.0, "relation": "<=", "bound": 10.0, "lacking": "", "margin": 9.0, "passed": True
+    "title": "KL", "value": 1.0, "relation": "<=", "bound": 10.0, "lacking": "", "standard_error": None,
+    "margin": 9.0, "passed": True,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "tree", "lost", "stage_of_it"),
+    ("name", "tree", "key", "stage"),
     [
-        ("metrics/judge.json", workspace.JUDGE_METRICS, "gold/policy_vs_sft/low", "judge"),
-        ("metrics/judge.json", {"kappa/a_and_b": 0.5}, "kappa/a_and_b/low", "judge"),
-        ("metrics/judge.json", {"gpt/a_vs_b/position_bias": 0.5}, "gpt/a_vs_b/first_share", "judge"),
-        (
-            "metrics/judge.json",
-            {"human/a/kappa": 0.5, "human/a/kappa/low": 0.4},
-            "human/a/kappa/high",
-            "judge",
-        ),
         ("evaluation/verdict.json", {"passed": True}, "criteria", "verdict"),
         ("evaluation/verdict.json", {"criteria": [CRITERION], "passed": True}, "summary", "verdict"),
         ("evaluation/ppo/guards.json", {"trips": [{"episode": 5}]}, "said", "ppo"),
     ],
 )
-def test_what_a_file_lacks_is_told_with_the_stage_that_writes_it(
-    whole: Path, name: str, tree: dict[str, Any], lost: str, stage_of_it: str
+def test_a_missing_key_is_named_with_the_stage_that_writes_the_file(
+    whole: Path, name: str, tree: dict[str, Any], key: str, stage: str
 ) -> None:
-    kept = {key: value for key, value in tree.items() if key != lost}
-    workspace.put_text(whole / name, json.dumps(kept))
-    with pytest.raises(UserError, match=f"{name} lacks {lost}; run `rlhf {stage_of_it}` again"):
+    workspace.put_text(whole / name, json.dumps(tree))
+    with pytest.raises(UserError, match=f"{name} lacks {key}; run `rlhf {stage}` again"):
         written(whole)
 
 
-def test_a_criterion_that_lacks_its_margin_is_told(whole: Path) -> None:
+def test_a_criterion_without_a_margin_is_a_user_error(whole: Path) -> None:
     del (lacking := dict(CRITERION))["margin"]
-    told = {"criteria": [lacking], "passed": True, "summary": "all criteria are met"}
-    workspace.put_text(whole / "evaluation/verdict.json", json.dumps(told))
+    verdict = {"criteria": [lacking], "passed": True, "summary": "all criteria are met"}
+    workspace.put_text(whole / "evaluation/verdict.json", json.dumps(verdict))
     with pytest.raises(UserError, match=r"evaluation/verdict\.json lacks margin; run `rlhf verdict` again"):
         written(whole)
 
@@ -265,14 +277,14 @@ def test_headings_descend_by_one_and_ids_are_unique(whole: Path) -> None:
     assert targets <= {f"#{i}" for i in ids}
 
 
-def test_figures_speak_and_boxes_that_scroll_take_the_keyboard(whole: Path) -> None:
+def test_figures_have_a_text_and_scrolling_boxes_take_the_keyboard(whole: Path) -> None:
     document = Document(written(whole))
     drawings = [a for a in document.of("svg") if a.get("aria-hidden") != "true"]
     assert len(drawings) > 8
     assert all(a.get("role") == "img" and a.get("aria-label") for a in drawings)
-    spoken = " ".join(a["aria-label"] or "" for a in drawings)
-    assert "objective/kl from 0.5 to 4.321" in spoken
-    assert "Gold judge, Policy against SFT: 77.3%, 95% interval 74.8% to 79.8%" in spoken
+    labels = " ".join(a["aria-label"] or "" for a in drawings)
+    assert "objective/kl from 0.5 to 4.321" in labels
+    assert "Gold judge, Policy against SFT: 77.3%, 95% interval 74.8% to 79.8%" in labels
     boxes = [a for a in document.of("div") if a.get("class") == "scroll"]
     assert boxes
     assert all(a["tabindex"] == "0" and a["aria-label"] for a in boxes)
@@ -280,8 +292,8 @@ def test_figures_speak_and_boxes_that_scroll_take_the_keyboard(whole: Path) -> N
     assert "width=device-width" in (document.of("meta")[1]["content"] or "")
 
 
-class Listener:
-    """A tracker that only remembers its artifacts."""
+class ArtifactTracker:
+    """A tracker that keeps only its artifacts."""
 
     def __init__(self) -> None:
         self.artifacts: list[Path] = []
@@ -291,70 +303,73 @@ class Listener:
         self.artifacts.append(path)
 
 
-def test_the_stage_writes_one_file_and_hands_it_to_the_tracker(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(whole)
-    tracker = Listener()
-    assert report.run(None, Paths(), tracker) == {}  # type: ignore[arg-type]
-    assert [path.name for path in Path("reports").iterdir()] == ["index.html"]
-    assert tracker.artifacts == [Path("reports/index.html")]
-    assert Path("reports/index.html").read_text(encoding="utf-8") == written(whole)
+def test_the_stage_writes_one_file_and_logs_it(whole: Path) -> None:
+    tracker = ArtifactTracker()
+    assert report.run(None, Paths(whole), tracker) == {}  # type: ignore[arg-type]
+    assert [path.name for path in (whole / "reports").iterdir()] == ["index.html"]
+    assert tracker.artifacts == [whole / "reports/index.html"]
+    assert (whole / "reports/index.html").read_text(encoding="utf-8") == written(whole)
 
 
-def test_samples_of_a_judge_that_compares_are_those_it_was_surest_of(whole: Path) -> None:
-    """Probability that the policy's answer is better, in both orders; a verdict that turned is a tie."""
+def put_only(root: Path, judge: str) -> None:
+    """A results document with a single judge."""
+    rate = workspace.interval(0.6)
+    comparison = workspace.comparison(judge, "policy", "reference", rate)
+    workspace.put_results(root, EvaluationResults(comparisons=(comparison,)))
+
+
+def test_samples_of_a_comparing_judge_are_its_most_confident_ones(whole: Path) -> None:
+    """By the probability that the policy's response is better, over both orders."""
     orders = {0: (0.9, 0.8), 1: (0.9, 0.2), 2: (0.6, 0.7), 3: (0.2, 0.1)}
     rows = [
         {"judge": "gpt", "a": "policy", "b": "reference", "index": i, "score_a": None, "score_b": None,
-         "verdict": 1.0 if min(p, q) > 0.5 else 0.0 if max(p, q) < 0.5 else 0.5,
+         "outcome": 1.0 if min(p, q) > 0.5 else 0.0 if max(p, q) < 0.5 else 0.5,
          "a_shown_first": p, "a_shown_second": q}
         for i, (p, q) in orders.items()
     ]  # fmt: skip
-    workspace.put_rows(whole / "evaluation/judge/verdicts.parquet", rows)
-    only = {f"gpt/policy_vs_reference/{key}": 0.6 for key in ("win_rate", "low", "high")}
-    workspace.put_text(whole / "metrics/judge.json", json.dumps(only))
-    won, lost = page.context(inputs.read(whole))["sample_groups"]
-    assert [(s.index, s.words) for s in won[1]] == [(0, "ahead with 85.0%"), (2, "ahead with 65.0%")]
-    assert [(s.index, s.words) for s in lost[1]] == [(3, "behind with 85.0%")]
+    workspace.put_rows(whole / "evaluation/judge/comparisons.parquet", rows)
+    put_only(whole, "gpt")
+    won, lost = context(whole)["sample_groups"]
+    assert [(s.index, s.lead_text) for s in won[1]] == [(0, "ahead with 85.0%"), (2, "ahead with 65.0%")]
+    assert [(s.index, s.lead_text) for s in lost[1]] == [(3, "behind with 85.0%")]
 
 
-def test_samples_of_a_mixture_go_by_its_bare_verdict(whole: Path) -> None:
+def test_samples_of_a_combined_judge_are_sorted_by_the_bare_outcome(whole: Path) -> None:
     rows = [
-        {"judge": "both", "a": "policy", "b": "reference", "index": i, "verdict": outcome,
+        {"judge": "both", "a": "policy", "b": "reference", "index": i, "outcome": outcome,
          "score_a": None, "score_b": None, "a_shown_first": None, "a_shown_second": None}
         for i, outcome in enumerate((1.0, 0.5, 0.0, float("nan")))
     ]  # fmt: skip
-    workspace.put_rows(whole / "evaluation/judge/verdicts.parquet", rows)
-    only = {f"both/policy_vs_reference/{key}": 0.5 for key in ("win_rate", "low", "high")}
-    workspace.put_text(whole / "metrics/judge.json", json.dumps(only))
-    won, lost = page.context(inputs.read(whole))["sample_groups"]
-    assert [(s.index, s.words) for s in won[1] + lost[1]] == [(0, "ahead"), (2, "behind")]
+    workspace.put_rows(whole / "evaluation/judge/comparisons.parquet", rows)
+    put_only(whole, "both")
+    won, lost = context(whole)["sample_groups"]
+    assert [(s.index, s.lead_text) for s in won[1] + lost[1]] == [(0, "ahead"), (2, "behind")]
 
 
-def test_what_the_base_model_knew_stands_beside_what_is_left(whole: Path) -> None:
-    """A measure that has an interval shows it; the interval has no row of its own."""
-    known = {f"choice/{who}": 0.5 for who in ("base", "sft", "policy")}
-    known |= {"choice/base/low": 0.4, "choice/base/high": 0.6, "perplexity/general/base": 12.0}
-    workspace.put_text(whole / "metrics/judge.json", json.dumps(workspace.JUDGE_METRICS | known))
-    answers, retained = page.context(inputs.read(whole))["tables"]
+def test_retention_of_base_sft_and_policy_is_shown_with_intervals(whole: Path) -> None:
+    accuracy = workspace.interval(0.5, 0.4, 0.6)
+    base = RetentionResult(perplexity={"general": 12.0}, multiple_choice=accuracy)
+    policy = RetentionResult(perplexity={}, multiple_choice=accuracy)
+    retention = {"base": base, "policy": policy}
+    workspace.put_results(whole, workspace.RESULTS.model_copy(update={"retention": retention}))
+    responses, retained = context(whole)["tables"]
     assert retained[2] == {
-        "choice": {"base": "0.5 (0.4 to 0.6)", "sft": "0.5", "policy": "0.5"},
+        "multiple-choice accuracy": {"base": "0.5 (0.4 to 0.6)", "policy": "0.5 (0.4 to 0.6)"},
         "perplexity/general": {"base": "12"},
     }
-    assert answers[2]["gold/coverage"] == {"policy": "0.8432", "sft": "0.6218"}
+    assert responses[2]["gold/coverage"] == {"policy": "0.8432", "sft": "0.6218"}
 
 
 def test_calibration_and_length_are_drawn_by_model_origin_and_contender(whole: Path) -> None:
     document = Document(written(whole))
-    spoken = " ".join(a["aria-label"] or "" for a in document.of("svg") if a.get("role") == "img")
-    assert "Calibration of the reward model that PPO optimises, by confidence: given pairs from 0.5" in spoken
-    assert "Score by length: Gold judge, by characters: Policy from 0.2 to 0.8" in spoken
+    labels = " ".join(a["aria-label"] or "" for a in document.of("svg") if a.get("role") == "img")
+    assert "Calibration of the reward model that PPO optimises, by confidence: given pairs from 0.5" in labels
+    assert "Score by length: Gold judge, by characters: Policy from 0.2 to 0.8" in labels
     assert "Expected calibration error: given pairs 12.5%." in document.text
     assert len(re.findall('<polygon class="ribbon', written(whole))) == 2
 
 
-def test_the_chain_names_who_made_what_a_stage_read(whole: Path) -> None:
+def test_the_lineage_names_the_stage_that_wrote_an_input(whole: Path) -> None:
     (whole / "params.yaml").write_text("{}", encoding="utf-8")
     (whole / "dvc.yaml").write_text(
         "stages:\n"
@@ -368,10 +383,10 @@ def test_the_chain_names_who_made_what_a_stage_read(whole: Path) -> None:
     }.items():
         tree = {"rlhf.run": f"{stage_name}-1", "inputs": read, "git.rev": "f" * 40, "git.dirty": True}
         workspace.put_text(whole / f"models/lineage/{stage_name}.json", json.dumps(tree))
-    links = {link.stage: link for link in page.context(inputs.read(whole))["chain"]}
+    links = {link.stage: link for link in context(whole)["chain"]}
     assert [(i.path, i.digest, i.maker) for i in links["ppo"].read] == [("models/sft", "abcdef0123", "sft")]
-    assert [(i.path, i.digest) for i in links["sft"].made] == [("models/sft", "abcdef0123")]
-    assert [(i.path, i.digest) for i in links["ppo"].made] == [("models/policy", "")]
+    assert [(i.path, i.digest) for i in links["sft"].written] == [("models/sft", "abcdef0123")]
+    assert [(i.path, i.digest) for i in links["ppo"].written] == [("models/policy", "")]
     assert links["ppo"].run == "ppo-1"
     assert (links["ppo"].code, links["ppo"].dirty) == ("ffffffffff", True)
     assert 'reads <code>models/sft</code> <code class="quiet">abcdef0123</code> of <a href="#of-sft">' in (
@@ -379,23 +394,29 @@ def test_the_chain_names_who_made_what_a_stage_read(whole: Path) -> None:
     )
 
 
-def test_judges_agreement_with_people_and_each_other_is_told(whole: Path) -> None:
-    told = {
-        "human/gold/kappa": 0.61, "human/gold/kappa/low": 0.5, "human/gold/kappa/high": 0.7,
-        "human/gold/agreement": 0.8, "human/gold/agreement/low": 0.7, "human/gold/agreement/high": 0.9,
-        "kappa/gold_and_gpt": -0.1, "kappa/gold_and_gpt/low": -0.2, "kappa/gold_and_gpt/high": 0.0,
-        "gpt/policy_vs_sft/position_bias": 0.25, "gpt/policy_vs_sft/first_share": 0.6,
-        "gpt/policy_vs_sft/cost/replies": 40, "gpt/policy_vs_sft/cost/tokens": 1234,
-    }  # fmt: skip
-    workspace.put_text(whole / "metrics/judge.json", json.dumps(workspace.JUDGE_METRICS | told))
+def test_agreement_of_judges_and_position_bias_are_shown(whole: Path) -> None:
+    human = HumanAgreement(
+        kappa=workspace.interval(0.61, 0.5, 0.7), agreement=workspace.interval(0.8, 0.7, 0.9)
+    )
+    kappa = JudgeKappa(first="gold", second="gpt", kappa=workspace.interval(-0.1, -0.2, 0.0))
+    comparison = workspace.comparison(
+        "gpt", "policy", "sft", workspace.interval(0.6), position_bias=0.25, first_share=0.6,
+        cost=Cost(replies=40, tokens=1234),
+    )  # fmt: skip
+    changes = {
+        "comparisons": (*workspace.RESULTS.comparisons, comparison),
+        "human_labels": HumanLabels(labels=20, judges={"gold": human}),
+        "judge_kappas": (kappa,),
+    }
+    workspace.put_results(whole, workspace.RESULTS.model_copy(update=changes))
     text = Document(written(whole)).text
     assert "Gold judge and people 0.61 0.50 to 0.70 80.0% (70.0% to 90.0%)" in text
     assert "Gold judge and gpt −0.10 −0.20 to 0.00" in text
     assert "gpt: Policy against SFT 25.0% 60.0% 40 1,234" in text
 
 
-def test_what_the_guards_said_is_told(whole: Path) -> None:
-    assert "No guard tripped." in page.render(inputs.read(whole))
+def test_trips_of_guards_are_shown(whole: Path) -> None:
+    assert "No guard tripped." in written(whole)
     trip = {"episode": 512, "guard": "kl_high", "said": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
     workspace.put_text(whole / "evaluation/ppo/guards.json", json.dumps({"trips": [trip]}))
-    assert "At episode 512, kl_high: objective/kl_k1 = 11.4 exceeds 10." in page.render(inputs.read(whole))
+    assert "At episode 512, kl_high: objective/kl_k1 = 11.4 exceeds 10." in written(whole)

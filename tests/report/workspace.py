@@ -1,4 +1,4 @@
-"""A small finished pipeline in a folder, for the report to read."""
+"""A small finished pipeline in a folder, which the report reads."""
 
 from __future__ import annotations
 
@@ -9,28 +9,50 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-JUDGE_METRICS = {
-    "gold/policy_vs_reference/win_rate": 0.7125,
-    "gold/policy_vs_reference/low": 0.684,
-    "gold/policy_vs_reference/high": 0.741,
-    "gold/policy_vs_sft/win_rate": 0.7731,
-    "gold/policy_vs_sft/low": 0.748,
-    "gold/policy_vs_sft/high": 0.7982,
-    "gold/sft_vs_reference/win_rate": 0.3617,
-    "gold/sft_vs_reference/low": 0.3329,
-    "gold/sft_vs_reference/high": 0.3906,
-    "reward_model/policy_vs_reference/win_rate": 0.502,
-    "reward_model/policy_vs_reference/low": 0.471,
-    "reward_model/policy_vs_reference/high": 0.533,
-    "gold/policy/coverage": 0.8432,
-    "gold/sft/coverage": 0.6218,
-    "rouge_l/policy": 0.3154,
-    "agreement/reward/policy_samples": 0.7654,
-    "calibration/reward/given": 0.125,
-}
+from rlhf_tasks.evaluation.results import (
+    ComparisonResult,
+    EvaluationResults,
+    Interval,
+    ResponseStatistics,
+    RewardDiagnostic,
+)
 
 
-def answers() -> list[dict[str, Any]]:
+def interval(value: float, low: float | None = None, high: float | None = None) -> Interval:
+    return Interval(value=value, low=value if low is None else low, high=value if high is None else high)
+
+
+def comparison(judge: str, a: str, b: str, rate: Interval, **changes: Any) -> ComparisonResult:
+    """One comparison on four prompts, of which one is a tie."""
+    return ComparisonResult(
+        judge=judge, a=a, b=b, win_rate=rate, decisive=rate, length_controlled=rate, p_value=0.03, ties=1,
+        examples=4, failures=0, **changes,
+    )  # fmt: skip
+
+
+RESULTS = EvaluationResults(
+    comparisons=(
+        comparison("gold", "sft", "reference", interval(0.3617, 0.3329, 0.3906)),
+        comparison("gold", "policy", "reference", interval(0.7125, 0.684, 0.741)),
+        comparison("gold", "policy", "sft", interval(0.7731, 0.748, 0.7982)),
+        comparison("reward_model", "policy", "reference", interval(0.502, 0.471, 0.533)),
+    ),
+    responses={
+        "policy": ResponseStatistics(
+            rouge_l=0.3154, length=12.0, ended=0.9, distinct_1=0.8, distinct_2=0.95, repetition=0.01
+        )
+    },
+    facets={"gold": {"sft": {"coverage": 0.6218}, "policy": {"coverage": 0.8432}}},
+    reward_diagnostics=(
+        RewardDiagnostic(model="reward", origin="given", calibration_error=0.125, agreement=None),
+        RewardDiagnostic(
+            model="reward", origin="policy_samples", calibration_error=0.2, agreement=interval(0.7654)
+        ),
+    ),
+)
+
+
+def responses() -> list[dict[str, Any]]:
     return [
         {
             "index": i,
@@ -43,7 +65,7 @@ def answers() -> list[dict[str, Any]]:
     ]
 
 
-def verdicts() -> list[dict[str, Any]]:
+def comparisons() -> list[dict[str, Any]]:
     """The policy leads on prompt 2 (by .75) and 0 (by .25), ties on 1 and lags on 3."""
     scores = {0: (0.75, 0.5), 1: (0.5, 0.5), 2: (1.0, 0.25), 3: (0.25, 0.75)}
     return [
@@ -52,7 +74,7 @@ def verdicts() -> list[dict[str, Any]]:
             "a": "policy",
             "b": "reference",
             "index": index,
-            "verdict": (a > b) + (a == b) / 2,
+            "outcome": (a > b) + (a == b) / 2,
             "score_a": a,
             "score_b": b,
         }
@@ -70,13 +92,14 @@ def put_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def put_judge(root: Path) -> None:
-    """The one file that the report cannot do without."""
-    put_text(root / "metrics/judge.json", json.dumps(JUDGE_METRICS))
+def put_results(root: Path, results: EvaluationResults = RESULTS) -> None:
+    """The one document that the report needs."""
+    results.write(root / "evaluation/judge/results.json")
 
 
 def put_all(root: Path) -> None:
-    put_judge(root)
+    put_results(root)
+    put_text(root / "metrics/judge.json", json.dumps(RESULTS.metrics()))
     put_text(root / "metrics/ppo.json", json.dumps({"objective/kl": 4.321, "selected_episode": 768}))
     put_text(root / "metrics/reward.json", json.dumps({"accuracy": 0.8123, "calibration": 0.0345}))
     for stage in ("prepare", "base", "sft", "preferences"):
@@ -93,8 +116,8 @@ def put_all(root: Path) -> None:
             root / f"models/lineage/{stage}.json",
             json.dumps({"run": f"run-of-{stage}", "inputs": {"data": "md5:12"}}),
         )
-    put_rows(root / "evaluation/judge/answers.parquet", answers())
-    put_rows(root / "evaluation/judge/verdicts.parquet", verdicts())
+    put_rows(root / "evaluation/judge/answers.parquet", responses())
+    put_rows(root / "evaluation/judge/comparisons.parquet", comparisons())
     bins = [
         {"model": "reward", "origin": "given", "confidence": c, "right": r, "low": r - 0.1, "high": r + 0.1,
          "pairs": 20}
@@ -108,7 +131,7 @@ def put_all(root: Path) -> None:
     ]  # fmt: skip
     put_rows(root / "evaluation/judge/lengths.parquet", lengths)
     samples = [
-        {"episode": e, "prompt": "a post", "response": f"said at {e}", "score": 0.5} for e in (256, 768)
+        {"episode": e, "prompt": "a post", "response": f"sampled at {e}", "score": 0.5} for e in (256, 768)
     ]
     put_rows(root / "evaluation/ppo/samples.parquet", samples)
     put_text(root / "evaluation/ppo/guards.json", json.dumps({"trips": []}))

@@ -1,4 +1,4 @@
-"""Stage judge in small: the keys it promises, and that a verdict has no sides."""
+"""Stage judge in small: its results document, its metrics and its tables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import labels, summary, trust
-from rlhf_tasks.evaluation.judges import making
-from rlhf_tasks.evaluation.judges.scoring import Scoring
-from rlhf_tasks.evaluation.labels import Label, Pair
+from rlhf_tasks.evaluation import human_labels, summary
+from rlhf_tasks.evaluation.human_labels import Label, Pair
+from rlhf_tasks.evaluation.judges.build import build_judges
+from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
+from rlhf_tasks.evaluation.results import EvaluationResults, Interval
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
@@ -33,6 +34,17 @@ SETTINGS = {
 }
 
 
+def run(tracker: NullTracker | None = None, root: Path | None = None, **changes: Any) -> dict[str, float]:
+    """The stage's metrics; `changes` are of the section `judge`."""
+    settings = SETTINGS | {f"judge.{key}": value for key, value in changes.items()}
+    return stage.run(small.view("judge", settings), Paths(root or Path()), tracker or NullTracker("judge"))
+
+
+def table(root: Path, name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(Paths(root).judge_results / name).to_pylist()
+    return rows
+
+
 @pytest.fixture(scope="module")
 def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shutil.copytree(trained, tmp_path_factory.mktemp("judged") / "project")
@@ -40,9 +52,7 @@ def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def metrics(project: Path) -> dict[str, float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(project)
-        return stage.run(small.view("judge", SETTINGS), Paths(), NullTracker())
+    return run(root=project)
 
 
 def test_every_judge_and_pair_has_a_win_rate_with_its_interval(metrics: dict[str, float]) -> None:
@@ -52,106 +62,109 @@ def test_every_judge_and_pair_has_a_win_rate_with_its_interval(metrics: dict[str
             assert 0 <= low <= rate <= high <= 1
 
 
-def test_the_win_rate_while_ppo_trained_is_a_curve(
-    project: Path, metrics: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(project)
+def test_the_metrics_are_those_of_the_results_document(project: Path, metrics: dict[str, float]) -> None:
+    results = EvaluationResults.read(Paths(project).evaluation_results)
+    assert results.metrics() == metrics
+    comparison = results.comparison("gold", "policy", "sft")
+    assert comparison is not None
+    rate = comparison.win_rate
+    key = "gold/policy_vs_sft"
+    assert rate == Interval(
+        value=metrics[f"{key}/win_rate"], low=metrics[f"{key}/low"], high=metrics[f"{key}/high"]
+    )
+
+
+def test_the_win_rate_during_training_is_a_curve(project: Path, metrics: dict[str, float]) -> None:
     tracker = NullTracker("judge")
-    stage.run(small.view("judge", SETTINGS), Paths(), tracker)
+    run(tracker, project)
     before, after = tracker.history()
     assert (before["episode"], after["episode"]) == (0, 16)
-    assert before["gold/win_rate"] < 0.2, "it said next to nothing"
-    assert after["gold/win_rate"] == after["reward_model/win_rate"] == 0.5, "it said what the references say"
+    assert before["gold/win_rate"] < 0.2, "the first responses are almost empty"
+    assert after["gold/win_rate"] == after["reward_model/win_rate"] == 0.5, "the last are the references"
 
 
-def test_what_else_the_stage_promises_is_there(metrics: dict[str, float]) -> None:
-    wanted = {
+def test_the_metrics_contain_every_documented_measure(metrics: dict[str, float]) -> None:
+    expected = {
         f"gold/{who}/{f}" for who in ("reference", "sft", "policy") for f in ("coverage", "faithfulness")
     }
     plain = ("rouge_l", "length", "ended", "distinct_1", "distinct_2", "repetition")
-    wanted |= {f"{key}/{who}" for key in plain for who in ("sft", "policy")}
-    wanted |= {
+    expected |= {f"{key}/{who}" for key in plain for who in ("sft", "policy")}
+    expected |= {
         f"{key}/{who}" for key in ("perplexity/sft_text", "choice") for who in ("base", "sft", "policy")
     }
-    wanted |= {"length/policy_over_sft"}
-    wanted |= {
+    expected |= {"length/policy_over_sft"}
+    expected |= {
         f"agreement/{r}/{who}_samples" for r in ("reward", "reward_heldout") for who in ("sft", "policy")
     }
-    wanted |= {"reward_model/policy_vs_sft/matched_length_gain"}
-    assert wanted <= set(metrics)
+    expected |= {"reward_model/policy_vs_sft/matched_length_gain"}
+    assert expected <= set(metrics)
 
 
-def test_verdicts_and_answers_are_written_as_they_were_judged(
-    project: Path, metrics: dict[str, float]
-) -> None:
-    verdicts = pq.read_table(project / stage.OUT / "verdicts.parquet").to_pylist()
-    answers = pq.read_table(project / stage.OUT / "answers.parquet").to_pylist()
-    assert len(verdicts) == 2 * 3 * 10
-    assert len(answers) == 10
-    by_judge = [v for v in verdicts if (v["judge"], v["a"], v["b"]) == ("gold", "policy", "reference")]
+def test_the_tables_hold_every_comparison_and_response(project: Path, metrics: dict[str, float]) -> None:
+    comparisons, responses = table(project, "comparisons.parquet"), table(project, "answers.parquet")
+    assert len(comparisons) == 2 * 3 * 10
+    assert len(responses) == 10
+    of_gold = [c for c in comparisons if (c["judge"], c["a"], c["b"]) == ("gold", "policy", "reference")]
     points = []
-    for verdict in by_judge:
-        row = answers[verdict["index"]]
+    for comparison in of_gold:
+        row = responses[comparison["index"]]
         ours, theirs = gold(row["prompt"], row["policy"]).score, gold(row["prompt"], row["reference"]).score
         assert (
-            (verdict["score_a"], verdict["score_b"])
+            (comparison["score_a"], comparison["score_b"])
             == (ours, theirs)
             == (row["gold/policy"], row["gold/reference"])
         )
         points.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
-        assert verdict["verdict"] == points[-1]
+        assert comparison["outcome"] == points[-1]
     assert metrics["gold/policy_vs_reference/win_rate"] == pytest.approx(sum(points) / 10)
 
 
-class Given:
-    """Scores by the letter that an answer begins with."""
+class PlantedScores:
+    """Scores by the first letter of the responses."""
 
     def __init__(self, scores: dict[str, list[float]]) -> None:
         self._scores = scores
 
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        return self._scores[answers[0][0]]
+    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return self._scores[responses[0][0]]
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
         return {}
 
 
-def test_swapping_the_contenders_mirrors_the_verdict() -> None:
+def test_swapping_the_contenders_mirrors_the_result() -> None:
     scores = {"policy": [1.0, 0.5, 0.2, 0.9, 0.3], "sft": [0.4, 0.5, 0.6, 0.1, 0.0]}
     texts = ["one", "two", "three", "four", "five"]
-    judge = Scoring("gold", Given({"p": scores["policy"], "s": scores["sft"]}))
+    judge = ScoringJudge("gold", PlantedScores({"p": scores["policy"], "s": scores["sft"]}))
     policy, sft = (["p" * (i + 1) for i in range(5)], ["s" * (5 - i) for i in range(5)])
     ours, theirs = judge.compare(texts, policy, sft), judge.compare(texts, sft, policy)
-    there = summary.metrics(("gold", "policy", "sft"), ours, policy, sft)
-    back = summary.metrics(("gold", "sft", "policy"), theirs, sft, policy)
-    assert there["gold/policy_vs_sft/win_rate"] == pytest.approx(0.7)  # three wins, a tie, a loss
-    assert back["gold/sft_vs_policy/win_rate"] == pytest.approx(0.3)
-    assert there["gold/policy_vs_sft/low"] == pytest.approx(1 - back["gold/sft_vs_policy/high"])
-    assert there["gold/policy_vs_sft/high"] == pytest.approx(1 - back["gold/sft_vs_policy/low"])
-    for key, mirrored in (("length_controlled", 1), ("decisive", 1)):
-        a, b = f"gold/policy_vs_sft/{key}", f"gold/sft_vs_policy/{key}"
-        assert there[a] == pytest.approx(mirrored - back[b])
-        assert there[f"{a}/low"] == pytest.approx(mirrored - back[f"{b}/high"])
-    assert there["gold/policy_vs_sft/p_value"] == back["gold/sft_vs_policy/p_value"]
+    result = summary.summarise(summary.Key("gold", "policy", "sft"), ours, policy, sft)
+    mirror = summary.summarise(summary.Key("gold", "sft", "policy"), theirs, sft, policy)
+    assert result.win_rate.value == pytest.approx(0.7)  # three wins, a tie, a loss
+    for name in ("win_rate", "length_controlled", "decisive"):
+        one, other = getattr(result, name), getattr(mirror, name)
+        assert (one.value, one.low, one.high) == pytest.approx(
+            (1 - other.value, 1 - other.high, 1 - other.low)
+        )
+    assert result.p_value == mirror.p_value
     assert ours.outcomes.tolist() == (1 - theirs.outcomes).tolist()
 
 
-def test_the_same_seed_judges_the_same(project: Path, metrics: dict[str, float]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(project)
-        assert stage.run(small.view("judge", SETTINGS), Paths(), NullTracker()) == metrics, (
-            "from kept answers"
-        )
-        shutil.rmtree(project / ".rlhf/answers")
-        assert stage.run(small.view("judge", SETTINGS), Paths(), NullTracker()) == metrics, "sampled again"
+def test_the_same_seed_gives_the_same_results(project: Path, metrics: dict[str, float]) -> None:
+    paths = Paths(project)
+    before = paths.evaluation_results.read_bytes()
+    assert run(root=project) == metrics, "from kept responses"
+    shutil.rmtree(paths.home / "responses")
+    assert run(root=project) == metrics, "from new samples"
+    assert paths.evaluation_results.read_bytes() == before
 
 
-def test_the_gold_judge_is_refused_for_data_it_does_not_know() -> None:
+def test_the_gold_judge_is_refused_for_other_data_than_the_synthetic_task() -> None:
     with pytest.raises(UserError, match="gold knows the synthetic task only"):
-        making.build(small.view("judge").judge, "files", torch.device("cpu"))
+        build_judges(small.view("judge").judge, "files", torch.device("cpu"), Paths())
 
 
-def test_a_judge_that_compares_adds_what_only_it_can_say(
+def test_a_pairwise_judge_adds_position_bias_and_cost(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", endpoint.KEY)
@@ -164,50 +177,49 @@ def test_a_judge_that_compares_adds_what_only_it_can_say(
             "concurrency": 4, "timeout_seconds": 10.0, "max_retries": 0, "budget": None,
         }  # fmt: skip
         both = {"kind": "all_of", "name": "both", "judges": ["gpt", "gold"]}
-        given = SETTINGS | {"judge.judges": [small.GOLD, llm, both]}
-        found = stage.run(small.view("judge", given), Paths(), NullTracker())
-        asked = len(server.bodies)
-        assert stage.run(small.view("judge", given), Paths(), NullTracker()) == found
-        assert len(server.bodies) == asked
-    assert found["gpt/policy_vs_sft/win_rate"] == 0.5
-    assert found["gpt/policy_vs_sft/position_bias"] == 1.0
-    assert found["gpt/policy_vs_sft/cost/replies"] == 20
-    assert found["gpt/policy_vs_sft/cost/tokens"] == 200
-    assert found["both/policy_vs_sft/win_rate"] == 0.5
-    assert "kappa/gold_and_gpt" in found
-    assert "gold/policy_vs_sft/position_bias" not in found
-    rows = [r for r in pq.read_table(stage.OUT / "verdicts.parquet").to_pylist() if r["judge"] == "gpt"]
-    assert {(r["score_a"], r["a_shown_first"], r["a_shown_second"]) for r in rows} == {(None, 1.0, 0.0)}
+        result = run(judges=[small.GOLD, llm, both])
+        num_requests = len(server.bodies)
+        assert run(judges=[small.GOLD, llm, both]) == result
+        assert len(server.bodies) == num_requests, "the second run uses the kept replies"
+    assert result["gpt/policy_vs_sft/win_rate"] == 0.5
+    assert result["gpt/policy_vs_sft/position_bias"] == 1.0
+    assert result["gpt/policy_vs_sft/cost/replies"] == 20
+    assert result["gpt/policy_vs_sft/cost/tokens"] == 200
+    assert result["both/policy_vs_sft/win_rate"] == 0.5
+    assert "kappa/gold_and_gpt" in result
+    assert "gold/policy_vs_sft/position_bias" not in result
+    rows = [row for row in table(Path(), "comparisons.parquet") if row["judge"] == "gpt"]
+    assert {(row["score_a"], row["a_shown_first"], row["a_shown_second"]) for row in rows} == {
+        (None, 1.0, 0.0)
+    }
 
 
-def test_judges_are_compared_with_what_people_said(models_here: Path) -> None:
+def test_agreement_with_human_labels_is_measured_for_every_judge(models_here: Path) -> None:
     rows = read_table(Paths(), "prompts", "test")[:4]
     pairs = [Pair(row["prompt"], "policy", "sft", row["reference"], " my stuff") for row in rows]
     for pair, outcome in zip(pairs, (1.0, 1.0, 0.0, None), strict=True):
-        labels.add(Path("labels.jsonl"), Label(pair, outcome))
-    found = stage.run(
-        small.view("judge", SETTINGS | {"judge.labels": "labels.jsonl"}), Paths(), NullTracker()
-    )
+        human_labels.add(Path("labels.jsonl"), Label(pair, outcome))
+    result = run(labels="labels.jsonl")
     scores = [
         gold(pair.prompt, pair.answer_a).score > gold(pair.prompt, pair.answer_b).score for pair in pairs
     ]
-    assert scores[:3] == [True, True, True], "a reference is better than next to nothing"
-    assert found["human/labels"] == 3, "what was passed over is no label"
-    assert found["human/gold/agreement"] == pytest.approx(2 / 3)
-    assert found["human/gold/kappa"] == 0, "who always says the same agrees by chance"
-    assert "human/reward_model/kappa" in found
+    assert scores[:3] == [True, True, True], "a reference is better than almost nothing"
+    assert result["human/labels"] == 3, "a skipped pair is not counted"
+    assert result["human/gold/agreement"] == pytest.approx(2 / 3)
+    assert result["human/gold/kappa"] == 0, "a judge of one outcome agrees by chance only"
+    assert "human/reward_model/kappa" in result
 
 
-class Listener(NullTracker):
+class Events(NullTracker):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("judge")
         self.events: list[str] = []
 
     def event(self, name: str, text: str, *, step: int) -> None:
         self.events.append(name)
 
 
-def test_a_judge_that_ppo_optimised_is_told_in_every_place(
+def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = Path("models/policy")
@@ -217,63 +229,53 @@ def test_a_judge_that_ppo_optimised_is_told_in_every_place(
     )  # fmt: skip
     console.set_quiet(False)
     optimised = small.HELDOUT | {"name": "optimised", "path": "models/reward"}
-    tracker = Listener()
-    found = stage.run(
-        small.view("judge", SETTINGS | {"judge.judges": [small.GOLD, optimised]}), Paths(), tracker
-    )
-    assert found["optimised/is_optimised_reward"] == 1.0
-    assert "gold/is_optimised_reward" not in found
-    by_reward = found["optimised/policy_vs_sft/win_rate"]
-    assert found["reward_gap/win_rate_by_reward"] == by_reward
-    assert found["reward_gap/optimised"] == 0
-    assert found["reward_gap/gold"] == pytest.approx(by_reward - found["gold/policy_vs_sft/win_rate"])
+    tracker = Events()
+    result = run(tracker, judges=[small.GOLD, optimised])
+    assert result["optimised/is_optimised_reward"] == 1.0
+    assert "gold/is_optimised_reward" not in result
+    by_reward = result["optimised/policy_vs_sft/win_rate"]
+    assert result["reward_gap/win_rate_by_reward"] == by_reward
+    assert result["reward_gap/optimised"] == 0
+    assert result["reward_gap/gold"] == pytest.approx(by_reward - result["gold/policy_vs_sft/win_rate"])
     assert "WARNING: judge optimised (models/reward) is the reward model" in capsys.readouterr().out
     assert tracker.events == ["judge_is_the_optimised_reward"]
 
 
-def test_without_reward_models_the_gold_judge_judges_alone(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_reward_models_there_are_no_reward_diagnostics(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    for folder in trust.REWARDS.values():
+    for folder in (Paths(tmp_path).reward, Paths(tmp_path).reward_heldout):
         shutil.rmtree(folder)
         folder.mkdir()
         (folder / "README.md").write_text("none", encoding="utf-8")
-    found = stage.run(
-        small.view("judge", SETTINGS | {"judge.judges": [small.GOLD], "judge.retention": None}),
-        Paths(),
-        NullTracker(),
-    )
-    assert 0 <= found["gold/policy_vs_sft/win_rate"] <= 1
-    unwanted = ("agreement", "reward", "perplexity", "choice")
-    assert [key for key in found if any(word in key for word in unwanted)] == []
+    result = run(root=tmp_path, judges=[small.GOLD], retention=None)
+    assert 0 <= result["gold/policy_vs_sft/win_rate"] <= 1
+    absent = ("agreement", "reward", "perplexity", "choice")
+    assert [key for key in result if any(word in key for word in absent)] == []
 
 
 class Tables(NullTracker):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("judge")
         self.tables: dict[str, list[dict[str, Any]]] = {}
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self.tables[name] = [dict(row) for row in rows]
 
 
-def test_every_verdict_is_a_row_of_a_table_with_what_was_judged(models_here: Path) -> None:
+def test_the_tracker_gets_every_comparison_with_its_texts(models_here: Path) -> None:
     tracker = Tables()
-    stage.run(small.view("judge", SETTINGS | {"judge.judges": [small.GOLD]}), Paths(), tracker)
-    rows = tracker.tables["verdicts"]
+    run(tracker, judges=[small.GOLD])
+    rows = tracker.tables["comparisons"]
     assert len(rows) == 3 * 10
     for row in rows:
-        ours, theirs = (gold(row["prompt"], row[answer]).score for answer in ("answer_a", "answer_b"))
-        assert row["verdict"] == (ours > theirs) + 0.5 * (ours == theirs)
+        ours, theirs = (gold(row["prompt"], row[response]).score for response in ("response_a", "response_b"))
+        assert row["outcome"] == (ours > theirs) + 0.5 * (ours == theirs)
     assert [row["pair"] for row in tracker.tables["win_rates"]] == [
         "sft vs reference", "policy vs reference", "policy vs sft"
     ]  # fmt: skip
-    bins = pq.read_table(stage.OUT / "calibration.parquet").to_pylist()
-    origins = {(row["model"], row["origin"]) for row in bins}
-    assert {(m, "given") for m in trust.REWARDS} <= origins
-    lengths = pq.read_table(stage.OUT / "lengths.parquet").to_pylist()
+    origins = {(row["model"], row["origin"]) for row in table(Path(), "calibration.parquet")}
+    assert {("reward", "given"), ("reward_heldout", "given")} <= origins
+    lengths = table(Path(), "lengths.parquet")
     assert {(row["judge"], row["who"]) for row in lengths} == {
         ("gold", who) for who in ("reference", "sft", "policy")
     }

@@ -17,7 +17,7 @@ from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.evaluation.judges import making
+from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.ppo import loop, watch
@@ -128,10 +128,10 @@ def test_what_is_wrong_with_a_judge_that_chooses_is_told_by_its_own_key(
     """And of the same judge in the list, by the list's."""
     settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
     with pytest.raises(UserError) as told:
-        Referee(small.runtime(), settings)
+        Referee(small.runtime(), settings, Paths())
     assert str(told.value).startswith(f"ppo.select_by.judge: {said}")
     with pytest.raises(UserError, match=rf"^judge\.judges: {re.escape(said)}"):
-        making.single(settings.judge, torch.device("cpu"), 0.5)
+        build_judge(settings.judge, torch.device("cpu"), 0.5, Paths())
 
 
 def test_a_judge_without_a_revision_is_told_by_its_own_key() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.config import STAGES, Stage
-from rlhf_tasks.config.judge import TAKEN
+from rlhf_tasks.config.judge import RESERVED
 from rlhf_tasks.tracking import catalogue, curves
 from rlhf_tasks.tracking.catalogue import METRICS, PLACEHOLDERS, Metric
 from tests.plain_english import BANNED
@@ -121,7 +121,7 @@ def test_every_placeholder_is_explained_and_used() -> None:
 def test_judges_cannot_be_named_like_other_judge_metrics() -> None:
     own = [metric.name.partition("/")[0] for metric in METRICS if metric.stage == "judge"]
     firsts = {first for first in own if not first.startswith("JUDGE")}
-    assert {first for first in firsts if not first.startswith("rouge")} == set(TAKEN)
+    assert {first for first in firsts if not first.startswith("rouge")} == set(RESERVED)
 
 
 def test_every_figure_shows_metrics_of_one_unit() -> None:

@@ -1,7 +1,7 @@
-"""Replies that were paid for, kept for good: a file of JSON lines that only ever grows.
+"""Replies that were paid for, kept in a file of JSON lines that is only appended to.
 
-A record is written by one call the moment it is there, so that a killed process loses none that it had
-read, and several processes can share the file. What a crash of the machine tore is skipped.
+Each record is written by one call as soon as it arrives: a killed process loses no reply that it has read,
+and several processes can share the file. A line that a crash of the machine cut off is skipped.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.project import atomic, hashing
+from rlhf_tasks.project import atomic
 
 
 class Cache:
+    """Records by key; the key is `hashing.json_sha256` of everything that decides a reply."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[str, dict[str, Any]] = {}
@@ -40,8 +42,3 @@ class Cache:
         kept = {"key": key, **record}
         atomic.append_line(self._path, json.dumps(kept))
         self._known[key] = kept
-
-
-def key_of(content: Mapping[str, Any]) -> str:
-    """sha256 of what decides a reply."""
-    return hashing.json_sha256(content)

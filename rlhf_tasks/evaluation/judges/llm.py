@@ -1,21 +1,16 @@
-"""Comparisons by a model behind an OpenAI-compatible endpoint.
+"""Judges that are models behind an OpenAI-compatible endpoint.
 
-Every reply that arrives is kept under its question, the model and the endpoint: the same question is
-never paid for twice, and what the reply says is read anew each time. Tries, waiting and `Retry-After`
-are the client's own.
+Each reply is kept under its question, model and endpoint: no question is paid for twice, and the preference
+is read from the kept text each time. The client library does the retries, the waiting and `Retry-After`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import openai
@@ -23,108 +18,100 @@ import openai
 from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.judges import prompts
-from rlhf_tasks.evaluation.judges.cache import Cache, key_of
-from rlhf_tasks.evaluation.judges.comparing import Question, Reply
-from rlhf_tasks.evaluation.judges.prompts import LETTERS
-from rlhf_tasks.evaluation.judges.verdicts import shown, too_many
+from rlhf_tasks.evaluation.judges import prompt_templates
+from rlhf_tasks.evaluation.judges.cache import Cache
+from rlhf_tasks.evaluation.judges.comparisons import excerpt, too_many_failures
+from rlhf_tasks.evaluation.judges.pairwise import Question, Reply
+from rlhf_tasks.evaluation.judges.replies import Malformed, record_of, reply_of
+from rlhf_tasks.project import hashing
+from rlhf_tasks.project.paths import Paths
 
 FILE = "judgements.jsonl"
-NUM_ALTERNATIVES = 5  # log-probs of a token: as many as every server gives
-LONGEST_WAIT_SECONDS = 120.0  # no `Retry-After` is waited for longer, by the client's rule
+NUM_ALTERNATIVES = 5  # log-probs per token: as many as every server gives
+LONGEST_WAIT_SECONDS = 120.0  # the client library never waits longer for `Retry-After`
 REFUSED = (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError)
-"""What no other question would change."""
-_VERDICT = re.compile(r"\W*(?:(?i:verdict|answer|better|preferred)\W+)?([AB])\W*")
+"""Errors that every other question would meet too."""
 
 Request = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
 class Trace(Protocol):
     def __call__(
         self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
     ) -> None:
-        """Show one call of a model, with times in milliseconds since 1970."""
-
-
-class Malformed(ValueError):
-    """A reply that does not speak the protocol; says what came."""
+        """Record one call of a model, with times in milliseconds since 1970."""
 
 
 @dataclass
 class Spent:
-    """In this process: replies that were asked for, and their tokens."""
+    """Requests of this process, and the tokens of their replies."""
 
     requests: int = 0
     tokens: int = 0
 
 
-class Llm:
-    """A `Comparer`.
+class LlmComparer:
+    """A `Comparer`. The prompt's file is below `paths.root`; replies are kept in `paths.home`.
 
     Raises:
-        UserError: if the key is not in the environment, or the prompt is none.
+        UserError: if the environment lacks the key, or the prompt cannot be read.
     """
 
     def __init__(
         self,
         settings: LlmJudge,
         max_failure_share: float,
-        home: Path,
+        paths: Paths,
         *,
         key: str = LISTED,
         trace: Trace | None = None,
         num_traces: int = 0,
+        longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
         self._trace, self._num_traces = trace, num_traces
-        self._prompt, self._key = prompts.load(settings.prompt, key), _key(settings)
-        self._cache = Cache(home / FILE)
+        self._prompt = prompt_templates.load(settings.prompt, key, paths.root)
+        self._key, self._cache = _key(settings), Cache(paths.home / FILE)
+        self._longest_wait_seconds = longest_wait_seconds
         self.spent = Spent()
 
     def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
-        asked = [self._request(prompts.filled(self._prompt, question)) for question in questions]
-        keys = [key_of({"endpoint": self._settings.base_url, "request": request}) for request in asked]
-        todo = {key: r for key, r in zip(keys, asked, strict=True) if key not in self._cache}
+        requests = [self._request(prompt_templates.fill(self._prompt, question)) for question in questions]
+        keys = [
+            hashing.json_sha256({"endpoint": self._settings.base_url, "request": request})
+            for request in requests
+        ]
+        todo = {key: r for key, r in zip(keys, requests, strict=True) if key not in self._cache}
         failed = asyncio.run(self._fetch(todo, max_failures)) if todo else {}
         console.say(
-            f"judge {self._settings.name}: of {len(set(keys))} replies {len(todo)} were asked for; spent so "
-            f"far: {self.spent.requests} requests, {self.spent.tokens} tokens"
+            f"judge {self._settings.name}: {len(todo)} of {len(set(keys))} replies were requested, the "
+            f"others were kept; spent so far: {self.spent.requests} requests, {self.spent.tokens} tokens"
         )
         records = [self._cache.get(key) for key in keys]
         replies = [
-            Reply.failed(failed[key]) if record is None else read(record)
+            Reply.failed(failed[key]) if record is None else reply_of(record)
             for key, record in zip(keys, records, strict=True)
         ]
-        self._show(asked, records, replies)
+        self._record_traces(requests, records, replies)
         return replies
 
-    def _show(
-        self,
-        asked: Sequence[Request],
-        records: Sequence[Mapping[str, Any] | None],
-        replies: Sequence[Reply],
+    def _record_traces(
+        self, requests: Sequence[Request], records: Sequence[Record | None], replies: Sequence[Reply]
     ) -> None:
-        """Trace as many replies as are left to show; of one that is kept, at the time it was asked for."""
+        """Trace the first `num_traces` replies; a kept one at the time of its request."""
         if self._trace is None:
             return
-        shown = list(zip(asked, records, replies, strict=True))[: self._num_traces]
-        self._num_traces -= len(shown)
+        traced = list(zip(requests, records, replies, strict=True))[: self._num_traces]
+        self._num_traces -= len(traced)
         now = round(time.time() * 1000)
-        for request, found, reply in shown:
-            record = found or {}
+        for request, kept, reply in traced:
+            record = kept or {}
             outputs = {"text": record.get("text", ""), "tokens": reply.num_tokens}
-            if reply.failure:
-                outputs["failure"] = reply.failure
-            else:
-                outputs["first_is_better"] = reply.probability
+            outputs |= {"failure": reply.failure} if reply.failure else {"first_is_better": reply.probability}
             start = record.get("asked_at", now)
-            self._trace(
-                f"judge {self._settings.name}",
-                request,
-                outputs,
-                start=start,
-                end=start + record.get("milliseconds", 0),
-            )
+            end = start + record.get("milliseconds", 0)
+            self._trace(f"judge {self._settings.name}", request, outputs, start=start, end=end)
 
     def _request(self, text: str) -> dict[str, Any]:
         request: dict[str, Any] = {
@@ -137,11 +124,14 @@ class Llm:
         return request | (probabilities if self._settings.logprobs else {})
 
     async def _fetch(self, todo: Mapping[str, Request], max_failures: float) -> dict[str, str]:
-        """Put replies into the cache; why there is none, or none of use, by key.
+        """Put replies into the cache; the reason of each failure, by key.
 
         Whatever stops it lets the requests in flight finish: they are paid for.
+
+        Raises:
+            UserError: if the budget is spent, too many replies fail, or every other request would fail too.
         """
-        settings, waiting = self._settings, iter(todo.items())
+        waiting = iter(todo.items())
         failed: dict[str, str] = {}
         stops: list[UserError] = []
 
@@ -150,30 +140,34 @@ class Llm:
                 key, request = item
                 try:
                     self._check_budget(len(todo))
-                    why = await self._ask(client, key, request)
+                    failure = await self._request_reply(client, key, request)
                 except UserError as error:
                     stops.append(error)
                     return
                 bar.advance()
-                if why:
-                    failed[key] = why
+                if failure:
+                    failed[key] = failure
                 if len(failed) > max_failures:
-                    told = f"{len(failed)} of the replies so far"
-                    stops.append(too_many(settings.name, failed.values(), told, self._max_failure_share))
+                    what = f"{len(failed)} of the replies so far"
+                    stops.append(
+                        too_many_failures(self._settings.name, failed.values(), what, self._max_failure_share)
+                    )
 
-        client = openai.AsyncOpenAI(
-            base_url=settings.base_url, api_key=self._key, timeout=settings.timeout_seconds,
-            max_retries=settings.max_retries,
-        )  # fmt: skip
-        with console.progress(f"judge {settings.name}", len(todo), unit="replies") as bar:
-            async with client, asyncio.TaskGroup() as workers:
-                for _ in range(min(settings.concurrency, len(todo))):
+        with console.progress(f"judge {self._settings.name}", len(todo), unit="replies") as bar:
+            async with self._client() as client, asyncio.TaskGroup() as workers:
+                for _ in range(min(self._settings.concurrency, len(todo))):
                     workers.create_task(work())
         if stops:
             raise stops[0]
         return failed
 
-    def _check_budget(self, num_asked: int) -> None:
+    def _client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=self._settings.base_url, api_key=self._key, timeout=self._settings.timeout_seconds,
+            max_retries=self._settings.max_retries,
+        )  # fmt: skip
+
+    def _check_budget(self, num_requested: int) -> None:
         budget, spent = self._settings.budget, self.spent
         if budget is None:
             return
@@ -184,125 +178,57 @@ class Llm:
             if most is not None and used >= most:
                 raise UserError(
                     f"judge {self._settings.name}: its budget of {most} {name} is spent, and this comparison "
-                    f"asked for {num_asked} replies. Those that came are kept: raise the budget, or "
-                    "judge fewer prompts, or give the same again; the same command then goes on from there"
+                    f"needs {num_requested} replies. The replies so far are kept, and the same command "
+                    "requests only the others: run it again, raise the budget, or judge fewer prompts"
                 )
 
-    async def _ask(self, client: openai.AsyncOpenAI, key: str, request: Request) -> str:
-        """Put one reply into the cache; why there is none, or none of use.
+    async def _request_reply(self, client: openai.AsyncOpenAI, key: str, request: Request) -> str:
+        """Put one reply into the cache; the reason if it fails or states no preference, else nothing.
 
         Raises:
-            UserError: where no other question would fare better.
+            UserError: for an error that every other question would meet too.
         """
         settings = self._settings
-        longest = (settings.max_retries + 1) * (settings.timeout_seconds + LONGEST_WAIT_SECONDS)
+        longest = (settings.max_retries + 1) * (settings.timeout_seconds + self._longest_wait_seconds)
         self.spent.requests += 1
         asked_at = round(time.time() * 1000)
         try:
-            async with asyncio.timeout(longest):  # the client times each silence; a reply may drip for ever
-                came = await client.chat.completions.with_raw_response.create(**request)
+            # The client times each silence only; a reply that arrives byte by byte would never end.
+            async with asyncio.timeout(longest):
+                response = await client.chat.completions.with_raw_response.create(**request)
             took = round(time.time() * 1000) - asked_at
-            record = reply_of(came.text) | {"asked_at": asked_at, "milliseconds": took}
+            record = record_of(response.text) | {"asked_at": asked_at, "milliseconds": took}
         except REFUSED as error:
             raise UserError(self._refusal(error)) from None
         except openai.APIStatusError as error:
-            return f"status {error.status_code}: {shown(error.message)}"
+            return f"status {error.status_code}: {excerpt(error.message)}"
         except (openai.APIConnectionError, TimeoutError, Malformed) as error:
-            return shown(f"{type(error).__name__}: {error}")
+            return excerpt(f"{type(error).__name__}: {error}")
         self.spent.tokens += record["tokens"] or 0
         self._cache.add(key, record)
         if record["tokens"] is None and settings.budget is not None and settings.budget.tokens is not None:
             raise UserError(
-                f"judge {settings.name}: the server does not say how many tokens a reply cost, so that "
-                "budget.tokens cannot be kept; set it to null, and limit the requests"
+                f"judge {settings.name}: the server does not report the tokens of a reply, so budget.tokens "
+                "cannot be kept; set it to null, and limit the requests"
             )
-        return read(record).failure
+        return reply_of(record).failure
 
     def _refusal(self, error: openai.APIStatusError) -> str:
         settings = self._settings
-        key = f"the key in ${settings.key_variable}" if settings.key_variable else "without a key"
+        key = f"with the key in ${settings.key_variable}" if settings.key_variable else "without a key"
         return (
-            f"judge {settings.name}: {settings.base_url} answered {error.status_code} for model "
-            f"{settings.model!r}, {key}: {shown(error.message)}"
+            f"judge {settings.name}: {settings.base_url} returned status {error.status_code} for model "
+            f"{settings.model!r}, {key}: {excerpt(error.message)}"
         )
 
 
 def _key(settings: LlmJudge) -> str:
     if settings.key_variable is None:
-        return "none"  # the client wants one
+        return "none"  # the client library needs some text
     key = os.environ.get(settings.key_variable, "").strip()
     if not key or not key.isascii():
         raise UserError(
             f"judge {settings.name}: the environment variable {settings.key_variable} holds no key; export "
-            "it, or set key_variable to null for a server that asks for none"
+            "it, or set key_variable to null for a server that needs none"
         )
     return key
-
-
-# ------------------------------------------------------------------------------------- replies
-
-
-def reply_of(body: str) -> dict[str, Any]:
-    """What is kept of a chat completion: text, the rivals of the verdict's letter, cost, and who answered.
-
-    Raises:
-        Malformed: if it is none.
-    """
-    try:
-        tree = json.loads(body)
-        choice = tree["choices"][0]
-        message, usage = choice["message"], tree.get("usage") or {}
-        listed = (choice.get("logprobs") or {}).get("content") or []
-        letters = _verdict_token([token["token"] for token in listed])
-        rivals = {} if letters is None else {
-            t["token"]: t["logprob"] for t in [*(listed[letters].get("top_logprobs") or []), listed[letters]]
-        }  # fmt: skip
-        text, refusal = message.get("content"), message.get("refusal")
-        if not isinstance(text, str | None) or not isinstance(refusal, str | None):
-            raise TypeError("content is no text")
-        tokens = usage.get("total_tokens")
-        return {
-            "text": text or "",
-            "refusal": refusal or "",
-            "letters": rivals,
-            "tokens": tokens if isinstance(tokens, int) else None,
-            "model": str(tree.get("model", "")),
-        }
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Malformed(f"no chat completion but {shown(body)!r}") from error
-
-
-def _bare(token: str) -> str:
-    """`**B` and ` (B)` are the letter B."""
-    return re.sub(r"[\W_]", "", token)
-
-
-def _verdict_token(tokens: Sequence[str]) -> int | None:
-    """The token that is the last letter, if nothing is said after it but what ends a reply."""
-    for place in reversed(range(len(tokens))):
-        if re.sub(r"<[^>]*>|[\W_]", "", tokens[place]):
-            return place if _bare(tokens[place]) in LETTERS else None
-    return None
-
-
-def read(record: Mapping[str, Any]) -> Reply:
-    """The verdict of a reply.
-
-    Its last line must be one letter (a word such as `Verdict:` may stand before it). Where the server gave
-    log-probs of that very token, the probability is the letter's against the other's; else it is 1 or 0.
-    """
-    tokens = record["tokens"] or 0
-    lines = [line for line in record["text"].splitlines() if line.strip()]
-    found = _VERDICT.fullmatch(lines[-1]) if lines else None
-    if found is None:
-        said = f"a refusal: {record['refusal']}" if record["refusal"] else repr(record["text"])
-        return Reply.failed(f"no verdict but {shown(said)}", tokens)
-    if not record["letters"]:
-        return Reply(float(found[1] == LETTERS[0]), num_tokens=tokens)
-    masses = dict.fromkeys(LETTERS, 0.0)
-    for token, logprob in record["letters"].items():
-        if _bare(token) in masses:
-            masses[_bare(token)] += math.exp(logprob)
-    total = sum(masses.values())
-    probability = masses[LETTERS[0]] / total if total > 0 else float(found[1] == LETTERS[0])
-    return Reply(probability, num_tokens=tokens)

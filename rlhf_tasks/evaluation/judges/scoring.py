@@ -1,4 +1,4 @@
-"""Judges that give each answer a number; the higher one wins, and which is shown first plays no part."""
+"""Judges that give each response a score: the higher score wins, and the order of a pair plays no part."""
 
 from __future__ import annotations
 
@@ -13,91 +13,94 @@ import torch
 from rlhf_tasks.data import synthetic
 from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer
 from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.evaluation.judges.verdicts import Verdicts
+from rlhf_tasks.evaluation.judges.comparisons import Comparisons
 from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.scorers import RewardScorer, imported, numbers
+from rlhf_tasks.modeling.scorers import RewardScorer, load_function, numbers
 
 
-class Scores(Protocol):
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        """One number an answer, higher is better; NaN where it cannot tell."""
+class TextScorer(Protocol):
+    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        """One number per response; higher is better, NaN is a failure."""
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-        """Means over the answers, beside the mean score."""
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+        """Means of other measures over the responses."""
 
 
-class Scoring:
-    """A judge made of scores. A set of answers is scored once, however often it is compared."""
+class ScoringJudge:
+    """A judge made of scores. A set of responses is scored once, however often it is compared."""
 
-    def __init__(self, name: str, scores: Scores) -> None:
+    def __init__(self, name: str, scorer: TextScorer) -> None:
         self.name = name
-        self._scores = scores
+        self._scorer = scorer
         self._known: dict[tuple[tuple[str, ...], tuple[str, ...]], list[float]] = {}
 
-    def _of(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        key = (tuple(prompts), tuple(answers))
+    def _scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        key = (tuple(prompts), tuple(responses))
         if key not in self._known:
-            found = self._scores.scores(prompts, answers)
-            self._known[key] = [score if math.isfinite(score) else math.nan for score in found]
+            scores = self._scorer.scores(prompts, responses)
+            self._known[key] = [score if math.isfinite(score) else math.nan for score in scores]
         return self._known[key]
 
-    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Verdicts:
-        scores = np.array(self._of(prompts, a)), np.array(self._of(prompts, b))
+    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Comparisons:
+        scores = np.array(self._scores(prompts, a)), np.array(self._scores(prompts, b))
         outcomes = statistics.outcomes(*scores)
         failed = np.isnan(outcomes).nonzero()[0].tolist()
-        return Verdicts(outcomes, scores=scores, failures=dict.fromkeys(failed, "no finite score"))
+        return Comparisons(outcomes, scores=scores, failures=dict.fromkeys(failed, "no finite score"))
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-        finite = [score for score in self._of(prompts, answers) if not math.isnan(score)]
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+        finite = [score for score in self._scores(prompts, responses) if not math.isnan(score)]
         mean = {"score": sum(finite) / len(finite)} if finite else {}
-        return self._scores.facets(prompts, answers) | mean
+        return self._scorer.facets(prompts, responses) | mean
 
 
-class Gold:
-    """The synthetic task's own judge, that knows the facts of every post."""
+class GoldScorer:
+    """The synthetic task's own score, which knows the facts of every post."""
 
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        return synthetic.gold_scores(prompts, answers)
+    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        return synthetic.gold_scores(prompts, responses)
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-        found = [synthetic.gold(p, a) for p, a in zip(prompts, answers, strict=True)]
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+        scores = [synthetic.gold(p, r) for p, r in zip(prompts, responses, strict=True)]
         names = ("coverage", "faithfulness", "brevity")
-        return {name: sum(getattr(f, name) for f in found) / len(found) for name in names}
+        return {name: sum(getattr(s, name) for s in scores) / len(scores) for name in names}
 
 
-class RewardModel:
-    """A reward model; as a judge, models/reward_heldout: trained on other prompts, never optimised.
+class RewardModelScorer:
+    """A reward model; as a judge models/reward_heldout, which PPO never optimises.
 
-    It judges the text a reader would get: an answer that was cut off is scored as if it ended there.
+    It scores the text that a reader gets: a response cut off at the limit is scored as if it ended there.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._tokenizer = load_tokenizer(folder)
         self._scorer = RewardScorer(models.load_reward(folder).to(device), self._tokenizer)
 
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        queries, responses = encode(self._tokenizer, prompts), encode_answers(self._tokenizer, answers)
-        return [float(score) for score in self._scorer(queries, responses)]
+    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        query_ids = encode(self._tokenizer, prompts)
+        response_ids = encode_answers(self._tokenizer, responses)
+        return [float(score) for score in self._scorer(query_ids, response_ids)]
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
         return {}
 
 
-class Function:
-    """`module:function`, called with all prompts and all answers as they are; gives a float for each.
+class TextFunctionScorer:
+    """`module:function`, called with all prompts and all responses as texts; returns a float for each.
+
+    The module is a file below `root` or an installed one; `key` is the parameter that names it.
 
     Raises:
-        UserError: naming the parameter `key`, if it cannot be imported or called, and later if what it
-            gives is no number for each answer. What it raises itself is a fault.
+        UserError: if the function cannot be imported or called, and later if it does not return one number
+            per response. An exception of the function itself is not caught.
     """
 
-    def __init__(self, function: str, key: str) -> None:
-        self._name, self._function = f"{key}: function {function}", imported(function, key)
+    def __init__(self, function: str, key: str, root: Path) -> None:
+        self._name, self._function = f"{key}: function {function}", load_function(function, key, root)
 
-    def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        given = self._function(list(prompts), list(answers))
-        found: list[float] = numbers(self._name, given, len(prompts)).tolist()
-        return found
+    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        returned = self._function(list(prompts), list(responses))
+        scores: list[float] = numbers(self._name, returned, len(prompts)).tolist()
+        return scores
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
         return {}

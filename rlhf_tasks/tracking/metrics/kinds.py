@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlhf_tasks.config import Stage
-from rlhf_tasks.config.judge import TAKEN
+from rlhf_tasks.config.judge import RESERVED
 
-_RESERVED = "|".join(TAKEN)
+_RESERVED = "|".join(RESERVED)
 _JUDGE = rf"(?!(?:{_RESERVED})/|win_rate_by_reward$)[a-z][a-z0-9_]*"
 PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "JUDGE": (_JUDGE, "the name of a judge in `judge.judges`"),

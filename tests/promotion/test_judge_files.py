@@ -1,4 +1,4 @@
-"""Which of the files that judges read are others than when the pipeline judged."""
+"""Files of judges that changed since the pipeline judged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from rlhf_tasks.project import hashing
-from rlhf_tasks.promotion import files
+from rlhf_tasks.promotion import judge_files
 
 JUDGES = [
     {"kind": "function", "name": "own", "function": "my_judges.short:scores"},
@@ -18,16 +18,16 @@ JUDGES = [
 
 
 @pytest.mark.parametrize(
-    ("deps", "seen"),
+    ("deps", "changed"),
     [
         (["my_judges/short.py", "rubric.txt"], ["./rubric.txt", "my_judges/short.py"]),
         (["my_judges", "rubric.txt"], ["./rubric.txt", "my_judges/short.py"]),
-        (["my_judges"], ["my_judges/short.py"]),  # nothing tells what a file was that is no dep
+        (["my_judges"], ["my_judges/short.py"]),  # a file that is not a dep has no recorded hash
         ([], []),
     ],
 )
-def test_files_are_known_by_their_dep_or_the_folder_that_is_one(
-    deps: list[str], seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_changed_file_is_found_by_its_dep_or_the_folder_that_is_one(
+    deps: list[str], changed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     yaml = YAML(typ="safe", pure=True)
@@ -44,7 +44,7 @@ def test_files_are_known_by_their_dep_or_the_folder_that_is_one(
     for name, tree in written.items():
         with (tmp_path / name).open("w", encoding="utf-8") as file:
             yaml.dump(tree, file)
-    assert files.changed(tmp_path, tmp_path) == []
+    assert judge_files.changed(tmp_path, tmp_path) == []
     for name in ("my_judges/short.py", "rubric.txt"):
         (tmp_path / name).write_text("now", encoding="utf-8")
-    assert sorted(files.changed(tmp_path, tmp_path)) == seen
+    assert sorted(judge_files.changed(tmp_path, tmp_path)) == changed

@@ -1,11 +1,12 @@
-"""What people said of pairs of answers: JSON lines that only ever grow, and how far judges agree with them.
+"""Labels that people gave to pairs of responses, and how far judges agree with them. No torch.
 
-A label holds the texts that were judged, so that it stays true when the models change:
+The labels are JSON lines in a file that is only appended to. A label holds the texts themselves, so that it
+stays true when the models change:
 
     {"prompt": …, "a": "policy", "b": "sft", "answer_a": …, "answer_b": …, "outcome": 1 | 0.5 | 0 | null}
 
-`outcome` is 1 where A was called better, 0 where B was, ½ for a tie and null for a pair that was passed over.
-`seed`, `by` and `when` may stand beside. No torch here.
+`outcome` is 1 where the person prefers A, 0 where the person prefers B, ½ for a tie, and null for a skipped
+pair. A label may also have `seed`, `by` and `when`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
+from rlhf_tasks.evaluation.results import HumanAgreement, Interval
 from rlhf_tasks.project import atomic
 
 OUTCOMES = (1.0, 0.5, 0.0, None)
@@ -29,7 +31,7 @@ TEXTS = ("prompt", "a", "b", "answer_a", "answer_b")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to a prompt, and whose they are."""
+    """Two responses to a prompt, and the contenders that gave them; the names are those of the file."""
 
     prompt: str
     a: str
@@ -39,7 +41,7 @@ class Pair:
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
-        """The same for the same texts, whichever way round."""
+        """Equal for the same texts in either order."""
         return self.prompt, frozenset((self.answer_a, self.answer_b))
 
 
@@ -50,18 +52,18 @@ class Label:
 
 
 def read(path: Path) -> list[Label]:
-    """All labels of a file, in order; none where there is no file.
+    """All labels of a file, in order; none where the file does not exist.
 
-    A last line that a kill left half written is left out, and told.
+    A last line that a killed process has cut off is left out, with a message.
 
     Raises:
-        UserError: naming a line that is no label.
+        UserError: naming a line that is not a label.
     """
     data = path.read_bytes() if path.exists() else b""
     torn = _torn(data)
     if torn:
-        console.say(f"{path}: the last line is half written, and left out: {torn.decode(errors='replace')!r}")
-    found = []
+        console.say(f"{path}: the last line is incomplete and is left out: {torn.decode(errors='replace')!r}")
+    labels = []
     for number, line in enumerate(data[: len(data) - len(torn)].split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -75,23 +77,23 @@ def read(path: Path) -> list[Label]:
             or row.get("outcome", "none") not in OUTCOMES
         ):
             raise UserError(
-                f"{path}:{number}: is no label; it needs the texts {', '.join(TEXTS)}, and an `outcome` of 1 "
-                "(A is better), 0.5, 0 or null"
+                f"{path}:{number}: this line is not a label; it needs the texts {', '.join(TEXTS)}, and an "
+                "`outcome` of 1 (A is better), 0.5, 0 or null"
             )
         outcome = None if row["outcome"] is None else float(row["outcome"])
-        found.append(Label(Pair(*(row[name] for name in TEXTS)), outcome))
-    return found
+        labels.append(Label(Pair(*(row[name] for name in TEXTS)), outcome))
+    return labels
 
 
-def mend(path: Path) -> None:
-    """Cut off a last line that a kill left half written: behind another one it would be no label."""
+def remove_incomplete_line(path: Path) -> None:
+    """Cut off an incomplete last line: a label appended after it could not be read."""
     data = path.read_bytes() if path.exists() else b""
     if torn := _torn(data):
         os.truncate(path, len(data) - len(torn))
 
 
 def _torn(data: bytes) -> bytes:
-    """The end of a file that is no whole line; empty where only the line's end is lacking."""
+    """The incomplete line at the end of a file; empty where only the line's end is missing."""
     last = data.rpartition(b"\n")[2]
     try:
         json.loads(last)
@@ -101,33 +103,27 @@ def _torn(data: bytes) -> bytes:
 
 
 def add(path: Path, label: Label, **more: str | int) -> None:
-    """Write one label down to the disk; what more is known of it stands beside."""
+    """Append one label, with further fields, and flush it to the disk."""
     row = {**asdict(label.pair), "outcome": label.outcome, **more}
     atomic.append_line(path, json.dumps(row, ensure_ascii=False))
 
 
 def decided(labels: Sequence[Label]) -> list[Label]:
-    """Without the pairs that were passed over."""
+    """The labels without the skipped pairs."""
     return [label for label in labels if label.outcome is not None]
 
 
-def agreement(judge: str, labels: Sequence[Label], outcomes: statistics.Floats) -> dict[str, float]:
-    """`human/JUDGE/kappa`, and `human/JUDGE/agreement`: the share of people's decisions that it shares.
+def agreement(labels: Sequence[Label], outcomes: statistics.Floats) -> HumanAgreement | None:
+    """How far a judge agrees with the labels; None where the judge failed on all of them.
 
-    `outcomes` (N,) are the judge's on the pairs of the N labels, NaN where it failed. Agreement leaves out
-    the ties of people; a tie of the judge counts half. Empty where the judge failed on all.
+    `outcomes` (N,) are the judge's on the pairs of the N labels, NaN for a failure. The agreement leaves out
+    labels that are ties; a tie of the judge counts half.
     """
     people = np.array([label.outcome for label in labels], dtype=np.float64)
     both = ~np.isnan(outcomes)
     if not both.any():
-        return {}
-    kappa, key = statistics.kappa(people, outcomes), f"human/{judge}"
-    found = {f"{key}/kappa": kappa.value, f"{key}/kappa/low": kappa.low, f"{key}/kappa/high": kappa.high}
-    if (people[both] != 0.5).any():
-        share = statistics.agreement(outcomes, people)
-        found |= {
-            f"{key}/agreement": share.value,
-            f"{key}/agreement/low": share.low,
-            f"{key}/agreement/high": share.high,
-        }
-    return found
+        return None
+    kappa = statistics.kappa(people, outcomes)
+    has_decision = bool((people[both] != 0.5).any())
+    share = statistics.agreement(outcomes, people) if has_decision else None
+    return HumanAgreement(kappa=Interval.of(kappa), agreement=None if share is None else Interval.of(share))

@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_tasks.evaluation.judges.verdicts import Judge, Verdicts
+from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
 from rlhf_tasks.evaluation.statistics import Floats
 
 Rule = Callable[[Floats], Floats]
-"""(M, N) outcomes of M judges → (N,) outcomes of their mixture."""
+"""(M, N) outcomes of M judges → (N,) outcomes of the combined judge."""
 
 
 def all_of(outcomes: NDArray[np.float64]) -> Floats:
-    """A win needs every judge's word; where one failed it fails; all else is a tie."""
+    """A win or a loss needs all judges; a failure of one is a failure; everything else is a tie."""
     won, lost = (outcomes == 1).all(axis=0), (outcomes == 0).all(axis=0)
     return np.where(np.isnan(outcomes).any(axis=0), np.nan, 0.5 + 0.5 * won - 0.5 * lost)
 
 
 def majority(outcomes: NDArray[np.float64]) -> Floats:
-    """The side that more judges are for; a tie where they are as many. Half of them failed: so does it."""
+    """The side that more judges prefer; equal numbers are a tie. Failures of half of them are a failure."""
     lead = np.sign((outcomes == 1).sum(axis=0) - (outcomes == 0).sum(axis=0))
     failed = 2 * np.isnan(outcomes).sum(axis=0) >= len(outcomes)
     return np.where(failed, np.nan, 0.5 + 0.5 * lead)
@@ -30,18 +30,18 @@ def majority(outcomes: NDArray[np.float64]) -> Floats:
 RULES: Mapping[str, Rule] = {"all_of": all_of, "majority": majority}
 
 
-class Mixed:
-    """A judge made of others, by one of the rules; it costs nothing that they have not cost."""
+class CombinedJudge:
+    """A judge made of others by one of the rules. It adds nothing to their cost."""
 
     def __init__(self, name: str, rule: Rule, judges: Sequence[Judge]) -> None:
         self.name = name
         self._rule, self._judges = rule, judges
 
-    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Verdicts:
+    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Comparisons:
         outcomes = self._rule(np.stack([judge.compare(prompts, a, b).outcomes for judge in self._judges]))
         failed = np.isnan(outcomes).nonzero()[0].tolist()
         names = ", ".join(judge.name for judge in self._judges)
-        return Verdicts(outcomes, failures=dict.fromkeys(failed, f"too many of {names} failed"))
+        return Comparisons(outcomes, failures=dict.fromkeys(failed, f"too many of {names} failed"))
 
-    def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
         return {}

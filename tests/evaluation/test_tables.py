@@ -1,10 +1,10 @@
-"""What a prompt's source says of where it comes from."""
+"""The group of prompts that a source belongs to."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlhf_tasks.evaluation.summary import group_of
+from rlhf_tasks.evaluation.tables import group_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""The evidence about a policy: what the pipeline measured, or else what is measured now.
+
+No torch here: what runs models is imported when something must be measured.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Config, JudgeView, Promotion
+from rlhf_tasks.evaluation.judges.optimised import optimised_judges
+from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion import evidence, judge_files
+from rlhf_tasks.promotion.candidate import Candidate
+from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
+
+
+def stale_reason(candidate: Candidate, local: Paths) -> str | None:
+    """Why the project's results do not describe the candidate by today's judges; None if they do."""
+    if not evidence.is_judged_here(candidate.paths, candidate.md5):
+        return f"are not of {candidate.model}"
+    changed = judge_files.changed(candidate.paths.root, local.root)
+    return f"were measured with another {', '.join(changed)}" if changed else None
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """Measures one candidate, with the models and the data of its own project."""
+
+    settings: Config
+    criteria: Promotion
+    candidate: Candidate
+    local: Paths
+    """The project whose files the judges read."""
+
+    def collect(self, stale: str | None) -> Evidence:
+        """The pipeline's results, or new ones if `stale` is a reason not to use those."""
+        paths = self.candidate.paths
+        if stale is None:
+            found = evidence.read(paths)
+        else:
+            console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
+            found = self._measure()
+        optimised = {**found.results.optimised_judges, **self._optimised()}
+        return replace(found, results=found.results.model_copy(update={"optimised_judges": optimised}))
+
+    def with_champion(self, found: Evidence, champion: Path) -> Evidence:
+        """The evidence, and the comparisons with the champion's weights."""
+        model = os.path.relpath(champion, self.candidate.paths.root)
+        comparisons = (*found.results.comparisons, *self._compare(model, "champion"))
+        return replace(found, results=found.results.model_copy(update={"comparisons": comparisons}))
+
+    def _measure(self) -> Evidence:
+        paths = self.candidate.paths
+        results = EvaluationResults(comparisons=self._compare(paths.relative(paths.sft), "sft"))
+        kl: Kl | None = None
+        if self._needs_cost():
+            from rlhf_tasks.promotion import cost
+
+            measured = cost.measure(self._settings(), paths, self.candidate.folder)
+            results, kl = results.model_copy(update={"retention": measured.retention}), measured.kl
+        if evidence.is_trained_here(paths, self.candidate.md5):
+            kl = evidence.selected_kl(paths) or kl
+        return Evidence(results=results, kl=kl)
+
+    def _compare(self, against: str, opponent: Opponent) -> tuple[ComparisonResult, ...]:
+        """The candidate against another model by the gate's judges, as `policy` against `opponent`."""
+        from rlhf_tasks.evaluation import head_to_head
+
+        results = head_to_head.compare_models(
+            JudgeView.of(self._settings()),
+            self.candidate.model,
+            against,
+            paths=self.candidate.paths,
+            names=self.criteria.named,
+            functions_root=self.local.root,
+        )
+        names = {"a": "policy", "b": opponent}
+        return tuple(comparison.model_copy(update=names) for comparison in results.comparisons)
+
+    def _needs_cost(self) -> bool:
+        bounds = (self.criteria.max_kl, self.criteria.max_perplexity_growth, self.criteria.max_choice_drop)
+        return any(bound is not None for bound in bounds)
+
+    def _optimised(self) -> dict[str, str]:
+        """Judges that are what PPO optimised for the candidate: its reward model, or a function."""
+        paths, judging = self.candidate.paths, self._settings().judge
+        optimised = optimised_judges(judging, self.candidate.folder, paths.root)
+        if evidence.is_trained_here(paths, self.candidate.md5):
+            functions = evidence.reward_functions(paths)
+            optimised |= {
+                one.name: one.function
+                for one in judging.judges
+                if one.kind == "function" and one.function in functions
+            }
+        return optimised
+
+    def _settings(self) -> Config:
+        return judge_files.with_local_paths(self.settings, self.candidate.paths.root, self.local.root)
