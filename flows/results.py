@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from prefect.artifacts import Artifact, create_markdown_artifact, create_table_a
 from flows import settings
 from flows.outcome import Outcome
 from rlhf_tasks import config
-from rlhf_tasks.config import Tracking
+from rlhf_tasks.config import STAGES, Tracking
 from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import catalogue
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 RESPONSES = "answers.parquet"
@@ -196,6 +197,18 @@ def page(
     return "\n\n".join(parts) + "\n"
 
 
+def headlines(names: Iterable[str]) -> list[str]:
+    """Those of the metrics `STAGE/NAME` that an overview shows, in the catalogue's order."""
+    known = list(names)
+    return [
+        f"{stage}/{name}"
+        for stage in STAGES
+        for name in catalogue.select_headlines(
+            stage, [name.removeprefix(f"{stage}/") for name in known if name.startswith(f"{stage}/")]
+        )
+    ]
+
+
 def _headlines(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, str]]:
     return [
         {
@@ -203,8 +216,7 @@ def _headlines(values: Mapping[str, float], last: Mapping[str, float]) -> list[d
             "this run": f"{values[name]:.4g}",
             "last run": f"{last[name]:.4g}" if name in last else "–",
         }
-        for name in HEADLINES
-        if name in values
+        for name in headlines(values)
     ]
 
 
@@ -219,16 +231,6 @@ def _stages(outcome: Outcome, folder: Path, links: Mapping[str, str]) -> list[di
         }
         for stage, node in dvc_files.graph(folder).items()
     ]
-
-
-HEADLINES = (
-    "ppo/objective/kl",
-    "ppo/objective/scores",
-    "ppo/objective/rlhf_reward",
-    "ppo/policy/clipfrac_avg",
-    "reward/accuracy",
-    "sft/perplexity",
-)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], caption: str = "") -> list[str]:

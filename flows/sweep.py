@@ -72,7 +72,7 @@ def sweep(
         name: The name of the sweep; its experiments have this name and a digest.
         revision: The commit of all runs, by hash, branch or tag. The default is the commit of an unfinished
             sweep of this name, or the last commit.
-        metrics: The columns of the table, such as ppo/objective/kl. The default is headlines and win rates.
+        metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
         curves: The panels of the figure: columns of plots/ppo.csv.
         parallel: The number of runs at once; the limit `gpu` applies as well.
         deployment: The deployment that runs them; one of another work pool uses other machines.
@@ -192,8 +192,8 @@ def compare(
     The row of a setting names its missing runs, and why they are missing.
     """
     known = list(dict.fromkeys(key for result in completed for key in result.metrics))
-    headlines = [key for key in known if key in results.HEADLINES or key.endswith("/win_rate")]
-    rows = comparison.table(completed, shown.metrics if shown.metrics is not None else headlines or known)
+    default = results.headlines(known) or known
+    rows = comparison.table(completed, default if shown.metrics is None else shown.metrics)
     rows = with_lost(rows, lost)
     columns = {name for r in completed for row in r.curves.get("ppo", ()) for name in row}
     drawn = [curve for curve in shown.curves if curve in columns]

@@ -26,7 +26,7 @@ PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # tex
 
 @dataclass(frozen=True)
 class Request:
-    """What a run is asked to change of the committed parameters: presets, then single values on top."""
+    """The changes of the committed parameters that a run requests: presets, then single values."""
 
     preset: str | None = None
     seed: int | None = None
@@ -42,11 +42,11 @@ class Request:
         given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
         return [nested(key, value) for key, value in given.items()]
 
-    def settle(self, text: str) -> tuple[str, config.Config, list[str]]:
+    def resolve(self, text: str) -> tuple[str, config.Config, list[str]]:
         """The text of params.yaml with the changes, as a checked config, and the changes.
 
         Raises:
-            ConfigError: naming every problem of what was asked.
+            ConfigError: with every problem of the request.
         """
         return combined(text, self._presets(), "params.yaml with the run's changes", self._single())
 

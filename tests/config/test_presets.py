@@ -377,7 +377,7 @@ SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 def test_single_values_of_a_request_override_its_preset() -> None:
     request = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
-    _, settings, changes = request.settle(SHIPPED)
+    _, settings, changes = request.resolve(SHIPPED)
     assert (settings.seed, settings.ppo.total_episodes, settings.ppo.gamma) == (9, 128, 0.5)
     assert settings.ppo.rollout_batch_size == 64, "the preset's"
     assert {"seed: 1 → 9", "reward.train: true → false", "ppo.critic_init: reward → sft"} <= {*changes}
@@ -396,7 +396,7 @@ def test_single_values_of_a_request_override_its_preset() -> None:
 )
 def test_a_value_in_a_change_list_is_one_line_of_yaml(key: str, value: str | float | None) -> None:
     shipped = SHIPPED.replace("uri: null", "uri: /a")
-    _, _, (change,) = Request(overrides={key: value}).settle(shipped)
+    _, _, (change,) = Request(overrides={key: value}).resolve(shipped)
     text = change.partition(" → ")[2]
     assert "\n" not in text
     assert YAML(typ="safe", pure=True).load(text) == value
@@ -415,4 +415,4 @@ def test_overrides_of_a_request_are_checked_by_the_config_types(
     overrides: dict[str, object], message: str
 ) -> None:
     with pytest.raises(errors.ConfigError, match=message):
-        Request(overrides=overrides).settle(SHIPPED)
+        Request(overrides=overrides).resolve(SHIPPED)

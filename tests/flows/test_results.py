@@ -87,3 +87,13 @@ def test_the_final_state_names_verdict_stages_and_experiment(
 ) -> None:
     state = outcome(**fields).state()
     assert (state.is_completed(), state.name, state.message) == (True, name, message)
+
+
+def test_headlines_come_from_the_catalogue_of_metrics() -> None:
+    names = [
+        "judge/gold/policy_vs_sft/win_rate",
+        "judge/gold/policy_vs_sft/ties",
+        "ppo/lr",
+        "ppo/objective/kl",
+    ]
+    assert results.headlines(names) == ["ppo/objective/kl", "judge/gold/policy_vs_sft/win_rate"]

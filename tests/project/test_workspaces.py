@@ -32,7 +32,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def create(
     root: Path, name: str = "one", overrides: dict[str, Any] | None = None, revision: str = "HEAD"
 ) -> Workspace:
-    text, settings, _ = Request(overrides=overrides).settle(git.committed(root, "params.yaml"))
+    text, settings, _ = Request(overrides=overrides).resolve(git.committed(root, "params.yaml"))
     return workspaces.create(root, name, text, settings, revision)
 
 
