@@ -32,10 +32,10 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import experiments, git, hashing
 from rlhf_tasks.report import comparison
-from rlhf_tasks.tracking import links
+from rlhf_tasks.tracking import catalogue, links
 from rlhf_tasks.tracking import pipeline as tracking
 
-CURVES = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg")
+CURVES = [metric.name for metric in catalogue.headlines("ppo") if metric.curve]
 TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
 
 Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]

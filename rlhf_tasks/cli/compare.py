@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_tasks.cli.arguments import add_command, check_output_file
 from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
     from rlhf_tasks.cli.arguments import Commands
@@ -33,10 +34,10 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    root = Path.cwd()
-    dvc_files.graph(root)  # refuses a folder without a project before git runs
+    paths = Paths()
+    dvc_files.graph(paths.root)  # refuses a folder without a project before git runs
     check_output_file(options.out)
     from rlhf_tasks.report import comparison_page
 
-    comparison_page.run(root, options.runs, options.out)
+    comparison_page.run(paths, options.runs, options.out)
     return 0

@@ -60,10 +60,11 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         head_to_head.check_format(options.out)
         check_output_file(options.out)
-    head_to_head.run(
+    head_to_head.compare_models(
         view,
         options.model,
         options.against or head_to_head.REFERENCE,
+        paths=Paths(),
         num_examples=options.num_examples,
         names=options.judge,
         out=options.out,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import sys
 from typing import TYPE_CHECKING
 
 from rlhf_tasks.cli.arguments import add_command, positive_int
 from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
     from rlhf_tasks.cli.arguments import Commands
@@ -35,13 +36,21 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    dvc_files.graph(Path.cwd())  # refuses a folder without a project
+    paths = Paths()
+    dvc_files.graph(paths.root)  # refuses a folder without a project
     from rlhf_tasks.evaluation import labelling
 
     try:
-        labelling.run(options.pairs, most=options.num_examples, seed=options.seed, by=options.by)
+        labelling.run(
+            paths,
+            options.pairs,
+            most=options.num_examples,
+            seed=options.seed,
+            by=options.by,
+            stream=sys.stdin,
+        )
     except KeyboardInterrupt:
-        labelling.keep()
+        labelling.keep(paths)
         raise
-    labelling.keep()
+    labelling.keep(paths)
     return 0

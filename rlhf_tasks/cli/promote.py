@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
     from rlhf_tasks.cli.arguments import Commands
@@ -34,4 +35,4 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.promotion import command
 
-    return command.promote(options.model, again=options.again, unless_judging=options.unless_judging)
+    return command.promote(Paths(), options.model, again=options.again, unless_judging=options.unless_judging)

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
     from rlhf_tasks.cli.arguments import Commands
@@ -18,4 +19,4 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     from rlhf_tasks.promotion import command
 
-    return command.rollback()
+    return command.rollback(Paths())

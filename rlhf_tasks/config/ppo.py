@@ -159,10 +159,12 @@ class Ppo(Section):
         description="language-model loss on other text beside PPO's (PPO-ptx); null: no such loss"
     )
     gamma: Fraction = Field(
-        description="discount γ of future rewards; below 1 if `truncation` bootstraps, because with 1 any "
-        "value of an endless response is consistent"
+        description="discount γ of future rewards; set it below 1 if `truncation` bootstraps, because with 1 "
+        "an endless response can keep any value"
     )
-    lam: Fraction = Field(description="λ of generalised advantage estimation: bias against variance")
+    lam: Fraction = Field(
+        description="λ of generalised advantage estimation; a lower value gives less variance and more bias"
+    )
     whiten_rewards: bool = Field(
         description="whether token rewards are scaled to variance 1, their mean unchanged"
     )

@@ -333,7 +333,7 @@ def test_a_preset_changes_values_and_keeps_comments(project: Path, preset_folder
         "scratch",
         "kl_coef",
     ]
-    assert any("# of a hub id" in line for line in differing)
+    assert any("# commit hash of a hub id" in line for line in differing)
 
 
 def test_a_preset_can_replace_null_by_a_section_and_a_section_by_null(

@@ -176,6 +176,7 @@ METRICS = (
     Metric(
         name="JUDGE/win_rate", stage="judge", curve=True, unit="share", panel="Win rate while PPO trained",
         formula="win rate over the references on the selection prompts, by episode of PPO",
+        reading="These prompts also selected the checkpoint, so the value is optimistic.",
         when="a judge that gives scores",
     ),
     Metric(
@@ -191,7 +192,7 @@ METRICS = (
 PANELS = (
     Panel(
         title="Win rate while PPO trained", stage="judge", guide=0.5,
-        note="Over the references, on the validation prompts by which the checkpoint was chosen. The value "
-        "of the judge that chose it is flattering.",
+        note="Over the references, on the validation prompts by which the checkpoint was chosen. The "
+        "value is optimistic for the judge that chose it.",
     ),
 )  # fmt: skip

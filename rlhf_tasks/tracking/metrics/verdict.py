@@ -14,12 +14,12 @@ METRICS = (
     ),
     _criterion(
         name="over_sft/JUDGE/PART", unit="share",
-        formula="lower end of the win rate over the SFT policy > `promotion.over_sft`",
+        formula="lower end of the 95% interval of the win rate over the SFT policy > `promotion.over_sft`",
     ),
     _criterion(
         name="over_champion/JUDGE/PART", unit="share", shipped=False,
         when="`rlhf promote`, if there is a champion",
-        formula="lower end of the win rate over the champion > `promotion.over_champion`",
+        formula="lower end of the 95% interval of the win rate over the champion > `promotion.over_champion`",
     ),
     _criterion(
         name="kl/PART", unit="nats per response", when="`promotion.max_kl`",
