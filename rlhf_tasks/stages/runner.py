@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from rlhf_tasks import config, console, tracking
-from rlhf_tasks.config import VIEWS, Stage, StageView
+from rlhf_tasks.config import VIEWS, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
@@ -41,7 +41,20 @@ SHOWN_METRICS = 20
 
 
 def run(stage: Stage, paths: Paths) -> int:
-    """Check, then run one stage here or in launched workers; returns the exit status."""
+    """Check, then run one stage here or in launched workers; returns the exit status.
+
+    A failure is written down for the program that started the stage (`launch.report`).
+    """
+    try:
+        return _run(stage, paths)
+    except KeyboardInterrupt:
+        raise  # an interrupt is not a failure
+    except BaseException as error:
+        launch.report(error)
+        raise
+
+
+def _run(stage: Stage, paths: Paths) -> int:
     settings = config.load(paths.params)
     check_inputs(paths, stage)
     if launch.is_needed(stage, settings.launch):
@@ -50,7 +63,7 @@ def run(stage: Stage, paths: Paths) -> int:
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with resume.claim(paths, view, main=is_main) as claim:
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
-            metrics = _run_module(paths, stage, view, tracker)
+            metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, paths, tracker)
             if not is_main:
                 return 0
             write_results(paths, stage, claim.key, metrics, tracker.history())
@@ -58,17 +71,6 @@ def run(stage: Stage, paths: Paths) -> int:
         claim.clear()
     _say_summary(paths, stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
     return 0
-
-
-def _run_module(paths: Paths, stage: Stage, view: StageView, tracker: tracking.Tracker) -> dict[str, float]:
-    try:
-        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, paths, tracker)
-    except KeyboardInterrupt:
-        raise  # it is no failure: the other workers receive the signal too
-    except BaseException as error:
-        launch.report(error)
-        raise
-    return metrics
 
 
 def check_inputs(paths: Paths, stage: Stage) -> None:
