@@ -42,7 +42,7 @@ def settle(root: Path, request: Request, commit: str | None) -> tuple[str, Confi
         UserError: for values that config refuses, and for stages that dvc.yaml does not have.
     """
     if commit is not None:
-        text, settings, changes = request.settle(git.committed(root, "params.yaml", commit))
+        text, settings, changes = request.resolve(git.committed(root, "params.yaml", commit))
         stages = dvc_files.graph_in(git.committed(root, "dvc.yaml", commit), text)
     else:
         if request.overlays():

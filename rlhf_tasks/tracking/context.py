@@ -35,7 +35,7 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def header(stage: Stage, view: StageView, key: str) -> Header:
+def header(paths: Paths, stage: Stage, view: StageView, key: str) -> Header:
     """Everything known about a run at its start, as the first line of its record."""
     process = psutil.Process()
     launch = {f"launch.{name}": value for name, value in view.launch.model_dump(mode="json").items()}
@@ -45,14 +45,20 @@ def header(stage: Stage, view: StageView, key: str) -> Header:
         key=key,
         stage=stage,
         last=stage == STAGES[-1],
-        home=str(Paths().home),
+        home=str(paths.home),
         uri=uri(view.tracking),
         experiment=view.tracking.experiment,
         process=process_name(process),
         parent=parent(process, key),
         parameters={**view.declared, **launch},
-        inputs=dict(lineage.input_hashes(Paths(), stage)),
-        tags={"dvc.stage": stage, "dvc.how": "ran", "rlhf.run": key, **_git_tags(), **_environment_tags()},
+        inputs=dict(lineage.input_hashes(paths, stage)),
+        tags={
+            "dvc.stage": stage,
+            "dvc.how": "ran",
+            "rlhf.run": key,
+            **_git_tags(paths.root),
+            **_environment_tags(),
+        },
     )
 
 
@@ -142,8 +148,7 @@ def bound_requests() -> None:
         os.environ.setdefault(name, value)
 
 
-def _git_tags() -> dict[str, str]:
-    root = Paths().root
+def _git_tags(root: Path) -> dict[str, str]:
     return {"git.rev": git.revision(root) or "none", "git.dirty": str(git.is_dirty(root)).lower()}
 
 

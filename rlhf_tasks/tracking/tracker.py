@@ -205,7 +205,7 @@ class RecordTracker(Tracker):
 
 
 @contextmanager
-def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterator[Tracker]:
+def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = None) -> Iterator[Tracker]:
     """A stage's run: FINISHED when the block ends, FAILED with the reason on an error, KILLED on Ctrl-C.
 
     `key` names the run (tag `rlhf.run`), by default a new one; an existing run of that key is continued.
@@ -214,9 +214,9 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
         yield NullTracker(stage)
         return
     key = key or lineage.new_key(stage)
-    outbox = Outbox.of(Paths().home)
+    outbox = Outbox.of(paths.home)
     record = outbox.record(key)
-    header = context.header(stage, view, key)
+    header = context.header(paths, stage, view, key)
     record.begin(header)
     tracker = RecordTracker(stage, record)
     process = uploader.start_or_report(outbox, tracker.report_error)
@@ -224,7 +224,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
     try:
         yield tracker
         tracker.keep_curves()
-        outs = lineage.out_hashes(Paths(), stage)
+        outs = lineage.out_hashes(paths, stage)
     except BaseException as raised:
         error = raised
         raise

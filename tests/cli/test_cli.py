@@ -164,7 +164,9 @@ def test_a_folder_that_may_not_be_written_is_one_message(
 
     stage(shut_out)
     assert main.main(["sft"]) == 2
-    told = "rlhf: [Errno 13] Permission denied: 'models/sft'; this user must be able to read and write there"
+    told = (
+        "rlhf: [Errno 13] Permission denied: 'models/sft'; give this user the right to read and write there"
+    )
     assert capsys.readouterr().err == f"{told}\n"
 
 
@@ -321,7 +323,7 @@ def test_an_unknown_preset_is_answered_with_the_known(
     project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "smal"]) == 2
-    assert "known are small, wrong" in capsys.readouterr().err
+    assert "give one of small, wrong" in capsys.readouterr().err
 
 
 def test_presets_are_listed_with_their_first_line(

@@ -26,7 +26,7 @@ def with_preset(name: str) -> config.Config:
     return config.validate(tree, name)
 
 
-def test_values_are_set_on_top_of_presets(project: Path) -> None:
+def test_single_values_come_after_presets(project: Path) -> None:
     words = ["preset", "smoke", "--set", "seed=7", "sft.learning_rate=1.0e-4", "data.max_rows=null"]
     assert main.main(words) == 0
     found = config.load()
@@ -57,17 +57,17 @@ def test_a_value_that_cannot_be_set_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["smoke", "docstrings"])
-def test_a_preset_that_changes_the_gate_makes_none_where_there_is_none(
+def test_a_preset_that_changes_the_gate_does_not_create_one(
     project: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`promotion: null` is a decision; the rest of the preset holds."""
+    """`promotion: null` is a decision; the rest of the preset applies."""
     assert main.main(["preset", "--set", "promotion=null"]) == 0
     assert main.main(["preset", name]) == 0
-    assert "promotion stays null (a preset would change " in capsys.readouterr().out
+    assert "promotion stays null (a preset changes its " in capsys.readouterr().out
     found = config.load()
     assert found.promotion is None
     assert found.judge == with_preset(name).judge
-    assert presets.read(name)["promotion"], "what was left away of the file in memory is still in the preset"
+    assert presets.read(name)["promotion"], "the preset itself is unchanged"
 
 
 def test_a_section_that_the_same_command_turns_on_does_not_stay_null(
@@ -83,8 +83,8 @@ def test_a_section_that_the_same_command_turns_on_does_not_stay_null(
     assert found.model_dump(mode="json") == gate, "single values win"
 
 
-def test_a_section_is_replaced_whole() -> None:
-    """A key that only the file's own section has is gone, be it one that nobody knows any more."""
+def test_a_section_is_replaced_with_all_its_keys() -> None:
+    """A key that only the file's section has is removed, even an unknown one."""
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     own = text.replace("tracking:\n", "tracking:\n  of_old: 1\n")
     sections = {"tracking": {"enabled": False, "uri": None, "experiment": "b"}}
@@ -101,7 +101,7 @@ def test_guards_that_are_off_stay_off(project: Path) -> None:
     assert (found.ppo.guards, found.ppo.kl_coef) == (None, 0.0)
 
 
-def test_a_whole_section_turns_on_what_was_off(project: Path) -> None:
+def test_a_whole_section_turns_a_feature_on(project: Path) -> None:
     assert config.load().ppo.ptx is None
     assert main.main(["preset", "ppo_max"]) == 0
     found = config.load()
@@ -109,29 +109,29 @@ def test_a_whole_section_turns_on_what_was_off(project: Path) -> None:
     assert found.ppo.critic_warmup is not None
 
 
-def test_a_value_of_a_section_that_is_off_is_refused_with_what_is_lacking(
+def test_a_value_of_a_null_section_is_an_error_that_names_the_missing_keys(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "--set", "ppo.ptx=null", "ppo.adaptive_kl.target=3.0"]) == 2
-    told = capsys.readouterr().err
-    assert "ppo.adaptive_kl is null, which turns all of it off, so that target alone cannot be set" in told
-    assert "give horizon, clip too, as one ppo.adaptive_kl={…}" in told
+    message = capsys.readouterr().err
+    assert "ppo.adaptive_kl is null, so that target alone cannot be set" in message
+    assert "give horizon, clip too, as one ppo.adaptive_kl={…}" in message
     whole = "ppo.adaptive_kl={target: 3.0, horizon: 10000, clip: 0.2}"
     assert main.main(["preset", "--set", whole, "ppo.adaptive_kl.target=4.0"]) == 0
     assert config.load().ppo.adaptive_kl is not None
 
 
-def test_the_tldr_preset_asks_for_the_hashes_it_lacks(
+def test_the_tldr_preset_without_revisions_is_an_error_with_commands(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "tldr-pythia-1b"]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for where in (
         "datasets/trl-lib/tldr-preference",
         "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr",
     ):
-        assert f"git ls-remote https://huggingface.co/{where} HEAD" in told
+        assert f"git ls-remote https://huggingface.co/{where} HEAD" in message
     pins = [f"{key}={value}" for key, value in config.flatten(UNPINNED["tldr-pythia-1b"]).items()]
     assert main.main(["preset", "tldr-pythia-1b", "--set", *pins]) == 0
     assert config.load() == with_preset("tldr-pythia-1b")
@@ -354,7 +354,7 @@ def test_a_papers_preset_changes_nothing_without_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("under", ["docstrings", "tldr-pythia-1b"])
-def test_a_papers_preset_goes_on_top_of_another_task(project: Path, name: str, under: str) -> None:
+def test_a_papers_preset_works_with_another_task(project: Path, name: str, under: str) -> None:
     pins = [f"{key}={value}" for key, value in config.flatten(UNPINNED.get(under, {})).items()]
     assert main.main(["preset", under, name, "--set", *pins, "seed=2"]) == 0
     assert config.load().data.source == with_preset(under).data.source
@@ -375,9 +375,9 @@ def test_the_smoke_preset_trains_no_reward_model_and_needs_none() -> None:
 SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
-def test_of_a_request_presets_come_first_and_single_values_win() -> None:
-    asked = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
-    _, settings, changes = asked.settle(SHIPPED)
+def test_in_a_request_single_values_come_after_the_preset() -> None:
+    request = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
+    _, settings, changes = request.resolve(SHIPPED)
     assert (settings.seed, settings.ppo.total_episodes, settings.ppo.gamma) == (9, 128, 0.5)
     assert settings.ppo.rollout_batch_size == 64, "the preset's"
     assert {"seed: 1 → 9", "reward.train: true → false", "ppo.critic_init: reward → sft"} <= {*changes}
@@ -386,14 +386,14 @@ def test_of_a_request_presets_come_first_and_single_values_win() -> None:
 @pytest.mark.parametrize(
     "value", ["true", "Null", "1", "", "two\nlines", "a: b", "- a", "plain", "models/x-1.0", None, 1.5]
 )
-def test_a_change_is_told_in_one_line_that_reads_back_as_the_value(value: str | float | None) -> None:
-    told = overlays._in_yaml(value)
-    assert "\n" not in told
-    assert YAML(typ="safe", pure=True).load(told) == value
+def test_a_value_is_shown_on_one_line_that_yaml_reads_back(value: str | float | None) -> None:
+    message = overlays.in_yaml(value)
+    assert "\n" not in message
+    assert YAML(typ="safe", pure=True).load(message) == value
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),
         ({"ppo.kl_coef": "0.1"}, "ppo.kl_coef"),
@@ -401,8 +401,6 @@ def test_a_change_is_told_in_one_line_that_reads_back_as_the_value(value: str | 
         ({"ppo.kl_coef": 0.1, "sft.batch_size": -1}, "sft.batch_size"),
     ],
 )
-def test_of_a_request_overrides_are_checked_by_the_config_types(
-    overrides: dict[str, object], told: str
-) -> None:
-    with pytest.raises(errors.ConfigError, match=told):
-        Request(overrides=overrides).settle(SHIPPED)
+def test_overrides_are_checked_by_the_config_types(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(errors.ConfigError, match=message):
+        Request(overrides=overrides).resolve(SHIPPED)

@@ -114,7 +114,7 @@ def test_wrong_parameters_end_it_before_anything_starts(root: Path) -> None:
         flows_pipeline.pipeline(where="checkout", seed=3)
     with pytest.raises(UserError, match="name cannot be given for a run in the checkout"):
         flows_pipeline.pipeline(where="checkout", name="mine")
-    with pytest.raises(UserError, match="is no commit, branch or tag"):
+    with pytest.raises(UserError, match="is not a commit, branch or tag"):
         flows_pipeline.pipeline(revision="no-such")
     assert not (root / ".rlhf").exists()
 
@@ -122,7 +122,7 @@ def test_wrong_parameters_end_it_before_anything_starts(root: Path) -> None:
 def test_a_mistake_that_the_workspace_finds_is_one_message_in_log_and_state(root: Path, log: Log) -> None:
     os.mkfifo(root / "given/pipe")
     state: Any = flows_pipeline.pipeline(return_state=True)
-    said = "data.path='given' has pipe: links that lead nowhere or back up, or no files; take them out"
+    said = "data.path='given' has pipe: broken links, links to a parent folder, or special files; remove them"
     assert (state.type, state.message) == (StateType.FAILED, said)
     assert log.errors() == [said]
     assert [record for record in log.records if record.exc_info] == [], "no traceback"

@@ -13,6 +13,7 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, rejections, uploader
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.delivery import Delivery
@@ -51,7 +52,7 @@ def last_error(home: Path, key: str) -> str | None:
 def test_a_run_is_kept_if_the_server_cannot_be_reached_and_that_is_printed_once(
     home: Path, flow: Uploader, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with tracking.open_run("sft", view(uri=UNREACHABLE), key="k") as tracker:
+    with tracking.open_run(Paths(), "sft", view(uri=UNREACHABLE), key="k") as tracker:
         tracker.metrics({"train/loss": 2.0}, step=1)
         flow.step()
         tracker.metrics({"train/loss": 1.0}, step=2)
@@ -79,8 +80,8 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
         return [last_error(home, "sft-1"), last_error(home, "ppo-1")]
 
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
-    with tracking.open_run("sft", view(), key="sft-1") as sft:
-        with tracking.open_run("ppo", view("ppo"), key="ppo-1") as ppo:
+    with tracking.open_run(Paths(), "sft", view(), key="sft-1") as sft:
+        with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1") as ppo:
             sft.metrics({"train/loss": 2.0}, step=1)
             ppo.metrics({"train/loss": 4.0}, step=1)
             assert errors() == [None, None]
@@ -115,7 +116,10 @@ def test_a_failure_delays_live_runs_together_and_the_end_of_a_run_not_at_all(
     silent = True
     monkeypatch.setattr(uploader, "RETRY_SECONDS", 600.0)
     monkeypatch.setattr(Delivery, "step", step)
-    with tracking.open_run("sft", view(), key="sft-1"), tracking.open_run("ppo", view("ppo"), key="ppo-1"):
+    with (
+        tracking.open_run(Paths(), "sft", view(), key="sft-1"),
+        tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1"),
+    ):
         flow.step()
         assert attempts == ["sft-1"], "the other one waits too"
         flow.step()
@@ -141,7 +145,7 @@ def test_an_unexpected_error_with_one_run_does_not_end_the_delivery_of_others(
         return real(self)
 
     monkeypatch.setattr(Delivery, "step", step)
-    with tracking.open_run("sft", view(), key="sft-1"):
+    with tracking.open_run(Paths(), "sft", view(), key="sft-1"):
         log("ppo-1", stage="ppo")
         flow.step()
         assert status(home, "ppo") == ["FINISHED"]
@@ -156,7 +160,7 @@ def test_an_unexpected_error_with_one_run_does_not_end_the_delivery_of_others(
 def test_only_the_points_that_mlflow_lacks_are_sent_if_an_uploader_was_killed(
     home: Path, flow: Uploader
 ) -> None:
-    with tracking.open_run("sft", view(), key="k") as tracker:
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         tracker.metrics({"train/loss": 1.0}, step=1)
         tracker.metrics({"train/loss": 2.0}, step=2)
         flow.step()
@@ -168,7 +172,7 @@ def test_only_the_points_that_mlflow_lacks_are_sent_if_an_uploader_was_killed(
 
 
 def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
-    with tracking.open_run("sft", view()):
+    with tracking.open_run(Paths(), "sft", view()):
         assert sync(home) == (0, {})
     assert runs(home) == {}
 
@@ -197,7 +201,7 @@ def test_a_run_is_sent_before_its_figure_is_drawn(home: Path, flow: Uploader) ->
 @pytest.mark.parametrize("first_part", ["delivered", "not delivered"])
 def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part: str) -> None:
     """Killed after step 3, resumed from the snapshot after step 2."""
-    with tracking.open_run("sft", view(), key="k") as tracker:
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         for step in (1, 2):
             tracker.metrics({"train/loss": float(step)}, step=step)
         tracker.table("samples", [{"query": "a"}])
@@ -208,7 +212,7 @@ def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part:
     if first_part == "delivered":
         assert sync(home) == (1, {})
         assert status(home, "sft", "pipeline") == ["FAILED", "FAILED"]
-    with tracking.open_run("sft", view(), key="k") as tracker:
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         tracker.load_state_dict(json.loads(json.dumps(state)))
         for step in (3, 4):
             tracker.metrics({"train/loss": float(step)}, step=step)
@@ -301,7 +305,7 @@ def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch
 
 def judge(home: Path, num_traces: int, uri: str | None = None) -> None:
     """A run `judge-1` with so many calls of a model."""
-    with tracking.open_run("judge", view("judge", uri=uri), key="judge-1") as tracker:
+    with tracking.open_run(Paths(), "judge", view("judge", uri=uri), key="judge-1") as tracker:
         for number in range(num_traces):
             tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=number, end=number + 1)
         tracker.metrics({"gold/win_rate": 0.5}, step=1)
@@ -331,7 +335,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> dict[int, MlflowException]:
 @pytest.mark.filterwarnings("ignore:.*Any type hint")  # MLflow's own modules, when tracing begins
 def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(home: Path, flow: Uploader) -> None:
     reply = {"text": "A", "first_is_better": 1.0}
-    with tracking.open_run("judge", view("judge"), key="judge-1") as tracker:
+    with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
         tracker.trace("judge gpt", {"model": "m"}, {"failure": "no winner"}, start=5, end=5)
         tracker.trace("judge gpt", {"model": "m"}, reply, start=1_700_000_000_000, end=1_700_000_000_250)
         flow.step()

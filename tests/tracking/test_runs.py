@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import config, tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import hashing
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, dashboard
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import runs as stored
@@ -45,7 +46,7 @@ def test_metrics_keep_their_names_steps_and_values(home: Path) -> None:
 
 
 def test_more_metrics_than_one_request_may_hold_all_arrive(home: Path) -> None:
-    with tracking.open_run("sft", view()) as tracker:
+    with tracking.open_run(Paths(), "sft", view()) as tracker:
         for step in range(300):
             tracker.metrics({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}, step=step)
     assert sync(home) == (1, {})
@@ -75,7 +76,7 @@ def test_a_stage_run_names_its_parameters_inputs_commit_and_pipeline(home: Path,
     ],
 )
 def test_a_stage_that_does_not_finish_shows_why(home: Path, error: BaseException, end: str, why: str) -> None:
-    with pytest.raises(type(error)), tracking.open_run("sft", view()):
+    with pytest.raises(type(error)), tracking.open_run(Paths(), "sft", view()):
         raise error
     sync(home)
     assert status(home, "sft", "pipeline") == [end, end]
@@ -165,7 +166,7 @@ def test_a_failed_dvc_exp_run_names_no_experiment(
     home: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     under(monkeypatch, this_process(), **{"dvc.exp": "mine"})
-    with suppress(RuntimeError), tracking.open_run("report", view("report")):
+    with suppress(RuntimeError), tracking.open_run(Paths(), "report", view("report")):
         if fails:
             raise RuntimeError("boom")
     sync(home)
@@ -176,7 +177,7 @@ def test_a_repeated_stage_sets_a_failed_pipeline_to_running(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
-    with pytest.raises(RuntimeError), tracking.open_run("sft", view()):
+    with pytest.raises(RuntimeError), tracking.open_run(Paths(), "sft", view()):
         raise RuntimeError("boom")
     log("again")
     sync(home)
@@ -196,7 +197,7 @@ def test_a_pipeline_whose_dvc_process_has_ended_is_finished_when_its_last_stage_
 def test_a_late_delivery_leaves_a_finished_flow_finished(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
     flow = tracking_pipeline.open_run("1", config.load().tracking, {})
-    with flow, pytest.raises(RuntimeError), tracking.open_run("sft", view(), key="sft-k"):
+    with flow, pytest.raises(RuntimeError), tracking.open_run(Paths(), "sft", view(), key="sft-k"):
         raise RuntimeError("boom")
     assert sync(home) == (2, {})
     assert status(home, "sft", "pipeline") == ["FAILED", "FINISHED"]
@@ -210,7 +211,7 @@ def test_a_late_delivery_leaves_a_failed_pipeline_failed(
     """PPO of a dvc process failed. It is delivered before that process ends, or late like SFT."""
     under(monkeypatch, this_process())
     log("sft-k")
-    with pytest.raises(RuntimeError), tracking.open_run("ppo", view("ppo"), key="ppo-k"):
+    with pytest.raises(RuntimeError), tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k"):
         raise RuntimeError("boom")
     if in_time:
         assert deliver(record(home, "ppo-k"))
@@ -225,7 +226,7 @@ def test_another_machine_s_stage_is_over_when_its_record_ends(
 ) -> None:
     under(monkeypatch, "elsewhere:1:1")
     log("sft-k")
-    with pytest.raises(RuntimeError), tracking.open_run("ppo", view("ppo")):
+    with pytest.raises(RuntimeError), tracking.open_run(Paths(), "ppo", view("ppo")):
         raise RuntimeError("boom")
     sync(home)
     assert status(home, "pipeline") == ["FAILED"]
@@ -239,7 +240,7 @@ def test_the_dashboard_lists_the_runs_page_of_each_experiment(home: Path) -> Non
 
 
 def test_an_event_is_a_tag_and_a_row(home: Path) -> None:
-    with tracking.open_run("ppo", view("ppo")) as tracker:
+    with tracking.open_run(Paths(), "ppo", view("ppo")) as tracker:
         tracker.event("guard.kl", "12 is above 10", step=512)
     sync(home)
     assert runs(home)["ppo"].data.tags["guard.kl"] == "at 512: 12 is above 10"
@@ -247,7 +248,7 @@ def test_an_event_is_a_tag_and_a_row(home: Path) -> None:
 
 
 def test_final_metrics_do_not_double_a_curve(home: Path) -> None:
-    with tracking.open_run("ppo", view("ppo")) as tracker:
+    with tracking.open_run(Paths(), "ppo", view("ppo")) as tracker:
         tracker.metrics({"objective/kl": 3.0, "lr": 0.1}, step=256)
         tracker.final({"objective/kl": 3.0, "lr": 0.2, "selected_episode": 128.0})
     sync(home)
@@ -261,7 +262,7 @@ def test_final_metrics_do_not_double_a_curve(home: Path) -> None:
 
 
 def test_tables_grow_and_artifacts_are_copies(home: Path, project: Path) -> None:
-    with tracking.open_run("sft", view(), key="k") as tracker:
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
         tracker.table("samples", [{"query": "q", "score": 1.0}])
         tracker.table("samples", [{"query": "r", "note": "n"}])
         (project / "page.html").write_text("first", encoding="utf-8")
@@ -277,7 +278,7 @@ def test_tables_grow_and_artifacts_are_copies(home: Path, project: Path) -> None
 
 
 def test_curves_are_delivered_as_csv_and_as_the_figure_that_they_give(home: Path, project: Path) -> None:
-    with tracking.open_run("ppo", view("ppo")) as tracker:
+    with tracking.open_run(Paths(), "ppo", view("ppo")) as tracker:
         for episode, kl in enumerate([2.0, 1 / 3, 1e-12], start=1):
             tracker.metrics({"objective/kl": kl, "episode": float(episode)}, step=64 * episode)
         tracker.metrics({"lr": 0.5}, step=128)
@@ -304,7 +305,7 @@ def test_other_ranks_and_disabled_tracking_keep_curves_and_write_no_record(
     home: Path, monkeypatch: pytest.MonkeyPatch, rank: str, enabled: bool
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    with tracking.open_run("sft", view(enabled=enabled)) as tracker:
+    with tracking.open_run(Paths(), "sft", view(enabled=enabled)) as tracker:
         tracker.metrics({"train/loss": 1.0}, step=1)
         tracker.metrics({"eval/loss": 2.0}, step=1)
     assert tracker.history() == [{"step": 1, "train/loss": 1.0, "eval/loss": 2.0}]
@@ -328,7 +329,7 @@ def test_a_process_with_a_reused_pid_is_another_process() -> None:
 def test_a_run_is_read_with_its_stages_by_id_key_or_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_PARENT_RUN", "flow-7")
     for stage, name in (("sft", "perplexity"), ("ppo", "objective/kl")):
-        with tracking.open_run(stage, view(stage), key=f"{stage}-1") as tracker:  # type: ignore[arg-type]
+        with tracking.open_run(Paths(), stage, view(stage), key=f"{stage}-1") as tracker:  # type: ignore[arg-type]
             tracker.metrics({name: 1.0, "lr": 0.1}, step=64)
             tracker.metrics({name: 3.0, "lr": 0.1}, step=128)
             tracker.final({name: 2.0})

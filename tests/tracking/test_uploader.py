@@ -16,6 +16,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking import uploader
@@ -41,8 +42,9 @@ pytestmark = pytest.mark.e2e
 STAGE = """\
 import sys
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project.paths import Paths
 name, key = sys.argv[1:]
-with tracking.open_run(name, config.VIEWS[name].of(config.load()), key=key) as tracker:
+with tracking.open_run(Paths(), name, config.VIEWS[name].of(config.load()), key=key) as tracker:
     tracker.metrics({"train/loss": 1.0}, step=1)
 heavy = {"mlflow", "matplotlib", "torch"} & sys.modules.keys()
 assert not heavy, heavy
@@ -167,7 +169,7 @@ def test_a_killed_uploader_is_replaced_by_the_next_stage_and_at_a_stage_s_end(re
         first = the_uploader(real)
         first.kill()
         until(lambda: uploaders(real) == [], "its end")
-        with tracking.open_run("sft", view(), key="sft-1") as tracker:
+        with tracking.open_run(Paths(), "sft", view(), key="sft-1") as tracker:
             tracker.metrics({"train/loss": 2.0}, step=1)
             until(lambda: points(real), "the first point")
             the_uploader(real).kill()
@@ -221,7 +223,7 @@ def test_a_server_that_dies_midway_gets_every_point_and_trace_once(
         tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=first, end=last)
 
     with ExitStack() as again:
-        with tracking.open_run("sft", view(uri=url), key="sft-1") as tracker:
+        with tracking.open_run(Paths(), "sft", view(uri=url), key="sft-1") as tracker:
             with served(real, port):
                 train(tracker, 1, 10)
                 until(lambda: len(points(real, uri=url)) == 10, "the first points")

@@ -18,6 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
 from rlhf_tasks.config import Stage, StageView
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import dashboard
 from rlhf_tasks.tracking.outbox import Outbox, Record
 from rlhf_tasks.tracking.store import embedded_uri
@@ -35,7 +36,7 @@ def view(stage: Stage = "sft", **settings: Any) -> StageView:
 
 def log(key: str, losses: Sequence[tuple[int, float]] = (), stage: Stage = "sft", **settings: Any) -> None:
     """A stage's run with these points of `train/loss`."""
-    with tracking.open_run(stage, view(stage, **settings), key=key) as tracker:
+    with tracking.open_run(Paths(), stage, view(stage, **settings), key=key) as tracker:
         for step, loss in losses:
             tracker.metrics({"train/loss": loss}, step=step)
 
