@@ -5,7 +5,9 @@ own, reads the record as it grows and delivers it to MLflow. So neither MLflow's
 not answer costs training anything. What was not delivered is delivered by `rlhf sync`. If a stage's process
 vanishes, the uploader closes its run as FAILED.
 
-A sender thread in the stage would need less code but costs more. @@MEASURED@@
+A sender thread in the stage would need less code but costs more. The smoke preset's stages base, sft and ppo
+(medians of four runs on two cores) use at most 0.5 s more CPU time with the uploader than without tracking,
+and 3.2 to 3.8 s more with a thread: every stage would import MLflow and matplotlib itself.
 
 At its end, a stage waits until MLflow has its run and the figure of its curves, because its container may
 end with it. In a flow, which waits for all figures at its own end, a stage does not wait for its figure.

@@ -17,13 +17,18 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from rlhf_tasks import console
+from rlhf_tasks.project import atomic
 from rlhf_tasks.tracking import context
 from rlhf_tasks.tracking.delivery import Delivery, describe, known_errors
 from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record
+
+if TYPE_CHECKING:
+    from rlhf_tasks.tracking.store import Store
 
 POLL_SECONDS, WAIT_POLL_SECONDS = 0.1, 0.05
 RETRY_SECONDS = 20.0
@@ -40,6 +45,7 @@ class Uploader:
         self._open = dict[str, Delivery]()
         self._due = 0.0
         """When live runs may be tried again after a failure, by the monotonic clock."""
+        self._store: Store | None = None
         self._owners = set[str]()
         """The dvc processes of the runs: they may start more stages."""
 
@@ -50,7 +56,7 @@ class Uploader:
             with self._outbox.lock():
                 if is_running(self._outbox):
                     return
-                file.write_text(context.process_name(psutil.Process()), encoding="utf-8")
+                atomic.write_text(file, context.process_name(psutil.Process()))
             self._attend()
             file.unlink(missing_ok=True)
             self._scan()  # a run may have begun just now, and have read the file
@@ -58,16 +64,14 @@ class Uploader:
                 return
 
     def _attend(self) -> None:
-        store = None
         while True:
             self.step()
-            store = next((d.store for d in self._open.values() if d.store), store)
             if not self._open and not any(map(context.is_alive, self._owners)):
                 break
             time.sleep(POLL_SECONDS)
-        if store is not None:
+        if self._store is not None:
             with suppress(*known_errors()), self._outbox.lock():
-                store.close_left_parents()
+                self._store.close_left_parents()
 
     def step(self) -> None:
         """Send what there is of each run, and draw the figure of at most one."""
@@ -109,6 +113,7 @@ class Uploader:
                 traceback.print_exc()
             self._due = time.monotonic() + RETRY_SECONDS
             state = record.state()
+        self._store = delivery.store or self._store
         if state.closed or state.failed:
             del self._open[record.key]
             self._sizes[record.key] = record.size()
@@ -172,9 +177,10 @@ def log_file(outbox: Outbox) -> Path:
 
 def is_running(outbox: Outbox) -> bool:
     try:
-        return context.is_alive(pid_file(outbox).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, IndexError):
+        name = pid_file(outbox).read_text(encoding="utf-8")
+    except FileNotFoundError:
         return False
+    return context.is_local(name) and context.is_alive(name)
 
 
 def start(outbox: Outbox) -> subprocess.Popen[bytes] | None:
