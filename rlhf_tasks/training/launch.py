@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -70,8 +70,8 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         words += ["--multi_gpu"]
         if launch.num_processes < 2:
             raise UserError(
-                f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must be "
-                f"at least launch.num_machines={launch.num_machines}"
+                f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must "
+                f"be at least launch.num_machines={launch.num_machines}"
             )
     threads = environment.get("OMP_NUM_THREADS") or _threads(launch)
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
@@ -111,17 +111,25 @@ def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
 
 
 def run(paths: Paths, stage: Stage, launch: Launch) -> int:
-    """Start the workers, forward signals and wait. Returns their exit status.
+    """Start the workers of a stage and wait. Returns their exit status.
+
+    Raises:
+        UserError: for a launch that is not possible, or that a worker reported.
+    """
+    environment = os.environ | variables(launch, cuda=_has_cuda())
+    return supervise(command(paths, stage, launch, os.environ), environment)
+
+
+def supervise(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the command that starts the workers, forward signals and wait. Returns its exit status.
 
     Raises:
         UserError: that a worker reported.
     """
-    words = command(paths, stage, launch, os.environ)
     with tempfile.TemporaryDirectory() as folder:
         failure = Path(folder) / "failure.json"
         names = {FAILURE: str(failure), LAUNCHER: context.process_name(psutil.Process())}
-        environment = os.environ | variables(launch, cuda=_has_cuda()) | names
-        workers = subprocess.Popen(words, env=environment)
+        workers = subprocess.Popen(words, env={**environment, **names})
         try:
             status = workers.wait()
         except KeyboardInterrupt:

@@ -41,7 +41,7 @@ class Runtime:
             os.environ.setdefault(
                 "DS_ACCELERATOR", "cpu"
             )  # else DeepSpeed warns at import that it found no GPU
-        transformers.utils.logging.disable_progress_bar()  # they take milliseconds and would interrupt our own bars
+        transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
             mixed_precision=launch.mixed_precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
@@ -89,7 +89,7 @@ class Runtime:
         return list(rows[self.rank :: self.world_size])
 
     def each(self, value: T) -> list[T]:
-        """The values of all processes, by rank, on each of them. Values are pickled; tensors must be on the CPU."""
+        """The values of all processes by rank, on each process; they are pickled, with tensors on the CPU."""
         values = [value] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(values, value)

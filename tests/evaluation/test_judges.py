@@ -119,10 +119,10 @@ def test_the_largest_allowed_number_of_failures_is_accepted() -> None:
 
 def test_a_score_that_is_not_finite_is_a_failure() -> None:
     class Some:
-        def scores(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-            return [math.inf, 1.0, math.nan] if answers[0] == "a" else [0.0, 0.0, 0.0]
+        def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+            return [math.inf, 1.0, math.nan] if responses[0] == "a" else [0.0, 0.0, 0.0]
 
-        def facets(self, prompts: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+        def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
             return {"other": 2.0}
 
     judge = ScoringJudge("some", Some())
@@ -188,8 +188,8 @@ def test_judges_are_built_in_the_order_of_the_list_and_by_name(tmp_path: Path) -
     assert [judge.name for judge in build(*listed, root=tmp_path)] == ["both", "gold", "longest"]
     (only,) = build(*listed, root=tmp_path, names=["both"])
     post = "POST: my boss stole my lamp . it was at the park .\nTL;DR:"
-    answers = [" my boss stole my lamp", " my aunt"]
-    assert only.compare([post, post], answers, answers[::-1]).outcomes.tolist() == [WIN, LOSS]
+    responses = [" my boss stole my lamp", " my aunt"]
+    assert only.compare([post, post], responses, responses[::-1]).outcomes.tolist() == [WIN, LOSS]
     (longest,) = build(*listed, root=tmp_path, names=["longest"])
     result = longest.compare(["p", "q", "r"], ["aa", "a", "a"], ["b", "bb", ""])
     np.testing.assert_array_equal(result.outcomes, [WIN, LOSS, FAILED])

@@ -37,19 +37,19 @@ ANY = 1e9  # allowed failures
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    with endpoint.serving() as made:
-        yield made
+    with endpoint.serving() as started:
+        yield started
 
 
 def settings(server: Server, folder: Path, **changes: Any) -> LlmJudge:
     prompt = folder / "prompt.txt"
     prompt.write_text(endpoint.PROMPT, encoding="utf-8")
-    given = {
+    values = {
         "kind": "llm", "name": "gpt", "base_url": server.url, "model": MODEL, "key_variable": "JUDGE_KEY",
         "prompt": prompt.name, "logprobs": False, "max_reply_tokens": 1, "concurrency": 4,
         "timeout_seconds": 10.0, "max_retries": 2, "budget": None,
     }  # fmt: skip
-    return LlmJudge.model_validate(given | changes)
+    return LlmJudge.model_validate(values | changes)
 
 
 def comparer(server: Server, folder: Path, **changes: Any) -> LlmComparer:
@@ -389,9 +389,9 @@ def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path)
 
     killed = False
     server.behaviour = behave
-    given, home = tmp_path / "given.json", Paths(tmp_path).home
-    given.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
-    command = [sys.executable, "-c", KILLED, str(given)]
+    arguments, home = tmp_path / "arguments.json", Paths(tmp_path).home
+    arguments.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
+    command = [sys.executable, "-c", KILLED, str(arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         kept, deadline = home / llm.FILE, time.monotonic() + 300

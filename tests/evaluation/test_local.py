@@ -62,19 +62,19 @@ def prompt(folder: Path) -> str:
 
 
 def local(folder: Path, model: Path, **changes: Any) -> LocalComparer:
-    given = {
+    values = {
         "kind": "local", "name": "own", "path": str(model), "revision": None, "prompt": prompt(folder),
         "micro_batch_tokens": 64,
     }  # fmt: skip
-    return LocalComparer(LocalJudge.model_validate(given | changes), CPU, Path())
+    return LocalComparer(LocalJudge.model_validate(values | changes), CPU, Path())
 
 
 def ranker(folder: Path, model: Path, **changes: Any) -> RankerComparer:
-    given = {
+    values = {
         "kind": "pair_rm", "name": "rank", "path": str(model), "revision": None, "prompt": prompt(folder),
         "micro_batch_tokens": 64,
     }  # fmt: skip
-    return RankerComparer(PairRmJudge.model_validate(given | changes), CPU, Path())
+    return RankerComparer(PairRmJudge.model_validate(values | changes), CPU, Path())
 
 
 def text(question: Question) -> str:

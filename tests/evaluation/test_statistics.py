@@ -51,10 +51,10 @@ def test_swapped_scores_give_mirrored_outcomes() -> None:
 
 
 def test_the_interval_is_the_percentile_bootstrap_over_prompts() -> None:
-    given = np.array(made_of(wins=60, ties=10, losses=30))
+    outcomes = np.array(made_of(wins=60, ties=10, losses=30))
     random = np.random.default_rng(5)
-    resampled = [given[random.integers(0, 100, 100)].mean() for _ in range(20_000)]
-    result = statistics.rate(given)
+    resampled = [outcomes[random.integers(0, 100, 100)].mean() for _ in range(20_000)]
+    result = statistics.rate(outcomes)
     # Resampled means lie on a grid of 1/200, and 20,000 of them place a percentile within one step.
     assert result.low == pytest.approx(np.percentile(resampled, 2.5), abs=0.0051)
     assert result.high == pytest.approx(np.percentile(resampled, 97.5), abs=0.0051)
@@ -271,7 +271,7 @@ def test_orders_by_hand() -> None:
     q = [0.7, 0.1, 0.3, 0.9, 0.9, math.nan]
     np.testing.assert_array_equal(statistics.both_orders(p, q), [WIN, LOSS, TIE, TIE, FAILED, FAILED])
     bias = statistics.position_bias(p, q)
-    # Of four whole pairs one flips. First place wins: 1, 0, 1, ½ when A is there; 0, 1, 1, 0 when B is.
+    # Of four whole pairs one flips. The first place wins 1, 0, 1, ½ with A there; 0, 1, 1, 0 with B there.
     assert (bias.flips, bias.first, bias.count) == (0.25, (2.5 + 2.0) / 8, 4)
 
 

@@ -225,10 +225,10 @@ def test_agreement_position_bias_and_both_orders_by_loops(seed: int) -> None:
         if math.isnan(a) or math.isnan(b):
             outcomes.append(math.nan)
             continue
-        says = [int(x > 0.5) - int(x < 0.5) for x in (a, b)]  # 1: for A
-        outcomes.append(1.0 if says == [1, 1] else 0.0 if says == [-1, -1] else 0.5)
-        flips += says[0] * says[1] == -1
-        firsts += [(1 + says[0]) / 2, (1 - says[1]) / 2]
+        preferred = [int(x > 0.5) - int(x < 0.5) for x in (a, b)]  # 1: for A
+        outcomes.append(1.0 if preferred == [1, 1] else 0.0 if preferred == [-1, -1] else 0.5)
+        flips += preferred[0] * preferred[1] == -1
+        firsts += [(1 + preferred[0]) / 2, (1 - preferred[1]) / 2]
     np.testing.assert_array_equal(statistics.both_orders(p, q), outcomes)
     bias = statistics.position_bias(p, q)
     assert (bias.flips, bias.first) == pytest.approx((2 * flips / len(firsts), sum(firsts) / len(firsts)))

@@ -1,4 +1,4 @@
-"""Several processes: the same weights as with one, and only the first writes.
+"""Several processes train the same weights as one, and only the first writes.
 
 Workers are started as a user starts them, by `rlhf STAGE` with a `launch` section; on the CPU they
 talk by gloo.
@@ -85,7 +85,7 @@ def assert_same_norms(expected: NullTracker) -> None:
 
 
 def test_two_processes_train_the_same_sft_weights_as_one(project: Path) -> None:
-    """Every row is a micro-batch of its own; in the last batch of an epoch one process has a row less."""
+    """Every row is a micro-batch; in the last batch of an epoch one process has one row less."""
     changes = {"batch_size": 26, "num_epochs": 2, "micro_batch_tokens": 8}
     alone = NullTracker("sft")
     expected = toy.run("sft", toy.write_params(sft=changes), alone)
@@ -120,8 +120,8 @@ def test_ppo_on_two_processes_is_finite_and_written_once(project: Path) -> None:
     assert not list(Path().rglob("*.partial-*"))
 
 
-def test_zero2_steps_as_plain_adamw_does(project: Path) -> None:
-    """Several micro-batches a step, each step at its own rate, every gradient clipped to about Adam's eps."""
+def test_zero2_takes_the_same_steps_as_adamw(project: Path) -> None:
+    """Steps of several micro-batches with different rates; gradients are clipped to about Adam's eps."""
     changes = {"batch_size": 28, "num_epochs": 2, "max_grad_norm": 1e-4}
     plain = NullTracker("sft")
     toy.run("sft", toy.write_params(sft=changes), plain)
@@ -136,8 +136,8 @@ def test_zero2_steps_as_plain_adamw_does(project: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_zero3_gathers_what_it_saves(project: Path, stage: Stage) -> None:
-    """Every weight is taken apart between uses, as a large model's are; the saved ones are whole."""
+def test_zero3_saves_whole_weights(project: Path, stage: Stage) -> None:
+    """Every weight is partitioned between uses, as in a large model."""
     settings = Path("infra/deepspeed/zero3.json")
     tree = json.loads(settings.read_text(encoding="utf-8"))
     names = (
@@ -179,7 +179,7 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
     ids=["", "warm-up-penalty-ptx"],
 )  # fmt: skip
 def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, Any]) -> None:
-    """The TL;DR preset's way to run. The first update has not moved yet: no KL but rounding's."""
+    """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
     launch = TWO | {"deepspeed": "zero2", "mixed_precision": "bf16"}
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
     toy.write_params(launch=launch, ppo=settings)
@@ -192,8 +192,8 @@ def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, 
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
-def test_ppo_in_bf16_samples_and_learns_by_the_same_numbers(project: Path) -> None:
-    """Of one process on a CPU: no first ratio but 1, no KL before a step; the weights stay float32."""
+def test_ppo_in_bf16_samples_and_trains_in_one_precision(project: Path) -> None:
+    """One process on a CPU: the first ratio is 1, the first KL is 0, and the weights stay float32."""
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_mini_batches": 1, "num_ppo_epochs": 1}
     toy.write_params(launch={"mixed_precision": "bf16"}, ppo=settings)
     rlhf("ppo")
@@ -220,10 +220,10 @@ JUDGE = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
     ],
     ids=["lora", "lora-value-checkpointing", "shared-ptx", "referee"],
 )
-def test_ppo_s_features_on_two_processes_start_where_the_policy_stands(
+def test_ppo_features_on_two_processes_start_from_the_sft_policy(
     project: Path, features: dict[str, Any]
 ) -> None:
-    """Whatever is trained, the first rollouts come from the SFT model: KL 0; and all steps are finite."""
+    """The first rollouts come from the SFT model, so that the KL is 0; all steps are finite."""
     Path("shorter.py").write_text(
         "def scores(prompts, answers):\n    return [-float(len(a)) for a in answers]\n", encoding="utf-8"
     )

@@ -34,7 +34,7 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_one_process_runs_in_place() -> None:
+def test_one_process_needs_no_launcher() -> None:
     assert not launch.is_needed("ppo", section())
     assert not launch.is_needed("ppo", section(mixed_precision="bf16"))
 
@@ -74,7 +74,7 @@ def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
     assert "optimizer" not in settings  # ours is passed
 
 
-def test_several_machines_meet_at_the_first() -> None:
+def test_several_machines_connect_to_the_first() -> None:
     where = {"MASTER_ADDR": "10.0.0.1", "MACHINE_RANK": "1"}
     words = launch.command(Paths(), "ppo", section(num_processes=16, num_machines=2), where)
     assert option(words, "--num_machines") == "2"
@@ -92,29 +92,29 @@ def test_several_machines_meet_at_the_first() -> None:
             "needs MASTER_ADDR and MACHINE_RANK in the environment",
         ),
         ({"num_processes": 3, "num_machines": 2}, {}, "num_processes=3 is not divisible by"),
-        ({"num_processes": 1, "num_machines": 2}, {}, "counts those of all machines"),
+        ({"num_processes": 1, "num_machines": 2}, {}, "counts the processes of all machines"),
     ],
 )
-def test_a_launch_that_cannot_be_says_what_is_missing(
+def test_an_impossible_launch_is_an_error_with_advice(
     values: dict[str, Any], environment: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
         launch.command(Paths(), "sft", section(**values), environment)
 
 
-def test_ppo_under_zero3_is_refused_and_told_what_works() -> None:
-    with pytest.raises(UserError, match=r"'zero3' is for base, sft and reward.*set zero2 for it"):
+def test_ppo_under_zero3_is_an_error_with_advice() -> None:
+    with pytest.raises(UserError, match=r"'zero3' cannot run stage ppo.*set launch.deepspeed to zero2"):
         launch.command(Paths(), "ppo", section(num_processes=2, deepspeed="zero3"), {})
     assert launch.command(Paths(), "sft", section(num_processes=2, deepspeed="zero3"), {})
 
 
-def test_without_cuda_the_libraries_are_told_so() -> None:
+def test_variables_turn_cuda_off_in_the_libraries_without_a_gpu() -> None:
     assert launch.variables(section(num_processes=2), cuda=False) == {"ACCELERATE_USE_CPU": "true"}
     assert launch.variables(section(deepspeed="zero2"), cuda=False) == {"DS_ACCELERATOR": "cpu"}
     assert launch.variables(section(deepspeed="zero2"), cuda=True) == {}
 
 
-def test_the_first_worker_to_fail_is_the_one_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
     monkeypatch.setenv("RANK", "1")
     assert launch.reported() is None
@@ -123,33 +123,30 @@ def test_the_first_worker_to_fail_is_the_one_heard(tmp_path: Path, monkeypatch: 
     assert launch.reported() == {"kind": "fault", "message": "rank 1: MemoryError: full"}
 
 
-def test_a_folder_that_may_not_be_written_is_the_users_in_a_worker_too(
+def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
     launch.report(PermissionError(errno.EACCES, "Permission denied", "models"))
-    told = launch.reported()
-    assert told is not None
-    assert told["kind"] == "user"
-    assert told["message"].endswith("'models'; this user must be able to read and write there")
+    report = launch.reported()
+    assert report is not None
+    assert report["kind"] == "user"
+    assert report["message"].endswith("'models'; give this user the right to read and write there")
     assert launch.mistake(OSError(errno.ENOSPC, "No space left on device")) is None
 
 
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])
-def test_a_workers_message_reaches_the_launcher(
-    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_workers_message_reaches_the_launcher(kind: str) -> None:
     body = {"user": "UserError('fix it')", "fault": "ValueError('boom')", "none": "None"}[kind]
     code = (
         "import sys; from rlhf_tasks.errors import UserError; from rlhf_tasks.training import launch\n"
         f"error = {body}\n"
         "error and launch.report(error); sys.exit(1 if error else 0)"
     )
-    monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", code])
-    monkeypatch.setattr(launch, "_has_cuda", lambda: False)
+    words = [sys.executable, "-c", code]
     if kind == "user":
         with pytest.raises(UserError, match=r"^fix it$"):
-            launch.run(Paths(), "sft", section(num_processes=2))
+            launch.supervise(words, os.environ)
     else:
-        assert launch.run(Paths(), "sft", section(num_processes=2)) == (1 if kind == "fault" else 0)
+        assert launch.supervise(words, os.environ) == (1 if kind == "fault" else 0)
     assert launch.FAILURE not in os.environ

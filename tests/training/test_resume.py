@@ -33,7 +33,6 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, ppo, reward, sft
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import launch, resume
-from rlhf_tasks.training.resume import claims
 from rlhf_tasks.training.resume.manifests import state_folder
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
@@ -87,23 +86,24 @@ def _files(folder: Path, out: Path) -> list[Path]:
     return sorted(file.relative_to(folder) for file in (folder / out).iterdir())
 
 
-def run(stage: Stage) -> tuple[dict[str, float], list[dict[str, float]]]:
+def run(stage: Stage, tracker: NullTracker | None = None) -> tuple[dict[str, float], list[dict[str, float]]]:
     """One stage in this process: its metrics and curves."""
-    tracker = NullTracker(stage)
+    tracker = tracker or NullTracker(stage)
     metrics = STAGES[stage].run(config.VIEWS[stage].of(config.load()), Paths(), tracker)
     return metrics, tracker.history()
 
 
-def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
-    """The process dies when the loop `name` has kept its state after a step."""
-    save = resume.Snapshots.save
+class Killing(NullTracker):
+    """Ends the process after the snapshot of `step` of the loop `name`: when the next step is logged."""
 
-    def saved(self: resume.Snapshots, at: int, state: State) -> None:
-        save(self, at, state)
-        if (self.folder.name, at) == (name, step):
+    def __init__(self, stage: Stage, name: str, step: int) -> None:
+        super().__init__(stage)
+        self._prefix, self._step = "heldout/" if name == "reward_heldout" else "train/", step
+
+    def metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        if step > self._step and any(key.startswith(self._prefix) for key in values):
             raise Killed
-
-    monkeypatch.setattr(resume.Snapshots, "save", saved)
+        super().metrics(values, step=step)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, name: str, step: int) -> None:
         ("reward", "reward_heldout", 2),
     ],
 )
-def test_a_killed_stage_goes_on_to_the_same_bytes_and_curves(
+def test_a_killed_stage_is_resumed_to_the_same_bytes_and_curves(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -129,24 +129,22 @@ def test_a_killed_stage_goes_on_to_the_same_bytes_and_curves(
     for out in OUTS[stage]:
         shutil.rmtree(out)
     monkeypatch.setenv("RLHF_STATE_DIR", "killed")
-    with monkeypatch.context() as patch:
-        kill_at(patch, name, step)
-        with pytest.raises(Killed):
-            run(stage)
+    with pytest.raises(Killed):
+        run(stage, Killing(stage, name, step))
     random.seed(99)
     np.random.seed(99)
     torch.manual_seed(99)
     assert run(stage) == expected
-    assert f"{name}: goes on after step {step}\n" in capsys.readouterr().out
+    assert f"{name}: resumed from the snapshot after step {step}\n" in capsys.readouterr().out
     assert written(stage) == bytes_expected
 
 
-def test_a_training_that_had_stopped_early_stays_stopped(here: Path, trained: Path) -> None:
-    """Killed after its patience ran out, before its weights were written."""
+def test_a_stage_that_had_stopped_early_is_not_trained_further(here: Path, trained: Path) -> None:
+    """It was killed after its patience ran out, before its weights were written."""
     fast = {"sft.learning_rate": 0.2, "sft.schedule": "constant", "sft.patience": 1}
     workspace(trained, here, **fast)
     expected = run("sft")
-    assert expected[0]["steps_trained"] < 6 * 5, "this case is one that stops early"
+    assert expected[0]["steps_trained"] < 6 * 5, "this case stops early"
     shutil.rmtree(Paths().sft)
     assert run("sft") == expected
 
@@ -156,7 +154,7 @@ def test_a_training_that_had_stopped_early_stays_stopped(here: Path, trained: Pa
 
 @pytest.fixture
 def view(project: Path) -> SftView:
-    """Of stage sft, due after every step."""
+    """The view of stage sft, with a snapshot after every step."""
     settings = config.load()
     quick = settings.resume.model_copy(update={"every_seconds": 1e-6, "keep": 2})
     return SftView.of(settings.model_copy(update={"resume": quick}))
@@ -177,7 +175,7 @@ def snapshots_of(project: Path) -> list[Path]:
     return sorted((project / ".rlhf/state/sft").glob("*/loop/*"))
 
 
-def test_the_newest_of_the_last_k_is_gone_on_from(project: Path, view: SftView) -> None:
+def test_a_run_is_resumed_from_the_newest_of_the_last_k_snapshots(project: Path, view: SftView) -> None:
     assert loaded(view) is None
     kept(view, 1, 2, 10)
     found = loaded(view)
@@ -208,7 +206,7 @@ def _flip_a_bit(snapshot: Path) -> None:
         lambda snapshot: (snapshot / "manifest.json").write_text('{"step"', encoding="utf-8"),
     ],
 )
-def test_a_torn_snapshot_is_told_and_the_one_before_it_used(
+def test_a_damaged_snapshot_is_reported_and_the_one_before_is_used(
     project: Path, view: SftView, tear: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept(view, 1, 2)
@@ -216,12 +214,12 @@ def test_a_torn_snapshot_is_told_and_the_one_before_it_used(
     found = loaded(view)
     assert found is not None
     assert found["step"] == 1
-    assert "step-000000002 is torn" in capsys.readouterr().out
+    assert "step-000000002 is damaged" in capsys.readouterr().out
     tear(snapshots_of(project)[-1])
     assert loaded(view) is None
 
 
-def test_what_a_kill_left_half_written_is_no_snapshot(project: Path, view: SftView) -> None:
+def test_a_half_written_snapshot_is_not_used(project: Path, view: SftView) -> None:
     kept(view, 1)
     half = snapshots_of(project)[0].with_name(".step-000000002.partial")
     half.mkdir()
@@ -233,8 +231,8 @@ def test_what_a_kill_left_half_written_is_no_snapshot(project: Path, view: SftVi
     assert not half.exists()
 
 
-def test_a_part_that_writes_its_own_files_comes_back_as_their_folder(view: SftView) -> None:
-    """As DeepSpeed does."""
+def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftView) -> None:
+    """DeepSpeed does so."""
 
     def write(folder: Path) -> None:
         (folder / "part.bin").write_bytes(b"own")
@@ -263,7 +261,7 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     assert seen == [False, True, True, False, True]
 
 
-def test_generators_go_on_where_they_were() -> None:
+def test_restored_generators_draw_the_same_numbers() -> None:
     def drawn() -> tuple[float, float, list[float]]:
         return random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
 
@@ -281,20 +279,20 @@ def test_generators_go_on_where_they_were() -> None:
 # ---------------------------------------------------------------------------------- mismatches
 
 
-def test_another_process_count_is_refused_by_name(project: Path, view: SftView) -> None:
+def test_snapshots_of_another_number_of_processes_are_an_error(project: Path, view: SftView) -> None:
     kept(view, 1)
     manifest = snapshots_of(project)[0] / "manifest.json"
     tree = json.loads(manifest.read_text(encoding="utf-8"))
     tree["made_by"]["launch.num_processes"] = 4
     manifest.write_text(json.dumps(tree), encoding="utf-8")
     with pytest.raises(
-        UserError, match=r"differs in launch\.num_processes \(4 → 1\); set this back, or remove"
+        UserError, match=r"differs in launch\.num_processes \(4 → 1\); undo this change, or remove"
     ):
         loaded(view)
 
 
-def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path, view: SftView) -> None:
-    """Put there by hand: the digest keeps them apart."""
+def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, view: SftView) -> None:
+    """The test renames the folder, because another digest means another folder."""
     kept(view, 1)
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
@@ -310,7 +308,7 @@ def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path
         loaded(changed)
 
 
-def test_a_change_begins_anew_and_says_what_differs(
+def test_a_change_starts_from_the_beginning_and_prints_the_differences(
     project: Path, view: SftView, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with resume.claim(Paths(), view, main=True):
@@ -319,13 +317,13 @@ def test_a_change_begins_anew_and_says_what_differs(
     with resume.claim(Paths(), view, main=True):
         assert loaded(view) is None
     shown = capsys.readouterr().out
-    assert "sft begins anew: the state of an unfinished run differs in code.py" in shown
+    assert "sft starts from the beginning. The snapshots of an unfinished run differ in code.py" in shown
 
 
 # ------------------------------------------------------------------------------ claims and locks
 
 
-def test_a_run_that_goes_on_keeps_its_key_until_its_outs_are_whole(view: SftView) -> None:
+def test_a_resumed_run_keeps_its_key_until_its_outs_are_complete(view: SftView) -> None:
     with resume.claim(Paths(), view, main=True) as first:
         pass
     with resume.claim(Paths(), view, main=True) as second:
@@ -334,11 +332,11 @@ def test_a_run_that_goes_on_keeps_its_key_until_its_outs_are_whole(view: SftView
         third.clear()
     with resume.claim(Paths(), view, main=True) as fourth:
         assert loaded(view) is None
-    assert first.key != second.key, "nothing of the first was kept"
+    assert first.key != second.key, "the first saved no snapshot"
     assert second.key == third.key != fourth.key
 
 
-def test_the_very_same_training_waits_for_the_other(
+def test_a_second_process_with_the_same_training_waits_for_the_first(
     view: SftView, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
@@ -358,13 +356,12 @@ def test_the_very_same_training_waits_for_the_other(
         order.append("this")
     thread.join()
     assert order == ["other", "this"]
-    assert "another process is training the very same thing" in capsys.readouterr().out
+    assert "another process trains with the same parameters, code and inputs" in capsys.readouterr().out
 
 
-def test_a_launched_worker_is_told_that_the_same_is_trained_already(
+def test_a_launched_worker_does_not_wait_for_the_same_training(
     view: SftView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "WORKER_WAIT_SECONDS", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     entered, leave = threading.Event(), threading.Event()
 
@@ -378,8 +375,8 @@ def test_a_launched_worker_is_told_that_the_same_is_trained_already(
     assert entered.wait(10)
     try:
         with (
-            pytest.raises(UserError, match="another process is training the very same sft"),
-            resume.claim(Paths(), view, main=True),
+            pytest.raises(UserError, match="another process trains sft with the same parameters"),
+            resume.claim(Paths(), view, main=True, worker_wait_seconds=0.0),
         ):
             pass
     finally:
@@ -396,19 +393,19 @@ class Ended(Exception):
 
 @pytest.fixture
 def handled() -> Iterator[None]:
-    """SIGTERM raises Ended, as it does in the cli another thing."""
+    """SIGTERM raises Ended; the command line has another handler."""
 
     def end(number: int, frame: object) -> None:
         raise Ended
 
     before = signal.signal(signal.SIGTERM, end)
     yield
-    assert signal.getsignal(signal.SIGTERM) is end, "put back as it was"
+    assert signal.getsignal(signal.SIGTERM) is end, "the handler is restored"
     signal.signal(signal.SIGTERM, before)
 
 
 def loop_with_signals(view: SftView, *at: int) -> list[str]:
-    """Three steps; SIGTERM comes in the middle of those of `at`."""
+    """Runs three steps; SIGTERM arrives in the middle of the steps in `at`."""
     seen = []
     object.__setattr__(view.resume, "every_seconds", 1e6)
     try:
@@ -437,22 +434,22 @@ def test_the_second_signal_does_not_wait(view: SftView, handled: None) -> None:
     assert loaded(view) is None
 
 
-def test_a_worker_hears_the_same_signal_twice(
+def test_a_worker_ignores_the_second_copy_of_a_signal(
     view: SftView, handled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert loop_with_signals(view, 2, 2) == ["step 1", "step 2", "save 2", "ended"]
 
 
-def test_a_signal_after_anothers_failure_does_not_wait(
+def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
     view: SftView, handled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
-    launch.report(RuntimeError("a fellow's"))
+    launch.report(RuntimeError("another worker failed"))
     assert loop_with_signals(view, 2) == ["step 1", "ended"]
 
 
-def test_a_signal_after_the_last_step_ends_the_stage_all_the_same(view: SftView, handled: None) -> None:
+def test_a_signal_after_the_last_step_ends_the_stage(view: SftView, handled: None) -> None:
     def ended_between() -> None:
         with resume.open(small.runtime(), Paths(), view, "loop"):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -473,9 +470,11 @@ def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def finish(stage: str, folder: Path) -> dict[str, Any]:
-    """Run to the end: checkpoints, metrics and curves, but for what was timed."""
+    """Run to the end: checkpoints, metrics and curves without times."""
     assert start(stage, folder).wait(300) == 0
-    assert not list((folder / "state").glob("*/*/*/step-*")), "cleared when the outs are whole"
+    assert not list((folder / "state").glob("*/*/*/step-*")), (
+        "snapshots are removed when the outs are complete"
+    )
     metrics = json.loads((folder / f"metrics/{stage}.json").read_text(encoding="utf-8"))
     with (folder / f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
         curves = list(csv.DictReader(file))
@@ -510,7 +509,7 @@ def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
 def uninterrupted(
     trained: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Stage], dict[str, Any]]:
-    """What a stage makes in one go; asked once for each."""
+    """The results of an uninterrupted stage; each stage runs once."""
 
     @functools.cache
     def made(stage: Stage) -> dict[str, Any]:
@@ -547,7 +546,7 @@ def test_killed_at_a_random_moment(
     stage: Stage, seed: int, trained: Path, tmp_path: Path,
     uninterrupted: Callable[[Stage], dict[str, Any]],
 ) -> None:  # fmt: skip
-    """Three times in a row, anywhere from the first import to the last write."""
+    """It is killed three times, at any moment from the first import to the last write."""
     expected, folder, rng = uninterrupted(stage), workspace(trained, tmp_path), random.Random(seed)
     for _ in range(3):
         process = start(stage, folder)
@@ -567,7 +566,9 @@ def test_killed_at_a_random_moment(
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize("deepspeed", [None, "zero2", "zero3"])
-def test_two_processes_go_on_to_the_same_bytes(deepspeed: str | None, trained: Path, tmp_path: Path) -> None:
+def test_two_processes_are_resumed_to_the_same_bytes(
+    deepspeed: str | None, trained: Path, tmp_path: Path
+) -> None:
     def made(name: str) -> Path:
         changes = {"launch.num_processes": 2, "launch.deepspeed": deepspeed}
         folder = workspace(trained, tmp_path / name, **changes)
@@ -578,7 +579,7 @@ def test_two_processes_go_on_to_the_same_bytes(deepspeed: str | None, trained: P
     process = start("sft", folder)
     await_snapshot(folder, process)
     for worker in psutil.Process(process.pid).children(recursive=True) if deepspeed else []:
-        worker.kill()  # else they are to notice that their launcher is gone, and end
+        worker.kill()  # else they notice that their launcher is gone, and end
     process.kill()
     process.wait()
     [lock] = (folder / "state/sft").glob("*.lock")
@@ -609,10 +610,10 @@ def test_two_processes_go_on_to_the_same_bytes(deepspeed: str | None, trained: P
     ],
     ids=["warm-up-penalty", "lora-shared-checkpointing"],
 )  # fmt: skip
-def test_ppo_on_two_processes_goes_on_to_the_same_bytes(
+def test_ppo_on_two_processes_is_resumed_to_the_same_bytes(
     features: dict[str, Any], trained: Path, tmp_path: Path
 ) -> None:
-    """A worker is killed, and its fellow with it; then all of them are told to end."""
+    """One worker is killed, which ends the other; later all receive SIGTERM."""
     changes = {"launch.num_processes": 2} | features
     expected = finish("ppo", workspace(trained, tmp_path / "uninterrupted", **changes))
     folder = workspace(trained, tmp_path / "killed", **changes)

@@ -77,7 +77,7 @@ def test_training_lowers_the_loss() -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 7])
-def test_training_gone_on_with_equals_uninterrupted(taken: int) -> None:
+def test_resumed_training_equals_uninterrupted_training(taken: int) -> None:
     """Three steps an epoch, two and a half epochs."""
     settings = small.optimisation(batch_size=4, num_epochs=2.5, schedule="cosine")
 
@@ -100,7 +100,7 @@ def test_training_gone_on_with_equals_uninterrupted(taken: int) -> None:
 
 @dataclass
 class Counted:
-    """A task of one weight that remembers which rows it was asked for."""
+    """A task of one weight that records the rows of each call."""
 
     sizes: list[Size]
     seen: list[int] = field(default_factory=list)
@@ -137,13 +137,13 @@ def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
     assert [learning_rate(settings, step, 6) for step in range(6)] == pytest.approx(expected)
 
 
-def test_the_rate_in_use_is_the_rate_reported() -> None:
+def test_the_reported_rate_is_the_rate_in_use() -> None:
     settings = small.optimisation(batch_size=5, num_epochs=2.0, schedule="linear", learning_rate=1.0)
     found = Fit(small.runtime(), nn.Linear(1, 1), Counted([(0, 1)] * 10), settings, seed=1)
     assert [step.metrics["lr"] for step in found] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
-def test_gradients_are_clipped_and_their_norm_told_as_it_was() -> None:
+def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> None:
     layer = nn.Linear(1, 1)  # loss 100·(w + b): the gradient is (100, 100)
     before = layer.weight.item(), layer.bias.item()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -155,7 +155,7 @@ def test_gradients_are_clipped_and_their_norm_told_as_it_was() -> None:
     assert before[1] - layer.bias.item() == pytest.approx(0.5**0.5, rel=1e-4)
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_have_weight_decay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     groups = adamw(model, small.optimisation(weight_decay=0.1)).param_groups
     assert {(p.ndim, group["weight_decay"]) for group in groups for p in group["params"]} == {
@@ -183,7 +183,7 @@ def test_the_weights_with_the_lowest_loss_are_kept() -> None:
     assert (best.loss, best.step) == (1.0, 2)
 
 
-def test_patience_counts_tries_in_a_row_without_a_new_minimum() -> None:
+def test_patience_counts_consecutive_evaluations_without_a_new_minimum() -> None:
     best = Best(patience=2)
     seen = []
     for step, loss in enumerate([3.0, 4.0, 2.0, 2.0, 5.0]):

@@ -36,7 +36,9 @@ class Claim:
 
 
 @contextmanager
-def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
+def claim(
+    paths: Paths, view: StageView, *, main: bool, worker_wait_seconds: float = WORKER_WAIT_SECONDS
+) -> Iterator[Claim]:
     """Lock the stage's snapshots within the block; waits for another process that holds them.
 
     Only the first process of a training stage locks them.
@@ -51,7 +53,7 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
         return
     folder = state_folder(paths, view.stage, identity)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock"), view.stage):
+    with _locked(folder.with_suffix(".lock"), view.stage, worker_wait_seconds if launch.is_worker() else -1):
         folder.mkdir(exist_ok=True)  # the other process may have removed it
         run = folder / "run"
         if not (run.exists() and any(folder.glob("*/step-*"))):
@@ -61,18 +63,18 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
 
 
 @contextmanager
-def _locked(path: Path, stage: str) -> Iterator[None]:
+def _locked(path: Path, stage: str, wait_seconds: float) -> Iterator[None]:
     lock = FileLock(path)
     if not _acquired(lock):
         console.say(
             f"{stage}: another process trains with the same parameters, code and inputs; waiting for its end"
         )
         try:
-            lock.acquire(timeout=WORKER_WAIT_SECONDS if launch.is_worker() else -1, poll_interval=0.5)
+            lock.acquire(timeout=wait_seconds, poll_interval=0.5)
         except Timeout:
             raise UserError(
-                f"another process trains {stage} with the same parameters, code and inputs (it holds {path}); "
-                "run this one after its end, or stop it"
+                f"another process trains {stage} with the same parameters, code and inputs (it holds "
+                f"{path}); run this one after its end, or stop it"
             ) from None
     try:
         yield

@@ -34,7 +34,7 @@ class Loop(Protocol):
         """The newest whole state, each process its own part; None to begin at the beginning.
 
         Raises:
-            UserError: if it was made by other processes, parameters or inputs.
+            UserError: if it was saved with other processes, parameters or inputs.
         """
 
     def due(self) -> bool:
@@ -107,8 +107,8 @@ class Snapshots:
         manifest = read_manifest(snapshot)
         if manifest is None:
             raise UserError(
-                f"process {self._rt.rank} cannot read {snapshot}; snapshots must be on a disk that all machines "
-                "share: set RLHF_STATE_DIR to a folder there"
+                f"process {self._rt.rank} cannot read {snapshot}; snapshots must be on a disk that all "
+                "machines share: set RLHF_STATE_DIR to a folder there"
             )
         self._check(manifest, snapshot)
         own = torch.load(snapshot / f"rank-{self._rt.rank}.pt", map_location="cpu", weights_only=True)
@@ -125,7 +125,7 @@ class Snapshots:
             if damage is None:
                 return snapshot
             console.say(
-                f"{self.folder.name}: {snapshot} is damaged ({damage}) and is removed; the one before it is used"
+                f"{self.folder.name}: {snapshot} is damaged ({damage}) and is removed; the one before is used"
             )
             shutil.rmtree(snapshot)
         return None
@@ -140,8 +140,8 @@ class Snapshots:
             )
         if manifest["threads"] != _threads():
             console.say(
-                f"{self.folder.name}: resumed with {_threads()} threads instead of {manifest['threads']}; the last "
-                "bits of the result will differ (OMP_NUM_THREADS sets the number)"
+                f"{self.folder.name}: resumed with {_threads()} threads instead of {manifest['threads']}; "
+                "the last bits of the result will differ (OMP_NUM_THREADS sets the number)"
             )
 
     # ----------------------------------------------------------------------------------- writing
@@ -166,8 +166,8 @@ class Snapshots:
         rt.barrier()
         if not partial.exists():
             raise UserError(
-                f"process {rt.rank} cannot read {partial}; snapshots must be on a disk that all machines share: "
-                "set RLHF_STATE_DIR to a folder there"
+                f"process {rt.rank} cannot read {partial}; snapshots must be on a disk that all machines "
+                "share: set RLHF_STATE_DIR to a folder there"
             )
         own = _with_files_written(state, partial)
         shared = own.pop("shared", {})
