@@ -52,7 +52,7 @@ def read(root: Path, setting: str, seed: int, name: str) -> Result:
     """Read the experiment `name`.
 
     Raises:
-        UserError: if there is none.
+        UserError: if it does not exist.
     """
     revision = experiments.find(root, name)
     if revision is None:
@@ -67,7 +67,7 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
     has no setting yet: `with_settings` gives it one.
 
     Args:
-        paths: The project in which names are looked up.
+        paths: The project whose experiments and runs are searched.
         name: The run.
         drawn: Ends of the names of the curves that are needed from MLflow.
 

@@ -3,8 +3,8 @@
 The benchmark clones the committed state and applies a preset. It runs every stage alone (`rlhf STAGE`), once
 without tracking and once with it, and then the pipeline in the service, once per seed. A stage's glue is the
 time of its task, from Pending to Completed, minus its time without tracking. Then each run is repeated twice:
-at the commit of its experiment, where nothing is to be done, and at the commit below, where DVC restores
-every out from its cache. It prints a table of medians over the seeds. Nothing else should run on the machine.
+at the commit of its experiment, where nothing is to be done, and at the commit below, where DVC restores all
+outs from its cache. It prints a table of medians over the seeds. Nothing else should run on the machine.
 """
 
 from __future__ import annotations

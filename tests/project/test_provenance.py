@@ -96,7 +96,7 @@ def test_an_mlflow_run_is_found_in_the_store_of_the_stages(
 def test_an_mlflow_that_does_not_answer_is_a_user_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 cannot be asked"):
+    with pytest.raises(UserError, match=r"cannot be read from MLflow at http://127.0.0.1:9"):
         provenance.find(root, "0" * 32)
 
 
