@@ -197,7 +197,7 @@ def test_parameters_that_a_page_names_exist(page: Path) -> None:
     unknown = []
     for span in SPAN.findall(FENCE.sub("", text_of(page))):
         match = re.match(r"([a-z]+)\.([a-z_]+)(?![\w./])", span)
-        if match and match[1] in sections and match[2] not in ("jsonl", "md"):
+        if match and match[1] in sections and match[2] not in ("jsonl", "md", "safetensors"):
             fields = sections[match[1]].model_fields  # type: ignore[union-attr]
             names = {name for key, field in fields.items() for name in (key, field.alias)}
             unknown += [] if match[2] in names else [match[0]]
