@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from ruamel.yaml import YAML
 
-from rlhf_tasks import presets
+from rlhf_tasks import config, presets
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.config import Config
 
@@ -202,6 +203,16 @@ def test_parameters_that_a_page_names_exist(page: Path) -> None:
             names = {name for key, field in fields.items() for name in (key, field.alias)}
             unknown += [] if match[2] in names else [match[0]]
     assert unknown == []
+
+
+def test_parts_of_params_yaml_that_a_page_shows_have_known_keys() -> None:
+    yaml, known = YAML(typ="safe"), config.load(ROOT / "params.yaml").model_dump(by_alias=True)
+    for page in WRITTEN:
+        for language, block in FENCE.findall(text_of(page)):
+            tree = yaml.load(block) if language == "yaml" else None
+            for section, values in tree.items() if isinstance(tree, dict) else ():
+                if "cmd" not in values:  # a stage of dvc.yaml
+                    assert set(values) <= set(known[section]), f"{name_of(page)}: {section}"
 
 
 # ------------------------------------------------------------------------------- what the pages hold
