@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks import console
-from rlhf_tasks.project import lineage
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,7 +45,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "data/sft/train.txt").write_text("rows\n", encoding="utf-8")
     (tmp_path / "rlhf_tasks/data/examples").mkdir(parents=True)
     (tmp_path / "rlhf_tasks/data/examples/a.txt").write_text("given\n", encoding="utf-8")
-    lineage._input_hashes.cache_clear()
     console.set_quiet(False)
     return tmp_path
 

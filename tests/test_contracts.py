@@ -68,6 +68,7 @@ TORCH_FREE = (
     "promotion.registry",
     "evaluation.judges",
     "evaluation.labelling",
+    "evaluation.results",
     "report.comparison",
     "report.comparison_page",
     "cli.main",

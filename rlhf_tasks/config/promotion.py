@@ -1,4 +1,4 @@
-"""What a policy must show to become the champion of MLflow's registry."""
+"""The criteria by which a policy becomes the champion in MLflow's model registry."""
 
 from __future__ import annotations
 
@@ -14,23 +14,35 @@ from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Sectio
 
 
 class Promotion(Section):
-    """The gate's criteria; null where one is not asked for. None of them looks at the optimised reward."""
+    """The gate's criteria; null turns a criterion off. None of them reads the reward that PPO optimised."""
 
-    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = Field(description="its name in MLflow")
-    judge: str = Field(description="of judge.judges: by whose word the policy must win")
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = Field(
+        description="the name of the registered model in MLflow"
+    )
+    judge: str = Field(description="the judge, of judge.judges, whose win rates decide")
     second_judge: str | None = Field(
-        description="must confirm it, by the same bounds; null: one judge decides"
+        description="a judge that must confirm it with the same bounds; null: one judge decides"
     )
-    over_sft: Fraction = Field(description="the win rate's 95% interval must lie above")
-    over_champion: Fraction | None = Field(description="the same, where there is a champion")
-    max_kl: PositiveFloat | None = Field(description="nats per response from SFT, at the checkpoint kept")
+    over_sft: Fraction = Field(
+        description="lower bound of the 95% interval of the win rate over SFT (exclusive)"
+    )
+    over_champion: Fraction | None = Field(
+        description="the same for the win rate over the champion, if there is one"
+    )
+    max_kl: PositiveFloat | None = Field(
+        description="largest KL from SFT of the checkpoint that PPO kept, in nats per response"
+    )
     max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
-        description="the policy's perplexity over SFT's, on each text that judge.retention measures"
+        description="largest ratio of the policy's perplexity to SFT's, on each text of judge.retention"
     )
-    max_choice_drop: Fraction | None = Field(description="SFT's share of right choices less the policy's")
-    max_failure_share: Fraction | None = Field(description="of the verdicts that the gate goes by")
+    max_choice_drop: Fraction | None = Field(
+        description="largest drop of multiple-choice accuracy from SFT to the policy"
+    )
+    max_failure_share: Fraction | None = Field(
+        description="largest share of failures among the comparisons of the gate's judges"
+    )
     min_examples: PositiveInt = Field(
-        description="verdicts of each judge on each pair, without failures; of a few the interval says little"
+        description="smallest number of comparisons per judge and pair, failures not counted"
     )
 
     @property

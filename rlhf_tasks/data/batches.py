@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Split
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 
 Ids = list[int]
 Size = tuple[int, int]
@@ -142,9 +143,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def read_table(role: str, split: Split) -> list[dict[str, Any]]:
+def read_table(paths: Paths, role: str, split: Split) -> list[dict[str, Any]]:
     """The rows of data/ROLE/SPLIT.parquet."""
-    rows: list[dict[str, Any]] = pq.read_table(Path("data") / role / f"{split}.parquet").to_pylist()
+    rows: list[dict[str, Any]] = pq.read_table(paths.table(role, split)).to_pylist()
     return rows
 
 

@@ -22,7 +22,8 @@ from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.evaluation.judges.cache import key_of
 from rlhf_tasks.modeling import contracts, generation, models
 from rlhf_tasks.modeling.generation import answer, stop_of
-from rlhf_tasks.project import atomic, paths
+from rlhf_tasks.project import atomic, hashing
+from rlhf_tasks.project.paths import Paths
 
 SETTLED = ("*.json", "*.txt", "*.jinja", "*.model")  # what, beside the weights, decides how a model answers
 CODE = (str(generation.__file__), str(batches.__file__), str(models.__file__))
@@ -80,12 +81,12 @@ def _kept(
     files = sorted(file for kind in SETTLED for file in folder.glob(kind) if file.name != contracts.IDENTITY)
     content = {
         "weights": revision or contracts.fingerprint(folder),
-        "files": {file.name: contracts.file_hash(file) for file in files},
+        "files": {file.name: hashing.file_hash(file) for file in files},
         "prompts": list(prompts),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "versions": [module.__version__ for module in (torch, transformers, tokenizers)],
-        "code": [contracts.file_hash(Path(file)) for file in (__file__, *CODE)],
+        "code": [hashing.file_hash(Path(file)) for file in (__file__, *CODE)],
         **settings,
     }
-    return paths.home() / "answers" / f"{key_of(content)}.json"
+    return Paths().home / "answers" / f"{key_of(content)}.json"

@@ -23,6 +23,7 @@ from rlhf_tasks.evaluation.answers import sample
 from rlhf_tasks.evaluation.judges import making
 from rlhf_tasks.evaluation.judges.verdicts import Verdicts, check_failures
 from rlhf_tasks.project import atomic
+from rlhf_tasks.project.paths import Paths
 
 REFERENCE: Literal["reference"] = "reference"
 FORMATS = (".jsonl", ".parquet")
@@ -158,7 +159,7 @@ def _given(file: Path) -> Given:
 def _test_rows() -> Sequence[Row]:
     if not Path("data/prompts/test.parquet").exists():
         raise UserError("data/prompts is not there: run `rlhf prepare`, or `dvc checkout data/prompts`")
-    return read_table("prompts", "test")
+    return read_table(Paths(), "prompts", "test")
 
 
 def _rows(most: int, given: Sequence[Given]) -> list[Row]:

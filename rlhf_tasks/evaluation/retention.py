@@ -30,6 +30,7 @@ from rlhf_tasks.evaluation import probes, statistics
 from rlhf_tasks.evaluation.probes import Choice
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.tensors import gather_logprobs
+from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # endings of a question that is made of demonstrations
 
@@ -43,7 +44,7 @@ class Probes:
 
     def __init__(self, settings: Retention) -> None:
         self._settings, count = settings, settings.num_examples
-        rows = read_table("sft", "test")[:count]
+        rows = read_table(Paths(), "sft", "test")[:count]
         self._demonstrations = [(row["prompt"], row["completion"]) for row in rows]
         self._general = None if settings.general is None else probes.texts(settings.general)[:count]
         self._questions = (

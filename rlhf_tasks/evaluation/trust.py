@@ -22,6 +22,7 @@ from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.scoring import RewardModel
 from rlhf_tasks.modeling import contracts
+from rlhf_tasks.project.paths import Paths
 
 REWARDS = {"reward": Path(OPTIMISED), "reward_heldout": Path(HELDOUT)}
 NUM_BINS = 10
@@ -62,7 +63,7 @@ def made(device: torch.device) -> dict[str, RewardModel]:
 def compared() -> dict[str, Pairs]:
     """The held-out pairs of data/comparisons by origin: `given`, `sft_samples`."""
     found: dict[str, Pairs] = {}
-    for row in read_table("comparisons", "test"):
+    for row in read_table(Paths(), "comparisons", "test"):
         pairs = found.setdefault(row["origin"], Pairs([], [], []))
         pairs.prompts.append(row["prompt"])
         pairs.better.append(row["chosen"])

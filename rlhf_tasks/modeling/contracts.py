@@ -104,15 +104,6 @@ def _tensors(file: Path) -> Iterator[bytes]:
                 yield raw.read(min(CHUNK, end - place))
 
 
-def file_hash(path: Path) -> str:
-    """sha256 of a file, or of a folder's files in order, first 16 hex digits."""
-    digest = hashlib.sha256()
-    for file in sorted(p for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file()):
-        digest.update(file.relative_to(path).as_posix().encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def model_card(
     title: str, *, task: str, parameters: Mapping[str, Any], inputs: Mapping[str, str], how: str
 ) -> str:

@@ -13,7 +13,7 @@ from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.ppo.watch import Watch
-from rlhf_tasks.project import paths
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
 from rlhf_tasks.training.resume import State
@@ -63,7 +63,7 @@ class Loop:
             GuardTripped: a guard stopped it.
         """
         bar = console.progress("ppo", self.settings.total_episodes, unit="episodes")
-        with resume.open(self.rt, self.config, "ppo") as snapshots, bar as meter:
+        with resume.open(self.rt, Paths(), self.config, "ppo") as snapshots, bar as meter:
             state = snapshots.load()
             if state is not None:
                 self.load_state_dict(state)
@@ -142,7 +142,7 @@ class Loop:
 
     def _kept(self, error: NonFiniteError) -> Trip:
         """What was no number, written out for inspection."""
-        folder = paths.home() / "faults"
+        folder = Paths().home / "faults"
         folder.mkdir(parents=True, exist_ok=True)
         update = self.trainer.update
         when = f"{self.num_rollouts}-{time.time_ns()}"  # several runs share the folder

@@ -17,6 +17,7 @@ from rlhf_tasks.ppo.collect import Scorers, agreed
 from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.trainer import stop_token
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training.runtime import NonFiniteError, Runtime
 
 NUM_SAMPLE_PROMPTS = 4
@@ -44,7 +45,7 @@ class Watch:
         self._rt, self._settings, self._policy, self._seed = rt, settings, policy, seed
         self._tokenizer = tokenizer
         self._scorers, self._heldout, self._referee = scorers, heldout, referee
-        rows = read_table("prompts", "validation")[: settings.num_selection_prompts]
+        rows = read_table(Paths(), "prompts", "validation")[: settings.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
         self.best, self.episode = -float("inf"), 0

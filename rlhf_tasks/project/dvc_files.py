@@ -37,7 +37,7 @@ def is_code(dep: str) -> bool:
     return dep.endswith(CODE) or fnmatch(dep, PROMPTS)
 
 
-def graph(root: Path = Path()) -> dict[str, Node]:
+def graph(root: Path) -> dict[str, Node]:
     """The stages of dvc.yaml in the order written there; `${data.path}` is filled from params.yaml.
 
     Raises:
@@ -87,7 +87,7 @@ def _filled(path: str, values: Mapping[str, Any]) -> str:
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
 
 
-def parameters(root: Path = Path()) -> dict[str, Any]:
+def parameters(root: Path) -> dict[str, Any]:
     """params.yaml as it is written, unchecked.
 
     Raises:
@@ -96,18 +96,18 @@ def parameters(root: Path = Path()) -> dict[str, Any]:
     return copy.deepcopy(dict(_parsed((root / "params.yaml").read_text(encoding="utf-8"), "params.yaml")))
 
 
-def locked(root: Path = Path()) -> dict[str, str]:
+def locked(root: Path) -> dict[str, str]:
     """`{path: md5}` of all outs and deps as dvc.lock has them; empty without one."""
     return locked_in(_lock(root))
 
 
-def locked_by(stage: str, root: Path = Path()) -> dict[str, str]:
+def locked_by(root: Path, stage: str) -> dict[str, str]:
     """`{path: md5}` of what one stage read and wrote, as dvc.lock has it; empty where it does not."""
     entry = _entries(_lock(root)).get(stage, {})
     return _hashes(entry, "deps") | _hashes(entry, "outs")
 
 
-def locked_params(stage: str, root: Path = Path()) -> dict[str, Any]:
+def locked_params(root: Path, stage: str) -> dict[str, Any]:
     """The parameters that one stage ran with, as dvc.lock has them; empty where it does not."""
     entry = _entries(_lock(root)).get(stage, {})
     return copy.deepcopy(dict(entry.get("params", {}).get("params.yaml", {})))

@@ -123,12 +123,12 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
     return done.stdout.strip() if strip else done.stdout
 
 
-def revision(root: Path = Path()) -> str | None:
+def revision(root: Path) -> str | None:
     """The commit checked out; None without git or before a first commit."""
     return quiet_output(root, "rev-parse", "--verify", "--quiet", "HEAD") or None
 
 
-def is_dirty(root: Path = Path()) -> bool:
+def is_dirty(root: Path) -> bool:
     """True if tracked or new files differ from the commit, apart from what runs write."""
     return bool(quiet_output(root, "status", "--porcelain", "--", ".", *WRITTEN_BY_RUNS))
 

@@ -30,6 +30,15 @@ def text_md5(text: str) -> str:
     return hashlib.md5(text.encode()).hexdigest()
 
 
+def file_hash(path: Path) -> str:
+    """sha256 of a file, or of a folder's files in order, first 16 hex digits."""
+    digest = hashlib.sha256()
+    for file in sorted(p for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file()):
+        digest.update(file.relative_to(path).as_posix().encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def json_sha256(content: Any) -> str:
     """sha256 of a value that JSON can hold, whatever the order of its keys; 64 hex digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Which inputs, code and run a stage's outs came from. No torch here.
 
-`models/lineage/STAGE.json` is a DVC out of its own: run keys and commits stand there and in no other
-out, so that a checkpoint's bytes depend on nothing but its inputs. Hashes are DVC's own (md5, folders
-as `….dir`), taken from the bytes on disk: `dvc.lock` may be older than what a stage really reads.
+`models/lineage/STAGE.json` is a DVC out of its own. No other out holds run keys or commits, so that a
+checkpoint's bytes depend on nothing but its inputs. Hashes are DVC's own (md5, folders as `….dir`), of
+the bytes on disk: `dvc.lock` may be older than what a stage really reads.
 """
 
 from __future__ import annotations
@@ -12,64 +12,68 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from rlhf_tasks.config import Stage
 from rlhf_tasks.project import atomic, dvc_files, git, hashing
+from rlhf_tasks.project.paths import Paths
 
 INSTALLED = Path(__file__).parents[2]  # where the code runs from, wherever the data is
 
 
-def input_hashes(stage: str) -> dict[str, str]:
-    """`{path: md5}` of the stage's data inputs; empty outside a project (no dvc.yaml here)."""
-    return dict(_input_hashes(stage, Path.cwd()))
-
-
 @functools.lru_cache(maxsize=16)
-def _input_hashes(stage: str, root: Path) -> tuple[tuple[str, str], ...]:
-    """Read once per process: a stage's inputs do not change while it runs, and may be many gigabytes."""
-    if not (root / "dvc.yaml").exists():
-        return ()
-    inputs = dvc_files.graph(root)[stage].inputs if stage in dvc_files.graph(root) else ()
-    return tuple((path, hashing.dvc_md5(root / path)) for path in inputs if (root / path).exists())
+def input_hashes(paths: Paths, stage: str) -> Mapping[str, str]:
+    """`{path: md5}` of the stage's data inputs; empty outside a project (without a dvc.yaml).
+
+    They are read once per `paths`: inputs do not change while a stage runs, and may be many gigabytes.
+    """
+    node = _node(paths, stage)
+    inputs = () if node is None else node.inputs
+    hashes = {path: hashing.dvc_md5(paths.root / path) for path in inputs if (paths.root / path).exists()}
+    return MappingProxyType(hashes)
 
 
-def identity(stage: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """All that decides what a stage writes, by name; None outside a project.
 
-    The command, the declared parameters, and the md5 of every dep, code too: the project's own if it
+    The command, the declared parameters, and the md5 of every dep, code included: the project's own if it
     holds the code, else the installed package's.
     """
-    if not Path("dvc.yaml").exists() or stage not in dvc_files.graph():
+    node = _node(paths, stage)
+    if node is None:
         return None
-    node = dvc_files.graph()[stage]
     code = [path for path in node.deps if path not in node.inputs]
-    found = {path: path if Path(path).exists() else INSTALLED / path for path in code}
-    hashes = {path: hashing.dvc_md5(Path(where)) for path, where in found.items() if Path(where).exists()}
-    return {"cmd": node.cmd, **parameters, **input_hashes(stage), **hashes}
+    places = {path: next(filter(Path.exists, (paths.root / path, INSTALLED / path)), None) for path in code}
+    hashes = {path: hashing.dvc_md5(place) for path, place in places.items() if place is not None}
+    return {"cmd": node.cmd, **parameters, **input_hashes(paths, stage), **hashes}
 
 
-def out_hashes(stage: str) -> dict[str, str]:
+def out_hashes(paths: Paths, stage: str) -> dict[str, str]:
     """`{path: md5}` of what the stage has written."""
-    if not Path("dvc.yaml").exists() or stage not in dvc_files.graph():
-        return {}
-    return {
-        path: hashing.dvc_md5(Path(path)) for path in dvc_files.graph()[stage].outs if Path(path).exists()
-    }
+    node = _node(paths, stage)
+    outs = () if node is None else node.outs
+    return {path: hashing.dvc_md5(paths.root / path) for path in outs if (paths.root / path).exists()}
+
+
+def _node(paths: Paths, stage: str) -> dvc_files.Node | None:
+    """The stage in dvc.yaml; None without one."""
+    return dvc_files.graph(paths.root).get(stage) if paths.dvc_yaml.exists() else None
 
 
 def new_key(stage: str) -> str:
-    """A name for one run of one stage, unlike any other."""
+    """A unique name for one run of one stage."""
     return f"{stage}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
-def write(stage: str, key: str) -> Path:
+def write(paths: Paths, stage: Stage, key: str) -> Path:
     """models/lineage/STAGE.json: the run's key (tag `rlhf.run` in MLflow), input hashes, git commit."""
-    path = Path("models/lineage") / f"{stage}.json"
+    path = paths.lineage(stage)
     tree = {
         "rlhf.run": key,
-        "inputs": input_hashes(stage),
-        "git.rev": git.revision(),
-        "git.dirty": git.is_dirty(),
+        "inputs": dict(input_hashes(paths, stage)),
+        "git.rev": git.revision(paths.root),
+        "git.dirty": git.is_dirty(paths.root),
     }
     atomic.write_json(path, tree)
     return path

@@ -1,7 +1,8 @@
-"""Where the parts of a project lie."""
+"""Where the files of a project are."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,24 +10,28 @@ from rlhf_tasks.config import Split, Stage
 from rlhf_tasks.project import git
 
 
-def home(root: Path = Path()) -> Path:
-    """Absolute `.rlhf` folder of the main checkout, so that nothing in it is lost with a git worktree.
-
-    `root` is the project's folder in the main checkout or in a worktree. Outside git it is `root/.rlhf`.
-    """
-    root = root.resolve()
-    common = git.quiet_output(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
-    top = git.quiet_output(root, "rev-parse", "--show-toplevel")
-    if not common or not top or Path(common).name != ".git":
-        return root / ".rlhf"
-    return Path(common).parent / root.relative_to(Path(top).resolve()) / ".rlhf"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Paths:
-    """The files of one project by name, below `root`, its folder in a checkout or in a worktree."""
+    """The files of one project by name, below `root`, its folder in a checkout or in a worktree.
+
+    `Paths()` is the project in the working folder. Only the command line makes it; others receive it.
+    What is cached of a project is cached per object: two objects of one folder are not equal.
+    """
 
     root: Path = Path()
+
+    @functools.cached_property
+    def home(self) -> Path:
+        """The absolute `.rlhf` folder of the main checkout: nothing in it is lost with a git worktree.
+
+        Outside git it is `root/.rlhf`.
+        """
+        root = self.root.resolve()
+        common = git.quiet_output(root, "rev-parse", "--path-format=absolute", "--git-common-dir")
+        top = git.quiet_output(root, "rev-parse", "--show-toplevel")
+        if not common or not top or Path(common).name != ".git":
+            return root / ".rlhf"
+        return Path(common).parent / root.relative_to(Path(top).resolve()) / ".rlhf"
 
     # ------------------------------------------------------------------------------------ data
 
@@ -39,12 +44,17 @@ class Paths:
         return self.data / "tokenizer"
 
     @property
-    def comparisons(self) -> Path:
-        return self.data / "comparisons"
+    def quarantine(self) -> Path:
+        """The rows that `prepare` has left out, and why."""
+        return self.data / "quarantine" / "rows.jsonl"
+
+    def rows(self, role: str) -> Path:
+        """The folder of sft, preferences, prompts or comparisons: a Parquet file per split."""
+        return self.data / role
 
     def table(self, role: str, split: Split) -> Path:
-        """One split of sft, preferences, prompts or comparisons."""
-        return self.data / role / f"{split}.parquet"
+        """The rows of one split."""
+        return self.rows(role) / f"{split}.parquet"
 
     # ----------------------------------------------------------------------------- checkpoints
 
@@ -94,6 +104,11 @@ class Paths:
         return self.root / "evaluation" / "judge"
 
     @property
+    def evaluation_results(self) -> Path:
+        """The results document of stage judge: see `evaluation.results.EvaluationResults`."""
+        return self.judge_results / "results.json"
+
+    @property
     def verdict(self) -> Path:
         return self.root / "evaluation" / "verdict.json"
 
@@ -110,6 +125,11 @@ class Paths:
     @property
     def dvc_yaml(self) -> Path:
         return self.root / "dvc.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The folder of DeepSpeed's settings."""
+        return self.root / "infra" / "deepspeed"
 
     def relative(self, path: Path) -> str:
         """A path below the project's folder as dvc.yaml writes it."""

@@ -18,7 +18,8 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing, paths
+from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
+from rlhf_tasks.project.paths import Paths
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
 FLOW_ID = re.compile(r"(prefect-)?([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})")
@@ -202,7 +203,7 @@ def _stage_of_key(root: Path, name: str) -> str | None:
 def _named_by_run(root: Path, asked: str) -> str | None:
     """What a flow run's spool or an MLflow run's tags name: a key, an experiment that there is, a commit."""
     if flow := FLOW_ID.fullmatch(asked):
-        spool = paths.home(root) / "spool"
+        spool = Paths(root).home / "spool"
         tags = dict[str, str]()
         for file in [*spool.glob(f"flow-{flow[2]}*.jsonl"), *spool.glob(f"delivered/flow-{flow[2]}*.jsonl")]:
             for line in file.read_text(encoding="utf-8").splitlines():
@@ -213,7 +214,7 @@ def _named_by_run(root: Path, asked: str) -> str | None:
         from rlhf_tasks.tracking import context, records
 
         uri = context.uri(config.load(root / "params.yaml").tracking)
-        tags = records.tags(uri, paths.home(root), asked)
+        tags = records.tags(uri, Paths(root).home, asked)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 

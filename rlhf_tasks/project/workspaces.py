@@ -28,7 +28,7 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, workspace_inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
-from rlhf_tasks.project.paths import home
+from rlhf_tasks.project.paths import Paths
 
 FOLDER = "workspaces"
 LOCK = "dvc.lock"
@@ -126,7 +126,7 @@ def visited(root: Path, name: str, params: str, revision: str) -> Iterator[Path]
 def _claimed(root: Path, name: str) -> Workspace:
     """An empty place of this name that is this process's own; what vanished processes left goes first."""
     remove_left(root)
-    top = home(root) / FOLDER / name
+    top = Paths(root).home / FOLDER / name
     inside = root.resolve().relative_to(Path(git.output(root, "rev-parse", "--show-toplevel")).resolve())
     workspace = Workspace(root, top, top / inside, _lock(root, name))
     with _worktrees(root):
@@ -160,7 +160,7 @@ def remove_left(root: Path) -> list[str]:
     """Take away all workspaces whose process, one of this machine, has vanished; their names."""
     own = f"@{platform.node()}.lock"
     with _worktrees(root):
-        names = [path.name.removesuffix(own) for path in sorted((home(root) / FOLDER).glob(f"*{own}"))]
+        names = [path.name.removesuffix(own) for path in sorted((Paths(root).home / FOLDER).glob(f"*{own}"))]
         left = [name for name in names if not _is_held(root, name)]
         _remove(root, *left)
     return left
@@ -168,8 +168,8 @@ def remove_left(root: Path) -> list[str]:
 
 def _remove(root: Path, *names: str) -> None:
     for name in names:
-        shutil.rmtree(home(root) / FOLDER / name, ignore_errors=True)
-        for lock in (home(root) / FOLDER).glob(f"{name}@*.lock"):
+        shutil.rmtree(Paths(root).home / FOLDER / name, ignore_errors=True)
+        for lock in (Paths(root).home / FOLDER).glob(f"{name}@*.lock"):
             lock.unlink(missing_ok=True)
     git.output(root, "worktree", "prune")  # what was tidied up by hand, too
 
@@ -210,14 +210,14 @@ def _configure(root: Path, folder: Path) -> None:
 
 def _worktrees(root: Path) -> FileLock:
     """Two runs that begin at once must not list and make worktrees at the same time."""
-    home(root).mkdir(exist_ok=True)
-    return FileLock(home(root) / "worktrees.lock")
+    Paths(root).home.mkdir(exist_ok=True)
+    return FileLock(Paths(root).home / "worktrees.lock")
 
 
 def _lock(root: Path, name: str) -> FileLock:
     """Held by the process that works in the workspace; changed hands only under `_worktrees`."""
-    (home(root) / FOLDER).mkdir(parents=True, exist_ok=True)
-    return FileLock(home(root) / FOLDER / f"{name}@{platform.node()}.lock", thread_local=False)
+    (Paths(root).home / FOLDER).mkdir(parents=True, exist_ok=True)
+    return FileLock(Paths(root).home / FOLDER / f"{name}@{platform.node()}.lock", thread_local=False)
 
 
 def _given(variable: str) -> list[str]:

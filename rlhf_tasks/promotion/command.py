@@ -21,7 +21,8 @@ from rlhf_tasks.config import Config, JudgeView, Promotion
 from rlhf_tasks.config.promotion import parts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import judges
-from rlhf_tasks.project import atomic, dvc_files, experiments, git, hashing, paths
+from rlhf_tasks.project import atomic, dvc_files, experiments, git, hashing
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, experiment, files, gate, weights
 from rlhf_tasks.promotion.evidence import POLICY
 from rlhf_tasks.promotion.registry import CHAMPION, LEFT, Registry, Unreachable
@@ -47,7 +48,7 @@ def promote(asked: str, *, again: bool = False, unless_judging: bool = False) ->
     revision = None if (Path(asked) / "config.json").is_file() else experiment.find(asked)
     if revision is None:
         _check_policy(Path(asked))
-    home, here = paths.home(), Path.cwd()
+    home, here = Paths().home, Path.cwd()
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / "promotion.lock"):
@@ -143,7 +144,7 @@ def rollback() -> int:
     Raises:
         UserError: if there is no gate, no champion, or none before it.
     """
-    settings, home = config.load(), paths.home()
+    settings, home = config.load(), Paths().home
     criteria = _criteria(settings)
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -252,8 +253,8 @@ def _origin(
 
 def _made(model: str, md5: str) -> dict[str, Any]:
     """models/lineage/STAGE.json of the stage whose out it is; empty if that tells of another, or of none."""
-    stage = next((name for name, node in dvc_files.graph().items() if model in node.outs), "none")
-    path, locked = Path("models/lineage") / f"{stage}.json", dvc_files.locked_by(stage)
+    stage = next((name for name, node in dvc_files.graph(Path()).items() if model in node.outs), "none")
+    path, locked = Path("models/lineage") / f"{stage}.json", dvc_files.locked_by(Path(), stage)
     if locked.get(model) != md5 or not path.exists() or locked.get(path.as_posix()) != hashing.dvc_md5(path):
         return {}
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.ppo.rollout import logprobs_of
+from rlhf_tasks.project.paths import Paths
 
 NEEDED = ("data/prompts/test.parquet", "data/sft/test.parquet")
 
@@ -58,7 +59,7 @@ def kl(settings: Config, policy: Path, sft: Path, device: torch.device) -> float
 
     Sampled as PPO samples, at `ppo.temperature`, which both log-probs share.
     """
-    prompts = [row["prompt"] for row in read_table("prompts", "test")[: settings.judge.num_examples]]
+    prompts = [row["prompt"] for row in read_table(Paths(), "prompts", "test")[: settings.judge.num_examples]]
     answers = sample(
         policy, prompts, max_new_tokens=settings.ppo.response_length, temperature=settings.ppo.temperature,
         seed=settings.seed, device=device,

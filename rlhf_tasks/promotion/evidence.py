@@ -61,7 +61,7 @@ def kl(root: Path) -> dict[str, float]:
 
 def is_trained(root: Path, md5: str) -> bool:
     """Whether PPO's files here tell of the policy with these bytes, by dvc.lock."""
-    ppo = dvc_files.locked_by("ppo", root)
+    ppo = dvc_files.locked_by(root, "ppo")
     here = all(
         (root / path).exists() and hashing.dvc_md5(root / path) == ppo.get(str(path)) for path in (PPO, CURVE)
     )
@@ -70,7 +70,7 @@ def is_trained(root: Path, md5: str) -> bool:
 
 def rewards(root: Path) -> set[str]:
     """The functions that PPO optimised when it made the policy of dvc.lock."""
-    scorers = dvc_files.locked_params("ppo", root).get("ppo", {}).get("scorers", [])
+    scorers = dvc_files.locked_params(root, "ppo").get("ppo", {}).get("scorers", [])
     return {scorer["function"] for scorer in scorers if "function" in scorer}
 
 
@@ -80,9 +80,9 @@ def is_of(root: Path, md5: str) -> bool:
     They do not where PPO has run again and the judge has not, where git has brought back other metrics, or
     where params.yaml asks for other judges by now.
     """
-    judge = dvc_files.locked_by("judge", root)
+    judge = dvc_files.locked_by(root, "judge")
     here = (root / JUDGE).exists() and hashing.dvc_md5(root / JUDGE) == judge.get(str(JUDGE))
-    then, now = dvc_files.locked_params("judge", root).get("judge", {}), dvc_files.parameters(root)["judge"]
+    then, now = dvc_files.locked_params(root, "judge").get("judge", {}), dvc_files.parameters(root)["judge"]
     return is_trained(root, md5) and here and judge.get(POLICY) == md5 and _decisive(then) == _decisive(now)
 
 

@@ -24,7 +24,7 @@ OF_HERE = ("judge", "promotion", "tracking")
 
 def find(name: str) -> str | None:
     """The commit of an experiment; None if there is none of this name, or no git."""
-    return experiments.find(Path.cwd(), name) if git.revision() else None
+    return experiments.find(Path.cwd(), name) if git.revision(Path.cwd()) else None
 
 
 @contextlib.contextmanager
@@ -46,12 +46,14 @@ def entered(settings: Config, name: str, revision: str) -> Iterator[Config]:
     place = workspaces.visited(root, f"promote-{name}", text, revision)
     with place as folder, contextlib.chdir(folder):
         _complete(name)
-        yield files.taken_from(root, own, [out for node in dvc_files.graph().values() for out in node.outs])
+        yield files.taken_from(
+            root, own, [out for node in dvc_files.graph(Path()).values() for out in node.outs]
+        )
 
 
 def _complete(name: str) -> None:
     """Pull what the cache lacks of the policy, of what stage judge reads and, if it can be had, LINEAGE."""
-    locked, graph = dvc_files.locked(), dvc_files.graph()
+    locked, graph = dvc_files.locked(Path()), dvc_files.graph(Path())
     if POLICY not in locked:
         raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
     made = {out for node in graph.values() for out in node.outs if not out.startswith(dvc_files.KEPT_BY_GIT)}

@@ -42,7 +42,7 @@ def changed(root: Path, here: Path) -> list[str]:
     made = [out for node in dvc_files.graph(root).values() for out in node.outs]
     paths = [section[key] for section, key in _named(judge, made)]
     paths += [path for path in _modules(judge) if (root / path).exists() or (here / path).exists()]
-    locked = dvc_files.locked_by("judge", root)
+    locked = dvc_files.locked_by(root, "judge")
     held = {path: _dep_of(path, locked) for path in paths}
     then = {path: locked.get(dep, _digest(root / path)) for path, dep in held.items()}
     return [path for path, md5 in then.items() if md5 != _digest(here / held[path])]

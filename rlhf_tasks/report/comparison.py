@@ -20,7 +20,8 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import experiments, git, paths
+from rlhf_tasks.project import experiments, git
+from rlhf_tasks.project.paths import Paths
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # change nothing that a run makes
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict: no weight, no win rate
@@ -77,7 +78,7 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
     from rlhf_tasks.tracking import context, records
 
     uri = context.uri(config.load(root / "params.yaml").tracking)
-    record = records.find(uri, paths.home(), asked, drawn)
+    record = records.find(uri, Paths(root).home, asked, drawn)
     if record is None or not record.metrics:
         why = "is no run that MLflow or git knows here" if record is None else "has no stage that ran"
         raise UserError(
@@ -93,7 +94,7 @@ def find(root: Path, asked: str, drawn: Sequence[str]) -> Result:
 
 def _experiment(root: Path, name: str) -> str | None:
     """As `repository.experiment`; None outside of git, where MLflow and folders can be asked still."""
-    return experiments.find(root, name) if git.revision() else None
+    return experiments.find(root, name) if git.revision(root) else None
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Fit, LanguageModelling, evaluate, plain, resumed
 
-TOKENIZER = Path("data/tokenizer")
-OUT = Path("models/base")
 ROLES = ("sft", "preferences")
 
 
 def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/base. Metrics: loss and perplexity on validation prompts, number of parameters."""
     rt = Runtime(config.launch, config.seed)
-    tokenizer = load_tokenizer(TOKENIZER)
-    validation = _texts(tokenizer, "validation")
+    tokenizer = load_tokenizer(paths.tokenizer)
+    validation = _texts(paths, tokenizer, "validation")
     if config.model.scratch is not None:
-        train = _texts(tokenizer, "train")
+        train = _texts(paths, tokenizer, "train")
         longest = max(map(sum, [*train.sizes, *validation.sizes]))
         model = models.from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )
         models.place(model, rt.device)
         fit = Fit(rt, model, train, config.base, config.seed)
-        for step in resumed(config, "base", fit, tracker):
+        for step in resumed(paths, config, "base", fit, tracker):
             tracker.metrics(step.metrics, step=step.number)
     else:
         model = models.place(models.load_causal(config.model.base, config.model.revision), rt.device)
@@ -42,14 +40,14 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     result = evaluate(rt, model, validation, config.base.micro_batch_tokens)
     with rt.gathered(model):
         if rt.is_main:
-            with whole(OUT) as folder:
+            with whole(paths.base) as folder:
                 models.save(
                     model, tokenizer, folder,
                     identity={"kind": "base", "parents": {}},
                     card=contracts.model_card(
                         "Base model", task="base", parameters=config.declared,
-                        inputs={"data/tokenizer": contracts.file_hash(TOKENIZER),
-                                "data/sft": contracts.file_hash(Path("data/sft"))},
+                        inputs={"data/tokenizer": hashing.file_hash(paths.tokenizer),
+                                "data/sft": hashing.file_hash(paths.rows("sft"))},
                         how="A causal language model of the task's prompts, before any instruction.",
                     ),
                 )  # fmt: skip
@@ -62,7 +60,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     }
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+def _texts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
     """All prompts; no answers among them."""
-    prompts = {row["prompt"]: None for role in ROLES for row in read_table(role, split)}
+    prompts = {row["prompt"]: None for role in ROLES for row in read_table(paths, role, split)}
     return plain(encode(tokenizer, list(prompts)), tokenizer.pad_token_id)

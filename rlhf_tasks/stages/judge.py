@@ -101,7 +101,7 @@ def _warn(config: JudgeView, tracker: Tracker) -> dict[str, float]:
 
 
 def _contest(rt: Runtime, config: JudgeView) -> Contest:
-    rows = read_table("prompts", "test")[: config.judge.num_examples]
+    rows = read_table(Paths(), "prompts", "test")[: config.judge.num_examples]
     prompts = [row["prompt"] for row in rows]
     sampled: dict[str, Answers] = {}
     with console.progress("judge", len(CONTENDERS), unit="models") as bar:

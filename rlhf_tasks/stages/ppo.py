@@ -26,6 +26,7 @@ from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.ppo.trainer import Trainer, stop_token
 from rlhf_tasks.ppo.watch import Watch
+from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
@@ -55,7 +56,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     )
     trainer = Trainer(
         rt, settings, ActorCritic(policy, _critic(config, policy, reward).to(rt.device)), reference, scorer,
-        tokenizer, encode(tokenizer, [row["prompt"] for row in read_table("prompts", "train")]),
+        tokenizer, encode(tokenizer, [row["prompt"] for row in read_table(paths, "prompts", "train")]),
         seed=config.seed, demonstrations=_ptx_text(settings, tokenizer, policy),
     )  # fmt: skip
     heldout = _heldout(rt, config, tokenizer)
@@ -132,7 +133,7 @@ def _ptx_text(
     if settings.ptx is None:
         return None
     if settings.ptx.text is None:
-        return demonstrations(tokenizer, "train")
+        return demonstrations(Paths(), tokenizer, "train")
     try:
         text = Path(settings.ptx.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -184,9 +185,9 @@ def _frozen(rt: Runtime, reward: TokenScores | None) -> TokenScores | None:
 
 def _save(config: PpoView, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, watch: Watch) -> None:
     parents = {"sft": contracts.fingerprint(SFT)}
-    inputs = {"models/sft": parents["sft"], "data/prompts": contracts.file_hash(Path("data/prompts"))}
+    inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(Path("data/prompts"))}
     if config.ppo.ptx is not None and config.ppo.ptx.text is not None:
-        inputs[config.ppo.ptx.text] = contracts.file_hash(Path(config.ppo.ptx.text))
+        inputs[config.ppo.ptx.text] = hashing.file_hash(Path(config.ppo.ptx.text))
     if config.has_reward_model:
         inputs["models/reward"] = contracts.fingerprint(REWARD)
     if _is_rewarded(config.ppo):  # what the policy must not be judged by

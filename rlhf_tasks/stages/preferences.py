@@ -11,7 +11,6 @@ With `reward.train: false` nothing will read the pairs: the tables are empty, an
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,8 +28,6 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 
-SFT = Path("models/sft")
-OUT = Path("data/comparisons")
 COLUMNS = ("prompt", "chosen", "rejected", "source", "origin")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Row = dict[str, str]
@@ -40,15 +37,20 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     """Write data/comparisons. Metrics: pairs by split and origin, and how many labels were flipped."""
     rt = Runtime(config.launch, config.seed)
     wanted = config.train_reward_model
-    policy = models.place(models.load_causal(SFT), rt.device).eval() if wanted else None
-    tokenizer = load_tokenizer(SFT)
+    policy = models.place(models.load_causal(paths.sft), rt.device).eval() if wanted else None
+    tokenizer = load_tokenizer(paths.sft)
     metrics: dict[str, float] = {}
-    with whole(OUT) as folder, console.progress("preferences", len(SPLITS), unit="splits") as bar:
+    with (
+        whole(paths.rows("comparisons")) as folder,
+        console.progress("preferences", len(SPLITS), unit="splits") as bar,
+    ):
         for number, split in enumerate(SPLITS):
             rows: list[Row] = []
             if policy is not None:
-                rows += [row | {"origin": "given"} for row in read_table("preferences", split)]
-                rows += _sampled(config, policy, tokenizer, split, seed=config.seed * len(SPLITS) + number)
+                rows += [row | {"origin": "given"} for row in read_table(paths, "preferences", split)]
+                rows += _sampled(
+                    paths, config, policy, tokenizer, split, seed=config.seed * len(SPLITS) + number
+                )
             if split == "train" and config.data_source == "synthetic":
                 metrics["flipped"] = _flip(rows, config.preferences.label_noise, config.seed)
             if wanted and not rows and split == "train":
@@ -65,6 +67,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
 
 
 def _sampled(
+    paths: Paths,
     config: PreferencesView,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -74,7 +77,7 @@ def _sampled(
     """Pairs made with the SFT policy's samples; a quarter as many prompts in each held-out split."""
     settings = config.preferences
     count = settings.num_prompts if split == "train" else -(-settings.num_prompts // 4)
-    prompts = read_table("prompts", split)
+    prompts = read_table(paths, "prompts", split)
     prompts = random.Random(f"preferences-{seed}").sample(prompts, min(count, len(prompts)))
     asked = [row for row in prompts for _ in range(settings.pairs_per_prompt)]
 

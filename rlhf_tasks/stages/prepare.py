@@ -8,7 +8,6 @@ data/preferences, data/prompts (Parquet by split), data/tokenizer, data/quaranti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -22,14 +21,12 @@ from rlhf_tasks.data.splits import cap_train, complete
 from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import Tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import Tracker
-
-FOLDER = Path("data")
 MAX_UNKNOWN_SHARE = 0.01
 
 
@@ -44,7 +41,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     ready = _ready_tokenizer(config.model)
     rendering = _rendering(config.model, ready)
     problems = Problems()
-    corpus = _read(config, rendering, problems)
+    corpus = _read(paths, config, rendering, problems)
     rows.check_texts(corpus, rendering.eos, problems)
     rows.check_duplicates(corpus, problems)
     rows.check_leaks(corpus, problems)
@@ -59,8 +56,8 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     good = rows.without(corpus, problems)
     kept = cap_train(_complete(good, problems), data.max_rows, config.seed)
     metrics = _metrics(kept, good, lengths, problems) | {"tokens/unknown": _unknown_share(words, kept)}
-    _write(kept, words, problems)
-    _tell(data.source, kept, metrics, problems)
+    _write(paths, kept, words, problems)
+    _say(paths, data.source, kept, metrics, problems)
     for role in ROLES:
         tracker.table(f"examples/{role}", kept[role]["train"][:5])
     return metrics
@@ -69,7 +66,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
 # ---------------------------------------------------------------------------------------- reading
 
 
-def _read(config: PrepareView, rendering: Rendering, problems: Problems) -> Corpus:
+def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Problems) -> Corpus:
     data: Data = config.data
     sizes: dict[Split, int] = {"validation": data.num_validation, "test": data.num_test}
     if data.source == "synthetic":
@@ -93,7 +90,9 @@ def _read(config: PrepareView, rendering: Rendering, problems: Problems) -> Corp
     if data.source == "files":
         from rlhf_tasks.data import files
 
-        return files.load(Path(data.path), data.columns, rendering, problems, seed=config.seed, sizes=sizes)
+        return files.load(
+            paths.root / data.path, data.columns, rendering, problems, seed=config.seed, sizes=sizes
+        )
     from rlhf_tasks.data import hub
 
     assert data.hub is not None  # config's rule
@@ -153,14 +152,14 @@ def _unknown_share(words: PreTrainedTokenizerBase, corpus: Corpus) -> float:
 # ---------------------------------------------------------------------------------------- writing
 
 
-def _write(corpus: Corpus, words: PreTrainedTokenizerBase, problems: Problems) -> None:
+def _write(paths: Paths, corpus: Corpus, words: PreTrainedTokenizerBase, problems: Problems) -> None:
     for role in ROLES:
-        with atomic.whole(FOLDER / role) as folder:
+        with atomic.whole(paths.rows(role)) as folder:
             for split in SPLITS:
                 pq.write_table(_arrow(role, corpus[role][split]), folder / f"{split}.parquet")
-    with atomic.whole(FOLDER / "tokenizer") as folder:
+    with atomic.whole(paths.tokenizer) as folder:
         tokenizer.save(words, folder)
-    with atomic.whole(FOLDER / "quarantine") as folder:
+    with atomic.whole(paths.quarantine.parent) as folder:
         (folder / "rows.jsonl").write_text(
             "".join(f"{line}\n" for line in problems.lines()), encoding="utf-8"
         )
@@ -192,7 +191,7 @@ def _metrics(corpus: Corpus, good: Corpus, lengths: Lengths, problems: Problems)
     return metrics
 
 
-def _tell(source: str, corpus: Corpus, metrics: Mapping[str, float], problems: Problems) -> None:
+def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float], problems: Problems) -> None:
     table: list[list[Any]] = [[role, *(len(corpus[role][split]) for split in SPLITS)] for role in ROLES]
     console.table(f"Rows from {source}", ["role", *SPLITS], table)
     console.say(
@@ -201,7 +200,7 @@ def _tell(source: str, corpus: Corpus, metrics: Mapping[str, float], problems: P
         f"answers {metrics['tokens/completion_mean']:.1f}, {metrics['tokens/completion_max']:.0f}."
     )
     if problems:
-        console.say(f"{problems.report()}\nLeft out, and written to {FOLDER / 'quarantine' / 'rows.jsonl'}.")
+        console.say(f"{problems.report()}\nLeft out, and written to {paths.quarantine}.")
     if metrics["tokens/unknown"] > MAX_UNKNOWN_SHARE:
         console.say(
             f"Note: {metrics['tokens/unknown']:.1%} of the tokens are unknown words; a larger "

@@ -29,14 +29,13 @@ from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.models import TokenScores, last_token
 from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Fit, Sums, evaluate, lm_sums, resumed
 
-SFT = Path("models/sft")
-OUTS = {"reward": Path("models/reward"), "reward_heldout": Path("models/reward_heldout")}
 NONE_MADE = """\
 # No reward model
 
@@ -54,21 +53,25 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     rt = Runtime(config.launch, config.seed)
     if not config.reward.train:
-        return _none_made(rt)
-    tokenizer = load_tokenizer(SFT)
+        return _none_made(rt, paths)
+    tokenizer = load_tokenizer(paths.sft)
     metrics: dict[str, float] = {}
-    for number, (name, out) in enumerate(OUTS.items()):
+    for number, (name, out) in enumerate(_outs(paths).items()):
         if config.reward.source is not None and name == "reward":
-            scores, parents = _fetched(config.reward, tokenizer)
+            scores, parents = _fetched(paths, config.reward, tokenizer)
         else:
-            scores = _trained(rt, config, tokenizer, tracker, name, seed=config.seed + 1000 * number)
-            parents = {"sft": contracts.fingerprint(SFT)}
-        metrics |= _measured(rt, scores, tokenizer, "" if name == "reward" else "heldout/")
+            scores = _trained(rt, paths, config, tokenizer, tracker, name, seed=config.seed + 1000 * number)
+            parents = {"sft": contracts.fingerprint(paths.sft)}
+        metrics |= _measured(rt, paths, scores, tokenizer, "" if name == "reward" else "heldout/")
         with rt.gathered(scores):
             if rt.is_main:
-                _save(config, scores, tokenizer, out, parents)
+                _save(paths, config, scores, tokenizer, out, parents)
         rt.barrier()
     return metrics
+
+
+def _outs(paths: Paths) -> dict[str, Path]:
+    return {"reward": paths.reward, "reward_heldout": paths.reward_heldout}
 
 
 # ----------------------------------------------------------------------------------- learning
@@ -139,6 +142,7 @@ class Learner(nn.Module):
 
 def _trained(
     rt: Runtime,
+    paths: Paths,
     config: RewardView,
     tokenizer: PreTrainedTokenizerBase,
     tracker: Tracker,
@@ -147,12 +151,12 @@ def _trained(
 ) -> TokenScores:
     settings = config.reward
     generator = torch.Generator().manual_seed(seed)
-    scores = TokenScores.from_policy(SFT, generator)
+    scores = TokenScores.from_policy(paths.sft, generator)
     if settings.lora is not None:
         models.with_lora(scores.model, settings.lora, seed=seed)
-    head = models.load_causal(SFT).get_output_embeddings() if settings.lm_coef else None
+    head = models.load_causal(paths.sft).get_output_embeddings() if settings.lm_coef else None
     learner = Learner(scores, head).to(rt.device)
-    rows = [row for row in read_table("comparisons", "train") if model_of(row["prompt"]) == name]
+    rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name} on: there are too few prompts")
     train = _pairs(tokenizer, rows)
@@ -161,15 +165,15 @@ def _trained(
         settings.centring_coef,
         settings.lm_coef,
     )
-    validation = _pairs(tokenizer, read_table("comparisons", "validation"))
+    validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"))
     prefix = "" if name == "reward" else "heldout/"
     fit = Fit(rt, learner, train, settings, seed)
-    for step in resumed(config, name, fit, tracker):
+    for step in resumed(paths, config, name, fit, tracker):
         tracker.metrics({prefix + key: value for key, value in step.metrics.items()}, step=step.number)
         if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
             found = evaluate(rt, learner, validation, settings.micro_batch_tokens)
             tracker.metrics({f"{prefix}eval/{key}": value for key, value in found.items()}, step=step.number)
-    _normalise(rt, scores, tokenizer, settings.micro_batch_tokens)
+    _normalise(rt, paths, scores, tokenizer, settings.micro_batch_tokens)
     return scores
 
 
@@ -187,9 +191,11 @@ def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> Pairs:
     )
 
 
-def _normalise(rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+def _normalise(
+    rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> None:
     """Make the mean score of the demonstrations zero; the constant is stored in the model's config."""
-    rows = read_table("sft", "train")[:1000]
+    rows = read_table(paths, "sft", "train")[:1000]
     found = RewardScorer(scores, tokenizer, max_tokens)(
         encode(tokenizer, [row["prompt"] for row in rows]),
         encode_answers(tokenizer, [row["completion"] for row in rows]),
@@ -200,9 +206,9 @@ def _normalise(rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerB
 # ------------------------------------------------------------------------- fetching, measuring, saving
 
 
-def _none_made(rt: Runtime) -> dict[str, float]:
+def _none_made(rt: Runtime, paths: Paths) -> dict[str, float]:
     """Both outs, with a README in place of a model; `contracts.is_made` says False of them."""
-    for out in OUTS.values():
+    for out in _outs(paths).values():
         if rt.is_main:
             with whole(out) as folder:
                 (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
@@ -210,12 +216,14 @@ def _none_made(rt: Runtime) -> dict[str, float]:
     return {}
 
 
-def _fetched(settings: Reward, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenScores, dict[str, str]]:
+def _fetched(
+    paths: Paths, settings: Reward, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenScores, dict[str, str]]:
     """A ready reward model and its known parents, checked against the SFT model before it is loaded."""
     assert settings.source is not None
     where = models.local_tokenizer(settings.source, settings.revision)
-    contracts.check_same_tokenizer(SFT, where)
-    contracts.check_parent(where, "sft", SFT)
+    contracts.check_same_tokenizer(paths.sft, where)
+    contracts.check_parent(where, "sft", paths.sft)
     scores = models.load_reward(settings.source, settings.revision)
     contracts.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")
     return scores, contracts.parents_of(where)
@@ -223,10 +231,10 @@ def _fetched(settings: Reward, tokenizer: PreTrainedTokenizerBase) -> tuple[Toke
 
 @torch.no_grad()
 def _measured(
-    rt: Runtime, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, prefix: str
+    rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, prefix: str
 ) -> dict[str, float]:
     """Accuracy, margin, calibration and length correlation on the test pairs."""
-    rows = read_table("comparisons", "test") or read_table("comparisons", "validation")
+    rows = read_table(paths, "comparisons", "test") or read_table(paths, "comparisons", "validation")
     if not rows:
         return {}
     scores.to(rt.device).eval()
@@ -254,6 +262,7 @@ def _measured(
 
 
 def _save(
+    paths: Paths,
     config: RewardView,
     scores: TokenScores,
     tokenizer: PreTrainedTokenizerBase,
@@ -267,7 +276,7 @@ def _save(
             card=contracts.model_card(
                 f"Reward model ({out.name})", task="reward-model", parameters=config.declared,
                 inputs={
-                    "data/comparisons": contracts.file_hash(Path("data/comparisons")),
+                    "data/comparisons": hashing.file_hash(paths.rows("comparisons")),
                     "models/sft": parents.get("sft", "lineage unknown"),
                 },
                 how="One score, read at the last token of query + response + EOS; `score_mean` of the config "

@@ -6,10 +6,9 @@ import importlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rlhf_tasks import config, console, tracking
-from rlhf_tasks.config import VIEWS, Stage, StageView
+from rlhf_tasks.config import VIEWS, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
@@ -41,47 +40,49 @@ SUMMARIES: Mapping[Stage, str] = {
 SHOWN_METRICS = 20
 
 
-def run(stage: Stage) -> int:
-    """Check, then run one stage here or in launched workers; returns the exit status."""
-    settings = config.load()
-    check_inputs(stage)
-    if launch.is_needed(stage, settings.launch):
-        return launch.run(stage, settings.launch)
-    start = time.monotonic()
-    view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
-    with resume.claim(view, main=is_main) as claim:
-        with tracking.open_run(stage, view, key=claim.key) as tracker:
-            metrics = _run_module(stage, view, tracker)
-            if not is_main:
-                return 0
-            write_results(stage, claim.key, metrics, tracker.history())
-            tracker.final(metrics)
-        claim.clear()
-    _say_summary(stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
-    return 0
+def run(stage: Stage, paths: Paths) -> int:
+    """Check, then run one stage here or in launched workers; returns the exit status.
 
-
-def _run_module(stage: Stage, view: StageView, tracker: tracking.Tracker) -> dict[str, float]:
+    A failure is written down for the program that started the stage (`launch.report`).
+    """
     try:
-        metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, Paths(), tracker)
+        return _run(stage, paths)
     except KeyboardInterrupt:
-        raise  # no failure: the others end by it too
+        raise  # an interrupt is not a failure
     except BaseException as error:
         launch.report(error)
         raise
-    return metrics
 
 
-def check_inputs(stage: Stage) -> None:
+def _run(stage: Stage, paths: Paths) -> int:
+    settings = config.load(paths.params)
+    check_inputs(paths, stage)
+    if launch.is_needed(stage, settings.launch):
+        return launch.run(paths, stage, settings.launch)
+    start = time.monotonic()
+    view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
+    with resume.claim(paths, view, main=is_main) as claim:
+        with tracking.open_run(stage, view, key=claim.key) as tracker:
+            metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, paths, tracker)
+            if not is_main:
+                return 0
+            write_results(paths, stage, claim.key, metrics, tracker.history())
+            tracker.final(metrics)
+        claim.clear()
+    _say_summary(paths, stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
+    return 0
+
+
+def check_inputs(paths: Paths, stage: Stage) -> None:
     """Raises UserError naming each missing input and the stage that makes it."""
-    graph = dvc_files.graph()
+    graph = dvc_files.graph(paths.root)
     if stage not in graph:
         raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
     makers = {out: name for name, node in graph.items() for out in node.outs}
     missing = [
         f"{path} (made by `rlhf {makers[path]}`)" if path in makers else path
         for path in graph[stage].inputs
-        if not Path(path).exists()
+        if not (paths.root / path).exists()
     ]
     if missing:
         advice = "run `dvc repro`, which runs what is needed in order"
@@ -89,7 +90,11 @@ def check_inputs(stage: Stage) -> None:
 
 
 def write_results(
-    stage: Stage, key: str, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
+    paths: Paths,
+    stage: Stage,
+    key: str,
+    metrics: Mapping[str, float],
+    history: Sequence[Mapping[str, float]],
 ) -> None:
     """metrics/STAGE.json (if declared), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
 
@@ -99,22 +104,23 @@ def write_results(
     wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
     if wrong:
         raise ValueError(f"stage {stage} ended with metrics that are no finite numbers: {', '.join(wrong)}")
-    if f"metrics/{stage}.json" in dvc_files.graph()[stage].outs:
-        atomic.write_json(Path("metrics") / f"{stage}.json", dict(sorted(metrics.items())))
+    if f"metrics/{stage}.json" in dvc_files.graph(paths.root)[stage].outs:
+        atomic.write_json(paths.metrics(stage), dict(sorted(metrics.items())))
     if stage in curves.CURVES:
-        text = curves.csv_text(history, curves.axis(stage))
-        atomic.write_text(Path("plots") / f"{stage}.csv", text)
-    lineage.write(stage, key)
+        atomic.write_text(paths.curves(stage), curves.csv_text(history, curves.axis(stage)))
+    lineage.write(paths, stage, key)
 
 
-def _say_summary(stage: Stage, metrics: Mapping[str, float], seconds: float, *, tracked: bool) -> None:
+def _say_summary(
+    paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float, *, tracked: bool
+) -> None:
     shown = sorted(metrics.items())[:SHOWN_METRICS]
     title = f"{stage}: done in {console.duration(seconds)}"
     if shown:
         console.table(title, ["metric", "value"], shown)
     else:
         console.say(title)
-    outs = [path for path in dvc_files.graph()[stage].outs if Path(path).exists()]
+    outs = [path for path in dvc_files.graph(paths.root)[stage].outs if (paths.root / path).exists()]
     console.say(f"wrote {', '.join(outs)}")
     more = "`dvc metrics show`" + (", and curves in MLflow: `make mlflow`" if tracked else "")
     console.say(f"more: {more}")

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.config import Sft, SftView
+from rlhf_tasks.config import Sft, SftView, Split
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Best, Fit, demonstrations, evaluate, resumed
 
-TOKENIZER, BASE = Path("data/tokenizer"), Path("models/base")
-OUT = Path("models/sft")
+SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
 def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -25,24 +24,24 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     rt = Runtime(config.launch, config.seed)
     settings = config.sft
     if settings.source is not None:
-        model, tokenizer, parents = _fetched(settings)
+        model, tokenizer, parents = _fetched(paths, settings)
         models.place(model, rt.device)
         origin, steps = {f"sft.from={settings.source}": "lineage unknown"}, {}
     else:
-        model, tokenizer = models.place(models.load_causal(BASE), rt.device), load_tokenizer(BASE)
-        parents = {"base": contracts.fingerprint(BASE)}
+        model, tokenizer = models.place(models.load_causal(paths.base), rt.device), load_tokenizer(paths.base)
+        parents = {"base": contracts.fingerprint(paths.base)}
         origin = {"models/base": parents["base"]}
-        steps = _train(rt, config, model, tokenizer, tracker)
-    result = evaluate(rt, model, demonstrations(tokenizer, "validation"), settings.micro_batch_tokens)
+        steps = _train(rt, paths, config, model, tokenizer, tracker)
+    result = evaluate(rt, model, demonstrations(paths, tokenizer, "validation"), settings.micro_batch_tokens)
     with rt.gathered(model):
         if rt.is_main:
-            with whole(OUT) as folder:
+            with whole(paths.sft) as folder:
                 models.save(
                     model, tokenizer, folder,
                     identity=contracts.identity("policy", parents),
                     card=contracts.model_card(
                         "SFT policy", task="sft", parameters=config.declared,
-                        inputs={"data/sft": contracts.file_hash(Path("data/sft")), **origin},
+                        inputs={"data/sft": hashing.file_hash(paths.rows("sft")), **origin},
                         how="Trained on demonstrations, completion tokens only, to the validation minimum.",
                     ),
                 )  # fmt: skip
@@ -51,20 +50,21 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(loss), "token_accuracy": result["token_accuracy"], **steps}
 
 
-def _fetched(settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, str]]:
+def _fetched(paths: Paths, settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, str]]:
     """A ready SFT model, its tokenizer and known parents, checked against the data and the base."""
     assert settings.source is not None
     where, name = models.local_tokenizer(settings.source, settings.revision), f"sft.from={settings.source}"
-    contracts.check_same_tokenizer(TOKENIZER, where)
-    contracts.check_parent(where, "base", BASE)
+    contracts.check_same_tokenizer(paths.tokenizer, where)
+    contracts.check_parent(where, "base", paths.base)
     model, tokenizer = models.load_causal(settings.source, settings.revision), load_tokenizer(where)
-    contracts.check_same_shape(model, name, BASE)
+    contracts.check_same_shape(model, name, paths.base)
     contracts.check_fits(model, tokenizer, name)
     return model, tokenizer, contracts.parents_of(where)
 
 
 def _train(
     rt: Runtime,
+    paths: Paths,
     config: SftView,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -72,10 +72,13 @@ def _train(
 ) -> dict[str, float]:
     """Train in place and go back to the validation minimum."""
     settings = config.sft
-    train, validation = demonstrations(tokenizer, "train"), demonstrations(tokenizer, "validation")
+    train, validation = (
+        demonstrations(paths, tokenizer, "train"),
+        demonstrations(paths, tokenizer, "validation"),
+    )
     fit, best = Fit(rt, model, train, settings, config.seed), Best(settings.patience)
     every = max(1, round(fit.num_steps / (settings.num_epochs * settings.evals_per_epoch)))
-    for step in resumed(config, "sft", fit, tracker, best):
+    for step in resumed(paths, config, "sft", fit, tracker, best):
         tracker.metrics(step.metrics, step=step.number)
         if step.number % every == 0 or step.number == step.num_steps:
             found = evaluate(rt, model, validation, settings.micro_batch_tokens)

@@ -15,7 +15,8 @@ import psutil
 from rlhf_tasks.config import STAGES, Stage, StageView, Tracking
 from rlhf_tasks.config.types import store_uri
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import git, lineage, paths
+from rlhf_tasks.project import git, lineage
+from rlhf_tasks.project.paths import Paths
 
 PACKAGES = (
     "torch",
@@ -50,7 +51,7 @@ def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
         "key": key,
         "stage": stage,
         "last": stage == STAGES[-1],
-        "home": str(paths.home()),
+        "home": str(Paths().home),
         "uri": uri(view.tracking),
         "experiment": view.tracking.experiment,
         "process": process_name(process),
@@ -58,7 +59,7 @@ def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
         "courier": SHARED,
         "parameters": {**view.declared}
         | {f"launch.{k}": v for k, v in view.launch.model_dump(mode="json").items()},
-        "inputs": lineage.input_hashes(stage),
+        "inputs": dict(lineage.input_hashes(Paths(), stage)),
         "tags": {"dvc.stage": stage, "dvc.how": "ran", "rlhf.run": key, **_git_tags(), **_environment_tags()},
     }
 
@@ -150,7 +151,8 @@ def bound_requests() -> None:
 
 
 def _git_tags() -> dict[str, str]:
-    return {"git.rev": git.revision() or "none", "git.dirty": str(git.is_dirty()).lower()}
+    root = Paths().root
+    return {"git.rev": git.revision(root) or "none", "git.dirty": str(git.is_dirty(root)).lower()}
 
 
 def _environment_tags() -> dict[str, str]:

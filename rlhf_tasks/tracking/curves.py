@@ -7,25 +7,17 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_tasks.config import Stage
+from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking.catalogue import Panel
 
-CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")  # the stages with a plots/STAGE.csv
-PPO_PANELS = (
-    "objective/kl",
-    "objective/rlhf_reward",
-    "objective/scores",
-    "objective/entropy",
-    "policy/clipfrac_avg",
-    "policy/approxkl_avg",
-    "loss/policy_avg",
-    "loss/value_avg",
-    "val/ratio",
-    "val/clipfrac_avg",
-    "val/num_eos_tokens",
-    "lr",
-)
-MAX_PANELS = 12
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")
+"""The stages with a plots/STAGE.csv."""
 
 
 def axis(stage: Stage | None) -> str:
@@ -34,7 +26,7 @@ def axis(stage: Stage | None) -> str:
 
 
 def csv_text(rows: Sequence[Mapping[str, float]], axis: str) -> str:
-    """A column a metric, `axis` first; a cell is empty where a step has no such value."""
+    """One column per metric, `axis` first; a cell is empty where a step has no value."""
     names = [axis, *(n for n in dict.fromkeys(name for row in rows for name in row) if n != axis)]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -48,31 +40,35 @@ def read_csv(text: str) -> list[dict[str, float]]:
     return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(io.StringIO(text))]
 
 
-def panels(rows: Sequence[Mapping[str, float]], axis: str) -> list[str]:
-    """The metrics to draw: PPO's fixed ones, else all, times left aside."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name != axis))
-    fixed = [name for name in PPO_PANELS if name in names]
-    drawn = fixed if axis == "episode" and fixed else [n for n in names if not n.startswith("time/")]
-    return drawn[:MAX_PANELS]
-
-
-def draw(rows: Sequence[Mapping[str, float]], axis: str, title: str, path: Path) -> None:
-    """A PNG, a panel per metric; the same rows give the same bytes."""
+def draw(rows: Sequence[Mapping[str, float]], stage: Stage, path: Path) -> None:
+    """Write a PNG with the stage's panels that have values; the same rows give the same bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = panels(rows, axis)
-    width = min(4, max(len(names), 1))
-    height = math.ceil(max(len(names), 1) / width)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    drawn = [panel for panel in catalogue.panels(stage) if panel.select(names)]
+    width = min(4, max(len(drawn), 1))
+    height = math.ceil(max(len(drawn), 1) / width)
     figure = Figure(figsize=(3.2 * width, 2.4 * height + 0.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    for index, name in enumerate(names):
-        panel = figure.add_subplot(height, width, index + 1)
-        points = [(row[axis], row[name]) for row in rows if name in row]
-        panel.plot(*zip(*points, strict=True), linewidth=1.2, marker="." if len(points) < 20 else "")
-        panel.set_title(name, fontsize=9)
-        panel.set_xlabel(axis, fontsize=8)
-        panel.tick_params(labelsize=7)
-        panel.grid(alpha=0.3)
-    figure.suptitle(title)
+    for index, panel in enumerate(drawn):
+        axes = figure.add_subplot(height, width, index + 1)
+        _draw_panel(axes, panel, panel.select(names), rows, axis(stage))
+    figure.suptitle(stage)
     figure.savefig(path, metadata={"Software": None})
+
+
+def _draw_panel(
+    axes: Axes, panel: Panel, names: Sequence[str], rows: Sequence[Mapping[str, float]], axis: str
+) -> None:
+    """One line per metric; a legend names them."""
+    for name in names:
+        points = [(row[axis], row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), label=name, lw=1.2, marker="." if len(points) < 20 else "")
+    if panel.guide is not None:
+        axes.axhline(panel.guide, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_title(panel.title, fontsize=9)
+    axes.set_xlabel(axis, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.legend(fontsize=6)
+    axes.grid(alpha=0.3)

@@ -19,7 +19,8 @@ import psutil
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
-from rlhf_tasks.project import git, paths
+from rlhf_tasks.project import git
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, rendezvous
 from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool
@@ -92,7 +93,7 @@ def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iter
     if not settings.enabled:
         yield NullPipeline()
         return
-    spool = Spool.next_part(paths.home() / "spool", f"flow-{flow_run}")
+    spool = Spool.next_part(Paths().home / "spool", f"flow-{flow_run}")
     spool.append("run", **_header(flow_run, settings))
     post = Post.of(spool)
     courier = _start_courier(post)
@@ -130,12 +131,12 @@ def _header(flow_run: str, settings: Tracking) -> dict[str, object]:
     return {
         "key": f"flow-{flow_run}",
         "stage": STAGE,
-        "home": str(paths.home()),
+        "home": str(Paths().home),
         "uri": context.uri(settings),
         "experiment": settings.experiment,
         "process": context.process_name(process),
         "parent": {"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
         "courier": context.SHARED,
         "parameters": {},
-        "tags": {"git.rev": git.revision() or "none"},
+        "tags": {"git.rev": git.revision(Paths().root) or "none"},
     }

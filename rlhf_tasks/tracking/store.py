@@ -196,7 +196,7 @@ def send_figure(addressee: StageRun | PipelineRun, record: Mapping[str, Any], fi
     """
     rows = curves.read_csv((files / record["table"]).read_text(encoding="utf-8"))
     try:
-        curves.draw(rows, record["axis"], record["title"], files / record["file"])
+        curves.draw(rows, record["title"], files / record["file"])
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
         told = f"{record['file']} cannot be drawn: {type(error).__name__}: {error}"
         print(f"{record['title']}: {told}")

@@ -31,7 +31,8 @@ from typing import Any, Protocol
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Stage, StageView
-from rlhf_tasks.project import atomic, lineage, paths
+from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, rendezvous
 from rlhf_tasks.tracking.rendezvous import Post
 from rlhf_tasks.tracking.spool import Spool, table_json, tell_refused
@@ -260,7 +261,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
         yield NullTracker(stage)
         return
     key = key or lineage.new_key(stage)
-    spool = Spool.next_part(paths.home() / "spool", key)
+    spool = Spool.next_part(Paths().home / "spool", key)
     header = context.header(stage, view, key)
     spool.append("run", **header)
     post = Post.of(spool)
@@ -270,7 +271,7 @@ def open_run(stage: Stage, view: StageView, *, key: str | None = None) -> Iterat
     try:
         yield tracker
         tracker.keep_curves()
-        outs = lineage.out_hashes(stage)
+        outs = lineage.out_hashes(Paths(), stage)
     except KeyboardInterrupt as error:
         status, reason = "KILLED", str(error) or "interrupted"
         raise

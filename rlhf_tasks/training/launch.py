@@ -14,17 +14,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from rlhf_tasks.config import Launch, Stage
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
-DEEPSPEED = Path("infra/deepspeed")
-FAILURE = "RLHF_FAILURE_FILE"  # where the first worker that fails says why
+FAILURE = "RLHF_FAILURE_FILE"  # a stage that fails writes why there: for its launcher, or for the flow
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
@@ -44,7 +45,7 @@ def is_orphan() -> bool:
     return LAUNCHER in os.environ and not context.is_alive(os.environ[LAUNCHER])
 
 
-def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
+def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
     """The words that start the stage's workers.
 
     Raises:
@@ -57,7 +58,7 @@ def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> lis
             "on every process, which would wait for each other's weights for ever: set zero2 for it"
         )
     if launch.deepspeed is not None:
-        settings = DEEPSPEED / f"{launch.deepspeed}.json"
+        settings = paths.deepspeed / f"{launch.deepspeed}.json"
         if not settings.exists():
             raise UserError(f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which is not here")
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
@@ -74,7 +75,7 @@ def command(stage: Stage, launch: Launch, environment: Mapping[str, str]) -> lis
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
     words += ["--mixed_precision", launch.mixed_precision, "--dynamo_backend", "no"]
     words += ["--num_cpu_threads_per_process", str(threads), *_rendezvous(launch, environment)]
-    return [sys.executable, *words, "--module", "rlhf_tasks.cli.main", stage]
+    return [sys.executable, *words, "--module", "rlhf_tasks.cli", stage]
 
 
 def _threads(launch: Launch) -> int:
@@ -107,13 +108,13 @@ def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu"} if launch.deepspeed is not None else {"ACCELERATE_USE_CPU": "true"}
 
 
-def run(stage: Stage, launch: Launch) -> int:
+def run(paths: Paths, stage: Stage, launch: Launch) -> int:
     """Start the workers, wait for them, pass signals on. Returns their exit status.
 
     Raises:
         UserError: told by a worker.
     """
-    words = command(stage, launch, os.environ)
+    words = command(paths, stage, launch, os.environ)
     with tempfile.TemporaryDirectory() as folder:
         failure = Path(folder) / "failure.json"
         names = {FAILURE: str(failure), LAUNCHER: context.process_name(psutil.Process())}
@@ -125,9 +126,11 @@ def run(stage: Stage, launch: Launch) -> int:
             workers.send_signal(signal.SIGTERM)
             workers.wait()
             raise
-        told = reported(failure)
-    if told is not None and told["kind"] == "user":
-        raise UserError(told["message"])
+        report_of_worker = reported(failure)
+    if report_of_worker is not None:
+        if report_of_worker["kind"] == "user":
+            raise UserError(report_of_worker["message"])
+        _write(report_of_worker)
     return status
 
 
@@ -147,24 +150,25 @@ def mistake(error: BaseException) -> str | None:
 
 
 def report(error: BaseException) -> None:
-    """Tell the launcher, and the first rank, why this worker fails; only the first word counts."""
-    where = os.environ.get(FAILURE)
-    if where is None:
-        return
+    """Write why this stage fails where its starter wants to read it; only the first report is kept."""
     kind, message = "user", mistake(error)
     if message is None:
-        kind, message = "fault", f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
-    try:
-        with Path(where).open("x", encoding="utf-8") as file:
-            json.dump({"kind": kind, "message": message}, file)
-    except FileExistsError:
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        kind, message = "fault", f"{rank}{type(error).__name__}: {error}"
+    _write({"kind": kind, "message": message})
+
+
+def _write(failure: Mapping[str, str]) -> None:
+    if FAILURE not in os.environ:
         return
+    with suppress(FileExistsError), Path(os.environ[FAILURE]).open("x", encoding="utf-8") as file:
+        json.dump(failure, file)
 
 
 def reported(failure: Path | None = None) -> dict[str, str] | None:
-    """What a worker has reported, if one has."""
+    """What the failure file holds: `kind` (user or fault) and `message`; None if nothing has failed."""
     where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
     if where is None or not where.exists():
         return None
-    told: dict[str, str] = json.loads(where.read_text(encoding="utf-8") or "null")
-    return told
+    report: dict[str, str] = json.loads(where.read_text(encoding="utf-8") or "null")
+    return report

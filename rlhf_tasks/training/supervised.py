@@ -31,6 +31,7 @@ from rlhf_tasks.data.batches import (
 )
 from rlhf_tasks.modeling.models import response_logits
 from rlhf_tasks.modeling.tensors import gather_logprobs, masked_sum
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
 from rlhf_tasks.training.resume import State
@@ -74,9 +75,9 @@ class LanguageModelling:
         return lm_sums(response_logits(model, batch), batch)
 
 
-def demonstrations(tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
     """The demonstrations of data/sft."""
-    rows = read_table("sft", split)
+    rows = read_table(paths, "sft", split)
     return LanguageModelling(
         encode(tokenizer, [row["prompt"] for row in rows]),
         encode_answers(tokenizer, [row["completion"] for row in rows]),
@@ -260,14 +261,14 @@ class Best:
 
 
 def resumed(
-    view: StageView, name: str, fit: Fit, tracker: Tracker, best: Best | None = None
+    paths: Paths, view: StageView, name: str, fit: Fit, tracker: Tracker, best: Best | None = None
 ) -> Iterator[Step]:
     """The steps of `fit` from where its last snapshot left it, on a progress bar, until `best` is exhausted.
 
     The caller logs and evaluates each step before it asks for the next: snapshots are taken in between.
     """
     rt = fit.rt
-    with resume.open(rt, view, name) as snapshots, _bar(name, fit) as bar:
+    with resume.open(rt, paths, view, name) as snapshots, _bar(name, fit) as bar:
         state = snapshots.load()
         if state is not None:
             fit.load_state_dict(state["shared"]["fit"])

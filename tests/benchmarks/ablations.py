@@ -115,9 +115,10 @@ def judge(out: Path) -> None:
     from rlhf_tasks.evaluation import statistics
     from rlhf_tasks.modeling import models
     from rlhf_tasks.modeling.generation import answer
+    from rlhf_tasks.project.paths import Paths
 
     settings, policy = config.load(), Path("models/policy")
-    rows = read_table("prompts", "validation")
+    rows = read_table(Paths(), "prompts", "validation")
     prompts, tokenizer = [row["prompt"] for row in rows], load_tokenizer(policy)
     responses = answer(
         models.load_causal(policy).eval(), tokenizer, prompts, seed=settings.seed,

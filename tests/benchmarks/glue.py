@@ -42,7 +42,7 @@ def rlhf(folder: Path, *words: str) -> float:
     environment = toy.environment() | {"PYTHONPATH": str(folder)}
     began = time.monotonic()
     subprocess.run(
-        [sys.executable, "-m", "rlhf_tasks.cli.main", *words],
+        [sys.executable, "-m", "rlhf_tasks.cli", *words],
         cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     return time.monotonic() - began

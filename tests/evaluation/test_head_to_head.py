@@ -16,6 +16,7 @@ from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import head_to_head, judges
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.project.paths import Paths
 from tests import small
 
 VIEW = {"judge.judges": [small.GOLD, small.HELDOUT], "judge.num_examples": 6}
@@ -60,7 +61,7 @@ def test_contenders_are_mirrored_and_kept_answers_are_the_same(models_here: Path
 def test_answers_made_elsewhere_are_matched_by_prompt(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = read_table("prompts", "test")[:5]
+    rows = read_table(Paths(), "prompts", "test")[:5]
     empty = {"  " + row["prompt"].replace("\n", "\n "): "" for row in rows[::-1]}
     found = run("reference", write_answers(empty), names=["gold"])
     assert set(found) == {k for k in found if k.startswith("gold/")}
@@ -94,7 +95,7 @@ def test_a_judge_that_ppo_optimised_for_this_policy_is_told_loudly(
 
 
 def test_the_same_prompt_twice_has_each_its_own_reference(models_here: Path) -> None:
-    rows = read_table("prompts", "test")
+    rows = read_table(Paths(), "prompts", "test")
     twin = rows[0] | {"reference": " my stuff"}
     small.write_rows(Path(), "prompts", "test", [rows[0], twin])
     found = run("reference", write_answers({rows[0]["prompt"]: rows[0]["reference"]}), names=["gold"])

@@ -222,10 +222,10 @@ def test_what_a_function_gives_that_is_no_number_an_answer_is_told(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ([small.GOLD, small.HELDOUT | {"name": "gold"}], "gold is the name of several"),
+        ([small.GOLD, small.HELDOUT | {"name": "gold"}], "several have the name gold"),
         ([small.GOLD | {"name": "kappa"}], "the name of another metric"),
         ([small.GOLD | {"name": "A/B"}], "judge.judges.0.gold.name: "),
-        ([small.GOLD, BOTH], "both mixes longest, which is no judge of the list"),
+        ([small.GOLD, BOTH], "both combines longest, which is not in the list"),
         ([small.GOLD, BOTH | {"judges": ["gold", "gold"]}], "names a judge twice"),
         ([small.GOLD, BOTH | {"judges": ["gold"]}], "at least 2 items"),
         ([small.HELDOUT | {"pathh": "x"}], "did you mean 'path'?"),

@@ -16,6 +16,7 @@ from rlhf_tasks.evaluation import probes, retention
 from rlhf_tasks.evaluation.probes import Choice
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import models
+from rlhf_tasks.project.paths import Paths
 from tests import small
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def alone(model: PreTrainedModel, query: list[int], response: list[int]) -> floa
 
 def test_perplexity_of_demonstrations_is_that_of_each_alone(models_here: Path) -> None:
     model, tokenizer = models.load_causal(POLICY).eval(), load_tokenizer(POLICY)
-    rows = read_table("sft", "test")[:6]
+    rows = read_table(Paths(), "sft", "test")[:6]
     queries = encode(tokenizer, [row["prompt"] for row in rows])
     responses = encode_answers(tokenizer, [row["completion"] for row in rows])
     total = sum(alone(model, q, r) for q, r in zip(queries, responses, strict=True))

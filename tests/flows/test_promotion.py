@@ -16,7 +16,8 @@ from prefect.client.orchestration import get_client
 from flows import pipeline as flows_pipeline
 from flows import programs, promotion, results, stages
 from rlhf_tasks import config
-from rlhf_tasks.project import dvc_files, paths
+from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.command import GOES_ON, UNDECIDED, verdict_file
 from tests.flows import toy
 
@@ -108,7 +109,7 @@ def test_there_is_something_to_promote_only_with_gate_registry_and_policy(root: 
 
 def test_the_verdict_stands_on_the_page_of_results(root: Path) -> None:
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], check=True)
-    file = verdict_file(paths.home(), dvc_files.locked(root)[promotion.POLICY])
+    file = verdict_file(Paths().home, dvc_files.locked(root)[promotion.POLICY])
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"criteria": [CRITERION]}), encoding="utf-8")
     outcome = results.Outcome("n", {}, [], "c", None, [], f"Refused: {REFUSED}", promotion.criteria(root))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, git, hashing, lineage, paths
+from rlhf_tasks.project import dvc_files, git, hashing, lineage
+from rlhf_tasks.project.paths import Paths
 
 
 def run_git(folder: Path, *words: str) -> None:
@@ -36,14 +37,14 @@ def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
 
 
 def test_inputs_are_the_data_among_the_deps_with_params_filled_in(project: Path) -> None:
-    graph = dvc_files.graph()
+    graph = dvc_files.graph(project)
     assert graph["prepare"].inputs == ("rlhf_tasks/data/examples",)
     assert graph["sft"].inputs == ("data/sft",)
     assert graph["sft"].outs == ("models/sft", "models/lineage/sft.json", "metrics/sft.json")
 
 
 def test_the_lineage_file_holds_the_run_key_and_input_hashes(project: Path) -> None:
-    path = lineage.write("sft", "sft-k")
+    path = lineage.write(Paths(project), "sft", "sft-k")
     assert json.loads(path.read_text(encoding="utf-8")) == {
         "rlhf.run": "sft-k",
         "inputs": {"data/sft": hashing.dvc_md5(project / "data/sft")},
@@ -52,14 +53,13 @@ def test_the_lineage_file_holds_the_run_key_and_input_hashes(project: Path) -> N
     }
 
 
-def test_a_worktree_uses_the_main_checkouts_store(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worktree_uses_the_main_checkouts_store(project: Path) -> None:
     run_git(project, "init", "-q")
     run_git(project, "add", "params.yaml", "dvc.yaml")
     run_git(project, "commit", "-q", "-m", "first")
     run_git(project, "worktree", "add", "-q", str(project / "tree"))
-    assert paths.home() == project / ".rlhf"
-    monkeypatch.chdir(project / "tree")
-    assert paths.home() == project / ".rlhf"
+    assert Paths(project).home == project / ".rlhf"
+    assert Paths(project / "tree").home == project / ".rlhf"
 
 
 def test_what_a_run_writes_itself_makes_no_tree_dirty(project: Path) -> None:
@@ -68,9 +68,9 @@ def test_what_a_run_writes_itself_makes_no_tree_dirty(project: Path) -> None:
     run_git(project, "commit", "-q", "-m", "first")
     (project / "metrics").mkdir()
     (project / "metrics/sft.json").write_text("{}", encoding="utf-8")
-    assert not git.is_dirty()
+    assert not git.is_dirty(project)
     (project / "code.py").write_text("", encoding="utf-8")
-    assert git.is_dirty()
+    assert git.is_dirty(project)
 
 
 def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
@@ -115,16 +115,16 @@ def test_what_is_read_of_a_text_is_the_callers_own_and_told_anew_of_another(proj
     )
     (project / "dvc.lock").write_text(lock, encoding="utf-8")
     for _ in range(2):
-        assert dvc_files.locked_params("ppo") == {"ppo": {"scorers": [1]}}
-        assert dvc_files.locked() == dvc_files.locked_by("ppo") == {"a": "1"}
-        assert dvc_files.parameters()["seed"] == 1
-        dvc_files.locked_params("ppo")["ppo"]["scorers"].append(2)
-        dvc_files.locked()["a"] = dvc_files.locked_by("ppo")["a"] = "2"
-        dvc_files.parameters()["judge"]["judges"].clear()
-        dvc_files.graph().clear()
-    assert dvc_files.parameters()["judge"]["judges"]
-    assert "sft" in dvc_files.graph()
+        assert dvc_files.locked_params(project, "ppo") == {"ppo": {"scorers": [1]}}
+        assert dvc_files.locked(project) == dvc_files.locked_by(project, "ppo") == {"a": "1"}
+        assert dvc_files.parameters(project)["seed"] == 1
+        dvc_files.locked_params(project, "ppo")["ppo"]["scorers"].append(2)
+        dvc_files.locked(project)["a"] = dvc_files.locked_by(project, "ppo")["a"] = "2"
+        dvc_files.parameters(project)["judge"]["judges"].clear()
+        dvc_files.graph(project).clear()
+    assert dvc_files.parameters(project)["judge"]["judges"]
+    assert "sft" in dvc_files.graph(project)
     (project / "dvc.lock").write_text(lock.replace("'1'", "'3'"), encoding="utf-8")
-    assert dvc_files.locked() == {"a": "3"}
+    assert dvc_files.locked(project) == {"a": "3"}
     (project / "dvc.lock").unlink()
-    assert dvc_files.locked() == dvc_files.locked_params("ppo") == {}
+    assert dvc_files.locked(project) == dvc_files.locked_params(project, "ppo") == {}

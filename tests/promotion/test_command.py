@@ -85,7 +85,7 @@ def test_a_version_shows_the_run_that_made_it_and_the_commit_that_has_it(project
     planted.pipeline(project, "one")
     for words in (["add", "dvc.lock"], ["commit", "-q", "-m", "x"]):
         subprocess.run(["git", *words], check=True)
-    head = git.revision()
+    head = git.revision(Path())
     store = client(project)
     experiment = store.get_experiment_by_name("rlhf")
     assert experiment is not None

@@ -14,6 +14,7 @@ from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.answers import sample
 from rlhf_tasks.modeling import models
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import cost
 from tests import small, toy
 
@@ -28,7 +29,7 @@ def settings(**changes: object) -> Config:
 def test_the_kl_is_that_of_a_slow_loop_at_ppos_temperature(models_here: Path) -> None:
     """Σ log π/π_SFT of each answer, row by row, without padding, masks or batches."""
     given = settings()
-    prompts = [row["prompt"] for row in read_table("prompts", "test")[:6]]
+    prompts = [row["prompt"] for row in read_table(Paths(), "prompts", "test")[:6]]
     answers = sample(POLICY, prompts, max_new_tokens=8, temperature=0.7, seed=given.seed, device=CPU).ids
     queries = encode(load_tokenizer(SFT), prompts)
     policy, sft = (models.load_causal(folder).eval() for folder in (POLICY, SFT))

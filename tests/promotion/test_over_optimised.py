@@ -16,6 +16,7 @@ import pytest
 from rlhf_tasks import config
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.project import atomic
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence
 from rlhf_tasks.tracking import NullTracker
 from tests import small, toy
@@ -68,7 +69,7 @@ def made(kl_coef: float) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
 
 @pytest.mark.slow
 def test_without_the_kl_penalty_the_gate_refuses_what_it_promotes_with_one(models_here: Path) -> None:
-    small.write_rows(Path(), "prompts", "test", read_table("prompts", "test") * 4)
+    small.write_rows(Path(), "prompts", "test", read_table(Paths(), "prompts", "test") * 4)
     judged, told = made(kl_coef=0.25)
     assert [key for key, criterion in told.items() if not criterion["passed"]] == [], "better, and promoted"
     judged, told = made(kl_coef=0.0)

@@ -181,7 +181,7 @@ def test_a_judge_that_compares_adds_what_only_it_can_say(
 
 
 def test_judges_are_compared_with_what_people_said(models_here: Path) -> None:
-    rows = read_table("prompts", "test")[:4]
+    rows = read_table(Paths(), "prompts", "test")[:4]
     pairs = [Pair(row["prompt"], "policy", "sft", row["reference"], " my stuff") for row in rows]
     for pair, outcome in zip(pairs, (1.0, 1.0, 0.0, None), strict=True):
         labels.add(Path("labels.jsonl"), Label(pair, outcome))

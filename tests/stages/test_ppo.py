@@ -24,7 +24,6 @@ from rlhf_tasks.ppo import loop, watch
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import ScoreScaler
-from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
@@ -138,7 +137,7 @@ def test_a_judge_without_a_revision_is_told_by_its_own_key() -> None:
     judge = {"kind": "local", "prompt": "hhh", **LOCAL, "path": "some/one"}
     with pytest.raises(ConfigError) as told:
         config.validate(small.params({"ppo.select_by": {"judge": judge, "max_failure_share": 0.5}}), "test")
-    assert "ppo.select_by.judge.local: path of judge own='some/one' is no local folder" in str(told.value)
+    assert "ppo.select_by.judge.local: path of judge own='some/one' is not a local folder" in str(told.value)
     assert "judge.judges" not in str(told.value)
 
 
@@ -192,7 +191,7 @@ def test_metrics_have_the_names_of_the_field_and_samples_their_columns(models_he
     assert {row["episode"] for row in rows} == {0, 48}, "twice: before training, and at its end"
     assert list(rows[0]) == ["episode", "prompt", "response", "score", "reward_heldout"]
     answers = pq.read_table(ppo.LOOKED_AT / "answers.parquet").to_pylist()
-    given = {row["prompt"]: row["reference"] for row in read_table("prompts", "validation")}
+    given = {row["prompt"]: row["reference"] for row in read_table(Paths(), "prompts", "validation")}
     asked = SETTINGS["ppo.num_selection_prompts"]
     assert [row["episode"] for row in answers] == [at for at in (0, 16, 32, 48) for _ in range(asked)]
     assert all(given[row["prompt"]] == row["reference"] for row in answers)
@@ -264,7 +263,6 @@ def assert_a_kill_changes_nothing(
     """Killed after so many rollouts and gone on with: the bytes and curves of the uninterrupted run."""
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(small.ROOT / name, Path())
-    lineage._input_hashes.cache_clear()
     changes = {"resume.every_seconds": 1e-6, **changes}
     with monkeypatch.context() as patch:
         fault(patch)

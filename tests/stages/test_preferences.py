@@ -25,7 +25,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 def run(**changes: Any) -> tuple[dict[str, float], dict[str, list[dict[str, str]]]]:
     metrics = preferences.run(small.view("preferences", SETTINGS | changes), Paths(), NullTracker())
-    return metrics, {split: read_table("comparisons", split) for split in SPLITS}
+    return metrics, {split: read_table(Paths(), "comparisons", split) for split in SPLITS}
 
 
 def test_the_better_sample_is_chosen_whichever_came_first_and_ties_are_left_out() -> None:
@@ -43,7 +43,7 @@ def test_given_pairs_stay_and_samples_are_labelled_by_the_gold_judge(models_here
         given = [row for row in found[split] if row["origin"] == "given"]
         assert [
             {k: row[k] for k in ("prompt", "chosen", "rejected", "source")} for row in given
-        ] == read_table("preferences", split)
+        ] == read_table(Paths(), "preferences", split)
         for row in found[split]:
             assert gold(row["prompt"], row["chosen"]).score > gold(row["prompt"], row["rejected"]).score
         for origin in ("given", "sft_samples"):
@@ -70,14 +70,14 @@ def test_only_training_labels_err_and_about_as_often_as_asked(models_here: Path)
 def test_samples_of_a_split_answer_prompts_of_that_split(models_here: Path) -> None:
     _, found = run()
     for split in SPLITS:
-        prompts = {row["prompt"] for row in read_table("prompts", split)}
+        prompts = {row["prompt"] for row in read_table(Paths(), "prompts", split)}
         assert {row["prompt"] for row in found[split] if row["origin"] == "sft_samples"} <= prompts
 
 
 def test_without_a_labeller_a_sample_stands_rejected_against_the_reference(models_here: Path) -> None:
     changes = {"data.source": "files", "judge.judges": [small.HELDOUT]}
     metrics, found = run(**changes)
-    references = {row["prompt"]: row["reference"] for row in read_table("prompts", "train")}
+    references = {row["prompt"]: row["reference"] for row in read_table(Paths(), "prompts", "train")}
     sampled = [row for row in found["train"] if row["origin"] == "sft_samples"]
     assert len(sampled) == 24  # 12 prompts, two samples each
     assert all(row["chosen"] == references[row["prompt"]] != row["rejected"] for row in sampled)
@@ -105,5 +105,5 @@ def test_nothing_is_sampled_where_no_reward_model_is_asked_for(
     metrics, tables = run(**small.WITHOUT_REWARD)
     assert tables == {"train": [], "validation": [], "test": []}
     assert set(metrics.values()) == {0}
-    columns = [pq.read_schema(preferences.OUT / f"{split}.parquet").names for split in SPLITS]
+    columns = [pq.read_schema(Paths().rows("comparisons") / f"{split}.parquet").names for split in SPLITS]
     assert columns == [list(preferences.COLUMNS)] * 3

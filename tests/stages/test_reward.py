@@ -21,6 +21,7 @@ from tests.small import EOS, FAMILIES, PAD, Family
 
 QUERIES, CHOSEN = small.rows(6, seed=1, longest=6)
 _, REJECTED = small.rows(6, seed=2, longest=6)
+OUTS = {"reward": Paths().reward, "reward_heldout": Paths().reward_heldout}
 SMALL = {"reward.num_epochs": 1.0, "reward.batch_size": 8}
 
 
@@ -101,7 +102,7 @@ def test_no_prompt_trains_both_models() -> None:
 
 def mean_score_of_demonstrations(folder: Path) -> float:
     """With every row alone."""
-    words, rows = load_tokenizer(folder), read_table("sft", "train")
+    words, rows = load_tokenizer(folder), read_table(Paths(), "sft", "train")
     queries = encode(words, [row["prompt"] for row in rows])
     answers = encode_answers(words, [row["completion"] for row in rows])
     return small.last_scores_alone(models.load_reward(folder).eval(), queries, answers).mean().item()
@@ -109,7 +110,7 @@ def mean_score_of_demonstrations(folder: Path) -> float:
 
 def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_here: Path) -> None:
     reward.run(small.view("reward", SMALL), Paths(), NullTracker())
-    for name, folder in reward.OUTS.items():
+    for name, folder in OUTS.items():
         assert models.load_reward(folder).mean != 0, name
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
 
@@ -120,15 +121,15 @@ def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) 
     assert {f"{prefix}{key}" for prefix in ("", "heldout/") for key in keys} <= set(metrics)
     assert 0 <= metrics["accuracy/low"] <= metrics["accuracy"] <= metrics["accuracy/high"] <= 1
     parent = {"sft": contracts.fingerprint(Path("models/sft"))}
-    assert [contracts.identity_of(out)["parents"] for out in reward.OUTS.values()] == [parent, parent]
-    first, second = (contracts.fingerprint(out) for out in reward.OUTS.values())
+    assert [contracts.identity_of(out)["parents"] for out in OUTS.values()] == [parent, parent]
+    first, second = (contracts.fingerprint(out) for out in OUTS.values())
     assert first != second
 
 
 def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
     def trained() -> dict[str, bytes]:
         reward.run(small.view("reward", SMALL), Paths(), NullTracker())
-        return {str(f): f.read_bytes() for out in reward.OUTS.values() for f in sorted(out.iterdir())}
+        return {str(f): f.read_bytes() for out in OUTS.values() for f in sorted(out.iterdir())}
 
     assert trained() == trained()
 
@@ -141,8 +142,8 @@ def test_a_ready_reward_model_without_its_head_is_refused(models_here: Path) -> 
 def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
     lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
     reward.run(small.view("reward", SMALL | lora), Paths(), NullTracker())
-    start = models.load_causal(reward.SFT).base_model.state_dict()
-    for name, folder in reward.OUTS.items():
+    start = models.load_causal(Paths().sft).base_model.state_dict()
+    for name, folder in OUTS.items():
         found = models.load_reward(folder)  # a plain model, or keys would be missing
         changed = {
             key for key, weight in found.model.base_model.state_dict().items()
@@ -156,20 +157,20 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here:
                 <= 2
             )
         seed = 1 + 1000 * (name == "reward_heldout")
-        fresh = TokenScores.from_policy(reward.SFT, torch.Generator().manual_seed(seed))
+        fresh = TokenScores.from_policy(Paths().sft, torch.Generator().manual_seed(seed))
         assert not torch.equal(models.head_of(found.model).weight, models.head_of(fresh.model).weight)
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
-    assert reward.OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1
+    assert OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1
 
 
 def test_no_reward_model_is_made_where_none_is_asked_for(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "load_causal", None)  # nothing is loaded
-    for out in reward.OUTS.values():
+    for out in OUTS.values():
         assert contracts.is_made(out)
     assert reward.run(small.view("reward", small.WITHOUT_REWARD), Paths(), NullTracker()) == {}
-    for out in reward.OUTS.values():
+    for out in OUTS.values():
         assert [file.name for file in out.iterdir()] == ["README.md"]
         assert "reward.train" in (out / "README.md").read_text(encoding="utf-8")
         assert not contracts.is_made(out)

@@ -25,7 +25,7 @@ def validation_loss(folder: Path) -> float:
     """Mean −log p of completion tokens, every row alone."""
     model, words = models.load_causal(folder), load_tokenizer(folder)
     losses: list[float] = []
-    for row in read_table("sft", "validation"):
+    for row in read_table(Paths(), "sft", "validation"):
         query = words.encode(row["prompt"], add_special_tokens=False)
         answer = [*words.encode(row["completion"], add_special_tokens=False), words.eos_token_id]
         log_p = small.logits_alone(model, query, answer).log_softmax(-1)
@@ -35,20 +35,20 @@ def validation_loss(folder: Path) -> float:
 
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, models_here: Path) -> None:
-    before = contracts.fingerprint(base.OUT)
+    before = contracts.fingerprint(Paths().base)
     metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), Paths(), NullTracker())
-    model = models.load_causal(base.OUT)
+    model = models.load_causal(Paths().base)
     assert model.config.model_type == family
-    assert contracts.fingerprint(base.OUT) != before
+    assert contracts.fingerprint(Paths().base) != before
     assert metrics["parameters"] == sum(p.numel() for p in model.parameters())
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
 
 
 def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None:
     metrics = sft.run(small.view("sft", SMALL), Paths(), NullTracker())
-    assert metrics["loss"] == pytest.approx(validation_loss(sft.OUT), rel=1e-4)
-    assert metrics["loss"] < validation_loss(base.OUT)
-    assert contracts.identity_of(sft.OUT)["parents"] == {"base": contracts.fingerprint(base.OUT)}
+    assert metrics["loss"] == pytest.approx(validation_loss(Paths().sft), rel=1e-4)
+    assert metrics["loss"] < validation_loss(Paths().base)
+    assert contracts.identity_of(Paths().sft)["parents"] == {"base": contracts.fingerprint(Paths().base)}
 
 
 def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:
@@ -66,6 +66,6 @@ def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
     def written() -> dict[str, bytes]:
         base.run(small.view("base", SMALL), Paths(), NullTracker())
         sft.run(small.view("sft", SMALL), Paths(), NullTracker())
-        return {str(f): f.read_bytes() for out in (base.OUT, sft.OUT) for f in sorted(out.iterdir())}
+        return {str(f): f.read_bytes() for out in (Paths().base, Paths().sft) for f in sorted(out.iterdir())}
 
     assert written() == written()

@@ -636,7 +636,7 @@ def test_the_figure_is_the_one_that_the_curves_themselves_give(
         rows = tracker.history()
     deliver(home)
     client, run = MlflowClient(embedded_uri(home)), runs(home)["ppo"]
-    curves.draw(rows, "episode", "ppo", project / "direct.png")
+    curves.draw(rows, "ppo", project / "direct.png")
     drawn = Path(client.download_artifacts(run.info.run_id, "curves.png"))
     assert drawn.read_bytes() == (project / "direct.png").read_bytes()
 

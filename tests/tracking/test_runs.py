@@ -488,7 +488,7 @@ def test_csv_leaves_a_cell_empty_where_a_step_has_no_value() -> None:
 def test_the_same_curves_draw_the_same_bytes(tmp_path: Path) -> None:
     rows = [{"step": i, "train/loss": 1 / i} for i in range(1, 30)]
     for name in ("a.png", "b.png"):
-        curves.draw(rows, "step", "sft", tmp_path / name)
+        curves.draw(rows, "sft", tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 

@@ -58,7 +58,7 @@ def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def rlhf(stage: Stage) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlhf_tasks.cli.main", stage]
+    command = [sys.executable, "-m", "rlhf_tasks.cli", stage]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

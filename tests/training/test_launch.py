@@ -13,6 +13,7 @@ import pytest
 
 from rlhf_tasks.config import STAGES, Launch
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 
 ROOT = Path(__file__).parents[2]
@@ -50,19 +51,21 @@ def test_a_worker_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_of_one_machine() -> None:
-    words = launch.command("sft", section(num_processes=4, mixed_precision="bf16"), {"OMP_NUM_THREADS": "3"})
+    words = launch.command(
+        Paths(), "sft", section(num_processes=4, mixed_precision="bf16"), {"OMP_NUM_THREADS": "3"}
+    )
     assert words[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
     assert "--multi_gpu" in words
     assert option(words, "--num_processes") == "4"
     assert option(words, "--mixed_precision") == "bf16"
     assert option(words, "--num_cpu_threads_per_process") == "3"
     assert option(words, "--main_process_port") == "0"
-    assert words[-3:] == ["--module", "rlhf_tasks.cli.main", "sft"]
+    assert words[-3:] == ["--module", "rlhf_tasks.cli", "sft"]
 
 
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3)])
 def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
-    words = launch.command("sft", section(num_processes=2, deepspeed=name), {})
+    words = launch.command(Paths(), "sft", section(num_processes=2, deepspeed=name), {})
     assert "--use_deepspeed" in words
     assert "--multi_gpu" not in words
     settings = json.loads(Path(option(words, "--deepspeed_config_file")).read_text(encoding="utf-8"))
@@ -73,7 +76,7 @@ def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
 
 def test_several_machines_meet_at_the_first() -> None:
     where = {"MASTER_ADDR": "10.0.0.1", "MACHINE_RANK": "1"}
-    words = launch.command("ppo", section(num_processes=16, num_machines=2), where)
+    words = launch.command(Paths(), "ppo", section(num_processes=16, num_machines=2), where)
     assert option(words, "--num_machines") == "2"
     assert option(words, "--machine_rank") == "1"
     assert option(words, "--main_process_ip") == "10.0.0.1"
@@ -96,13 +99,13 @@ def test_a_launch_that_cannot_be_says_what_is_missing(
     values: dict[str, Any], environment: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        launch.command("sft", section(**values), environment)
+        launch.command(Paths(), "sft", section(**values), environment)
 
 
 def test_ppo_under_zero3_is_refused_and_told_what_works() -> None:
     with pytest.raises(UserError, match=r"'zero3' is for base, sft and reward.*set zero2 for it"):
-        launch.command("ppo", section(num_processes=2, deepspeed="zero3"), {})
-    assert launch.command("sft", section(num_processes=2, deepspeed="zero3"), {})
+        launch.command(Paths(), "ppo", section(num_processes=2, deepspeed="zero3"), {})
+    assert launch.command(Paths(), "sft", section(num_processes=2, deepspeed="zero3"), {})
 
 
 def test_without_cuda_the_libraries_are_told_so() -> None:
@@ -136,17 +139,17 @@ def test_a_folder_that_may_not_be_written_is_the_users_in_a_worker_too(
 def test_a_workers_message_reaches_the_launcher(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    body = {"user": "UserError('mend it')", "fault": "ValueError('boom')", "none": "None"}[kind]
+    body = {"user": "UserError('fix it')", "fault": "ValueError('boom')", "none": "None"}[kind]
     code = (
-        "import sys; from rlhf_tasks import launch; from rlhf_tasks.config import UserError\n"
+        "import sys; from rlhf_tasks.errors import UserError; from rlhf_tasks.training import launch\n"
         f"error = {body}\n"
         "error and launch.report(error); sys.exit(1 if error else 0)"
     )
     monkeypatch.setattr(launch, "command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr(launch, "_has_cuda", lambda: False)
     if kind == "user":
-        with pytest.raises(UserError, match=r"^mend it$"):
-            launch.run("sft", section(num_processes=2))
+        with pytest.raises(UserError, match=r"^fix it$"):
+            launch.run(Paths(), "sft", section(num_processes=2))
     else:
-        assert launch.run("sft", section(num_processes=2)) == (1 if kind == "fault" else 0)
+        assert launch.run(Paths(), "sft", section(num_processes=2)) == (1 if kind == "fault" else 0)
     assert launch.FAILURE not in os.environ

@@ -51,7 +51,7 @@ SMALL: Mapping[str, Any] = {
 }  # fmt: skip
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
-    "base": (base.OUT,), "sft": (sft.OUT,), "reward": tuple(reward.OUTS.values()),
+    "base": (Paths().base,), "sft": (Paths().sft,), "reward": (Paths().reward, Paths().reward_heldout),
     "ppo": (ppo.OUT, ppo.LOOKED_AT),
 }  # fmt: skip
 
@@ -74,7 +74,6 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     folder = workspace(trained, tmp_path / "project")
     monkeypatch.chdir(folder)
-    lineage._input_hashes.cache_clear()
     return folder
 
 
@@ -147,7 +146,7 @@ def test_a_training_that_had_stopped_early_stays_stopped(here: Path, trained: Pa
     workspace(trained, here, **fast)
     expected = run("sft")
     assert expected[0]["steps_trained"] < 6 * 5, "this case is one that stops early"
-    shutil.rmtree(sft.OUT)
+    shutil.rmtree(Paths().sft)
     assert run("sft") == expected
 
 
@@ -163,13 +162,13 @@ def view(project: Path) -> SftView:
 
 
 def kept(view: SftView, *steps: int) -> None:
-    with resume.open(small.runtime(), view, "loop") as snapshots:
+    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
         for step in steps:
             snapshots.save(step, {"step": step, "shared": {"weights": torch.full((3,), float(step))}})
 
 
 def loaded(view: SftView) -> State | None:
-    with resume.open(small.runtime(), view, "loop") as snapshots:
+    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
         return snapshots.load()
 
 
@@ -239,7 +238,7 @@ def test_a_part_that_writes_its_own_files_comes_back_as_their_folder(view: SftVi
     def write(folder: Path) -> None:
         (folder / "part.bin").write_bytes(b"own")
 
-    with resume.open(small.runtime(), view, "loop") as snapshots:
+    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
         snapshots.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
         found = snapshots.load()
     assert found is not None
@@ -251,7 +250,7 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     object.__setattr__(view.resume, "every_seconds", 60.0)
-    with resume.open(small.runtime(), view, "loop") as snapshots:
+    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
         seen = []
         for now[0] in (159.0, 160.0, 161.0):
             seen.append(snapshots.due())
@@ -299,14 +298,13 @@ def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
     (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
-    lineage._input_hashes.cache_clear()
     settings = config.load()
     other = settings.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
     changed = SftView.of(other)
     assert loaded(changed) is None
-    identity = lineage.identity("sft", changed.declared)
+    identity = lineage.identity(Paths(), "sft", changed.declared)
     assert identity is not None
-    snapshot.parents[1].rename(state_folder("sft", identity))
+    snapshot.parents[1].rename(state_folder(Paths(), "sft", identity))
     with pytest.raises(UserError, match=rf"sft\.learning_rate \({was} → 0\.5\), data/sft;"):
         loaded(changed)
 
@@ -314,10 +312,10 @@ def test_a_state_of_other_parameters_and_inputs_is_refused_by_name(project: Path
 def test_a_change_begins_anew_and_says_what_differs(
     project: Path, view: SftView, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with resume.claim(view, main=True):
+    with resume.claim(Paths(), view, main=True):
         kept(view, 1)
     (project / "code.py").write_text("changed = True\n", encoding="utf-8")
-    with resume.claim(view, main=True):
+    with resume.claim(Paths(), view, main=True):
         assert loaded(view) is None
     shown = capsys.readouterr().out
     assert "sft begins anew: the state of an unfinished run differs in code.py" in shown
@@ -327,13 +325,13 @@ def test_a_change_begins_anew_and_says_what_differs(
 
 
 def test_a_run_that_goes_on_keeps_its_key_until_its_outs_are_whole(view: SftView) -> None:
-    with resume.claim(view, main=True) as first:
+    with resume.claim(Paths(), view, main=True) as first:
         pass
-    with resume.claim(view, main=True) as second:
+    with resume.claim(Paths(), view, main=True) as second:
         kept(view, 1)
-    with resume.claim(view, main=True) as third:
+    with resume.claim(Paths(), view, main=True) as third:
         third.clear()
-    with resume.claim(view, main=True) as fourth:
+    with resume.claim(Paths(), view, main=True) as fourth:
         assert loaded(view) is None
     assert first.key != second.key, "nothing of the first was kept"
     assert second.key == third.key != fourth.key
@@ -346,7 +344,7 @@ def test_the_very_same_training_waits_for_the_other(
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with resume.claim(view, main=True):
+        with resume.claim(Paths(), view, main=True):
             entered.set()
             leave.wait(10)
             order.append("other")
@@ -355,7 +353,7 @@ def test_the_very_same_training_waits_for_the_other(
     thread.start()
     assert entered.wait(10)
     threading.Timer(0.3, leave.set).start()
-    with resume.claim(view, main=True):
+    with resume.claim(Paths(), view, main=True):
         order.append("this")
     thread.join()
     assert order == ["other", "this"]
@@ -370,7 +368,7 @@ def test_a_launched_worker_is_told_that_the_same_is_trained_already(
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with resume.claim(view, main=True):
+        with resume.claim(Paths(), view, main=True):
             entered.set()
             leave.wait(10)
 
@@ -380,7 +378,7 @@ def test_a_launched_worker_is_told_that_the_same_is_trained_already(
     try:
         with (
             pytest.raises(UserError, match="another process is training the very same sft"),
-            resume.claim(view, main=True),
+            resume.claim(Paths(), view, main=True),
         ):
             pass
     finally:
@@ -413,7 +411,7 @@ def loop_with_signals(view: SftView, *at: int) -> list[str]:
     seen = []
     object.__setattr__(view.resume, "every_seconds", 1e6)
     try:
-        with resume.open(small.runtime(), view, "loop") as snapshots:
+        with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
             for step in (1, 2, 3):
                 for _ in range(at.count(step)):
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -455,7 +453,7 @@ def test_a_signal_after_anothers_failure_does_not_wait(
 
 def test_a_signal_after_the_last_step_ends_the_stage_all_the_same(view: SftView, handled: None) -> None:
     def ended_between() -> None:
-        with resume.open(small.runtime(), view, "loop"):
+        with resume.open(small.runtime(), Paths(), view, "loop"):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Ended):
@@ -468,7 +466,7 @@ def test_a_signal_after_the_last_step_ends_the_stage_all_the_same(view: SftView,
 def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RLHF_STATE_DIR": str(folder / "state")}
     return subprocess.Popen(
-        [sys.executable, "-m", "rlhf_tasks.cli.main", stage],
+        [sys.executable, "-m", "rlhf_tasks.cli", stage],
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
 

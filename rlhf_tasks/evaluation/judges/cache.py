@@ -6,13 +6,12 @@ read, and several processes can share the file. What a crash of the machine tore
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.project import atomic
+from rlhf_tasks.project import atomic, hashing
 
 
 class Cache:
@@ -45,4 +44,4 @@ class Cache:
 
 def key_of(content: Mapping[str, Any]) -> str:
     """sha256 of what decides a reply."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashing.json_sha256(content)

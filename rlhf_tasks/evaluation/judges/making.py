@@ -17,7 +17,7 @@ from rlhf_tasks.evaluation.judges.local import Local, Ranker
 from rlhf_tasks.evaluation.judges.mixtures import RULES, Mixed
 from rlhf_tasks.evaluation.judges.scoring import Function, Gold, RewardModel, Scoring
 from rlhf_tasks.evaluation.judges.verdicts import Judge, Verdicts
-from rlhf_tasks.project import paths
+from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
     from rlhf_tasks.evaluation.judges.llm import Trace
@@ -99,7 +99,7 @@ def single(
             Llm,
         )  # a second of importing for those alone who have such a judge
 
-        llm = Llm(one, max_failure_share, paths.home(), key=key, trace=trace, num_traces=num_traces)
+        llm = Llm(one, max_failure_share, Paths().home, key=key, trace=trace, num_traces=num_traces)
         return Comparing(one.name, llm, max_failure_share)
     if isinstance(one, config.LocalJudge):
         return Comparing(one.name, Local(one, device, key), max_failure_share)

@@ -15,6 +15,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.resume.state import differences, read_manifest, state_folder
 
@@ -35,7 +36,7 @@ class Claim:
 
 
 @contextmanager
-def claim(view: StageView, *, main: bool) -> Iterator[Claim]:
+def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     """Hold the stage's state, so that nobody trains the very same thing at the same time; waits for it.
 
     For the first process of a training stage; for others, and other stages, nothing is held.
@@ -44,11 +45,11 @@ def claim(view: StageView, *, main: bool) -> Iterator[Claim]:
         UserError: in a launched worker, whose fellows cannot wait for long.
     """
     holds = main and view.stage in launch.TRAINING
-    identity = lineage.identity(view.stage, view.declared) if holds else None
+    identity = lineage.identity(paths, view.stage, view.declared) if holds else None
     if identity is None:
         yield Claim(lineage.new_key(view.stage), None)
         return
-    folder = state_folder(view.stage, identity)
+    folder = state_folder(paths, view.stage, identity)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock"), view.stage):
         folder.mkdir(exist_ok=True)  # whoever was waited for has cleared it

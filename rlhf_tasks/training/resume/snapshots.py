@@ -16,6 +16,7 @@ from rlhf_tasks import config, console
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.resume.signals import Signals
 from rlhf_tasks.training.resume.state import MANIFEST, differences, read_manifest, state_folder
@@ -55,18 +56,18 @@ class Loop(Protocol):
 
 
 @contextmanager
-def open(rt: Runtime, view: StageView, name: str) -> Iterator[Loop]:
+def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Loop]:
     """The snapshots of the loop `name` of a stage, while it runs; none are kept outside a project.
 
     Raises:
         KeyboardInterrupt: (or what SIGTERM raised before) at its end, if a signal came too late for a
             snapshot.
     """
-    identity = rt.from_main(lineage.identity(view.stage, view.declared) if rt.is_main else None)
+    identity = rt.from_main(lineage.identity(paths, view.stage, view.declared) if rt.is_main else None)
     if identity is None:
         yield Nothing()
         return
-    folder = rt.from_main(state_folder(view.stage, identity) / name if rt.is_main else None)
+    folder = rt.from_main(state_folder(paths, view.stage, identity) / name if rt.is_main else None)
     made_by = {
         "launch.num_processes": rt.world_size,
         "launch.deepspeed": view.launch.deepspeed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -10,19 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks.project import paths
+from rlhf_tasks.project import hashing
+from rlhf_tasks.project.paths import Paths
 
 MANIFEST = "manifest.json"
 SHOWN_DIFFERENCES = 8
 HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
-def state_folder(stage: str, identity: Mapping[str, Any]) -> Path:
-    """By all that decides what the stage writes; below $RLHF_STATE_DIR."""
-    root = os.environ.get("RLHF_STATE_DIR")
-    text = json.dumps(identity, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return (Path(root).absolute() if root else paths.home() / "state") / stage / digest
+def state_folder(paths: Paths, stage: str, identity: Mapping[str, Any]) -> Path:
+    """The folder of a stage's snapshots, by the digest of all that decides what the stage writes.
+
+    It is below $RLHF_STATE_DIR, by default below .rlhf/state.
+    """
+    given = os.environ.get("RLHF_STATE_DIR")
+    states = Path(given).absolute() if given else paths.home / "state"
+    return states / stage / hashing.json_sha256(identity)[:32]
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any] | None:

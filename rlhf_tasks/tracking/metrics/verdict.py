@@ -1,0 +1,53 @@
+"""Metrics of stage verdict: every criterion of the gate as a measured value, a bound and a margin."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rlhf_tasks.tracking.metrics.kinds import Metric
+
+_criterion = partial(Metric, stage="verdict")
+METRICS = (
+    _criterion(
+        name="gate/passed", headline=True, formula="1 if every criterion is met, else 0",
+        reading="1: the policy may be promoted.",
+    ),
+    _criterion(
+        name="over_sft/JUDGE/PART", unit="share",
+        formula="lower end of the win rate over the SFT policy > `promotion.over_sft`",
+    ),
+    _criterion(
+        name="over_champion/JUDGE/PART", unit="share", shipped=False,
+        when="`rlhf promote`, if there is a champion",
+        formula="lower end of the win rate over the champion > `promotion.over_champion`",
+    ),
+    _criterion(
+        name="kl/PART", unit="nats per response", when="`promotion.max_kl`",
+        formula="`selected_kl` of stage ppo ≤ `promotion.max_kl`",
+    ),
+    _criterion(
+        name="perplexity/TEXT/PART", when="`promotion.max_perplexity_growth`",
+        formula="perplexity of the policy / perplexity of the SFT policy ≤ `promotion.max_perplexity_growth`",
+    ),
+    _criterion(
+        name="choice_drop/PART", unit="share", when="`promotion.max_choice_drop`",
+        formula="`choice/sft` − `choice/policy` ≤ `promotion.max_choice_drop`",
+    ),
+    _criterion(
+        name="failure_share/PART", unit="share", when="`promotion.max_failure_share`",
+        formula="largest share of failed comparisons of the gate's judges ≤ `promotion.max_failure_share`",
+    ),
+    _criterion(
+        name="examples/PART", unit="prompts",
+        formula="smallest number of judged prompts of the gate's judges ≥ `promotion.min_examples`",
+    ),
+    _criterion(
+        name="optimised_judges/PART", unit="judges",
+        formula="judges of the gate that are the reward that PPO optimised ≤ 0",
+    ),
+    _criterion(
+        name="withheld/PART", shipped=False,
+        when="`rlhf promote` refuses for a reason besides the measured values",
+        formula="1 ≤ 0: always missed",
+    ),
+)  # fmt: skip

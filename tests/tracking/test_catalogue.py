@@ -1,0 +1,134 @@
+"""The catalogue covers every logged metric once, and its figures are complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.config import STAGES, Stage
+from rlhf_tasks.config.judge import TAKEN
+from rlhf_tasks.tracking import catalogue, curves
+from rlhf_tasks.tracking.catalogue import METRICS, PLACEHOLDERS, Metric
+
+ROOT = Path(__file__).parents[2]
+
+
+def results(stage: Stage) -> list[str]:
+    """The names in the committed metrics/STAGE.json."""
+    path = ROOT / "metrics" / f"{stage}.json"
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+
+
+def columns(stage: Stage) -> list[str]:
+    """The curves in the committed plots/STAGE.csv, without the axis."""
+    path = ROOT / "plots" / f"{stage}.csv"
+    names = path.read_text(encoding="utf-8").partition("\n")[0].split(",") if path.exists() else []
+    return [name for name in names if name != curves.axis(stage)]
+
+
+def entries(stage: Stage, name: str) -> list[Metric]:
+    """All entries that match a name; one without placeholders comes before a pattern."""
+    own = [metric for metric in METRICS if metric.stage == stage and metric.matches(name)]
+    exact = [metric for metric in own if not metric.placeholders]
+    return exact or own
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_result_and_curve_has_exactly_one_entry(stage: Stage) -> None:
+    counts = {name: len(entries(stage, name)) for name in [*results(stage), *columns(stage)]}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
+@pytest.mark.parametrize("stage", curves.CURVES)
+def test_every_column_of_plots_is_marked_as_a_curve(stage: Stage) -> None:
+    marked = {name: catalogue.find(stage, name) for name in columns(stage)}
+    assert [name for name, metric in marked.items() if metric is None or not metric.curve] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("selected_kl", "selected_kl"),
+        ("selected_kl_standard_error", "selected_kl_standard_error"),
+        ("eval/kl", "eval/kl"),
+        ("objective/scores/reward_model", "objective/scores/SCORER"),
+        ("loss/ptx_avg", "loss/ptx_avg"),
+        ("warmup/value_loss", "warmup/value_loss"),
+    ],
+)
+def test_metrics_that_the_default_run_lacks_have_an_entry_too(name: str, entry: str) -> None:
+    metric = catalogue.find("ppo", name)
+    assert metric is not None
+    assert metric.name == entry
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("gpt/policy_vs_sft/position_bias", "JUDGE/A_vs_B/position_bias"),
+        ("gpt/policy_vs_sft/cost/tokens", "JUDGE/A_vs_B/cost/tokens"),
+        ("gpt/policy_vs_sft/decisive/low", "JUDGE/A_vs_B/decisive"),
+        ("human/gold/kappa/high", "human/JUDGE/kappa"),
+        ("reward_gap/win_rate_by_reward", "reward_gap/win_rate_by_reward"),
+        ("reward_gap/gold", "reward_gap/JUDGE"),
+        ("perplexity/general/base", "perplexity/TEXT/MODEL"),
+        ("length/policy_over_sft", "length/policy_over_sft"),
+        ("kappa/gold_and_reward_model", "kappa/JUDGE_and_OTHER"),
+        ("gold/is_optimised_reward", "JUDGE/is_optimised_reward"),
+    ],
+)
+def test_names_of_the_judge_stage_map_to_their_entry(name: str, entry: str) -> None:
+    metric = catalogue.find("judge", name)
+    assert metric is not None
+    assert metric.name == entry
+
+
+def test_an_unknown_name_has_no_entry() -> None:
+    assert catalogue.find("ppo", "objective/luck") is None
+    assert catalogue.find("sft", "heldout/train/loss") is None
+    assert catalogue.find("reward", "heldout/train/loss") is not None
+
+
+def test_names_are_unique_within_a_stage() -> None:
+    names = [(metric.stage, metric.name) for metric in METRICS]
+    assert len(names) == len(set(names))
+
+
+def test_every_placeholder_is_explained_and_used() -> None:
+    assert {word for metric in METRICS for word in metric.placeholders} == set(PLACEHOLDERS)
+
+
+def test_judges_cannot_be_named_like_other_judge_metrics() -> None:
+    own = [metric.name.partition("/")[0] for metric in METRICS if metric.stage == "judge"]
+    firsts = {first for first in own if not first.startswith("JUDGE")}
+    assert {first for first in firsts if not first.startswith("rouge")} == set(TAKEN)
+
+
+def test_every_figure_shows_metrics_of_one_unit() -> None:
+    for stage in STAGES:
+        for panel in catalogue.panels(stage):
+            assert len({metric.unit for metric in panel.metrics}) == 1, panel.title
+            assert all(metric.curve for metric in panel.metrics), panel.title
+
+
+def test_every_metric_with_a_panel_is_in_a_figure() -> None:
+    shown = {metric.name for stage in STAGES for panel in catalogue.panels(stage) for metric in panel.metrics}
+    assert {metric.name for metric in METRICS if metric.panel} == shown
+
+
+def test_ppo_shows_kl_reward_and_clip_fraction_first() -> None:
+    titles = [panel.title for panel in catalogue.panels("ppo")]
+    assert titles[:3] == ["KL from the reference", "Reward", "Clip fraction"]
+
+
+def test_a_panel_selects_logged_names_in_its_order() -> None:
+    reward = catalogue.panels("reward")[0]
+    names = ["lr", "heldout/train/loss", "eval/loss", "train/loss"]
+    assert reward.select(names) == ["train/loss", "heldout/train/loss", "eval/loss"]
+
+
+def test_headlines_leave_out_the_ends_of_intervals() -> None:
+    names = ["accuracy", "accuracy/low", "heldout/accuracy", "margin"]
+    assert catalogue.select_headlines("reward", names) == ["accuracy", "heldout/accuracy"]
