@@ -146,7 +146,7 @@ COMMANDS = list(commands())
 
 
 def check_rlhf(words: list[str], params: Path) -> None:
-    options = cli._parser().parse_args(words)
+    options = cli.parser().parse_args(words)
     if words[0] == "preset" and (options.names or options.set):
         presets.apply(options.names, params, options.set)
 
@@ -260,4 +260,4 @@ def helps(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def test_the_commands_help_uses_plain_words() -> None:
-    assert [word for text in helps(cli._parser()) for word in BANNED.findall(SPAN.sub("", text))] == []
+    assert [word for text in helps(cli.parser()) for word in BANNED.findall(SPAN.sub("", text))] == []
