@@ -19,6 +19,7 @@ extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4
 nitpicky = True
+highlight_language = "text"
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
 PAGE_LINK = re.compile(r"\]\(([\w/-]+)\.md\)")

@@ -18,7 +18,8 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks import config, presets
 from rlhf_tasks.cli import main as cli
-from rlhf_tasks.config import Config
+from rlhf_tasks.config import STAGES, Config
+from rlhf_tasks.tracking import catalogue
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -203,6 +204,15 @@ def test_parameters_that_a_page_names_exist(page: Path) -> None:
             names = {name for key, field in fields.items() for name in (key, field.alias)}
             unknown += [] if match[2] in names else [match[0]]
     assert unknown == []
+
+
+def test_metrics_that_pages_name_are_in_the_catalogue() -> None:
+    names = {metric.name for metric in catalogue.METRICS}
+    groups = {name.split("/")[0] for name in names if "/" in name}
+    spans = {span for page in WRITTEN for span in SPAN.findall(FENCE.sub("", text_of(page)))}
+    used = {span for span in spans if re.fullmatch(r"\w+(/\w+)+", span) and span.split("/")[0] in groups}
+    unknown = {span for span in used if not any(catalogue.find(stage, span) for stage in STAGES)}
+    assert unknown - names == set()
 
 
 def test_parts_of_params_yaml_that_a_page_shows_have_known_keys() -> None:
