@@ -268,19 +268,22 @@ def _metric(metric: Metric) -> str:
 
 
 def commands() -> Lines:
-    parser = cli.parser()
-    known = _subcommands(parser)
+    known = dict(_subcommands(cli.parser()))
     yield "# Commands"
     yield ""
-    yield "`rlhf COMMAND --help` prints the same text. Exit statuses are in [Files](files.md)."
+    yield (
+        "`rlhf COMMAND --help` prints the same text. The page [Files](files.md) lists the exit statuses. "
+        "Square brackets mark what may be left out, and `…` what may be repeated."
+    )
     for title, names in cli.GROUPS.items():
         yield ""
         yield f"## {title.partition(' (')[0]}"
         for name in names:
-            yield ""
-            yield f"### `rlhf {name}`"
-            yield ""
-            yield from _command(known[name])
+            if name in known:  # a command of two groups is described in the first one
+                yield ""
+                yield f"### `rlhf {name}`"
+                yield ""
+                yield from _command(known.pop(name))
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -289,16 +292,16 @@ def _subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argum
 
 def _command(parser: argparse.ArgumentParser) -> Lines:
     actions = [action for action in parser._actions if action.dest != "help"]
-    yield " ".join((parser.description or "").split())
+    yield _sentence(" ".join((parser.description or "").split()))
     yield ""
-    yield "```console"
+    yield "```text"
     yield " ".join([parser.prog, *(_use(action) for action in actions)])
     yield "```"
     if actions:
         yield ""
     for action in actions:
         text = (action.help or "") % {**vars(action), "prog": parser.prog}
-        yield f"- `{_use(action).strip('[]')}`: {' '.join(text.split())}"
+        yield f"- `{_use(action).strip('[]')}`: {_sentence(' '.join(text.split()))}"
     if parser.epilog:
         yield ""
         yield " ".join(parser.epilog.split())

@@ -5,7 +5,7 @@ Every problem of a file is reported in one `ConfigError`, before anything is loa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -85,18 +85,28 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        problems = []
+        problems = [*self._conflicts(), *self._reward_model_conflicts(), *self._size_conflicts()]
+        if self.promotion is not None:
+            problems += conflicts(self.promotion, self.judge, self.ppo)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
         guards = self.ppo.guards
         if guards is not None and guards.action == "roll_back" and self.launch.deepspeed is not None:
-            problems.append(
+            yield (
                 "ppo.guards.action: roll_back keeps a checkpoint in memory, which DeepSpeed does not "
                 "support; with launch.deepspeed set ppo.guards.action to stop"
             )
         if any(judge.kind == "gold" for judge in self.judge.judges) and self.data.source != "synthetic":
-            problems.append(
+            yield (
                 "judge.judges: gold only judges the synthetic task, and data.source is "
                 f"{self.data.source!r}; remove it, or set data.source to synthetic"
             )
+
+    def _reward_model_conflicts(self) -> Iterator[str]:
+        """A reward model is trained if and only if something uses it."""
         users = [
             key
             for key, uses_reward_model in {
@@ -107,18 +117,16 @@ class Config(Section):
             if uses_reward_model
         ]
         if users and not self.reward.train:
-            problems.append(
-                f"reward.train is false, but a reward model is needed by {', '.join(users)}; set it to true"
-            )
+            yield f"reward.train is false, but a reward model is needed by {', '.join(users)}; set it to true"
         if not users and self.reward.train:
-            problems.append("reward.train is true, but no scorer, critic or judge uses one; set it to false")
+            yield "reward.train is true, but no scorer, critic or judge uses one; set it to false"
+
+    def _size_conflicts(self) -> Iterator[str]:
         if self.ppo.response_length > self.data.max_completion_tokens:
-            problems.append(
+            yield (
                 f"ppo.response_length={self.ppo.response_length} exceeds data.max_completion_tokens="
                 f"{self.data.max_completion_tokens}, the longest completion in the training data"
             )
-        if self.promotion is not None:
-            problems += conflicts(self.promotion, self.judge, self.ppo)
         world = self.launch.num_processes
         for key, size in {
             "base.batch_size": self.base.batch_size,
@@ -128,10 +136,7 @@ class Config(Section):
             // self.ppo.num_mini_batches,
         }.items():
             if size % world:
-                problems.append(f"{key}={size} is not divisible by launch.num_processes={world}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+                yield f"{key}={size} is not divisible by launch.num_processes={world}"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks.config.ppo import Guards
+from rlhf_tasks.config.ppo_options import Guards
 from rlhf_tasks.errors import UserError
 
 LONGER, MORE_REPETITION = 1.2, 0.1

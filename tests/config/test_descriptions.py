@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -10,12 +9,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from rlhf_tasks.config import Config, Section
-
-BANNED = re.compile(
-    r"\b(told|tells?|says?|said|asks?|asked|goes|gone|mend|knob|looks?|looked|watch|liked|crown|"
-    r"care|settled?|lies|stands?|lesson|teacher|referee|trouble|courier|untold|by hand)\b",
-    re.IGNORECASE,
-)
+from tests.plain_english import BANNED
 
 
 def sections(annotation: Any) -> Iterator[type[Section]]:

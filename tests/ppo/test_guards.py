@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config.ppo import Guards
+from rlhf_tasks.config.ppo_options import Guards
 from rlhf_tasks.ppo.guards import Watchdog
 from tests import small
 

@@ -22,8 +22,8 @@ METRICS = (
     ),
     _curve(
         name="eval/kl", unit="nats per response", panel="KL from the reference",
-        formula="mean over the selection prompts of Σₜ (log π − log π_ref), for the weights after the update",
-        reading="Measured when a checkpoint is kept. The gate uses it as `selected_kl`.",
+        formula="mean over the selection prompts of Σₜ (log π − log π_ref), for the evaluated weights",
+        reading="`selected_kl` is its value for the weights that are kept.",
     ),
     _curve(
         name="objective/rlhf_reward", unit="score", panel="Reward", headline=True,
@@ -48,7 +48,7 @@ METRICS = (
     _curve(
         name="loss/policy_avg", panel="Policy loss",
         formula="mean over tokens of max(−A·ratio, −A·clip(ratio, 1 − cliprange, 1 + cliprange))",
-        reading="Near 0, because advantages are whitened. Its trend says little.",
+        reading="Near 0, because advantages are whitened. Its trend has little meaning.",
     ),
     _curve(
         name="loss/value_avg", panel="Value loss",
@@ -264,7 +264,7 @@ _panel = partial(Panel, stage="ppo")
 PANELS = (
     _panel(
         title="KL from the reference", band=(0.0, 10.0),
-        note="Nats per response, from the SFT policy unless ppo.reference_sync is set. Above the band the "
+        note="Nats per response, from the SFT policy unless `ppo.reference_sync` is set. Above the band the "
         "reward model scores responses that are unlike its training data.",
     ),
     _panel(
@@ -299,7 +299,7 @@ PANELS = (
     ),
     _panel(
         title="Win rate on the selection prompts", guide=0.5,
-        note="Over the references, by the judge of ppo.select_by.",
+        note="Over the references, by the judge of `ppo.select_by`.",
     ),
     _panel(
         title="Explained variance of the critic", note="It should approach 1. Below 0 the critic does harm."
