@@ -78,33 +78,19 @@ def apply(
             _check_owner(client, place, root)
         _limit(client, gpu_slots)
         _automation(client)
-        nightly = Cron("0 2 * * *", slug="nightly", active=False)
-        hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
-        _deploy(
-            client,
-            place,
-            pipeline,
-            "pipeline",
-            "Run the pipeline, with changes of parameters if you give them.",
-            [],
-        )
-        _deploy(
-            client,
-            place,
-            pipeline,
-            "nightly",
-            "An example of a schedule: every night, with the newest data.",
-            [nightly],
-        )
-        _deploy(
-            client,
-            place,
-            data_watch,
-            "on-data-change",
-            "Check every hour whether the data changed.",
-            [hourly],
-        )
-        _deploy(client, place, sweep, "sweep", "Compare settings over seeds.", [])
+        _deploy_all(client, place)
+
+
+def _deploy_all(client: SyncPrefectClient, place: Place) -> None:
+    nightly = Cron("0 2 * * *", slug="nightly", active=False)
+    hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
+    for flow, name, description, schedules in (
+        (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
+        (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
+        (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
+        (sweep, "sweep", "Compare settings over seeds.", []),
+    ):
+        _deploy(client, place, flow, name, description, schedules)
 
 
 def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:

@@ -26,7 +26,7 @@ from prefect.variables import Variable
 from pydantic import Field
 
 from flows import request, results, settings, sweep_runs, watch
-from flows.sweep_runs import Cell, Data, Lost, SweepFailed
+from flows.sweep_runs import Cell, Data, Lost, Runs, SweepFailed
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -124,7 +124,7 @@ def _run(
     try:
         with tracking.open_run(run, values.tracking, {"rlhf.sweep": shown.name}) as tracked:
             todo = [cell for cell in cells if cell not in done]
-            lost = sweep_runs.run_cells(todo, deployment, preset, commit, parallel, data)
+            lost = sweep_runs.run_cells(todo, Runs(deployment, preset, commit), parallel, data)
             rows = compare(_completed(root, cells, lost), lost, shown, tracked)
             if lost:
                 raise SweepIncomplete(

@@ -63,11 +63,11 @@ class Data:
             self._first[key] = values, watch.fingerprint(self._root, values)
         return self._first[key][1]
 
-    def check(self, ended: Sequence[Cell] = ()) -> None:
-        """Raises SweepFailed if any data differs now; `ended`: runs that may have seen either version."""
+    def check(self, completed: Sequence[Cell] = ()) -> None:
+        """Raises SweepFailed if any data differs now; `completed`: runs that may have seen either version."""
         for values, first in self._first.values():
             if watch.fingerprint(self._root, values) != first:
-                names = " ".join(cell.experiment for cell in ended)
+                names = " ".join(cell.experiment for cell in completed)
                 unsure = (
                     f". Remove runs that may have seen either data: `dvc exp remove {names}`" if names else ""
                 )
@@ -116,8 +116,34 @@ def _digest(values: Config, commit: str, data: Data) -> str:
     return hashing.json_sha256(tree)[:12]
 
 
+@dataclass
+class Runs:
+    """Runs of the pipeline's deployment, in Prefect."""
+
+    deployment: str
+    preset: str | None
+    commit: str
+
+    def start(self, cell: Cell) -> Any:
+        """Start the run of one cell; returns its id."""
+        parameters = {
+            "preset": self.preset, "seed": cell.seed, "overrides": dict(cell.overrides),
+            "name": cell.experiment, "revision": self.commit,
+        }  # fmt: skip
+        run: Any = run_deployment(self.deployment, parameters=parameters, timeout=0, as_subflow=True)
+        return run.id
+
+    def state(self, identity: Any) -> State[Any] | None:
+        with get_client(sync_client=True) as client:
+            return client.read_flow_run(identity).state
+
+    def cancel(self, identity: Any) -> None:
+        with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+            client.set_flow_run_state(identity, Cancelling())
+
+
 def run_cells(
-    cells: Sequence[Cell], deployment: str, preset: str | None, commit: str, parallel: int, data: Data
+    cells: Sequence[Cell], runs: Runs, parallel: int, data: Data, poll_seconds: float = POLL_SECONDS
 ) -> list[Lost]:
     """Run the cells, `parallel` at once, and return those that failed.
 
@@ -127,41 +153,29 @@ def run_cells(
         SweepFailed: if the data changed.
     """
     waiting, running, lost = list(cells), dict[Any, Cell](), list[Lost]()
-    with get_client(sync_client=True) as client:
-        try:
-            while waiting or running:
-                while waiting and len(running) < parallel:
-                    data.check()
-                    cell = waiting.pop(0)
-                    running[_start(cell, deployment, preset, commit)] = cell
-                time.sleep(POLL_SECONDS)
-                ended = list[Cell]()
-                for identity in list(running):
-                    state = client.read_flow_run(identity).state
-                    if state is not None and state.is_final():
-                        cell = running.pop(identity)
-                        if state.is_completed():
-                            ended.append(cell)
-                        else:
-                            lost.append(Lost(cell, _why(state)))
-                if ended:
-                    data.check(ended)
-        except BaseException:
-            for identity in running:
-                with suppress(ObjectNotFound):
-                    client.set_flow_run_state(identity, Cancelling())
-            raise
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                data.check()
+                cell = waiting.pop(0)
+                running[runs.start(cell)] = cell
+            time.sleep(poll_seconds)
+            completed = list[Cell]()
+            for identity in list(running):
+                state = runs.state(identity)
+                if state is not None and state.is_final():
+                    cell = running.pop(identity)
+                    if state.is_completed():
+                        completed.append(cell)
+                    else:
+                        lost.append(Lost(cell, _why(state)))
+            if completed:
+                data.check(completed)
+    except BaseException:
+        for identity in running:
+            runs.cancel(identity)
+        raise
     return lost
-
-
-def _start(cell: Cell, deployment: str, preset: str | None, commit: str) -> Any:
-    """Start the run of one cell; returns its id."""
-    parameters = {
-        "preset": preset, "seed": cell.seed, "overrides": dict(cell.overrides),
-        "name": cell.experiment, "revision": commit,
-    }  # fmt: skip
-    started: Any = run_deployment(deployment, parameters=parameters, timeout=0, as_subflow=True)
-    return started.id
 
 
 def _why(state: State[Any]) -> str:

@@ -9,6 +9,7 @@ same request: runs with another preset, seed or overrides train other models.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,12 @@ def parameters_of(deployment: str) -> dict[str, Any]:
             ) from None
 
 
-def start_run(deployment: str, parameters: dict[str, Any], change: str) -> State[Any]:
+def start_run(
+    deployment: str,
+    parameters: dict[str, Any],
+    change: str,
+    run_deployment: Callable[..., Any] = run_deployment,
+) -> State[Any]:
     """One run per change, however often the data is checked; another one only after a failed one.
 
     A run that was cancelled is not repeated; each check reports it as failed.

@@ -30,6 +30,10 @@ stages:
     deps: [models/lineage/sft.json]
     outs: [reports, models/lineage/report.json]
 """
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture
@@ -63,3 +67,22 @@ def models_here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level tokenizer that has a chat template."""
+    from rlhf_tasks import config
+    from rlhf_tasks.data import tokenizer
+
+    folder = tmp_path_factory.mktemp("chat-model")
+    words = tokenizer.train(
+        config.Scratch(
+            family="llama", hidden_size=8, num_layers=1, num_heads=2, vocab_size=300, tokenizer="bpe"
+        ),
+        ["some words to train a tokenizer on", "<user>hello<assistant>"],
+        max_length=512,
+    )
+    words.chat_template = CHAT
+    words.save_pretrained(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""dvc.yaml, config, code and presets agree with each other.
+"""dvc.yaml, params.yaml, config, code and presets agree with each other.
 
 `python -m tests.test_contracts` prints the code that each stage of dvc.yaml must have among its deps;
 with `--write` it puts that list into dvc.yaml.
@@ -7,26 +7,34 @@ with `--write` it puts that list into dvc.yaml.
 from __future__ import annotations
 
 import ast
-import functools
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config, presets
-from rlhf_tasks.config import STAGES, VIEWS, Config, Section
+from rlhf_tasks.config import STAGES, VIEWS, Config, Section, Stage
+from rlhf_tasks.config.stage_views import RUNTIME_SECTIONS
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import curves
+from tests.imports import (
+    CONFIG,
+    ROOT,
+    all_modules,
+    config_values,
+    file_of,
+    imports,
+    modules_of_types,
+    tree_of,
+)
 
-ROOT = Path(__file__).parents[1]
-# What decides only where and with what words a stage runs. Their change leaves every out as it is.
-AROUND = (
+# No result depends on these: they decide where and how a stage runs, and what it prints and records.
+# `code_of` adds the parts of config that a stage depends on.
+NO_RESULT = (
     "config",
     "cli",
     "stages.runner",
@@ -36,107 +44,58 @@ AROUND = (
     "training.resume",
     "project.lineage",
     "project.dvc_files",
-    "project.hashing",
     "project.git",
     "project.paths",
     "errors",
 )
-BESIDE = (".html", ".css", ".js", ".txt")  # what a package reads of its own folder
-
-# All others: 1. Promotion judges by the code of stage judge.
-LAYERS: Mapping[str, int] = {"errors": -1, "config": 0, "promotion": 3, "stages": 4, "cli": 5}
-TORCH_FREE = (
-    "config",
-    "console",
-    "tracking",
-    "presets",
-    "project.atomic",
-    "project.lineage",
-    "project.processes",
-    "project.provenance",
-    "project.git",
-    "project.dvc_cli",
-    "project.dvc_files",
-    "project.experiments",
-    "project.hashing",
-    "project.paths",
-    "errors",
-    "project.workspaces",
-    "modeling.contracts",
-    "training.launch",
-    "promotion.command",
-    "promotion.registry",
-    "evaluation.judges",
-    "evaluation.labelling",
-    "evaluation.results",
-    "report.comparison",
-    "report.comparison_page",
-    "cli.main",
-    "stages.prepare",
-    "stages.runner",
-    "stages.verdict",
-)
+BESIDE = (".html", ".css", ".js", ".txt")  # files that a package reads from its own folder
 
 
-# ------------------------------------------------------------------------------- reading imports
+# -------------------------------------------------------------------------------- code of a stage
 
 
-def file_of(module: str) -> Path | None:
-    """The file of one of our modules; None for names that are none."""
-    path = ROOT.joinpath(*module.split("."))
-    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+def code_of(stage: Stage) -> list[str]:
+    """The files whose change must run a stage again, as dvc.yaml is to list them.
 
-
-@functools.cache
-def imports(module: str) -> frozenset[str]:
-    """Our modules that a module imports, lazily or not; not those for type checkers only."""
-    file = file_of(module)
-    assert file is not None, module
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    found: set[str] = set()
-    for node in _executed(tree):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] + "." if node.level else ""
-            source = (base + (node.module or "")).rstrip(".")
-            found |= {source} | {f"{source}.{name.name}" for name in node.names}
-    return frozenset(name for name in found if name.startswith(("rlhf_tasks", "flows")) and file_of(name))
-
-
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING:`."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        yield node
-        yield from _executed(node)
-
-
-def code_of(stage: str) -> list[str]:
-    """The files whose change must run a stage again, as dvc.yaml is to list them."""
-    todo, seen = [runner.MODULES[stage]], set[str]()  # type: ignore[index]
-    while todo:
-        module = todo.pop()
-        if module in seen or is_around(module):
-            continue
-        seen.add(module)
-        todo += imports(module)
-    files = {file for module in seen if (file := file_of(module)) and _says_something(file)}
+    They are the modules that the stage imports, directly or not, and the parts of `config` that decide its
+    values. Not all of `config`: `params` imports every section, and a judge's rule would retrain the policy.
+    A stage depends on the modules that define the sections in its view, whose validators can change its
+    values, on those which these import, and on those whose functions or constants its own code uses. The
+    view's choice of keys needs no dep: it is compared with the stage's `params` in dvc.yaml.
+    """
+    modules = _imported([runner.MODULES[stage]], is_left_out)
+    sections = {
+        name: annotation
+        for name, annotation in get_type_hints(VIEWS[stage]).items()
+        if name not in (*RUNTIME_SECTIONS, "declared", "stage")
+    }
+    own = modules_of_types(sections) | {name for module in modules for name in config_values(module)}
+    modules |= _imported(own, lambda module: not module.startswith(f"{CONFIG}."))
+    files = {file for module in modules if (file := file_of(module)) and _has_code(module)}
     folders = {file.parent for file in files} - {ROOT / "rlhf_tasks"}
     files |= {file for folder in folders for file in folder.iterdir() if file.suffix in BESIDE}
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
 
-def is_around(module: str) -> bool:
+def _imported(start: Iterable[str], leaves_out: Callable[[str], bool]) -> set[str]:
+    """Some modules and all that they import, directly or not."""
+    todo, seen = list(start), set[str]()
+    while todo:
+        module = todo.pop()
+        if module not in seen and not leaves_out(module):
+            seen.add(module)
+            todo += imports(module)
+    return seen
+
+
+def is_left_out(module: str) -> bool:
     name = module.removeprefix("rlhf_tasks.")
-    return any(name == around or name.startswith(f"{around}.") for around in AROUND)
+    return any(name == part or name.startswith(f"{part}.") for part in NO_RESULT)
 
 
-def _says_something(file: Path) -> bool:
-    """False for an __init__.py of nothing but a docstring."""
-    body = ast.parse(file.read_text(encoding="utf-8")).body
+def _has_code(module: str) -> bool:
+    """False for a package file of nothing but a docstring."""
+    body = tree_of(module).body
     return any(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in body)
 
 
@@ -144,14 +103,6 @@ def dvc_stage(stage: str) -> Mapping[str, Any]:
     tree = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
     node: Mapping[str, Any] = tree["stages"][stage]
     return node
-
-
-def our_modules() -> list[str]:
-    return [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for folder in ("rlhf_tasks", "flows")
-        for file in sorted((ROOT / folder).rglob("*.py"))
-    ]
 
 
 # -------------------------------------------------------------------------------------- dvc.yaml
@@ -168,7 +119,7 @@ def test_a_stage_is_only_its_command(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_code_a_stage_imports_is_among_its_deps(stage: str) -> None:
+def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
     deps = dvc_files.graph(ROOT)[stage].deps
     declared = [dep for dep in deps if dvc_files.is_code(dep) and dep.startswith("rlhf_tasks/")]
     assert sorted(declared) == code_of(stage), "see python -m tests.test_contracts"
@@ -204,39 +155,12 @@ def test_metrics_and_plots_are_kept_by_git_and_all_else_by_dvc() -> None:
 
 
 def test_only_the_report_depends_on_lineage() -> None:
-    """Run keys and commits stand there: a stage that read them would run again for nothing."""
+    """Lineage holds run keys and commits: a stage that read them would run again for nothing."""
     readers = {s for s, node in dvc_files.graph(ROOT).items() if any("lineage" in dep for dep in node.inputs)}
     assert readers == {"report"}
 
 
-# --------------------------------------------------------------------------------------- imports
-
-
-def layer(module: str) -> int:
-    return LAYERS.get(module.split(".")[1], 1)
-
-
-@pytest.mark.parametrize("module", [m for m in our_modules() if m.startswith("rlhf_tasks.")])
-def test_imports_go_one_way(module: str) -> None:
-    """Stages do not import each other: they meet through files."""
-    for name in imports(module) - {"rlhf_tasks"}:
-        same_package = name.split(".")[1] == module.split(".")[1]
-        lower = layer(name) < layer(module) or (layer(name) == layer(module) == 1)
-        assert same_package or lower, f"{module} imports {name}"
-        assert not name.startswith("flows")
-
-
-@pytest.mark.parametrize(
-    "module",
-    [f"rlhf_tasks.{name}" for name in TORCH_FREE] + [m for m in our_modules() if m.startswith("flows.")],
-)
-def test_torch_free_modules_load_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-# ------------------------------------------------------------------------------ values and knobs
+# ------------------------------------------------------------------------------------ parameters
 
 
 def fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -254,15 +178,24 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def test_no_knob_is_dead() -> None:
-    """Every field is read by name somewhere outside config.py."""
-    read: set[str] = set()
-    for module in our_modules():
-        file = file_of(module)
-        if module != "rlhf_tasks.config" and file is not None:
-            nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+def test_every_field_is_read() -> None:
+    """A field counts as read where code outside `config` names it, or uses a function of `config` that does.
+
+    What a validator reads does not count: a field that is only checked changes nothing.
+    """
+    outside = [tree_of(module) for module in all_modules() if not module.startswith(CONFIG)]
+    read = {name for tree in outside for name in _names(tree)}
+    inside = [tree_of(module) for module in all_modules() if module.startswith(CONFIG)]
+    functions = [node for tree in inside for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    read |= {name for function in functions if function.name in read for name in _names(function)}
     assert sorted(key for key, name in fields(Config) if name not in read) == []
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """The attributes that some code reads, and the names that it imports."""
+    nodes = list(ast.walk(tree))
+    imported = {name.name for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names}
+    return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def test_params_yaml_holds_every_value() -> None:
@@ -298,9 +231,6 @@ def main(arguments: list[str]) -> None:
     yaml.indent(mapping=2, sequence=4, offset=2)
     tree = yaml.load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
     for name, stage in tree["stages"].items():
-        if file_of(runner.MODULES[name]) is None:
-            print(f"{name}: {runner.MODULES[name]} does not exist yet")
-            continue
         data = [dep for dep in stage["deps"] if not dvc_files.is_code(dep)]
         stage["deps"][:] = [*data, *code_of(name)]
         print(f"{name}:", *code_of(name), sep="\n  - ")

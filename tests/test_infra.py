@@ -248,10 +248,17 @@ wait
 DVC = """\
 #!/bin/bash
 case "$*" in
-  *--dry*data*) echo "Stage 'data' didn't change, skipping" ;;
-  *--dry*sft*) echo "Stage 'sft' is cached - skipping run, checking out outputs" ;;
-  *--dry*) echo "Running stage" ;;
+  *status*data) echo '{}' ;;
+  *status*) echo '{"stage": []}' ;;
   *) echo "dvc ${MACHINE_RANK:--} ${@: -1}" >> "$CALLS" ;;
+esac
+"""
+PYTHON = """\
+#!/bin/bash
+case "$*" in
+  *restorable*sft) exit 0 ;;
+  *restorable*) exit 1 ;;
+  *) echo data sft ppo judge ;;
 esac
 """
 RLHF = '#!/bin/bash\necho "rlhf $MACHINE_RANK $1 $MASTER_ADDR" >> "$CALLS"\n'
@@ -261,7 +268,7 @@ def test_slurm_runs_each_stage_where_it_belongs(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     scripts = {"srun": SRUN, "dvc": DVC, "rlhf": RLHF, "scontrol": "#!/bin/bash\nprintf 'n1\\nn2\\n'\n"}
-    scripts["python"] = "#!/bin/bash\necho data sft ppo judge\n"
+    scripts["python"] = PYTHON
     for name, text in scripts.items():
         (tools / name).write_text(text, encoding="utf-8")
         (tools / name).chmod(0o755)
@@ -296,9 +303,9 @@ def test_slurms_warning_lets_the_stage_keep_its_state_and_queues_the_job_again(t
     real = shlex.quote(sys.executable)
     scripts = {
         "srun": SRUN,
-        "dvc": f'#!/bin/bash\n[[ "$*" == *--dry* ]] || exec {real} stage.py\n',
+        "dvc": f'#!/bin/bash\n[[ "$*" == *status* ]] || exec {real} stage.py\n',
         "scontrol": '#!/bin/bash\n[ "$1" = requeue ] && echo "$2" > requeued || echo n1\n',
-        "python": "#!/bin/bash\necho judge\n",
+        "python": '#!/bin/bash\n[[ "$*" != *restorable* ]] || exit 1\necho judge\n',
     }
     for name, text in scripts.items():
         (tools / name).write_text(text, encoding="utf-8")

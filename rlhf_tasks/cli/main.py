@@ -103,8 +103,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="rlhf",
         usage="rlhf COMMAND [OPTIONS]",
-        description="Align a language model by RLHF: SFT, reward model, PPO and judge. `dvc repro` runs all "
-        "stages; `rlhf COMMAND --help` explains a command.",
+        description="Align a language model by RLHF: SFT, reward model, PPO and judge.\n"
+        "`dvc repro` runs all stages. `rlhf COMMAND --help` explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(prog="rlhf", metavar="COMMAND", required=True, help=argparse.SUPPRESS)

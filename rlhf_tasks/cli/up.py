@@ -20,11 +20,13 @@ def add(commands: Commands) -> None:
         up.add_argument(
             f"--{name}-port",
             type=port,
+            metavar="PORT",
             help=f"port of the {name} server (default: its last one, at first {first}, or the next free one)",
         )
     up.add_argument(
         "--gpu-slots",
         type=positive_int,
+        metavar="N",
         help="size of the concurrency limit `gpu` (default: unchanged, at first 1)",
     )
 

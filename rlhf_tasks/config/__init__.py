@@ -6,7 +6,7 @@ defaults: each value is in one place. An optional feature is a section that is n
 
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch
 from rlhf_tasks.config.judge import Judging
-from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, flatten, lacking, load, parse, validate
+from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, lacking, load, parse, validate
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.promotion import Promotion
 from rlhf_tasks.config.service import Service, TaskPolicy
@@ -24,7 +24,7 @@ from rlhf_tasks.config.stage_views import (
     VerdictView,
 )
 from rlhf_tasks.config.training import Optimisation, Preferences, Reward, Sft
-from rlhf_tasks.config.types import STAGES, Section, Split, Stage, is_hub_id
+from rlhf_tasks.config.types import STAGES, Section, Split, Stage, flatten, is_hub_id
 
 __all__ = [
     "STAGES",

@@ -139,17 +139,6 @@ class Config(Section):
                 yield f"{key}={size} is not divisible by launch.num_processes={world}"
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level of dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def validate(tree: Mapping[str, Any], origin: str) -> Config:
     """Types, ranges and rules of a parsed parameter file.
 

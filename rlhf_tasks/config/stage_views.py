@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from rlhf_tasks.config.data import Data, Model
 from rlhf_tasks.config.judge import Judge, Judging
-from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, flatten
+from rlhf_tasks.config.params import Config, Launch, Resume, Tracking
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.promotion import Promotion
 from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
-from rlhf_tasks.config.types import Stage
+from rlhf_tasks.config.types import Stage, flatten
 
 RUNTIME_SECTIONS = ("launch", "resume", "tracking")
 """Sections that every stage may read: where and how it runs. They change no result."""

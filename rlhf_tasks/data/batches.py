@@ -78,8 +78,8 @@ def micro_batches(rows: Sequence[Size], max_tokens: int, count: int | None = Non
 
     Padded as `collate` pads: a group is as wide as its longest query and its longest response together.
 
-    `count` asks for that many groups (data-parallel ranks must agree on it), no fewer than without it:
-    large groups are halved, and empty ones follow where there are fewer rows than that.
+    With `count`, at least that many groups are made (data-parallel ranks must agree on the number): large
+    groups are halved, and empty groups follow where there are fewer rows.
     """
     groups: list[list[int]] = []
     width = (0, 0)
@@ -104,8 +104,8 @@ def micro_batches(rows: Sequence[Size], max_tokens: int, count: int | None = Non
 def epoch_batches(rows: Sequence[Size], batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
     """Row numbers of one shuffled epoch, `batch_size` at a time; the short last batch is kept.
 
-    Rows of like length are put together (shuffled pools of 8 batches are sorted inside), which saves
-    padding and leaves the order of batches random.
+    Rows of similar length share a batch (shuffled pools of 8 batches are sorted by length), which saves
+    padding. The order of batches stays random.
     """
     order: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     pool = 8 * batch_size
@@ -126,9 +126,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; a missing pad token is read as EOS (masks don't come from values).
 
     Raises:
-        UserError: if there is none, or it has no EOS token, without which no answer can end.
+        UserError: if the folder holds no tokenizer, or one without an EOS token, so that answers cannot end.
     """
-    if not any((folder / name).exists() for name in VOCABULARIES):  # transformers would make one up
+    if not any((folder / name).exists() for name in VOCABULARIES):  # transformers would create one
         raise UserError(f"{folder} holds no tokenizer; a checkpoint folder must hold its tokenizer too")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -150,7 +150,7 @@ def read_table(paths: Paths, role: str, split: Split) -> list[dict[str, Any]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of texts that are already all the model sees: no special token is added."""
+    """Token ids of texts; no special token is added, since the texts are complete."""
     if not texts:
         return []
     ids: list[Ids] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]

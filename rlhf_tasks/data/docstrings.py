@@ -1,13 +1,12 @@
-"""`data.source: docstrings`: function → one-line summary, mined from the code that is installed here.
+"""`data.source: docstrings`: functions and their one-line summaries, mined from the installed code.
 
-Files are parsed, never imported: the standard library's and those that installed distributions list.
-A prompt is a function without its docstring, cut by whole lines to a budget of characters; its
-completion is the docstring's first sentence. Splits are by package (top-level module), so that test
-code comes from packages that training never saw. What is mined depends on the environment and the
-seed only.
+Files are parsed, never imported: those of the standard library and of the installed distributions. A
+prompt is a function without its docstring, cut by whole lines to a budget of characters. Its completion
+is the first sentence of the docstring. Splits are by package (top-level module), so that test code comes
+from packages that training has not seen. The rows depend only on the environment and the seed.
 
-The budget is in characters because the tokenizer is trained on what is mined; prepare then leaves
-out the few pairs that are too long in tokens. They are no fault of the user's data.
+The budget is in characters because the tokenizer is trained on the mined texts. `prepare` then leaves out
+the few pairs that are too long in tokens; they are no problem of the user's data.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rlhf_tasks.data.rows import HELD_OUT, Corpus, Row, prompt_key
 from rlhf_tasks.data.splits import hash_rank
 from rlhf_tasks.errors import UserError
 
-CHARS_PER_TOKEN = 2.8  # of code, under a BPE of 4,096 tokens: 3.2 measured; less drops fewer pairs
+CHARS_PER_TOKEN = 2.8  # of code, under a BPE of 4,096 tokens: 3.2 measured; a lower value drops fewer pairs
 CHARS_PER_PROMPT_MIN = 60
 WORDS_MIN, WORDS_MAX = 3, 20
 MAX_PAIRS_PER_PACKAGE = 1000
@@ -74,9 +73,9 @@ class Pair:
 def load(seed: int, *, max_prompt_tokens: int, max_pairs: int, sizes: Mapping[Split, int]) -> Corpus:
     """Demonstrations; comparisons against another function's summary of the same file; prompts.
 
-    To train on, DEMONSTRATED of the functions are demonstrations, and the others are compared and asked
-    for: a reward model that starts as an SFT policy would know by heart whatever that was shown, and take
-    what it knows for what is good. The held-out functions serve every role.
+    In the train split, the share DEMONSTRATED of the functions are demonstrations; the others are comparisons
+    and prompts. A reward model starts as the SFT policy, which has memorised its demonstrations, and would
+    take a memorised text for a good one. The held-out functions serve every role.
 
     Raises:
         UserError: if fewer packages are installed than the splits need.
@@ -102,7 +101,7 @@ def load(seed: int, *, max_prompt_tokens: int, max_pairs: int, sizes: Mapping[Sp
     }
 
 
-# --------------------------------------------------------------------------------- what there is
+# -------------------------------------------------------------------------------- installed files
 
 
 def installed_packages(seed: int) -> list[Package]:
@@ -125,24 +124,24 @@ def _library_files() -> Iterator[tuple[str, tuple[str, Path]]]:
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root).as_posix()
         top = relative.split("/", 1)[0].removesuffix(".py")
-        if top in sys.stdlib_module_names and _is_wanted(relative):
+        if top in sys.stdlib_module_names and _is_mined(relative):
             yield relative, (relative, file)
 
 
 def _distribution_files() -> Iterator[tuple[str, tuple[str, Path]]]:
-    """Files as the distributions' RECORDs list them; of two owners the first by name is told."""
+    """Files in the RECORD of each distribution; a file of two distributions belongs to the first by name."""
     named = [
         (d.name.lower(), f"{d.name}=={d.version}", d) for d in importlib.metadata.distributions() if d.name
     ]
     for _, title, distribution in sorted(named, key=lambda item: item[:2]):
         for line in (distribution.read_text("RECORD") or "").splitlines():
             relative = line.split(",", 1)[0]
-            if relative.endswith(".py") and _is_wanted(relative):
+            if relative.endswith(".py") and _is_mined(relative):
                 file = Path(str(distribution.locate_file(relative)))
                 yield relative, (f"{title} {relative}", file)
 
 
-def _is_wanted(relative: str) -> bool:
+def _is_mined(relative: str) -> bool:
     *folders, name = relative.split("/")
     if '"' in relative or ".." in folders or _SKIPPED_FOLDERS.intersection(folders):
         return False
@@ -154,15 +153,15 @@ def _is_wanted(relative: str) -> bool:
 
 
 def mine(packages: Iterable[Package], max_chars: int, enough: Callable[[Counter[str]], bool]) -> list[Pair]:
-    """Clean pairs, package by package until `enough` of the counts so far.
+    """Clean pairs, package by package, until `enough` accepts the counts.
 
-    No prompt comes twice anywhere, no summary twice in a package.
+    No prompt occurs twice, and no summary occurs twice in a package.
     """
     prompts: set[str] = set()
     counts: Counter[str] = Counter()
     pairs: list[Pair] = []
     collecting = gc.isenabled()
-    gc.disable()  # syntax trees hold no cycles, and scanning them for some doubles the time
+    gc.disable()  # syntax trees hold no reference cycles; searching them would double the time
     try:
         for package in packages:
             mined = list(_mine_package(package, max_chars, prompts))
@@ -201,10 +200,10 @@ def _functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFun
             return
         text = raw.decode("utf-8")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # SyntaxWarning, DeprecationWarning of other people's code
+            warnings.simplefilter("ignore")  # SyntaxWarning and DeprecationWarning of the mined code
             tree = ast.parse(text)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # a stale RECORD, another Python's syntax, another encoding: not ours to mend
+        return  # a stale RECORD, the syntax of another Python, another encoding
     lines = text.splitlines() if "\f" not in text else text.replace("\f", " ").splitlines()
     owners: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
     for prefix, owner in owners:
@@ -218,7 +217,7 @@ def _functions(file: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFun
 
 
 def _prompt(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], max_chars: int) -> str | None:
-    """Signature and body without the docstring, cut by lines; None where no body tells anything."""
+    """Signature and body without the docstring, cut by lines; None for a body without content."""
     docstring, *body = function.body
     if not body or docstring.lineno == function.lineno or function.name.startswith("__"):
         return None
@@ -232,12 +231,12 @@ def _prompt(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], 
     while len(code) + len(SUFFIX) > max_chars and "\n" in code:
         code = code.rpartition("\n")[0]
     fits = CHARS_PER_PROMPT_MIN <= len(code) <= max_chars - len(SUFFIX)
-    told = code.count("\n") >= len(head)  # at least a line of the body is left
-    return code + SUFFIX if fits and told and code.isascii() else None
+    shows_body = code.count("\n") >= len(head)  # at least a line of the body is left
+    return code + SUFFIX if fits and shows_body and code.isascii() else None
 
 
 def clean_summary(docstring: str, name: str) -> str | None:
-    """The first sentence as one line of plain words, ending in a period; None if it is no summary."""
+    """The first sentence as one line of plain words, ending in a period; None for another text."""
     paragraph = " ".join(docstring.strip().split("\n\n", 1)[0].split())
     paragraph = re.sub(r":[\w:]+:`~?(?:[^`<]*\.)?([^`<.]+)[^`]*`", r"`\1`", paragraph).replace("``", "`")
     sentence = re.split(r"(?<=[^.]\w|[\w`)\]'\"][`)\]'\"])\.(?:\s|$)|:$", paragraph, maxsplit=1)[0].rstrip(
@@ -250,10 +249,10 @@ def clean_summary(docstring: str, name: str) -> str | None:
         return None
     if sentence.count("`") % 2 or sentence.count("(") != sentence.count(")"):
         return None
-    said = {word.lower() for word in re.findall(r"[A-Za-z]+", sentence)} - _FILLER
+    words_used = {word.lower() for word in re.findall(r"[A-Za-z]+", sentence)} - _FILLER
     named = {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
-    if all(any(word.startswith(part[:4]) for part in named) for word in said):
-        return None  # only the name again
+    if all(any(word.startswith(part[:4]) for part in named) for word in words_used):
+        return None  # only repeats the name
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
@@ -263,8 +262,8 @@ def clean_summary(docstring: str, name: str) -> str | None:
 def split_by_package(pairs: Sequence[Pair], seed: int, sizes: Mapping[Split, int]) -> dict[Split, list[Pair]]:
     """Packages in hashed order fill test, then validation, then train.
 
-    A package with more than a quarter of a held-out split's size is left to train, so that no single
-    one is what is tested; what exceeds the size is dropped, not trained on.
+    A package with more pairs than a quarter of a held-out split goes to train, so that no package dominates
+    the split. Pairs beyond the size of a split are dropped, not trained on.
 
     Raises:
         UserError: if the packages do not suffice for the splits.
@@ -280,8 +279,8 @@ def split_by_package(pairs: Sequence[Pair], seed: int, sizes: Mapping[Split, int
                 room -= counts[package]
         if room > 0:
             raise UserError(
-                f"the installed packages give {sizes[split] - room} pairs for {split}, data.num_{split} "
-                f"asks for {sizes[split]}: ask for fewer, or install more packages"
+                f"data.num_{split}={sizes[split]}, but the installed packages give only "
+                f"{sizes[split] - room} pairs for {split}; set a lower number, or install more packages"
             )
     parts: dict[Split, list[Pair]] = {"train": [], "validation": [], "test": []}
     for pair in pairs:
@@ -301,7 +300,7 @@ def _row(pair: Pair, column: str) -> Row:
 
 
 def _comparisons(pairs: Sequence[Pair]) -> Iterator[Row]:
-    """Each pair's summary against that of the next function of its file (the last one's: the first's)."""
+    """Each pair's summary compared with that of the next function of its file, in a circle."""
     files: dict[str, list[Pair]] = {}
     for pair in pairs:
         files.setdefault(pair.file, []).append(pair)

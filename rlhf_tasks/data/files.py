@@ -1,8 +1,8 @@
 """`data.source: files`: a file or a folder of JSONL, Parquet or CSV.
 
-In a folder a file's name tells what it holds: `ROLE.EXT`, `ROLE.SPLIT.EXT`, `ROLE/SPLIT.EXT` with
-ROLE one of sft, preferences, prompts; or `SPLIT.EXT`, whose columns tell the role, as they do for a
-single file. Rows are named `FILE:LINE` (Parquet: `FILE:ROW`, from 1).
+In a folder, the name of a file gives its role and split: `ROLE.EXT`, `ROLE.SPLIT.EXT` or `ROLE/SPLIT.EXT`,
+where ROLE is sft, preferences or prompts. For `SPLIT.EXT` and for a single file the columns decide the role.
+Rows are named `FILE:LINE` (Parquet: `FILE:ROW`, from 1).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def load(
     """The rows of a file or folder, split by prompt where the files are not.
 
     Raises:
-        UserError: if there is no such data, a file's name says nothing, a whole file is unreadable
-            or lacks a column.
+        UserError: if the data does not exist, the name of a file gives no role or split, or a file is
+            unreadable or lacks a column.
     """
     found = _discover(path)
     tables = [(role, split, _READERS[file.suffix](file, name, problems)) for role, split, name, file in found]
@@ -48,7 +48,7 @@ def _discover(path: Path) -> list[tuple[Role | None, Split, str, Path]]:
     if path.is_file():
         if path.suffix not in _READERS:
             raise UserError(
-                f"data.path={path}: {path.suffix or 'no suffix'} is not read; use {', '.join(_READERS)}"
+                f"data.path={path}: {path.suffix or 'no suffix'} is not supported; use {', '.join(_READERS)}"
             )
         return [(None, "train", path.name, path)]
     if not path.is_dir():
@@ -66,14 +66,16 @@ def _discover(path: Path) -> list[tuple[Role | None, Split, str, Path]]:
     known = f"ROLE.EXT, ROLE.SPLIT.EXT, ROLE/SPLIT.EXT or SPLIT.EXT; ROLE: {', '.join(ROLES)}; SPLIT: "
     known += f"{', '.join(SPLIT_NAMES)}; EXT: {', '.join(name[1:] for name in _READERS)}"
     if unknown:
-        raise UserError(f"data.path={path}: what would {', '.join(unknown)} be? Files are named {known}")
+        raise UserError(
+            f"data.path={path}: the role or split of {', '.join(unknown)} is unknown. Name files {known}"
+        )
     if not found:
-        raise UserError(f"data.path={path} holds no data file. Files are named {known}")
+        raise UserError(f"data.path={path} holds no data file. Name files {known}")
     return found
 
 
 def _meaning(relative: Path) -> tuple[Role | None, Split] | None:
-    """Role and split that a file's place in the folder says; None if it says nothing."""
+    """The role and split of a file, by its place in the folder; None if the name gives neither."""
     parts = [*relative.parent.parts, *relative.stem.split(".")]
     role = cast(Role, parts.pop(0)) if parts[0] in ROLES else None
     if not parts:
@@ -109,7 +111,7 @@ def _read_jsonl(file: Path, name: str, problems: Problems) -> Table:
 
 
 def _read_csv(file: Path, name: str, problems: Problems) -> Table:
-    """A header line, then a record per row; a quoted field may run over several lines."""
+    """Reads a header line, then a record per row. A quoted field may contain line breaks."""
     text = file.read_bytes().removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
     records = _csv_records(text)
     header = next(records, (1, [], None))
@@ -134,7 +136,7 @@ def _read_csv(file: Path, name: str, problems: Problems) -> Table:
 
 
 def _csv_records(text: str) -> Iterator[tuple[int, list[str], str | None]]:
-    """(first line, fields, what is wrong) of each record; blank lines are skipped."""
+    """(first line, fields, error or None) of each record; blank lines are skipped."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         start = reader.line_num + 1
@@ -153,7 +155,7 @@ def _read_parquet(file: Path, name: str, problems: Problems) -> Table:
     try:
         table = pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name} is not readable as Parquet: {error}; write it anew") from None
+        raise UserError(f"{name} is not readable as Parquet: {error}; write the file again") from None
     columns = {column: _plain_values(table.column(column)) for column in table.column_names}
     lines: list[Line] = []
     for number in range(table.num_rows):
@@ -168,7 +170,7 @@ def _read_parquet(file: Path, name: str, problems: Problems) -> Table:
 
 
 def _plain_values(column: pa.ChunkedArray) -> list[Any]:
-    """Python values; strings by way of bytes, as Arrow does not check that they are UTF-8."""
+    """Python values. Strings are decoded from bytes, because Arrow does not check that they are UTF-8."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         cells = column.cast(pa.large_binary()).to_pylist()
         return [None if c is None else c.decode("utf-8", errors="surrogateescape") for c in cells]
@@ -176,7 +178,7 @@ def _plain_values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _nested_value(cell: pa.Scalar) -> Any:
-    """A list or struct as Python values; one with a bad byte as a text that is reported as not UTF-8."""
+    """A list or struct as Python values. One with a bad byte becomes a text that is reported as not UTF-8."""
     try:
         return cell.as_py()
     except UnicodeDecodeError as error:
@@ -184,7 +186,7 @@ def _nested_value(cell: pa.Scalar) -> Any:
 
 
 def _bad_byte(text: str) -> str | None:
-    """What is wrong with a text decoded by surrogateescape, which keeps a bad byte as U+DC80…U+DCFF."""
+    """The first bad byte of a text decoded by surrogateescape (as U+DC80…U+DCFF), as a message, or None."""
     place = next((i for i, c in enumerate(text) if "\udc80" <= c <= "\udcff"), None)
     if place is None:
         return None

@@ -1,4 +1,4 @@
-"""`data.source: hub`: `datasets` ids at pinned revisions, through the same columns and checks as files."""
+"""`data.source: hub`: sets of the Hugging Face hub at pinned revisions, checked in the same way as files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def load(
     seed: int,
     sizes: Mapping[Split, int],
 ) -> Corpus:
-    """The rows of the sets, by the splits they have, and by prompt where they lack one.
+    """The rows of the sets, in their own splits; a missing split is made by prompt.
 
     Raises:
-        UserError: if a set cannot be had, has no split known here, or lacks a column.
+        UserError: if a set cannot be loaded, has no known split, or lacks a column.
     """
     tables: list[tuple[Role | None, Split, Table]] = []
     sets: dict[Role, HubSet | None] = {"sft": sources.sft, "preferences": sources.preferences}
@@ -43,22 +43,22 @@ def _tables(source: HubSet) -> list[tuple[Split, Table]]:
     except (DatasetsError, OSError, ValueError) as error:
         raise UserError(
             f"the set {source.id!r} (name {source.name!r}, revision {source.revision}) could not be "
-            f"loaded: {type(error).__name__}: {error}\nCheck data.hub, and that the hub can be reached "
-            "from here; without it, fetch the set elsewhere, and give its folder as `id`, or its files by "
-            "`data.source: files`."
+            f"loaded: {type(error).__name__}: {error}\nCheck data.hub, and that this machine reaches "
+            "the hub. Without the hub, fetch the set elsewhere and give its folder as `id`, or its files "
+            "with `data.source: files`."
         ) from error
     known = {name: SPLIT_NAMES[name] for name in loaded if name in SPLIT_NAMES}
     if "train" not in known.values():
         raise UserError(
-            f"the set {source.id!r} has no train split, but {', '.join(map(repr, loaded)) or 'none'}"
+            f"the set {source.id!r} has no train split, only {', '.join(map(repr, loaded)) or 'none'}"
         )
     if len(set(known.values())) < len(known):
-        raise UserError(f"the set {source.id!r} has two splits of one meaning: {', '.join(map(repr, known))}")
+        raise UserError(f"the set {source.id!r} has two names for one split: {', '.join(map(repr, known))}")
     return [(split, _table(source, name, loaded[name])) for name, split in known.items()]
 
 
 def _table(source: HubSet, split: str, rows: object) -> Table:
-    """Rows are named `SET@REVISION/SPLIT:ROW`, from 1; of a local folder, by its own name."""
+    """Rows are named `SET@REVISION/SPLIT:ROW`, from 1; those of a local folder `FOLDER/SPLIT:ROW`."""
     import datasets
 
     assert isinstance(rows, datasets.Dataset)

@@ -1,8 +1,7 @@
-"""Rows as every source gives them, and all that can be wrong with them.
+"""Rows, which every source produces in one form, and the checks on them.
 
-A row is a dict of its role's text columns and `source`, which says where it came from (for the
-user's files `FILE:LINE`). Problems are collected, never raised one by one, so that one report names
-every bad row.
+A row is a dict of its role's text columns and `source`, the place it was read from
+(`FILE:LINE` for the user's files). Problems are collected, so that one report names every bad row.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 @dataclass
 class BadRow:
-    """A row as it was read, where it stands, and each thing wrong with it."""
+    """A row as it was read, its place in the source, and its faults."""
 
     where: str
     row: Mapping[str, Any]
@@ -43,7 +42,7 @@ class BadRow:
 
 
 class Problems:
-    """All bad rows of a run. Rows are told apart by identity: equal rows may both be bad."""
+    """All bad rows of a run. Rows are compared by identity: equal rows may both be bad."""
 
     MAX_SHOWN = 50
 
@@ -66,7 +65,7 @@ class Problems:
         return {reason: found[reason] for reason in REASONS}
 
     def report(self) -> str:
-        """The faults as `where: reason: detail`, by place; after MAX_SHOWN of them the rest is counted."""
+        """The faults as `where: reason: detail`, in the order of the source. Only MAX_SHOWN are listed."""
         faults = [
             f"  {bad.where}: {reason}: {detail}" for bad in self._in_order() for reason, detail in bad.faults
         ]
@@ -105,7 +104,7 @@ def every(corpus: Corpus) -> Iterator[tuple[Role, Split, str, Row]]:
 
 
 def prompt_key(prompt: str) -> str:
-    """What makes two prompts the same prompt: the text, but for white space."""
+    """The key by which prompts are compared: their text with every run of white space as one space."""
     return " ".join(prompt.split())
 
 
@@ -115,7 +114,7 @@ def evaluated_role(corpus: Corpus) -> Role:
 
 
 def without(corpus: Corpus, problems: Problems) -> Corpus:
-    """The rows that nothing is wrong with."""
+    """The rows without a fault."""
     return {
         role: {split: [row for row in rows if row not in problems] for split, rows in tables.items()}
         for role, tables in corpus.items()
@@ -126,23 +125,21 @@ def without(corpus: Corpus, problems: Problems) -> Corpus:
 
 
 def check_texts(corpus: Corpus, eos: str, problems: Problems) -> None:
-    """Empty texts, a chosen answer equal to the rejected one, an answer with `eos` text inside."""
+    """Reports empty texts, a chosen answer equal to the rejected one, and an answer that contains `eos`."""
     for role, _, where, row in every(corpus):
         names = TEXTS[role]
         for name in names:
             if not row[name].strip():
                 problems.add(where, row, "empty", f"{name} is empty")
             elif name != "prompt" and eos in row[name]:
-                detail = (
-                    f"{name} has the end-of-sequence text {eos!r} inside: nothing after it could be generated"
-                )
+                detail = f"{name} contains the end-of-sequence text {eos!r}, after which nothing is generated"
                 problems.add(where, row, "malformed", detail)
         if role == "preferences" and row["chosen"].strip() == row["rejected"].strip():
             problems.add(where, row, "chosen_is_rejected", "chosen and rejected are the same text")
 
 
 def check_duplicates(corpus: Corpus, problems: Problems) -> None:
-    """Rows equal to an earlier row of their role and split; the first one is kept."""
+    """Reports rows equal to an earlier row of their role and split; the first one is kept."""
     first: dict[tuple[str, ...], str] = {}
     for role, split, where, row in every(corpus):
         key = (role, split, *(row[name].strip() for name in TEXTS[role]))
@@ -153,10 +150,10 @@ def check_duplicates(corpus: Corpus, problems: Problems) -> None:
 
 
 def check_leaks(corpus: Corpus, problems: Problems) -> None:
-    """Held-out prompts that are trained on, or that choose a model (validation) and judge it (test) too.
+    """Reports held-out prompts that are also in a train split, and test prompts that are in validation.
 
-    The evaluated role's prompts must be in no role's train split, other roles' not in their own.
-    The held-out row is the bad one.
+    Prompts of the evaluated role must be in no train split; those of another role not in its own. The
+    held-out row counts as the bad one.
     """
     judged = evaluated_role(corpus)
     seen: dict[tuple[Role, Split], dict[str, str]] = {}
@@ -191,14 +188,14 @@ def measure(corpus: Corpus, count_tokens: Callable[[list[str]], list[int]]) -> L
 
 
 def limits(role: Role, max_prompt: int, max_completion: int) -> tuple[int, ...]:
-    """Most tokens of each text of a role, in the order of TEXTS."""
+    """The maximum number of tokens of each text of a role, in the order of TEXTS."""
     return tuple(max_prompt if name == "prompt" else max_completion for name in TEXTS[role])
 
 
 def check_lengths(
     corpus: Corpus, lengths: Lengths, max_prompt: int, max_completion: int, problems: Problems
 ) -> None:
-    """Texts of more tokens than data.max_prompt_tokens or data.max_completion_tokens (EOS included)."""
+    """Reports texts longer than data.max_prompt_tokens or data.max_completion_tokens (EOS included)."""
     for role, _, where, row in every(corpus):
         bounds = zip(TEXTS[role], lengths[id(row)], limits(role, max_prompt, max_completion), strict=True)
         for name, tokens, most in bounds:

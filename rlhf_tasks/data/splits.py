@@ -1,4 +1,4 @@
-"""Splits by prompt: what a source does not hold out itself is held out here, the same way every time."""
+"""Splits by prompt: makes the validation and test splits that a source lacks, always in the same way."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SPLIT_NAMES: Mapping[str, Split] = {
     **dict.fromkeys(("validation", "valid", "val", "eval", "dev"), "validation"),
     "test": "test",
 }  # fmt: skip
-"""What files and hub sets call the splits."""
+"""The names of splits in files and hub sets."""
 
 
 def hash_rank(seed: int, key: str) -> str:
-    """A fixed random-looking place for a key: sort by it to shuffle, the same on every machine."""
+    """A pseudo-random rank of a key, equal on every machine: sorting by it shuffles."""
     return hashlib.sha256(f"{seed}\0{key}".encode()).hexdigest()
 
 
 def fill_splits(given: Corpus, *, seed: int, sizes: Mapping[Split, int]) -> Corpus:
     """Move train rows to the held-out splits that a role lacks; all rows of a prompt move together.
 
-    `sizes` are prompts per split, capped at a quarter of the role's prompts. The evaluated role goes
-    first, and holds out no prompt that another role trains on and cannot move; the other roles then
-    hold out what it held out, and fill up with prompts it does not train on, as far as there are any.
+    `sizes` are prompts per split, at most a quarter of the role's prompts. The evaluated role is split
+    first. It holds out no prompt that another role trains on and cannot move. The other roles then hold
+    out the same prompts, and where possible add prompts that the evaluated role does not train on.
     """
     judged = evaluated_role(given)
     fixed: dict[Split, set[str]] = {
@@ -55,15 +55,19 @@ def _fill(
     pinned: Mapping[str, Split],
     last: set[str],
 ) -> dict[Split, list[Row]]:
-    """One role. blocked: may not go to that split; pinned: must, if it is missing; last: rather not."""
+    """Fill the missing splits of one role.
+
+    Keys in `blocked` may not go to that split; keys in `pinned` must, if it is missing; keys in `last` are
+    taken last.
+    """
     missing = [split for split in HELD_OUT if split not in tables]
     keys = sorted(_keys(tables.get("train", [])), key=lambda key: (key in last, hash_rank(seed, key)))
     target = {key: pinned[key] for key in keys if pinned.get(key) in missing}
     quarter = len(_keys(row for rows in tables.values() for row in rows)) // 4
     for split in missing:
         free = [key for key in keys if key not in target and key not in pinned and key not in blocked[split]]
-        wanted = min(sizes[split], quarter) - sum(1 for held in target.values() if held == split)
-        target |= dict.fromkeys(free[: max(wanted, 0)], split)
+        missing_prompts = min(sizes[split], quarter) - sum(1 for held in target.values() if held == split)
+        target |= dict.fromkeys(free[: max(missing_prompts, 0)], split)
     filled = {split: list(tables.get(split, [])) for split in SPLITS}
     filled["train"] = []
     for row in tables.get("train", []):
@@ -88,7 +92,7 @@ def complete(corpus: Corpus) -> Corpus:
     if "sft" not in full:
         if "preferences" not in full:
             raise UserError(
-                "the data has prompts only; add demonstrations (sft) or comparisons (preferences)"
+                "the data has only prompts; add demonstrations (sft) or comparisons (preferences)"
             )
         full["sft"] = _derived(
             full["preferences"], {"prompt": "prompt", "chosen": "completion"}, per_prompt=False
@@ -105,7 +109,7 @@ def complete(corpus: Corpus) -> Corpus:
 def _derived(
     tables: Mapping[Split, list[Row]], names: Mapping[str, str], *, per_prompt: bool
 ) -> dict[Split, list[Row]]:
-    """Rows under other column names, equal ones (or equal prompts) once, the first kept."""
+    """Rows with renamed columns. Of equal rows, or of equal prompts with `per_prompt`, the first is kept."""
     derived: dict[Split, list[Row]] = {}
     for split, rows in tables.items():
         kept: dict[tuple[str, ...], Row] = {}
@@ -122,8 +126,8 @@ def _refuse_empty(corpus: Corpus) -> None:
     empty = [f"{role}/{split}" for role in needed for split in SPLITS if not corpus[role][split]]
     if empty:
         raise UserError(
-            f"no usable row is left for {', '.join(empty)}: at least 4 different prompts are needed where "
-            "splits are made here (a quarter for each held-out one), or a file for each split"
+            f"no usable row is left for {', '.join(empty)}: give at least 4 different prompts (a "
+            "quarter goes to each held-out split), or a file for each split"
         )
 
 

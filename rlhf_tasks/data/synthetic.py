@@ -1,10 +1,10 @@
-"""A generated TL;DR world whose right answers are known.
+"""A synthetic TL;DR task whose right answers are known.
 
-A post tells four facts (who, thing, place, plan), each one word of a lexicon of its own, among words
-and sentences that do not matter. Writers summarise posts imperfectly: they leave facts out, get some
-wrong, and some ramble. References and demonstrations come from the same writers. The gold judge reads
-a post and a summary and scores coverage, faithfulness and brevity; it labels preferences (with noise,
-as people do) and judges at the end, and the policy never sees it.
+A post states four facts (who, thing, place, plan), each a word of its own lexicon, among other words and
+sentences. Writers summarise posts imperfectly: they omit facts, get some wrong, and some ramble.
+References and demonstrations come from the same writers. The gold judge reads a post and a summary and
+scores coverage, faithfulness and brevity. It labels preferences (with noise, as people do) and judges at
+the end; the policy never sees it.
 
 Held-out posts use (who, thing) pairs that no training post has.
 All text here is the project's own.
@@ -87,7 +87,7 @@ TOO_LONG_PENALTY = 0.1
 
 @dataclass(frozen=True)
 class Writer:
-    """How a summariser errs: chances per fact of leaving it out or getting it wrong, and of rambling."""
+    """The errors of a summariser: the chance to omit a fact, to get it wrong, and to ramble."""
 
     omit: float
     invent: float
@@ -99,7 +99,7 @@ WRITERS = (Writer(0.20, 0.05, 0.05), Writer(0.05, 0.20, 0.05), Writer(0.10, 0.05
 
 @dataclass(frozen=True)
 class GoldScore:
-    """What the gold judge says of one summary. Shares are of the post's facts; the score is at most 1."""
+    """The gold judge's scores of one summary. Shares are of the post's facts; the score is at most 1."""
 
     coverage: float
     faithfulness: float
@@ -107,16 +107,16 @@ class GoldScore:
 
     @property
     def score(self) -> float:
-        """coverage − invented share − what is lost above the length budget."""
+        """coverage − share of invented facts − penalty for words above the length budget."""
         return self.coverage + (self.faithfulness - 1) + (self.brevity - 1)
 
 
 def gold(prompt: str, summary: str) -> GoldScore:
-    """Judge a summary against the facts that its post tells.
+    """Judge a summary by the facts in its post.
 
     coverage: share of the post's facts that the summary names. faithfulness: 1 − (facts it names that
-    the post does not tell) / (number of facts). brevity: 1 − TOO_LONG_PENALTY × words above LENGTH_BUDGET.
-    All NaN for a prompt that tells no fact, one of another task: it cannot tell.
+    are not in the post) / (number of facts). brevity: 1 − TOO_LONG_PENALTY × words above LENGTH_BUDGET.
+    All scores are NaN for a prompt without facts, which belongs to another task.
     """
     facts = {word for word in prompt.partition("POST:")[2].split() if word in SLOT_OF}
     if not facts:
@@ -140,8 +140,8 @@ def generate(
 ) -> dict[str, dict[Split, list[dict[str, str]]]]:
     """Rows by role and split; no post occurs twice, in whatever role.
 
-    `prompts` and `preferences` get train posts of their own; of the prompts, whose references PPO does not
-    read, the first `num_sft` are demonstrated too. The held-out splits of all roles share their posts.
+    `prompts` and `preferences` have separate train posts. The first `num_sft` prompts, whose references PPO
+    does not read, are also demonstrations. The held-out splits of all roles share their posts.
     """
     rng = random.Random(f"synthetic-{seed}")
     seen: set[str] = set()
@@ -179,20 +179,20 @@ def _post(rng: random.Random, split: Split, seen: set[str]) -> dict[str, str]:
         facts = {slot: rng.choice(words) for slot, words in LEXICON.items()}
         if _split_of(facts) != split:
             continue
-        prompt = _tell(rng, facts)
+        prompt = _render(rng, facts)
         if prompt not in seen:
             seen.add(prompt)
             return facts | {"prompt": prompt}
 
 
-def _tell(rng: random.Random, facts: dict[str, str]) -> str:
+def _render(rng: random.Random, facts: dict[str, str]) -> str:
     def fill(template: str) -> str:
         return template.format(**facts, **_filled(rng))
 
-    told = [fill(rng.choice(kind)) for kind in (_EVENT, _PLACE, _PLAN)]
-    rng.shuffle(told)
-    told.insert(rng.randrange(len(told) + 1), fill(rng.choice(_ASIDES)))
-    post = " ".join(told)
+    facts_used = [fill(rng.choice(kind)) for kind in (_EVENT, _PLACE, _PLAN)]
+    rng.shuffle(facts_used)
+    facts_used.insert(rng.randrange(len(facts_used) + 1), fill(rng.choice(_ASIDES)))
+    post = " ".join(facts_used)
     return f"SUBREDDIT: r/{rng.choice(_SUBREDDITS)}\nTITLE: {fill(rng.choice(_TITLES))}\nPOST: {post}\nTL;DR:"
 
 
@@ -206,49 +206,49 @@ def _summary(rng: random.Random, facts: dict[str, str]) -> str:
 
 
 def _draft(rng: random.Random, facts: dict[str, str]) -> tuple[dict[str, str], bool]:
-    """What one writer tells, by slot, right or wrong; and whether they ramble."""
+    """The facts in one writer's summary, by slot, right or wrong; and whether the writer rambles."""
     writer = rng.choice(WRITERS)
-    told: dict[str, str] = {}
+    facts_used: dict[str, str] = {}
     for slot in SLOTS:
         if rng.random() >= writer.omit:
-            told[slot] = _other(rng, slot, facts[slot]) if rng.random() < writer.invent else facts[slot]
-    return told, rng.random() < writer.ramble
+            facts_used[slot] = _other(rng, slot, facts[slot]) if rng.random() < writer.invent else facts[slot]
+    return facts_used, rng.random() < writer.ramble
 
 
 def _other(rng: random.Random, slot: str, word: str) -> str:
     return rng.choice([other for other in LEXICON[slot] if other != word])
 
 
-def _written(rng: random.Random, told: dict[str, str], rambles: bool) -> str:
+def _written(rng: random.Random, facts_used: dict[str, str], rambles: bool) -> str:
     """The text of a draft, with a leading space, as completions have."""
-    event = "my {who} ruined my {thing}".format(**{"who": "someone", "thing": "stuff"} | told)
-    parts = [f"{event} at the {told['place']}" if "place" in told else event]
+    event = "my {who} ruined my {thing}".format(**{"who": "someone", "thing": "stuff"} | facts_used)
+    parts = [f"{event} at the {facts_used['place']}" if "place" in facts_used else event]
     if rambles:
         parts[0] += f" {rng.choice(_RAMBLINGS).format(**_filled(rng))}"
-    if "plan" in told:
-        parts.append(rng.choice(("i want a {plan}", "hoping for a {plan}")).format(**told))
+    if "plan" in facts_used:
+        parts.append(rng.choice(("i want a {plan}", "hoping for a {plan}")).format(**facts_used))
     return " " + " , ".join(parts)
 
 
 def _pair(rng: random.Random, post: dict[str, str]) -> dict[str, str]:
-    """Two summaries of a post that the gold judge does not find equal, the better one chosen.
+    """Two summaries of a post with different gold scores; the better one is chosen.
 
     Half of the pairs are two drafts; half are a draft and its revision, with one fact changed or left out.
     """
     while True:
-        told, rambles = _draft(rng, post)
-        first = _written(rng, told, rambles)
+        facts_used, rambles = _draft(rng, post)
+        first = _written(rng, facts_used, rambles)
         second = _summary(rng, post)
-        if told and rng.random() < 0.5:
-            second = _written(rng, _revised(rng, told), rambles)
+        if facts_used and rng.random() < 0.5:
+            second = _written(rng, _revised(rng, facts_used), rambles)
         scores = gold_scores([post["prompt"]] * 2, [first, second])
         if scores[0] != scores[1]:
             chosen, rejected = (first, second) if scores[0] > scores[1] else (second, first)
             return {"prompt": post["prompt"], "chosen": chosen, "rejected": rejected, "source": "synthetic"}
 
 
-def _revised(rng: random.Random, told: dict[str, str]) -> dict[str, str]:
+def _revised(rng: random.Random, facts_used: dict[str, str]) -> dict[str, str]:
     """A draft's facts with one of them changed or left out."""
-    slot = rng.choice(list(told))
-    kept = {key: word for key, word in told.items() if key != slot}
-    return kept if rng.random() < 0.25 else kept | {slot: _other(rng, slot, told[slot])}
+    slot = rng.choice(list(facts_used))
+    kept = {key: word for key, word in facts_used.items() if key != slot}
+    return kept if rng.random() < 0.25 else kept | {slot: _other(rng, slot, facts_used[slot])}

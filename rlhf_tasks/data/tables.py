@@ -1,6 +1,6 @@
-"""From the user's columns to ours: names mapped, `messages` rendered, every odd value noted.
+"""Converts the user's columns to ours: maps names, renders `messages`, and reports unusable values.
 
-The conventions read: plain `prompt`/`completion` and `prompt`/`chosen`/`rejected`; the same as lists
+The supported conventions: plain `prompt`/`completion` and `prompt`/`chosen`/`rejected`; the same as lists
 of `{role, content}` messages; comparisons of whole conversations, whose common start is the prompt;
 and a `messages` column, whose last turn is the completion.
 """
@@ -38,10 +38,10 @@ class Table:
 class Rendering:
     """How texts become what the model sees.
 
-    bos: put before plain prompts (the tokenizer's own habit; a chat template writes its own).
-    eos: taken off the end of answers, as it is added as a token id.
-    chat: messages and whether the answer is about to begin → text; ValueError says why a template
-    refuses. None where the tokenizer has no template.
+    bos: put before plain prompts if the tokenizer does so; a chat template writes its own.
+    eos: removed from the end of answers, because it is added as a token id.
+    chat: renders messages, and whether an answer follows, as text. It raises ValueError for messages that
+    the template rejects. None where the tokenizer has no template.
     """
 
     bos: str
@@ -56,7 +56,7 @@ class _Unusable(Exception):
 
 
 def infer_role(table: Table, columns: Columns) -> Role:
-    """The role of a file that its name does not tell."""
+    """The role of a file by its columns, where its name does not give one."""
     return "preferences" if {columns.chosen, columns.rejected} <= set(table.columns) else "sft"
 
 
@@ -112,10 +112,10 @@ def _missing_columns(table: Table, role: Role, columns: Columns) -> str | None:
         return None
     if not missing:
         return None
-    wanted = ", ".join(repr(theirs) for theirs in missing.values())
+    lost = ", ".join(repr(theirs) for theirs in missing.values())
     mapping = ", ".join(f"data.columns.{'completion' if ours == 'reference' else ours}" for ours in missing)
     has = ", ".join(map(repr, table.columns)) or "none"
-    return f"{table.name}: no column {wanted} for {role}; it has {has}; say in {mapping} which one is meant"
+    return f"{table.name}: no column {lost} for {role}; it has {has}; name the right column in {mapping}"
 
 
 def _rows(table: Table, role: Role, columns: Columns, rendering: Rendering, problems: Problems) -> list[Row]:
@@ -155,7 +155,7 @@ def _given(
         if isinstance(turns, str):
             raise _Unusable("malformed", "messages is text, not a list of {role, content}")
         if not turns or turns[-1]["role"] != "assistant":
-            raise _Unusable("malformed", "the last of messages is not the assistant's: it is the completion")
+            raise _Unusable("malformed", "the last message must be the assistant's: it is the completion")
         return turns[:-1], dict.fromkeys(answers, turns[-1:])
     absent = [theirs for theirs in answers.values() if theirs not in values]
     if absent:
@@ -165,7 +165,7 @@ def _given(
 
 
 def _value(name: str, value: Any) -> str | list[Message]:
-    """A text or a list of messages, checked; null is an empty text, to be named as empty later."""
+    """A text or a list of messages, checked. Null becomes an empty text, which is reported later."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -174,7 +174,7 @@ def _value(name: str, value: Any) -> str | list[Message]:
         return value
     if not isinstance(value, list):
         raise _Unusable(
-            "malformed", f"{name} is of type {type(value).__name__}; text or a list of messages is read"
+            "malformed", f"{name} is of type {type(value).__name__}; give text or a list of messages"
         )
     return [_message(name, number, item) for number, item in enumerate(value)]
 
@@ -197,7 +197,7 @@ def _common_start(first: list[Message], second: list[Message]) -> list[Message]:
     while shared < min(len(first), len(second)) and first[shared] == second[shared]:
         shared += 1
     if shared == len(first) == len(second):
-        shared -= 1  # chosen equals rejected: named as such later
+        shared -= 1  # chosen equals rejected: reported later
     return first[:shared]
 
 
@@ -206,7 +206,7 @@ def _conversation(
 ) -> Row:
     if rendering.chat is None:
         raise UserError(
-            f"{table} holds messages, but {rendering.tokenizer} has no chat template to write them with; "
+            f"{table} holds messages, but {rendering.tokenizer} has no chat template to render them; "
             "use a model whose tokenizer has one, or give plain texts"
         )
     if not any(turn["content"].strip() for turn in prompt):
@@ -217,13 +217,13 @@ def _conversation(
             name: _answer(prompt, answer, name, head, rendering) for name, answer in answers.items()
         }
     except ValueError as error:
-        raise _Unusable("malformed", f"the chat template refuses it: {error}") from None
+        raise _Unusable("malformed", f"the chat template rejects it: {error}") from None
 
 
 def _answer(
     prompt: list[Message], answer: str | list[Message], name: str, head: str, rendering: Rendering
 ) -> str:
-    """What the whole conversation adds to the prompt's rendering `head`, without EOS."""
+    """The rendering of the whole conversation after that of the prompt, `head`; without EOS."""
     assert rendering.chat is not None
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if turns[: len(prompt)] == prompt:
@@ -233,7 +233,7 @@ def _answer(
     full = rendering.chat([*prompt, *turns], False)
     if not full.startswith(head):
         raise _Unusable(
-            "malformed", f"the chat template writes the prompt otherwise when the {name} follows it"
+            "malformed", f"the chat template renders the prompt differently when the {name} follows it"
         )
     return _without_end(full[len(head) :], rendering.eos)
 

@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 NUM_BYTES = 256
-INSIDE = "##"  # what a token that does not begin a word begins with
+INSIDE = "##"  # prefix of a token that continues a word
 
 
 def scratch_rendering() -> Rendering:
-    """How texts are read for a tokenizer that is yet to be trained: plain, no BOS, no template."""
+    """How texts are rendered before the tokenizer is trained: plain, without BOS and template."""
     return Rendering(bos="", eos=EOS, chat=None, tokenizer="a tokenizer trained from scratch")
 
 
 def train(shape: Scratch, texts: Iterable[str], max_length: int) -> PreTrainedTokenizerBase:
     """A tokenizer of at most `shape.vocab_size` tokens; the same bytes for the same texts.
 
-    words: a token per word between white space, decoded with one space between words; what was not
-    seen often enough is <unk>. bpe: byte-level, so that every text round-trips exactly. bpe_uncased: BPE
+    words: a token per word between white space, decoded with one space between words; rare words
+    become <unk>. bpe: byte-level, so that every text round-trips exactly. bpe_uncased: BPE
     within lower-cased words, white space and punctuation apart as BERT has them, so that a name in code
     and the same word in a sentence are the same tokens; case and layout are lost.
 
     Raises:
-        UserError: if `vocab_size` has no room for the tokens every tokenizer of the kind has.
+        UserError: if `vocab_size` is smaller than the number of tokens that this kind always has.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -112,29 +112,29 @@ def ready(model: Model) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"the tokenizer of model.base={model.base!r} (revision {model.revision}) could not be loaded: "
-            f"{error}\nCheck the name, and that the hub can be reached from here; without it, give a folder."
+            f"{error}\nCheck the name, and that this machine reaches the hub; without the hub, give a folder."
         ) from error
     if not tokenizer.is_fast:
         raise UserError(
-            f"model.base={model.base!r} has a slow tokenizer only; use one that saves a tokenizer.json"
+            f"model.base={model.base!r} has only a slow tokenizer; use a model with a tokenizer.json"
         )
     if tokenizer.eos_token is None:
         raise UserError(
-            f"the tokenizer of model.base={model.base!r} has no eos_token: no answer could end; set one"
+            f"the tokenizer of model.base={model.base!r} has no eos_token: answers could not end; set one"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.backend_tokenizer.no_truncation()  # some files carry a length: it would hide over-long texts
+    tokenizer.backend_tokenizer.no_truncation()  # some files set a length, which would hide too long texts
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
 def ready_rendering(tokenizer: PreTrainedTokenizerBase, name: str) -> Rendering:
-    """How texts are read for a tokenizer that exists: with its habitual BOS, if any, and its template."""
+    """How texts are rendered for an existing tokenizer: with its BOS, if it adds one, and its template."""
     first = tokenizer("a")["input_ids"][:1]
-    has_habit = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    adds_bos = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     return Rendering(
-        bos=str(tokenizer.bos_token) if has_habit else "",
+        bos=str(tokenizer.bos_token) if adds_bos else "",
         eos=str(tokenizer.eos_token),
         chat=_chat(tokenizer) if tokenizer.chat_template else None,
         tokenizer=f"the tokenizer of {name}",
@@ -157,13 +157,13 @@ def _chat(tokenizer: PreTrainedTokenizerBase) -> Chat:
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[int]:
-    """Tokens of each text, no special ones added."""
+    """The number of tokens of each text, without special tokens."""
     backend: Tokenizer = tokenizer.backend_tokenizer
     return [len(encoding) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
-    """Share of the texts' tokens that are <unk>: what a `words` tokenizer lost. 0 where there is none."""
+    """The share of tokens that are <unk>, which a `words` tokenizer loses; 0 without an <unk> token."""
     if tokenizer.unk_token_id is None or not texts:
         return 0.0
     backend: Tokenizer = tokenizer.backend_tokenizer

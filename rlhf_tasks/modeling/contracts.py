@@ -1,8 +1,8 @@
-"""What a checkpoint says of itself, and what two checkpoints that work together must agree on.
+"""The identity of a checkpoint, and the checks on checkpoints that work together.
 
-`rlhf.json` lies in a checkpoint's folder: what it is, and from which weights it comes, by hash. A foreign
-checkpoint has none: its lineage is unknown, the rest is checked all the same. torch is loaded only where
-models or tokenizers are compared: whoever asks what a checkpoint says of itself need not wait for it.
+`rlhf.json` in a checkpoint's folder holds its kind and the hashes of the weights it was made from. A foreign
+checkpoint has none: its lineage is unknown, and all else is checked. torch is loaded only to compare models
+or tokenizers, so that reading an identity is fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 IDENTITY = "rlhf.json"
-AGAIN = "bring the folder back from where it came, one of the pipeline's by `dvc checkout`"
+AGAIN = "restore the folder from its source; `dvc checkout` restores one of the pipeline's"
 TYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
@@ -29,7 +29,7 @@ TYPES = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32",
     "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""torch's names of the types in a safetensors file."""
+"""The names that torch gives the types in a safetensors file."""
 CHUNK = 1 << 24  # bytes read at a time
 
 
@@ -38,15 +38,15 @@ class ContractError(UserError):
 
 
 def identity(kind: str, parents: Mapping[str, str]) -> dict[str, Any]:
-    """What rlhf.json is to say: the checkpoints it was made from, by role; unknown for a foreign one."""
+    """The content of rlhf.json: kind and parents by role; without parents the lineage is unknown."""
     return {"kind": kind, "parents": dict(parents)} | ({} if parents else {"lineage": "unknown"})
 
 
 def identity_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; empty for a foreign one (its lineage is unknown).
+    """The content of a checkpoint's rlhf.json; empty for a foreign one, whose lineage is unknown.
 
     Raises:
-        ContractError: for a file that is torn.
+        ContractError: for a damaged file.
     """
     file = folder / IDENTITY
     try:
@@ -56,12 +56,12 @@ def identity_of(folder: Path) -> dict[str, Any]:
 
 
 def parents_of(folder: Path) -> dict[str, str]:
-    """The fingerprints, by role, of what a checkpoint says it was made from."""
+    """The fingerprints, by role, of the checkpoints that one was made from."""
     return dict(identity_of(folder).get("parents", {}))
 
 
 def is_made(folder: Path) -> bool:
-    """False for a folder that stands for a model nobody asked for (`reward.train: false`)."""
+    """False for the empty folder of a reward model that is not needed (`reward.train: false`)."""
     return (folder / "config.json").exists()
 
 
@@ -69,7 +69,7 @@ def fingerprint(folder: Path) -> str:
     """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits.
 
     Raises:
-        ContractError: for weights that are torn.
+        ContractError: for damaged weights.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
@@ -82,15 +82,15 @@ def fingerprint(folder: Path) -> str:
 
 
 def _tensors(file: Path) -> Iterator[bytes]:
-    """Of each tensor, by name: name, shape and torch's type; then its bytes, in parts.
+    """For each tensor, sorted by name: name, shape and torch's type, then its bytes in parts.
 
-    A file is 8 bytes that tell its header's length, the header (JSON), and the tensors' bytes.
+    A file holds the length of its header (8 bytes), the header (JSON), and the bytes of the tensors.
 
     Raises:
-        SafetensorError: for a file that is torn.
+        SafetensorError: for a damaged file.
     """
     with safe_open(file, framework="numpy"):
-        pass  # header and sizes are checked
+        pass  # this checks header and sizes
     with file.open("rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
         entries: dict[str, Any] = json.loads(raw.read(length))
@@ -107,7 +107,7 @@ def _tensors(file: Path) -> Iterator[bytes]:
 def model_card(
     title: str, *, task: str, parameters: Mapping[str, Any], inputs: Mapping[str, str], how: str
 ) -> str:
-    """A model card: data, parameters and input hashes; no dates, run ids or rates."""
+    """A model card: input hashes and parameters, but no dates, run ids or speeds."""
     table = "\n".join(f"| `{key}` | {value} |" for key, value in parameters.items())
     sources = "\n".join(f"| {name} | `{digest}` |" for name, digest in inputs.items())
     return (
@@ -118,7 +118,7 @@ def model_card(
 
 
 def check_parent(child: Path, role: str, parent: Path) -> None:
-    """If `child` says which `role` checkpoint it comes from, it must be `parent`. A foreign one can't say.
+    """If `child` records its parent in this `role`, it must be `parent`. A foreign checkpoint records none.
 
     Raises:
         ContractError: naming both.
@@ -126,18 +126,18 @@ def check_parent(child: Path, role: str, parent: Path) -> None:
     claimed = parents_of(child).get(role)
     if claimed is not None and claimed != fingerprint(parent):
         raise ContractError(
-            f"{child} was made from another {role} model ({claimed}) than {parent} ({fingerprint(parent)}): "
-            "rebuild it, `dvc repro` does that in the right order"
+            f"{child} was made from another {role} model ({claimed}) than {parent} ({fingerprint(parent)}); "
+            "rebuild it with `dvc repro`"
         )
 
 
 def check_same_tokenizer(first: Path, second: Path) -> None:
-    """Two checkpoints must read and write the same tokens and the same chat template.
+    """Two checkpoints must have the same tokens and the same chat template.
 
-    A token that only pads may differ: masks come from lengths, so that no model ever sees it.
+    A token that is only used for padding may differ: masks come from lengths, so that no model sees it.
 
     Raises:
-        ContractError: naming both folders and what differs.
+        ContractError: naming both folders and the difference.
     """
     from rlhf_tasks.data.batches import encode, load_tokenizer
 
@@ -150,29 +150,34 @@ def check_same_tokenizer(first: Path, second: Path) -> None:
             f"e.g. {differ[:3]} differ; train or fetch them with one tokenizer"
         )
     if a.eos_token_id != b.eos_token_id:
-        raise ContractError(f"{second} ends answers with {b.eos_token!r}, but {first} with {a.eos_token!r}")
+        raise ContractError(
+            f"{second} ends responses with {b.eos_token!r}, but {first} with {a.eos_token!r}; "
+            "use one tokenizer"
+        )
     probe = "Ab, 3 x\n\n(é)"
     if encode(a, [probe]) != encode(b, [probe]):
         raise ContractError(
-            f"{second} splits text otherwise than {first}, with the same vocabulary: {probe!r} differs"
+            f"{second} splits text differently from {first}, with the same vocabulary: {probe!r} "
+            "differs; use one tokenizer"
         )
     if a.chat_template != b.chat_template:
         raise ContractError(
-            f"{second} has another chat template than {first}: the model would be scored on text it never saw"
+            f"{second} has another chat template than {first}: models would see text of another "
+            "form; use one template"
         )
 
 
 def _only_pads(*tokenizers: PreTrainedTokenizerBase) -> set[str]:
-    """The pad tokens that are nothing else."""
+    """The pad tokens that have no other use."""
     others = {t for x in tokenizers for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
     return {str(x.pad_token) for x in tokenizers} - others
 
 
 def check_same_shape(model: PreTrainedModel, where: str, parent: Path) -> None:
-    """A model made from `parent` has its architecture and sizes.
+    """A model must have the architecture and sizes of its `parent`.
 
     Raises:
-        ContractError: naming what differs.
+        ContractError: naming the differences.
     """
     from transformers import AutoConfig
 
@@ -202,5 +207,6 @@ def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where
     rows = embeddings.num_embeddings
     if rows < len(tokenizer):
         raise ContractError(
-            f"{where}: the tokenizer has {len(tokenizer)} tokens, the model {rows} embeddings"
+            f"{where}: the tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings; "
+            "use the tokenizer of this model"
         )

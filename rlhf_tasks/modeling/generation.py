@@ -1,7 +1,7 @@
-"""Pure sampling with the log-probs kept; used by PPO, the judge and `rlhf generate`.
+"""Pure sampling that keeps the log-probs; used by PPO, the judge and `rlhf generate`.
 
-No top-k, top-p, minimum length or repetition penalty: they bend the distribution that the log-probs
-speak of and drive the KL estimate negative.
+There is no top-k, top-p, minimum length or repetition penalty: responses would come from another
+distribution than the log-probs, and the KL estimate would become negative.
 
 B batch · Q query · R response · V vocabulary.
 """
@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, text_of
 from rlhf_tasks.modeling.models import load_causal, place
-from rlhf_tasks.training.runtime import NonFiniteError
+from rlhf_tasks.modeling.tensors import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def sample(
     A row leaves the batch when it draws `stop` (kept as its last token) or reaches `max_new_tokens`.
 
     Raises:
-        NonFiniteError: if the model gives no distribution to sample from.
+        NonFiniteError: if the model's logits are NaN or infinite.
     """
     batch = collate(queries, [[] for _ in queries], pad).to(model.device)
     ids, mask, positions = batch.query_response, batch.attention_mask, batch.position_ids
@@ -95,10 +95,10 @@ def answer(
     stop: int | None = None,
     batch_size: int = 256,
 ) -> list[Ids]:
-    """One sampled response (its stop token included where it came) to each prompt, in order; seeded.
+    """One sampled response to each prompt, in order; it ends with its stop token if that was drawn.
 
-    `stop` is by default what the checkpoint's generation config names, else EOS.
-    Prompts of like length go together, so that little is padded.
+    `stop` is by default that of the checkpoint's generation config, else EOS. Prompts of similar length
+    share a batch, to save padding.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     queries = encode(tokenizer, prompts)
@@ -117,7 +117,7 @@ def answer(
 
 
 def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends this model's answers."""
+    """The token that ends this model's responses."""
     config = model.generation_config
     named = None if config is None else config.eos_token_id
     return named if isinstance(named, int) else int(tokenizer.eos_token_id)
@@ -132,7 +132,7 @@ def respond(
     num_samples: int,
     seed: int,
 ) -> list[list[str]]:
-    """Sampled answers of a checkpoint: for each prompt, `num_samples` texts."""
+    """Sampled responses of a checkpoint: `num_samples` texts for each prompt."""
     model = load_causal(model_path).eval()
     if torch.cuda.is_available():
         model = place(model, torch.device("cuda"))

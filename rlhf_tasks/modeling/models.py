@@ -1,8 +1,8 @@
-"""The models of the pipeline: made, loaded, given adapters, saved.
+"""Creates, loads, adapts and saves the models of the pipeline.
 
-A checkpoint is an ordinary Hugging Face folder (safetensors, config, tokenizer, a model card), and in it
-the rlhf.json of contracts.py. Nothing in it changes from run to run. Newly initialised weights at load are
-an error: a reward head made up on the spot would train PPO on noise.
+A checkpoint is a Hugging Face folder (safetensors, config, tokenizer, model card) with the rlhf.json of
+contracts.py. Its bytes do not change from run to run. Weights that would be newly initialised at load are
+an error: PPO would train on the noise of a new reward head.
 
 B batch · Q query · R response · T = Q + R · V vocabulary · H hidden.
 """
@@ -36,7 +36,7 @@ from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
-# -------------------------------------------------------------------------------------- making
+# ------------------------------------------------------------------------------------ creating
 
 
 def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
@@ -73,7 +73,7 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
 
 
 def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """The model on a device; transformers types `to` for whole arguments of its own only."""
+    """The model on a device. The type annotations of transformers do not allow `model.to(device)`."""
     nn.Module.to(model, device)
     return model
 
@@ -98,7 +98,7 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
 
 
 def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
-    """A reward (or value) model with its **trained** head.
+    """A reward model, or a value model, with its **trained** head.
 
     Raises:
         ContractError: if it has no trained one-score head, or cannot be read.
@@ -106,7 +106,7 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     model = load_classifier(source, revision)
     if model.config.num_labels != 1:
         raise ContractError(
-            f"{source} is no reward model: it has {model.config.num_labels} labels where a reward model "
+            f"{source} is not a reward model: it has {model.config.num_labels} labels, and a reward model "
             "has one score"
         )
     return TokenScores(model)
@@ -138,8 +138,7 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
     heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
     if heads:
         raise ContractError(
-            f"{source} holds {', '.join(heads)}: it is a model that scores or classifies texts, where a "
-            "language model is asked for"
+            f"{source} holds {', '.join(heads)}: it scores or classifies texts; give a language model"
         )
     missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
     if missing:
@@ -152,10 +151,10 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
 
 
 class TokenScores(nn.Module):
-    """A scalar for every token: a reward model reads the one of the last real token, a value model all.
+    """A scalar for every token: a reward model uses that of the last real token, a value model uses all.
 
-    `mean` are the constants that make the score's mean zero on the demonstrations; they are stored in
-    the model's config, and a value model starts with them too.
+    `mean` is subtracted from every score, so that demonstrations score zero on average. It is stored in the
+    model's config; a value model starts with it too.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -189,12 +188,12 @@ class TokenScores(nn.Module):
         return self.scored(self.hidden_states(batch))
 
     def scored(self, hidden: Tensor) -> Tensor:
-        """(B, T, H) → (B, T) float32, the stored mean taken off."""
+        """(B, T, H) → (B, T) float32, minus the stored mean."""
         scores: Tensor = head_of(self.model)(hidden).squeeze(-1).float()
         return scores - self.mean
 
     def set_mean(self, mean: float) -> None:
-        """Store the constant that is taken off every score."""
+        """Store the constant that is subtracted from every score."""
         self.mean = self.model.config.score_mean = mean
 
 
@@ -203,7 +202,7 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ContractError(
-            f"{type(model).__name__} has no linear head called `score`: not a known reward model shape"
+            f"{type(model).__name__} has no linear head `score`; give a reward model of a known architecture"
         )
     return head
 
@@ -230,10 +229,10 @@ def response_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
-    """Low-rank adapters put into every linear layer but the head, in place; the same model comes back.
+    """Put low-rank adapters into every linear layer but the head, in place; returns the same model.
 
-    W x becomes W x + alpha / r · B A x, with A drawn by `seed` and B zero, so that nothing changes at first
-    (arXiv 2106.09685, 4.1). Only the adapters are trained, and the head of a model that scores.
+    W x becomes W x + alpha / r · B A x. A is drawn with `seed` and B is zero, so that the model is unchanged
+    at first (arXiv 2106.09685, 4.1). Only the adapters and the head of a scoring model are trained.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
@@ -243,7 +242,7 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
         task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):  # what else is drawn does not depend on adapters
+    with torch.random.fork_rng(devices=[]):  # adapters change no other random draw
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model)
     if scores:
@@ -253,9 +252,9 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapters, while it lasts: PPO's reference without a copy.
+    """Within the block, the model without its adapters: PPO's reference without a copy.
 
-    A trained head stays trained. What is to be trained is the same afterwards.
+    A trained head stays as it is. Afterwards the same parameters are trainable as before.
     """
     layers = _adapted(model).values()
     trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
@@ -272,10 +271,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """The plain model with its adapters folded into the weights, for saving: a copy on the CPU.
+    """A copy on the CPU with the adapters merged into the weights, for saving.
 
-    The model itself is left as it is (folding in and out again would round its weights), and comes back
-    where it has no adapters.
+    The model itself does not change, since merging and unmerging would round its weights. A model without
+    adapters is returned as it is.
     """
     layers = _adapted(model)
     if not layers:
@@ -318,10 +317,10 @@ def save(
 ) -> None:
     """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
 
-    `stop`, by default EOS, is the token that ends its answers; the generation config says so.
+    `stop`, by default EOS, is the token that ends responses; the generation config holds it.
     The same weights, tokenizer, identity and card give the same bytes.
     """
-    # transformers' version and the folder it was read from would change bytes without a change of meaning
+    # the source folder would change the bytes but not the model
     model.config._name_or_path = ""
     if model.can_generate():
         model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
@@ -337,7 +336,7 @@ def local_tokenizer(source: str, revision: str | None) -> Path:
     """The folder of a source's tokenizer, config and identity: the source, or the hub's cached snapshot.
 
     Raises:
-        ContractError: if the hub does not give it.
+        ContractError: if the hub does not provide it.
     """
     if not is_hub_id(source):
         return Path(source)

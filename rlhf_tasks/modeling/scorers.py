@@ -1,9 +1,9 @@
-"""What gives an answer a number: a reward model, a Python function, an HTTP service, a weighted sum of them.
+"""Scorers of responses: a reward model, a Python function, an HTTP service, and their weighted sum.
 
-Used by PPO's reward and by judges. A scorer gets token ids and says (B,) float32 on the CPU, in the
-order of the rows. Functions and services get texts: the prompt as the model reads it (special tokens
-and chat template included), the response without its EOS. A tokenizer of words gives texts back with
-one space between words, whatever stood there.
+PPO's reward and judges use them. A scorer maps token ids to scores: (B,) float32 on the CPU, in the order
+of the rows. Functions and services receive texts: the prompt as the model reads it (with special tokens
+and chat template) and the response without its EOS. Texts from a `words` tokenizer have one space between
+words, whatever the original white space was.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes, text_of
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.models import TokenScores, last_token
-from rlhf_tasks.training.runtime import NonFiniteError
+from rlhf_tasks.modeling.tensors import NonFiniteError
 
 NUM_TRIES = 5
 BACK_OFF_SECONDS = 1.0  # doubles from try to try
@@ -41,18 +41,18 @@ class Scorer(Protocol):
 
 
 class ScorerError(RuntimeError):
-    """A scorer that gave no finite number for each answer, or stayed unreachable; names it and what came."""
+    """A scorer returned no finite number for a response, or could not be reached."""
 
 
-class UnusableAnswer(ScorerError, UserError):
-    """An answer of another kind or number than asked for, or a refusal: to be mended by the user."""
+class UnusableScores(ScorerError, UserError):
+    """A scorer returned a wrong type or number of scores, or refused the request; the user can fix it."""
 
 
 class NonFiniteScore(NonFiniteError, ScorerError):
-    """NaN or infinity for an answer: PPO's guards know what to do with it."""
+    """A scorer returned NaN or infinity; PPO's guards handle it."""
 
 
-# ------------------------------------------------------------------------------------- the kinds
+# --------------------------------------------------------------------------------------- scorers
 
 
 class RewardScorer:
@@ -77,7 +77,7 @@ class RewardScorer:
 
 
 class FunctionScorer:
-    """`module:function`, called once with all prompts and all responses; gives a float for each.
+    """`module:function`, called once with all prompts and all responses; it returns a float for each.
 
     Modules of the current directory can be named, after installed ones.
 
@@ -121,11 +121,11 @@ def imported(function: str, key: str) -> TextFunction:
 
 
 class HttpScorer:
-    """A service that is sent {"prompts": […], "responses": […]} and answers {"scores": […]}.
+    """A service that receives {"prompts": […], "responses": […]} and returns {"scores": […]}.
 
-    A request is tried NUM_TRIES times: after 429, 5xx, a timeout or a broken connection, with a wait that
-    doubles, or as long as `Retry-After` asks for. Any other status, and an answer that is none, is an error
-    at once. `timeout_seconds` is for connecting, for each silence, and for the whole answer.
+    A request is tried NUM_TRIES times, after 429, 5xx, a timeout or a broken connection. The wait doubles
+    from try to try, or is that of `Retry-After`. Any other status or content is an error at once.
+    `timeout_seconds` limits the connection, each pause, and the whole reply.
     """
 
     def __init__(
@@ -136,47 +136,46 @@ class HttpScorer:
         timeout_seconds: float,
         batch_size: int,
         back_off_seconds: float = BACK_OFF_SECONDS,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise UserError(f"ppo.scorers: {url!r} is no URL: {error}") from error
+            raise UserError(f"ppo.scorers: {url!r} is not a URL: {error}") from error
         if not parsed.host or (parsed.port or 0) > 65535:
             raise UserError(f"ppo.scorers: {url!r} names no host and port")
-        shown = parsed.copy_with(username=None, password=None, query=None)  # what may be secret is not told
+        shown = parsed.copy_with(username=None, password=None, query=None)  # without parts that may be secret
         self._url, self._name, self._tokenizer = url, f"http scorer {shown}", tokenizer
         self._timeout, self._batch_size = timeout_seconds, batch_size
-        self._back_off = back_off_seconds
+        self._back_off, self._sleep = back_off_seconds, sleep
 
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         prompts, answers = _texts(self._tokenizer, queries, responses)
         parts = [torch.zeros(0)]
-        # a client for each call: a connection kept over an update would be closed by the other side
+        # a client for each call: the service would close an idle connection between updates
         with httpx.Client(timeout=self._timeout) as client:
             for start in range(0, len(prompts), self._batch_size):
                 rows = slice(start, start + self._batch_size)
-                asked = {"prompts": prompts[rows], "responses": answers[rows]}
-                parts.append(self._scores(self._answer(client, asked), len(asked["prompts"])))
+                request = {"prompts": prompts[rows], "responses": answers[rows]}
+                parts.append(self._scores(self._answer(client, request), len(request["prompts"])))
         return torch.cat(parts)
 
     def _scores(self, body: bytes, count: int) -> Tensor:
         try:
             answer = json.loads(body)
         except ValueError as error:
-            raise UnusableAnswer(f"{self._name} answered no JSON but {_shown(body)}") from error
+            raise UnusableScores(f"{self._name} must return JSON, but returned {_shown(body)}") from error
         if not (isinstance(answer, dict) and isinstance(answer.get("scores"), list)):
-            raise UnusableAnswer(
-                f'{self._name} answered {_shown(body)} where {{"scores": […]}} was asked for'
-            )
+            raise UnusableScores(f'{self._name} must return {{"scores": […]}}, but returned {_shown(body)}')
         return _finite(self._name, numbers(self._name, answer["scores"], count))
 
-    def _answer(self, client: httpx.Client, asked: Mapping[str, list[str]]) -> bytes:
-        """The body of a good answer, after as many tries as it may take."""
+    def _answer(self, client: httpx.Client, request: Mapping[str, list[str]]) -> bytes:
+        """The body of a successful reply, after at most NUM_TRIES tries."""
         problem = ""
         for number in range(NUM_TRIES):
             wait = self._back_off * 2**number
             try:
-                status, headers, body = self._request(client, asked)
+                status, headers, body = self._request(client, request)
             except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
@@ -184,40 +183,40 @@ class HttpScorer:
                     return body
                 problem = f"status {status}: {_shown(body)}"
                 if status != 429 and status < 500:
-                    raise UnusableAnswer(f"{self._name} refused: {problem}")
+                    raise UnusableScores(f"{self._name} rejected the request: {problem}")
                 wait = _retry_after(headers, wait)
             if number < NUM_TRIES - 1:
-                time.sleep(min(wait, LONGEST_WAIT_SECONDS))
-        raise ScorerError(f"{self._name} gave no scores in {NUM_TRIES} tries; the last: {problem}")
+                self._sleep(min(wait, LONGEST_WAIT_SECONDS))
+        raise ScorerError(f"{self._name} returned no scores in {NUM_TRIES} tries; the last error: {problem}")
 
     def _request(
-        self, client: httpx.Client, asked: Mapping[str, list[str]]
+        self, client: httpx.Client, request: Mapping[str, list[str]]
     ) -> tuple[int, httpx.Headers, bytes]:
-        """httpx times each silence; an answer that drips for ever is ended here."""
+        """Limits the whole reply; the timeout of httpx limits only each pause in it."""
         deadline = time.monotonic() + self._timeout
         body = b""
-        with client.stream("POST", self._url, json=asked) as response:
+        with client.stream("POST", self._url, json=request) as response:
             for chunk in response.iter_bytes():
                 body += chunk
                 if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout(f"the answer was not whole after {self._timeout} s")
+                    raise httpx.ReadTimeout(f"the reply was not complete after {self._timeout} s")
         return response.status_code, response.headers, body
 
 
 def _retry_after(headers: httpx.Headers, otherwise: float) -> float:
-    """Seconds that the other side asks to wait (RFC 9110, 10.2.3; its dates are not read)."""
-    asked = headers.get("Retry-After", "")
-    return float(asked) if asked.isdecimal() else otherwise
+    """Seconds to wait by the Retry-After header (RFC 9110, 10.2.3); its dates are not read."""
+    seconds = headers.get("Retry-After", "")
+    return float(seconds) if seconds.isdecimal() else otherwise
 
 
 class DummyScorer:
-    """Zero for every answer: the whole machinery without anything to learn."""
+    """Zero for every response: it runs the pipeline with nothing to learn."""
 
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         return torch.zeros(len(queries))
 
 
-# --------------------------------------------------------------------------------------- the sum
+# ---------------------------------------------------------------------------------- weighted sum
 
 
 class Part(NamedTuple):
@@ -241,7 +240,7 @@ class WeightedSum:
         return {part.name: _finite(part.name, part.scorer(queries, responses)) for part in self._parts}
 
     def total(self, found: Mapping[str, Tensor]) -> Tensor:
-        """Σ weight · part of what `parts` gave; (B,)."""
+        """Σ weight · score over the scores of all parts; (B,)."""
         return torch.stack([part.weight * found[part.name] for part in self._parts]).sum(dim=0)
 
 
@@ -252,12 +251,12 @@ def build(
     reward_model: TokenScores | None,
     max_tokens: int,
 ) -> WeightedSum:
-    """What `ppo.scorers` asks for; `reward_model` is needed where that kind is among them.
+    """The scorers of `ppo.scorers`; the kind `reward_model` needs `reward_model`.
 
-    A part is named by its kind, `kind_2` … where there are several of it.
+    A part is named by its kind; further parts of the same kind are `kind_2`, `kind_3`, ….
 
     Raises:
-        UserError: for a function that cannot be imported, or a URL that is none.
+        UserError: for a function that cannot be imported, or an invalid URL.
     """
     parts: list[Part] = []
     for number, one in enumerate(settings):
@@ -275,7 +274,7 @@ def _one(
     max_tokens: int,
 ) -> Scorer:
     if isinstance(one, config.RewardModelScorer):
-        assert reward_model is not None, "the config has checked that there is one"
+        assert reward_model is not None, "the config guarantees a reward model"
         return RewardScorer(reward_model, tokenizer, max_tokens)
     if isinstance(one, config.FunctionScorer):
         return FunctionScorer(one.function, tokenizer)
@@ -284,7 +283,7 @@ def _one(
     return DummyScorer()
 
 
-# ------------------------------------------------------------------------------------- both ways
+# ------------------------------------------------------------------------------- texts and checks
 
 
 def _texts(
@@ -295,22 +294,24 @@ def _texts(
 
 
 def numbers(name: str, found: Any, count: int) -> Tensor:
-    """What a function or service gave as (count,) float32.
+    """The scores of a function or service as (count,) float32.
 
     Raises:
-        UnusableAnswer: saying what came instead.
+        UnusableScores: with the value that is not `count` numbers.
     """
     try:
         given = list(found)
         if any(isinstance(x, str | bytes) for x in given):
-            raise TypeError("text is no number")
+            raise TypeError("text is not a number")
         scores = torch.tensor([float(x) for x in given], dtype=torch.float32)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UnusableAnswer(
-            f"{name} gave {_shown(found)}: {error}; one number per answer is needed"
+        raise UnusableScores(
+            f"{name} must return one number per response, but returned {_shown(found)}: {error}"
         ) from error
     if len(scores) != count:
-        raise UnusableAnswer(f"{name} gave {len(scores)} scores for {count} answers")
+        raise UnusableScores(
+            f"{name} must return one number per response, but gave {len(scores)} for {count}"
+        )
     return scores
 
 
@@ -318,8 +319,8 @@ def _finite(name: str, scores: Tensor) -> Tensor:
     wrong = (~scores.isfinite()).nonzero().flatten().tolist()
     if wrong:
         raise NonFiniteScore(
-            f"{name} gave {float(scores[wrong[0]])} for answer {wrong[0]} of {len(scores)} "
-            f"({len(wrong)} are no finite numbers)"
+            f"{name} gave {float(scores[wrong[0]])} for response {wrong[0]} of {len(scores)} "
+            f"({len(wrong)} of them are not finite)"
         )
     return scores
 

@@ -6,10 +6,20 @@ B batch · R response · V vocabulary. Masks are bool, True = a real response to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class NonFiniteError(ArithmeticError):
+    """NaN or infinity in training; the optimiser took no step on it. `batch` is the batch it comes from."""
+
+    def __init__(self, message: str, batch: Any = None) -> None:
+        super().__init__(message)
+        self.batch = batch
+
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all processes; the identity on one process."""
@@ -21,12 +31,12 @@ def alone(x: Tensor) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Σ of `x` where `mask`, in float32; what stands elsewhere may be anything, NaN included."""
+    """Σ of `x` where `mask`, in float32; values elsewhere do not matter, even NaN."""
     return torch.where(mask, x, 0).float().sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor, reduce: Reduce = alone) -> Tensor:
-    """Mean of `x` where `mask`, over all processes. Scalar; NaN where nothing is masked in."""
+    """Mean of `x` where `mask`, over all processes. Scalar; NaN if the mask is False everywhere."""
     total, count = reduce(torch.stack([masked_sum(x, mask), mask.sum().float()])).unbind()
     return total / count
 
@@ -40,8 +50,8 @@ def masked_moments(x: Tensor, mask: Tensor, reduce: Reduce = alone) -> tuple[Ten
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce = alone) -> Tensor:
     """`x` (B, R) scaled to variance 1 over the real tokens of all processes; zero elsewhere.
 
-    The mean becomes 0, or stays as it was with `shift_mean=False` (Ziegler et al. 2019 whiten rewards
-    so). Epsilon 1e-8 on the variance, as there.
+    The mean becomes 0; with `shift_mean=False` it does not change, as Ziegler et al. (2019) whiten rewards.
+    As in their code, 1e-8 is added to the variance.
     """
     mean, variance = masked_moments(x, mask, reduce)
     white = (x - mean) * torch.rsqrt(variance + 1e-8)
@@ -49,7 +59,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce =
 
 
 def distinct(responses: Sequence[Sequence[int]], n: int) -> Tensor:
-    """(B,): different n-grams of an answer over all of its n-grams (Li et al. 2016); 1 where it has none."""
+    """(B,): distinct n-grams of a response over all its n-grams (Li et al. 2016); 1 without n-grams."""
     grams = [[tuple(r[i : i + n]) for i in range(len(r) - n + 1)] for r in responses]
     return torch.tensor([len(set(g)) / len(g) if g else 1.0 for g in grams])
 

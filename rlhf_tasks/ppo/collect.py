@@ -15,9 +15,10 @@ from torch import Tensor
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes
 from rlhf_tasks.modeling.generation import Rollout, sample
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, pad_rows
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
 
 Metrics = dict[str, float]
 T = TypeVar("T")

@@ -10,14 +10,15 @@ import torch
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.ppo.watch import Watch
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
-from rlhf_tasks.training.resume import State
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.state import State
 
 Metrics = dict[str, float]
 

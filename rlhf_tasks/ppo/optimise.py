@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Size, collate
-from rlhf_tasks.modeling.tensors import entropy_from_logits, gather_logprobs, masked_sum
+from rlhf_tasks.modeling.tensors import NonFiniteError, entropy_from_logits, gather_logprobs, masked_sum
 from rlhf_tasks.ppo.kl import ESTIMATORS, PenaltyController, k3
 from rlhf_tasks.ppo.lesson import Lesson, joined
 from rlhf_tasks.ppo.losses import policy_loss, value_loss
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums
 
 Metrics = dict[str, float]

@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.collect import Collector, Scorers
 from rlhf_tasks.ppo.lesson import Lesson, Teacher
 from rlhf_tasks.ppo.optimise import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime, adamw, learning_rate, set_learning_rate
+from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.supervised import LanguageModelling
 
 Metrics = dict[str, float]

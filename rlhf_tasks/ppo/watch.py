@@ -13,12 +13,13 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, encode, read_table, text_of
 from rlhf_tasks.modeling.generation import answer
 from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.collect import Scorers, agreed
 from rlhf_tasks.ppo.referee import Referee
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.trainer import stop_token
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
 
 NUM_SAMPLE_PROMPTS = 4
 NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}

@@ -188,7 +188,7 @@ def _made(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
     if md5 is None:
         return {}
     try:
-        blob = dvc_cli.cache(root) / "files" / "md5" / md5[:2] / md5[2:]
+        blob = dvc_cli.cached_file(dvc_cli.cache(root), md5)
         found: dict[str, Any] = json.loads(blob.read_text(encoding="utf-8"))
     except OSError:
         return {}

@@ -59,7 +59,7 @@ def bring(root: Path, home: Path, md5: str, tags: Mapping[str, str]) -> Path:
 def is_kept(root: Path, md5: str) -> bool:
     """Whether the DVC cache has it."""
     cache = _cache(root)
-    return cache is not None and _blob(cache, md5).exists()
+    return cache is not None and dvc_cli.cached_file(cache, md5).exists()
 
 
 def _is(folder: Path, md5: str) -> bool:
@@ -77,24 +77,20 @@ def _cache(root: Path) -> Path | None:
         return None  # no DVC project
 
 
-def _blob(cache: Path, md5: str) -> Path:
-    return cache / "files" / "md5" / md5[:2] / md5[2:]
-
-
 def _links(cache: Path, md5: str, target: Path) -> bool:
     """Make the folder that DVC's list names, of links into the cache; False where the cache lacks a part.
 
     Links, since a second copy may be many gigabytes.
     """
     try:
-        entries = json.loads(_blob(cache, md5).read_text(encoding="utf-8"))
+        entries = json.loads(dvc_cli.cached_file(cache, md5).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    if not all(_blob(cache, entry["md5"]).exists() for entry in entries):
+    if not all(dvc_cli.cached_file(cache, entry["md5"]).exists() for entry in entries):
         return False
     with whole(target) as folder:
         for entry in entries:
             file = folder / entry["relpath"]
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.symlink_to(_blob(cache, entry["md5"]))
+            file.symlink_to(dvc_cli.cached_file(cache, entry["md5"]))
     return True

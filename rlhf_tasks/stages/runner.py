@@ -30,12 +30,12 @@ SUMMARIES: Mapping[Stage, str] = {
     "prepare": "read, check and split the data; make the tokenizer",
     "base": "train a small base model, or fetch one",
     "sft": "supervised fine-tuning on completions",
-    "preferences": "pairs for the reward model: given ones, and compared samples of the SFT policy",
-    "reward": "train the reward model, and the held-out one",
+    "preferences": "collect pairs for the reward model: given pairs, and compared samples of the SFT policy",
+    "reward": "train the reward model, and the held-out reward model",
     "ppo": "train the policy against the reward model",
-    "judge": "win rates of reference, SFT and policy answers",
-    "verdict": "whether the policy may be promoted, by the criteria of `promotion`",
-    "report": "one page of all of it",
+    "judge": "compute win rates of reference, SFT and policy; with MODEL, of any checkpoint",
+    "verdict": "decide whether the policy may be promoted, by the criteria of `promotion`",
+    "report": "write one page with all results",
 }
 SHOWN_METRICS = 20
 

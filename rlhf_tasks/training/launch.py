@@ -1,7 +1,7 @@
-"""The `launch` section as an `accelerate launch` command, and word from its workers. No torch.
+"""Starts the workers of a stage with `accelerate launch`, and reads their failures. No torch.
 
-`launch.num_processes` counts all processes of all machines. On several machines the same command runs
-on each, told apart by MASTER_ADDR, MASTER_PORT and MACHINE_RANK.
+`launch.num_processes` counts the processes of all machines. On several machines the same command runs on
+each; MASTER_ADDR, MASTER_PORT and MACHINE_RANK differ.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
-TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # the others run in one process
-FAILURE = "RLHF_FAILURE_FILE"  # a stage that fails writes why there: for its launcher, or for the flow
+TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
+FAILURE = "RLHF_FAILURE_FILE"  # a failing stage writes the reason there, for its launcher or for the flow
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
 
 def is_needed(stage: Stage, launch: Launch) -> bool:
-    """True if this process is to start workers, rather than to run the stage or to be a worker."""
+    """True if this process must start workers instead of running the stage itself."""
     several = launch.num_processes > 1 or launch.num_machines > 1 or launch.deepspeed is not None
     return stage in TRAINING and several and not is_worker()
 
@@ -41,12 +41,12 @@ def is_worker() -> bool:
 
 
 def is_orphan() -> bool:
-    """True in a worker whose launcher was killed: nobody would end it, or hear what becomes of it."""
+    """True in a worker whose launcher was killed: nothing else would end it."""
     return LAUNCHER in os.environ and not context.is_alive(os.environ[LAUNCHER])
 
 
 def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
-    """The words that start the stage's workers.
+    """The command that starts the stage's workers.
 
     Raises:
         UserError: if a setting or a variable that the launch needs is missing.
@@ -54,13 +54,15 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
     words = ["-m", "accelerate.commands.launch"]
     if launch.deepspeed == "zero3" and stage == "ppo":
         raise UserError(
-            "launch.deepspeed='zero3' is for base, sft and reward; ppo samples answers of different lengths "
-            "on every process, which would wait for each other's weights for ever: set zero2 for it"
+            "launch.deepspeed='zero3' cannot run stage ppo: its processes sample responses of different "
+            "lengths and would wait for each other's weights without end; set launch.deepspeed to zero2"
         )
     if launch.deepspeed is not None:
         settings = paths.deepspeed / f"{launch.deepspeed}.json"
         if not settings.exists():
-            raise UserError(f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which is not here")
+            raise UserError(
+                f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which does not exist; restore it"
+            )
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
         if launch.num_machines > 1:
             words += ["--deepspeed_multinode_launcher", "standard"]
@@ -68,8 +70,8 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         words += ["--multi_gpu"]
         if launch.num_processes < 2:
             raise UserError(
-                f"launch.num_machines={launch.num_machines} needs launch.num_processes of as many or more "
-                f"(it counts those of all machines; given: {launch.num_processes})"
+                f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must be "
+                f"at least launch.num_machines={launch.num_machines}"
             )
     threads = environment.get("OMP_NUM_THREADS") or _threads(launch)
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
@@ -84,17 +86,17 @@ def _threads(launch: Launch) -> int:
 
 def _rendezvous(launch: Launch, environment: Mapping[str, str]) -> list[str]:
     if launch.num_machines == 1:
-        return ["--main_process_port", "0"]  # any free one, so that two runs share a machine
+        return ["--main_process_port", "0"]  # any free port, so that two runs can share a machine
     if launch.num_processes % launch.num_machines:
         raise UserError(
             f"launch.num_processes={launch.num_processes} is not divisible by "
-            f"launch.num_machines={launch.num_machines}: every machine runs equally many"
+            f"launch.num_machines={launch.num_machines}; every machine runs the same number"
         )
     missing = [name for name in ("MASTER_ADDR", "MACHINE_RANK") if name not in environment]
     if missing:
         raise UserError(
             f"launch.num_machines={launch.num_machines} needs {' and '.join(missing)} in the environment of "
-            "each machine: the first machine's address, and 0, 1, … for this one"
+            "each machine: the address of the first machine, and this machine's number from 0"
         )
     port = environment.get("MASTER_PORT", "29500")
     where = ["--main_process_ip", environment["MASTER_ADDR"], "--main_process_port", port]
@@ -102,17 +104,17 @@ def _rendezvous(launch: Launch, environment: Mapping[str, str]) -> list[str]:
 
 
 def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
-    """What the workers' libraries read; without CUDA, processes talk by gloo."""
+    """Environment variables for the workers' libraries; without CUDA, processes communicate by gloo."""
     if cuda:
         return {}
     return {"DS_ACCELERATOR": "cpu"} if launch.deepspeed is not None else {"ACCELERATE_USE_CPU": "true"}
 
 
 def run(paths: Paths, stage: Stage, launch: Launch) -> int:
-    """Start the workers, wait for them, pass signals on. Returns their exit status.
+    """Start the workers, forward signals and wait. Returns their exit status.
 
     Raises:
-        UserError: told by a worker.
+        UserError: that a worker reported.
     """
     words = command(paths, stage, launch, os.environ)
     with tempfile.TemporaryDirectory() as folder:
@@ -126,31 +128,31 @@ def run(paths: Paths, stage: Stage, launch: Launch) -> int:
             workers.send_signal(signal.SIGTERM)
             workers.wait()
             raise
-        report_of_worker = reported(failure)
-    if report_of_worker is not None:
-        if report_of_worker["kind"] == "user":
-            raise UserError(report_of_worker["message"])
-        _write(report_of_worker)
+        failed = reported(failure)
+    if failed is not None:
+        if failed["kind"] == "user":
+            raise UserError(failed["message"])
+        _write(failed)
     return status
 
 
 def _has_cuda() -> bool:
-    """Asked of torch in a process of its own: this one stays free of torch."""
-    question = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
-    return subprocess.run([sys.executable, "-c", question], check=False).returncode == 0
+    """Whether torch finds CUDA; another process loads torch, so that this one does not."""
+    program = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
+    return subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def mistake(error: BaseException) -> str | None:
-    """What to tell the user who can mend it; None of a fault."""
+    """The message for a mistake that the user can fix; None for a fault of ours."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
-        return f"{error}; this user must be able to read and write there"
+        return f"{error}; give this user the right to read and write there"
     return None
 
 
 def report(error: BaseException) -> None:
-    """Write why this stage fails where its starter wants to read it; only the first report is kept."""
+    """Write why this stage fails, for the program that started it; only the first report is kept."""
     kind, message = "user", mistake(error)
     if message is None:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

@@ -1,7 +1,7 @@
-"""Where a stage runs: device, processes, precision, and one optimiser step over micro-batches.
+"""The runtime of a stage: device, processes, precision, and one optimiser step over micro-batches.
 
-All of accelerate and DeepSpeed is met here. Rank and world are read from torch.distributed, since
-accelerate reports a world of 1 under DeepSpeed on CPU.
+Only this module uses accelerate and DeepSpeed. Rank and world size come from torch.distributed, because
+accelerate reports a world size of 1 under DeepSpeed on CPU.
 """
 
 from __future__ import annotations
@@ -24,31 +24,24 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
-from rlhf_tasks.training.resume import Files
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=2)  # of processes for one that asks a slow judge; a dead one ends them all at once
-ENGINE = "engine"  # DeepSpeed's name for a checkpoint within its folder
-
-
-class NonFiniteError(ArithmeticError):
-    """NaN or infinity where training needs numbers; no step was taken on it. `batch` is what gave it."""
-
-    def __init__(self, message: str, batch: Any = None) -> None:
-        super().__init__(message)
-        self.batch = batch
+PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
+ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
 
 
 class Runtime:
-    """One process of a stage, and how it talks to the others."""
+    """One process of a stage, and its communication with the others."""
 
     def __init__(self, launch: Launch, seed: int) -> None:
         if not torch.cuda.is_available():
             os.environ.setdefault(
                 "DS_ACCELERATOR", "cpu"
             )  # else DeepSpeed warns at import that it found no GPU
-        transformers.utils.logging.disable_progress_bar()  # bars of milliseconds, between our own
+        transformers.utils.logging.disable_progress_bar()  # they take milliseconds and would interrupt our own bars
         self.accelerator = Accelerator(
             mixed_precision=launch.mixed_precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
@@ -56,8 +49,8 @@ class Runtime:
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:
-            # models are put together whole, and ZeRO-3 takes them apart in `prepare`: into one that
-            # transformers makes in parts, load_state_dict would load nothing, in silence
+            # models are created whole, and ZeRO-3 partitions them in `prepare`: into a model that
+            # transformers creates in partitions, load_state_dict would load nothing without an error
             unset_hf_deepspeed_config()
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
@@ -71,7 +64,7 @@ class Runtime:
         return self.rank == 0
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device; ranks draw differently: seed + rank·100003, as lm-human-preferences."""
+        """A generator on this device, seeded by seed + rank · 100003, as in lm-human-preferences."""
         return torch.Generator(self.device).manual_seed(seed + self.rank * 100003)
 
     # ------------------------------------------------------------------------- between processes
@@ -92,18 +85,18 @@ class Runtime:
         return int(largest)
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
-        """This process's part of rows that all of them hold."""
+        """This process's share of rows that all processes hold."""
         return list(rows[self.rank :: self.world_size])
 
     def each(self, value: T) -> list[T]:
-        """Every process's value, by rank, on all; of what can be pickled, tensors on the CPU."""
+        """The values of all processes, by rank, on each of them. Values are pickled; tensors must be on the CPU."""
         values = [value] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(values, value)
         return values
 
     def from_main(self, value: Any) -> Any:
-        """The first process's value, on all."""
+        """The first process's value, on all processes."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -119,7 +112,7 @@ class Runtime:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap for data parallelism or ZeRO; the module that comes back is the one to call."""
+        """Wrap for data parallelism or ZeRO; call the returned module instead of the given one."""
         if self.is_deepspeed:
             # DeepSpeed clips inside its own step, by its own setting
             self.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = (
@@ -129,10 +122,10 @@ class Runtime:
         return prepared, wrapped
 
     def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[Any]:
-        """Whole weights on every process while it lasts, for reading or loading them; all must enter.
+        """Within the block, every process has the whole weights, to read or load them; all must enter it.
 
-        ZeRO-3 keeps a part of each on each process; elsewhere nothing happens. With `write`, what the
-        first process has put there is kept.
+        Only ZeRO-3 partitions weights; elsewhere nothing happens. With `write`, the changes of the first
+        process are kept.
         """
         if not (self.is_deepspeed and self.accelerator.state.deepspeed_plugin.zero_stage == 3):
             return nullcontext()
@@ -144,17 +137,17 @@ class Runtime:
         return context
 
     def freeze(self, model: nn.Module) -> None:
-        """Not to be trained, and in the precision that the trained model is computed in.
+        """Make a model untrainable, in the precision of the trained model.
 
-        DeepSpeed turns the trained model's weights into bf16; a float32 reference would show a KL that
-        is nothing but rounding.
+        DeepSpeed converts the trained model's weights to bf16; with a float32 reference, rounding alone
+        would cause a KL.
         """
         model.requires_grad_(False)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
             model.to(torch.bfloat16)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Rollouts and training run under the same precision, so that the first ratio is 1."""
+        """The precision of rollouts and training, which must be equal so that the first ratio is 1."""
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 
@@ -167,13 +160,13 @@ class Runtime:
     ) -> float:
         """One optimiser step on the **sum** of the micro-batches' losses over all processes.
 
-        Each element of `losses` runs one forward pass and returns its part of the global loss (already
-        divided by the global count of what it averages over), so that the step is the same however the
-        batch is cut. All processes give equally many. Returns the gradient norm before clipping.
+        Each element of `losses` runs one forward pass and returns its part of the global loss, already
+        divided by the global count. So the step does not depend on the cut into micro-batches. All
+        processes must give the same number of losses. Returns the gradient norm before clipping.
 
         Raises:
-            NonFiniteError: on all processes; the weights are as they were, but where DeepSpeed found only
-                the gradient to be so: there they are spoilt.
+            NonFiniteError: on all processes. The weights are unchanged, except where only the gradient is
+                not finite under DeepSpeed: it has then changed them.
         """
         parts = list(losses)
         total = torch.zeros((), device=self.device)
@@ -194,8 +187,10 @@ class Runtime:
                 raise NonFiniteError("the loss is NaN or infinite")
             model.step()  # type: ignore[operator]
             norm = float(model.get_global_grad_norm() or 0.0)  # type: ignore[operator]
-            if not math.isfinite(norm):  # known only now: DeepSpeed puts it together within its step
-                raise NonFiniteError("the gradient is NaN or infinite, and DeepSpeed has stepped on it")
+            if not math.isfinite(norm):  # DeepSpeed computes the norm within its step
+                raise NonFiniteError(
+                    "the gradient is NaN or infinite, and DeepSpeed has changed the weights by it"
+                )
             return norm
         norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
         if math.isfinite(norm):
@@ -208,9 +203,9 @@ class Runtime:
     # --------------------------------------------------------------------------------- snapshots
 
     def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
-        """Weights and optimiser of what `prepare` gave, for a snapshot; the same on all processes.
+        """Weights and optimiser of what `prepare` returned, for a snapshot; equal on all processes.
 
-        DeepSpeed writes files of its own, in which every process's part has its place.
+        DeepSpeed writes its own files, which hold the partitions of all processes.
         """
         if self.is_deepspeed:
             save: Callable[..., Any] = model.save_checkpoint  # type: ignore[assignment]
@@ -221,7 +216,7 @@ class Runtime:
     def load_training_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
     ) -> None:
-        """Go back to a `training_state` as a snapshot holds it: DeepSpeed's by its folder."""
+        """Restore a `training_state` from a snapshot; DeepSpeed's is the path of its folder."""
         if isinstance(state, Path):
             load: Callable[..., Any] = model.load_checkpoint  # type: ignore[assignment]
             load(str(state), tag=ENGINE)
@@ -251,7 +246,7 @@ class Runtime:
 def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
     """AdamW with eps 1e-5 (arXiv 2403.17031); in supervised training betas .9/.98 (arXiv 1706.03762).
 
-    Biases and norms do not decay; nothing does in PPO.
+    Biases and norms have no weight decay; nothing has in PPO.
     """
     if isinstance(settings, Optimisation):
         decay, betas = settings.weight_decay, (0.9, 0.98)
@@ -277,6 +272,6 @@ def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> fl
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """A group with a `scale` learns at that multiple of the rate."""
+    """Set the rate of all groups; a group with a `scale` gets that multiple."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("scale", 1.0)

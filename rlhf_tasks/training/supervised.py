@@ -1,6 +1,6 @@
-"""What base, SFT and reward training share: epochs of optimiser steps, evaluations, the best kept.
+"""The supervised loop of base, SFT and reward training: epochs, evaluation, and the best weights.
 
-All of it can be stopped between two steps and gone on with to the same bytes: see `resume`.
+A run that was stopped between two steps is resumed to the same bytes: see `resume`.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from rlhf_tasks.modeling.tensors import gather_logprobs, masked_sum
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
-from rlhf_tasks.training.resume import State
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
+from rlhf_tasks.training.state import State
 
 Sums = dict[str, Tensor]
 SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them
 
 
 class Task(Protocol):
-    """What is learned: rows, how wide they are when padded, and the sums of one forward pass over some."""
+    """A training task: the sizes of its rows, and the sums of one forward pass over some rows."""
 
     sizes: list[Size]
 
     def weight(self, rows: Sequence[int]) -> float:
-        """What the loss of these rows is averaged over (tokens, or pairs)."""
+        """The number of tokens or pairs that the loss of these rows is averaged over."""
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        """`loss` and other metrics, **summed** over what `weight` counts."""
+        """`loss` and other metrics, **summed** over the tokens or pairs that `weight` counts."""
 
 
 @dataclass
 class LanguageModelling:
-    """Predict the response tokens of (query, response) rows, EOS among them."""
+    """Predicts the response tokens of (query, response) rows, EOS included."""
 
     queries: list[Ids]
     responses: list[Ids]
@@ -86,12 +86,12 @@ def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Spli
 
 
 def plain(texts: Sequence[Ids], pad: int) -> LanguageModelling:
-    """Text that answers nothing: the first token is given, all others are predicted."""
+    """Text without a query: the first token is given, all others are predicted."""
     return LanguageModelling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
 
 
 def lm_sums(logits: Tensor, batch: Batch) -> Sums:
-    """Σ of −log p and of right guesses over the real response tokens; logits (B, R, V)."""
+    """Σ of −log p and of correct predictions over the real response tokens; logits (B, R, V)."""
     right = (logits.argmax(-1) == batch.responses) & batch.response_mask
     nll = -masked_sum(gather_logprobs(logits, batch.responses), batch.response_mask)
     return {"loss": nll, "token_accuracy": right.sum().float()}
@@ -99,7 +99,7 @@ def lm_sums(logits: Tensor, batch: Batch) -> Sums:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step: its number from 1, how many there will be, its metrics (global means)."""
+    """One optimiser step: its number from 1, the number of all steps, its metrics (global means)."""
 
     number: int
     num_steps: int
@@ -107,11 +107,11 @@ class Step:
 
 
 class Fit:
-    """Training of `model` in place for `num_epochs`: iterate it for one optimiser step after another.
+    """Trains `model` in place for `num_epochs`; each iteration is one optimiser step.
 
-    The loss of a step is its sum over the whole batch of all processes, over `weight`: it is the same
-    however the batch is cut into micro-batches or shared among processes. Between two steps all there is
-    to know is in `state_dict`.
+    The loss of a step is the sum over the whole batch of all processes, divided by `weight`. It does not
+    depend on the cut into micro-batches or the number of processes. `state_dict` holds the whole state
+    between two steps.
     """
 
     def __init__(self, rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed: int) -> None:
@@ -121,8 +121,8 @@ class Fit:
         self.num_steps = math.ceil(self.steps_per_epoch * settings.num_epochs)
         self.number = 0  # of steps taken
         self._order = torch.Generator().manual_seed(seed)
-        self._drawn_from = self._order.get_state()  # what this epoch's batches were drawn from
-        self._batches: list[list[int]] = []  # this epoch's
+        self._drawn_from = self._order.get_state()  # the generator's state before this epoch's batches
+        self._batches: list[list[int]] = []  # of this epoch
 
     def __iter__(self) -> Iterator[Step]:
         while self.number < self.num_steps:
@@ -130,7 +130,7 @@ class Fit:
 
     @property
     def epochs(self) -> float:
-        """Epochs done."""
+        """The number of finished epochs, with fractions."""
         return self.settings.num_epochs * self.number / self.num_steps
 
     def step(self) -> Step:
@@ -173,7 +173,7 @@ class Fit:
         return total(self.rt, parts), norm
 
     def state_dict(self) -> State:
-        """Weights, optimiser and place in the data; the same on all processes."""
+        """Weights, optimiser and position in the data; equal on all processes."""
         between_epochs = self.number % self.steps_per_epoch == 0
         return {
             "training": self.rt.training_state(self.model, self.optimizer),
@@ -191,7 +191,7 @@ class Fit:
 
 
 def groups(rt: Runtime, sizes_of_all: Sequence[Size], own: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """This process's own rows as micro-batches; every process gets as many, if need be empty ones."""
+    """This process's own rows as micro-batches; every process gets the same number, some may be empty."""
     mine = [sizes_of_all[i] for i in own]
     cut = micro_batches(mine, max_tokens)
     if rt.world_size > 1:
@@ -200,9 +200,9 @@ def groups(rt: Runtime, sizes_of_all: Sequence[Size], own: Sequence[int], max_to
 
 
 def _sums(rt: Runtime, model: nn.Module, task: Task, group: Sequence[int], rows: Sequence[int]) -> Sums:
-    """The sums of a micro-batch; of an empty one, zeros by a pass over some other row.
+    """The sums of a micro-batch; for an empty one, zeros from a pass over another row.
 
-    All processes must call the model equally often, and one of them may have a row less.
+    All processes must call the model equally often, but some may have fewer rows.
     """
     with rt.autocast():
         sums = task.sums(model, group or rows[:1], rt.device)
@@ -210,7 +210,7 @@ def _sums(rt: Runtime, model: nn.Module, task: Task, group: Sequence[int], rows:
 
 
 def total(rt: Runtime, parts: Sequence[Sums]) -> dict[str, float]:
-    """Micro-batches' sums, added up over all processes."""
+    """The sums of all micro-batches of all processes."""
     keys = list(parts[0])
     stacked = rt.sum(torch.stack([torch.stack([part[key].double() for part in parts]).sum() for key in keys]))
     return dict(zip(keys, stacked.tolist(), strict=True))
@@ -257,15 +257,15 @@ class Best:
         self._worse, self._weights = state["worse"], state["weights"]
 
 
-# ------------------------------------------------------------------------------- stopped and gone on
+# -------------------------------------------------------------------------------------- resuming
 
 
 def resumed(
     paths: Paths, view: StageView, name: str, fit: Fit, tracker: Tracker, best: Best | None = None
 ) -> Iterator[Step]:
-    """The steps of `fit` from where its last snapshot left it, on a progress bar, until `best` is exhausted.
+    """The steps of `fit` after its last snapshot, with a progress bar, until `best` is exhausted.
 
-    The caller logs and evaluates each step before it asks for the next: snapshots are taken in between.
+    The caller logs and evaluates each step before it takes the next: snapshots are saved in between.
     """
     rt = fit.rt
     with resume.open(rt, paths, view, name) as snapshots, _bar(name, fit) as bar:

@@ -62,18 +62,18 @@ def test_micro_batches_hold_every_row_once_within_the_budget(max_tokens: int) ->
         assert len(group) == 1 or padded(group) <= max_tokens
 
 
-def test_micro_batches_are_as_full_as_the_budget_lets_them() -> None:
+def test_micro_batches_are_as_full_as_the_budget_allows() -> None:
     assert micro_batches([(3, 1)] * 5, 8) == [[0, 1], [2, 3], [4]]
     assert micro_batches([(8, 1), (1, 0), (0, 1)], 4) == [[1, 2], [0]]
 
 
-def test_a_long_query_beside_a_long_response_is_as_wide_as_both() -> None:
+def test_a_group_is_as_wide_as_its_longest_query_and_its_longest_response() -> None:
     assert micro_batches([(9, 1), (1, 9)], 20) == [[0], [1]]
     assert micro_batches([(9, 1), (1, 9)], 36) == [[0, 1]]
 
 
 @pytest.mark.parametrize("count", [1, 20, 57, 60])
-def test_as_many_micro_batches_as_asked_for_still_hold_every_row_once(count: int) -> None:
+def test_a_given_number_of_micro_batches_holds_every_row_once(count: int) -> None:
     alone = micro_batches(ROWS, 64)
     groups = micro_batches(ROWS, 64, count=count)
     assert len(groups) == max(count, len(alone))
@@ -97,7 +97,7 @@ def test_an_epoch_is_seeded_and_the_next_one_differs() -> None:
     assert two_epochs(1)[0] != two_epochs(1)[1]
 
 
-def test_rows_of_like_length_share_a_batch() -> None:
+def test_rows_of_similar_length_share_a_batch() -> None:
     def padding(batches: Iterable[list[int]]) -> int:
         return sum(padded(batch) for batch in batches) - sum(map(sum, ROWS))
 

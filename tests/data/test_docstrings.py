@@ -50,13 +50,13 @@ def test_methods_are_named_with_their_class_and_dedented(tmp_path: Path) -> None
     assert pair.prompt.startswith("def area(")
 
 
-def test_files_that_do_not_parse_are_passed_over_without_a_warning(tmp_path: Path) -> None:
+def test_files_that_do_not_parse_are_skipped_without_a_warning(tmp_path: Path) -> None:
     odd = function("first", "Compute the square of a sum.", r"\d")  # an invalid escape: a SyntaxWarning
     pairs = mine(package(tmp_path, "a", broken='def f(:\n    """Never read at all."""\n', odd=odd))
     assert [pair.source for pair in pairs] == ["a==1.0 a/odd.py:first"]
 
 
-def test_no_prompt_comes_twice_and_no_summary_twice_in_a_package(tmp_path: Path) -> None:
+def test_no_prompt_occurs_twice_and_no_summary_occurs_twice_in_a_package(tmp_path: Path) -> None:
     one = function("area", "Compute the square of a sum.") + function(
         "other", "Compute the square of a sum.", "x"
     )
@@ -82,7 +82,7 @@ def test_a_package_gives_a_bounded_number_of_pairs(tmp_path: Path, monkeypatch: 
     assert len(mine(package(tmp_path, "a", m=many))) == 3
 
 
-def test_functions_that_tell_nothing_are_left_out(tmp_path: Path) -> None:
+def test_functions_without_content_are_left_out(tmp_path: Path) -> None:
     text = '''
         def no_docstring(first_value, second_value):
             return first_value + second_value, "long enough to be a prompt by itself"
@@ -122,7 +122,7 @@ def test_functions_that_tell_nothing_are_left_out(tmp_path: Path) -> None:
         ("", "f", None),
     ],
 )
-def test_a_summary_is_one_plain_sentence_that_says_more_than_the_name(
+def test_a_summary_is_one_plain_sentence_with_more_than_the_name(
     docstring: str, name: str, summary: str | None
 ) -> None:
     assert docstrings.clean_summary(docstring, name) == summary
@@ -136,7 +136,7 @@ def pairs_of(**sizes: int) -> list[Pair]:
     ]
 
 
-def test_no_package_is_in_two_splits_and_no_single_one_is_what_is_tested() -> None:
+def test_no_package_is_in_two_splits_and_none_dominates_a_held_out_split() -> None:
     pairs = pairs_of(giant=500, **{f"p{i}": 10 for i in range(40)})
     parts = docstrings.split_by_package(pairs, 1, {"validation": 45, "test": 80})
     packages = {split: {pair.package for pair in held} for split, held in parts.items()}
@@ -148,8 +148,10 @@ def test_no_package_is_in_two_splits_and_no_single_one_is_what_is_tested() -> No
     assert len(parts["train"]) == 500 + 400 - 80 - 50
 
 
-def test_too_few_packages_for_the_splits_is_told() -> None:
-    with pytest.raises(UserError, match=r"give 20 pairs for test, data.num_test asks for 80"):
+def test_too_few_packages_for_the_splits_are_an_error() -> None:
+    with pytest.raises(
+        UserError, match=r"data.num_test=80, but the installed packages give only 20 pairs for test"
+    ):
         docstrings.split_by_package(pairs_of(a=10, b=10, giant=500), 1, {"validation": 4, "test": 80})
 
 
@@ -168,7 +170,7 @@ def test_rejected_summaries_are_of_another_function_of_the_same_file(monkeypatch
     assert counts["train"] > 0
 
 
-def test_what_is_compared_and_asked_for_in_training_was_not_demonstrated(
+def test_train_comparisons_and_prompts_are_not_demonstrations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pairs = pairs_of(**{f"p{i}": 5 for i in range(40)})
@@ -180,8 +182,10 @@ def test_what_is_compared_and_asked_for_in_training_was_not_demonstrated(
     assert len(prompts["prompts"]) == 40
     assert not prompts["sft"] & prompts["prompts"]
     assert prompts["preferences"] <= prompts["prompts"]
-    told = {row["completion"] for row in corpus["sft"]["train"]}
-    assert not told & {row[name] for row in corpus["preferences"]["train"] for name in ("chosen", "rejected")}
+    shown = {row["completion"] for row in corpus["sft"]["train"]}
+    assert not shown & {
+        row[name] for row in corpus["preferences"]["train"] for name in ("chosen", "rejected")
+    }
     for split in ("validation", "test"):
         held = [row["prompt"] for row in corpus["sft"][split]]
         assert held == [row["prompt"] for row in corpus["prompts"][split]]

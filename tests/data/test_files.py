@@ -13,7 +13,8 @@ from rlhf_tasks.data import files
 from rlhf_tasks.data.rows import SPLITS, Corpus, Problems
 from rlhf_tasks.data.tables import Rendering
 from rlhf_tasks.errors import UserError
-from tests.data.conftest import ROOT, demonstrations, jsonl
+from tests.data.conftest import demonstrations, jsonl
+from tests.small import ROOT
 
 SIZES: dict[Split, int] = {"validation": 2, "test": 2}
 
@@ -66,8 +67,8 @@ def test_every_bad_line_of_every_file_is_named_at_its_line(
     problems = Problems()
     corpus = load(tmp_path, columns, plain, problems)
     faults = [json.loads(line) for line in problems.lines()]
-    told = {f"{bad['where']} {bad['problems'][0]['reason']}" for bad in faults}
-    assert told == {
+    bad_lines = {f"{bad['where']} {bad['problems'][0]['reason']}" for bad in faults}
+    assert bad_lines == {
         "sft.jsonl:2 malformed", "sft.jsonl:4 malformed", "sft.jsonl:5 not_utf8", "sft.jsonl:7 malformed",
         "sft.jsonl:8 malformed", "sft.jsonl:9 not_utf8", "sft.jsonl:10 malformed",
         "preferences.csv:4 malformed", "preferences.csv:5 not_utf8", "preferences.csv:6 malformed",
@@ -78,7 +79,7 @@ def test_every_bad_line_of_every_file_is_named_at_its_line(
     assert kept == {("two\r\nlines", "preferences.csv:2"), ("last", "preferences.csv:7")}
 
 
-def test_all_missing_columns_are_told_in_one_error_with_what_there_is(
+def test_all_missing_columns_are_in_one_error_with_the_columns_of_the_file(
     tmp_path: Path, columns: Columns, plain: Rendering
 ) -> None:
     jsonl(tmp_path / "sft.jsonl", {"question": "q", "answer": "a"})
@@ -106,7 +107,7 @@ def test_columns_are_mapped(tmp_path: Path, plain: Rendering) -> None:
     assert {(row["chosen"], row["rejected"]) for row in corpus["preferences"]["train"]} == {("w", "l")}
 
 
-def test_file_names_tell_role_and_split(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
+def test_file_names_give_role_and_split(tmp_path: Path, columns: Columns, plain: Rendering) -> None:
     jsonl(tmp_path / "sft.jsonl", *demonstrations(8))
     jsonl(tmp_path / "sft.test.jsonl", {"prompt": "t", "completion": "t"})
     jsonl(tmp_path / "sft" / "valid.jsonl", {"prompt": "v", "completion": "v"})
@@ -120,7 +121,7 @@ def test_file_names_tell_role_and_split(tmp_path: Path, columns: Columns, plain:
     ]
 
 
-def test_split_named_files_are_known_by_their_columns(
+def test_files_named_by_split_get_their_role_from_their_columns(
     tmp_path: Path, columns: Columns, plain: Rendering
 ) -> None:
     jsonl(tmp_path / "train.jsonl", *({"prompt": f"{n}", "chosen": "w", "rejected": "l"} for n in range(8)))
@@ -131,7 +132,7 @@ def test_split_named_files_are_known_by_their_columns(
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (["sft.trian.jsonl"], "sft.trian.jsonl"),
         (["sft.json"], "sft.json"),
@@ -140,24 +141,24 @@ def test_split_named_files_are_known_by_their_columns(
         (["sft.csv", "sft.jsonl"], "both hold sft/train"),
     ],
 )
-def test_a_folder_that_is_not_understood_is_refused(
-    tmp_path: Path, columns: Columns, plain: Rendering, names: list[str], told: str
+def test_a_folder_with_unknown_file_names_is_an_error(
+    tmp_path: Path, columns: Columns, plain: Rendering, names: list[str], message: str
 ) -> None:
     for name in names:
         (tmp_path / name).write_text(
             "prompt,completion\np,c\n" if name.endswith("csv") else '{"prompt":"p","completion":"c"}'
         )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         load(tmp_path, columns, plain)
 
 
-def test_a_path_that_is_not_there_or_not_read_is_refused(
+def test_a_missing_path_or_an_unsupported_file_is_an_error(
     tmp_path: Path, columns: Columns, plain: Rendering
 ) -> None:
     with pytest.raises(UserError, match="does not exist"):
         load(tmp_path / "none", columns, plain)
     (tmp_path / "a.xlsx").write_bytes(b"")
-    with pytest.raises(UserError, match=r"\.xlsx is not read; use \.jsonl, \.parquet, \.csv"):
+    with pytest.raises(UserError, match=r"\.xlsx is not supported; use \.jsonl, \.parquet, \.csv"):
         load(tmp_path / "a.xlsx", columns, plain)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(UserError, match=r"b\.parquet is not readable as Parquet"):

@@ -59,7 +59,7 @@ def load(sft: HubSet, preferences: HubSet | None, columns: Columns, plain: Rende
     return corpus
 
 
-def test_tldr_columns_and_splits_are_read_and_rows_say_where_they_are(
+def test_tldr_columns_and_splits_are_read_and_rows_name_their_place(
     tmp_path: Path, columns: Columns, plain: Rendering
 ) -> None:
     sft = tldr(tmp_path / "tldr", train=range(20), validation=range(20, 24), test=range(24, 30))
@@ -80,9 +80,7 @@ def test_a_set_without_held_out_splits_is_split_by_prompt(
     assert "preferences" not in corpus
 
 
-def test_a_set_that_cannot_be_had_says_what_was_tried_and_what_to_do(
-    columns: Columns, plain: Rendering
-) -> None:
+def test_a_set_that_cannot_be_loaded_is_an_error_with_advice(columns: Columns, plain: Rendering) -> None:
     missing = HubSet(id="no-one/no-such-set", revision="1" * 40, name=None)
     with pytest.raises(UserError) as error:
         load(missing, None, columns, plain)
@@ -91,7 +89,7 @@ def test_a_set_that_cannot_be_had_says_what_was_tried_and_what_to_do(
     assert "data.source: files" in str(error.value)
 
 
-def test_a_set_with_other_columns_is_refused_with_those_it_has(
+def test_a_set_with_other_columns_is_an_error_that_lists_them(
     tmp_path: Path, columns: Columns, plain: Rendering
 ) -> None:
     folder = tmp_path / "odd"

@@ -33,7 +33,7 @@ def read(
     return corpus
 
 
-def test_prompt_asks_for_the_answer_and_completion_is_what_follows_without_eos(
+def test_the_prompt_ends_with_the_generation_prompt_and_the_completion_follows_without_eos(
     columns: Columns, chat: Rendering
 ) -> None:
     expected = {"prompt": "<user>hi<eos>\n<assistant>", "completion": "hello", "source": "t:1"}
@@ -59,7 +59,9 @@ def test_the_common_start_of_two_conversations_is_the_prompt(columns: Columns, c
     assert read(answers, columns, chat)["preferences"]["train"] == [expected]
 
 
-def test_equal_conversations_are_named_as_chosen_equal_to_rejected(columns: Columns, chat: Rendering) -> None:
+def test_equal_conversations_are_reported_as_chosen_equal_to_rejected(
+    columns: Columns, chat: Rendering
+) -> None:
     talk = [user("hi"), assistant("hello")]
     corpus = read({"chosen": talk, "rejected": list(talk)}, columns, chat)
     problems = Problems()
@@ -90,14 +92,14 @@ def test_a_conversation_that_cannot_be_used_is_a_bad_row(
     assert [fault["reason"] for fault in json.loads(line)["problems"]] == [reason]
 
 
-def test_a_template_that_refuses_names_the_row(columns: Columns, chat: Rendering) -> None:
+def test_messages_that_the_template_rejects_are_a_bad_row(columns: Columns, chat: Rendering) -> None:
     def refuse(messages: list[dict[str, Any]], answer_follows: bool) -> str:
         raise ValueError("roles must take turns")
 
     problems = Problems()
     strict = Rendering(bos="", eos="<eos>", chat=refuse, tokenizer="t")
     read({"prompt": [user("hi")], "completion": "x"}, columns, strict, problems)
-    assert "t:1: malformed: the chat template refuses it: roles must take turns" in problems.report()
+    assert "t:1: malformed: the chat template rejects it: roles must take turns" in problems.report()
 
 
 def test_a_template_that_rewrites_the_prompt_is_a_bad_row(columns: Columns) -> None:

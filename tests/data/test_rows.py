@@ -22,7 +22,7 @@ def pair(prompt: str, chosen: str = " good", rejected: str = " bad", line: int =
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "source": f"preferences.jsonl:{line}"}
 
 
-def test_a_row_with_two_faults_is_one_bad_row_and_both_are_told() -> None:
+def test_a_row_with_two_faults_is_one_bad_row_with_both_in_the_report() -> None:
     problems = Problems()
     check_texts({"sft": {"train": [row(" ", "")]}}, "<eos>", problems)
     assert len(problems) == 1
@@ -31,7 +31,7 @@ def test_a_row_with_two_faults_is_one_bad_row_and_both_are_told() -> None:
     assert "sft.jsonl:1: empty: completion is empty" in problems.report()
 
 
-def test_report_is_in_the_order_of_files_and_lines_and_counts_what_it_leaves_out() -> None:
+def test_the_report_is_in_the_order_of_the_source_and_counts_what_it_leaves_out() -> None:
     problems = Problems()
     for line in (10, 2, *range(100, 160)):
         problems.add(f"b.jsonl:{line}", {"line": line}, "malformed", "x")
@@ -87,7 +87,7 @@ def test_a_held_out_prompt_that_any_role_trains_on_is_a_leak_whatever_its_white_
     assert expected in problems.report()
 
 
-def test_a_test_prompt_that_chooses_the_model_is_a_leak() -> None:
+def test_a_test_prompt_that_is_in_validation_is_a_leak() -> None:
     problems = Problems()
     check_leaks({"sft": {"train": [row("a")], "validation": [row("b")], "test": [row("b")]}}, problems)
     assert problems.counts()["leak"] == 1

@@ -96,7 +96,7 @@ def test_demonstrations_come_from_chosen_answers_and_prompts_from_demonstrations
     }  # fmt: skip
 
 
-def test_a_split_without_rows_is_refused_by_name() -> None:
+def test_a_split_without_rows_is_an_error_that_names_it() -> None:
     with pytest.raises(UserError, match="sft/validation, sft/test, prompts/validation, prompts/test"):
         complete(fill_splits({"sft": {"train": demos(range(3))}}, seed=1, sizes=SIZES))
 

@@ -28,21 +28,21 @@ PROMPT = (
 SMALL = {"num_prompts": 60, "num_sft": 40, "num_preferences": 60, "num_validation": 40, "num_test": 40}
 
 
-def test_coverage_is_the_share_of_the_posts_facts_that_are_told() -> None:
+def test_coverage_is_the_share_of_the_posts_facts_in_the_summary() -> None:
     found = gold(PROMPT, " my boss stole my lamp")
     assert (found.coverage, found.faithfulness, found.brevity) == (2 / 4, 1, 1)
     assert found.score == 0.5
     assert gold(PROMPT, " boss lamp park refund").score == 1
 
 
-def test_what_the_post_does_not_tell_is_unfaithful_its_title_too() -> None:
+def test_facts_that_are_not_in_the_post_are_unfaithful_even_if_in_its_title() -> None:
     found = gold(PROMPT, " my aunt stole my guitar at the park")
     assert found.coverage == 1 / 4
     assert found.faithfulness == pytest.approx(1 - 2 / 4)
     assert found.score == pytest.approx(1 / 4 - 2 / 4)
 
 
-def test_a_fact_told_twice_counts_once() -> None:
+def test_a_repeated_fact_counts_once() -> None:
     assert gold(PROMPT, " boss boss boss guitar guitar").score == pytest.approx(1 / 4 - 1 / 4)
 
 
@@ -97,7 +97,7 @@ def test_no_shortcut_wins_a_fifth_against_the_shipped_references(shortcut: str, 
 
 
 @pytest.mark.parametrize("shortcut", SHORTCUTS)
-def test_no_shortcut_wins_a_fifth_where_chance_plays_no_part(shortcut: str) -> None:
+def test_no_shortcut_wins_a_fifth_against_expected_references(shortcut: str) -> None:
     assert win_rate(shortcut, many_test_rows()) < 0.19  # 0.4% standard error
 
 
@@ -106,12 +106,12 @@ def _facts(prompt: str) -> dict[str, str]:
     return {slot: word for slot in SLOTS for word in words if word in LEXICON[slot]}
 
 
-def test_every_post_tells_one_fact_of_each_kind() -> None:
+def test_every_post_states_one_fact_of_each_kind() -> None:
     words = [word for kind in LEXICON.values() for word in kind]
     assert len(words) == len(set(words))
     for row in generate(5, **SMALL)["sft"]["train"]:
-        told = [word for word in row["prompt"].partition("POST:")[2].split() if word in set(words)]
-        assert len(told) == len(SLOTS) == len(_facts(row["prompt"]))
+        stated = [word for word in row["prompt"].partition("POST:")[2].split() if word in set(words)]
+        assert len(stated) == len(SLOTS) == len(_facts(row["prompt"]))
 
 
 def test_held_out_pairs_of_who_and_thing_are_never_trained_on() -> None:
@@ -134,13 +134,13 @@ def test_no_post_occurs_twice() -> None:
 def test_the_first_prompts_are_demonstrated_by_their_references() -> None:
     tables = generate(4, **SMALL)
     for split, rows in tables["sft"].items():
-        told = [(row["prompt"], row["completion"]) for row in rows]
-        asked = [(row["prompt"], row["reference"]) for row in tables["prompts"][split]]
-        assert told == asked[:40]
+        stated = [(row["prompt"], row["completion"]) for row in rows]
+        prompts = [(row["prompt"], row["reference"]) for row in tables["prompts"][split]]
+        assert stated == prompts[:40]
     assert len(tables["prompts"]["train"]) == 60
 
 
-def test_the_same_seed_makes_the_same_rows_and_another_one_others() -> None:
+def test_rows_depend_on_the_seed_alone() -> None:
     assert generate(7, **SMALL) == generate(7, **SMALL)
     assert generate(7, **SMALL) != generate(8, **SMALL)
 

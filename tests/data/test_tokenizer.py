@@ -133,7 +133,7 @@ def test_a_length_saved_with_a_tokenizer_does_not_hide_over_long_texts(
     assert tokenizer.count_tokens(ready, [text]) == [len(text)]
 
 
-def test_a_base_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_base_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"the tokenizer of model\.base"):
         tokenizer.ready(Model(base=str(tmp_path / "empty"), revision=None, scratch=None))

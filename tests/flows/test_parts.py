@@ -83,7 +83,7 @@ class Parts:
         if "--host" in words:
             words[words.index("--host") + 1] = HOST
             words[words.index("--port") + 1] = str(self.ports[name])
-        words = [sys.executable, *([] if words[0] == "python" else ["-m", words[0]]), *words[1:]]
+        words = [sys.executable, "-m", {"rlhf": "rlhf_tasks.cli"}.get(words[0], words[0]), *words[1:]]
         environment = {variable: self.told(str(value)) for variable, value in service["environment"].items()}
         own = {"HOME": str(self.work), "PREFECT_HOME": str(self.work / "state" / name)}
         quick = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
@@ -148,7 +148,7 @@ class Parts:
             except httpx.HTTPError:
                 return False
 
-        self.daemon(name).await_ready(answers, READY_SECONDS)
+        self.daemon(name).wait_until_ready(answers, READY_SECONDS)
 
 
 @pytest.fixture(scope="module")

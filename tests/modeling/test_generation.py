@@ -22,7 +22,7 @@ def rollout(family: Family = "llama", seed: int = 1, temperature: float = 0.7) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kept_logprobs_are_those_of_the_row_alone_though_others_left_early(family: Family) -> None:
+def test_logprobs_of_a_row_do_not_depend_on_rows_that_ended_earlier(family: Family) -> None:
     found, model = rollout(family), small.causal(family)
     lengths = set(map(len, found.responses))
     assert len(lengths) > 3, "rows must leave at different times for this to show anything"
@@ -33,7 +33,7 @@ def test_kept_logprobs_are_those_of_the_row_alone_though_others_left_early(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kept_logprobs_are_those_of_the_training_forward(family: Family) -> None:
+def test_logprobs_equal_those_of_the_training_forward_pass(family: Family) -> None:
     found = rollout(family)
     with torch.no_grad():
         again = logprobs_of(small.causal(family), collate(QUERIES, found.responses, PAD), 0.7)
@@ -41,7 +41,7 @@ def test_kept_logprobs_are_those_of_the_training_forward(family: Family) -> None
         torch.testing.assert_close(logprobs, again[row, : len(logprobs)], atol=1e-5, rtol=0)
 
 
-def test_an_answer_stops_at_its_first_eos_or_at_the_limit() -> None:
+def test_a_response_ends_at_its_first_eos_or_at_the_limit() -> None:
     responses = rollout().responses
     assert {r[-1] == EOS for r in responses} == {True, False}
     for response in responses:
@@ -60,7 +60,7 @@ def test_pad_may_equal_eos_while_sampling() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_the_softmax_at_the_temperature_says(temperature: float) -> None:
+def test_token_frequencies_are_the_softmax_at_the_temperature(temperature: float) -> None:
     count, query = 4000, [4, 9, 5]
     model = small.causal()
     found = sample(
@@ -73,13 +73,13 @@ def test_tokens_come_as_often_as_the_softmax_at_the_temperature_says(temperature
     assert (p.max() - p.min()) > 0.05, "a flat distribution would show no temperature"
 
 
-def test_the_same_seed_samples_the_same_answers() -> None:
+def test_the_same_seed_samples_the_same_responses() -> None:
     assert rollout(seed=1).responses == rollout(seed=1).responses
     assert rollout(seed=1).responses != rollout(seed=2).responses
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 256])
-def test_answers_come_in_the_order_of_their_prompts(batch_size: int) -> None:
+def test_responses_are_in_the_order_of_their_prompts(batch_size: int) -> None:
     model, words = small.causal(), small.tokenizer()
     prompts = [str(words.decode(query)) for query in QUERIES]
     found = answer(
@@ -90,7 +90,7 @@ def test_answers_come_in_the_order_of_their_prompts(batch_size: int) -> None:
         assert response == greedy
 
 
-def test_text_is_without_the_final_eos_only() -> None:
+def test_text_excludes_only_the_final_eos() -> None:
     words = small.tokenizer()
     first, second = (str(words.decode([token])) for token in (3, 4))
     assert text_of(words, [3, 4, EOS]) == f"{first} {second}"

@@ -43,7 +43,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_in_a_padded_batch_has_the_logits_it_has_alone(family: Family) -> None:
+def test_padding_changes_no_logits(family: Family) -> None:
     model = small.causal(family)
     with torch.no_grad():
         logits = response_logits(model, collate(QUERIES, RESPONSES, PAD))
@@ -53,7 +53,7 @@ def test_a_row_in_a_padded_batch_has_the_logits_it_has_alone(family: Family) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_in_a_padded_batch_has_the_scores_it_has_alone(family: Family) -> None:
+def test_padding_changes_no_scores(family: Family) -> None:
     scores = small.scores(family)
     batch = collate(QUERIES, RESPONSES, PAD)
     with torch.no_grad():
@@ -118,19 +118,19 @@ def test_a_new_reward_model_has_the_policys_trunk(policy: Path) -> None:
         assert torch.equal(scores.hidden_states(batch), hidden)
 
 
-def test_a_causal_model_is_refused_as_reward_model_for_want_of_a_trained_head(policy: Path) -> None:
+def test_a_causal_model_without_a_trained_head_is_not_a_reward_model(policy: Path) -> None:
     with pytest.raises(ContractError, match=r"policy lacks its trained head: score\.weight"):
         models.load_reward(policy)
 
 
-def test_a_classifier_of_two_labels_is_refused_as_reward_model(tmp_path: Path) -> None:
+def test_a_classifier_of_two_labels_is_not_a_reward_model(tmp_path: Path) -> None:
     config = AutoConfig.for_model(**{**small.causal().config.to_dict(), "num_labels": 2})
     folder = save(AutoModelForSequenceClassification.from_config(config), tmp_path / "two")
     with pytest.raises(ContractError, match="2 labels"):
         models.load_reward(folder)
 
 
-def test_the_score_mean_is_stored_and_taken_off_after_loading(tmp_path: Path) -> None:
+def test_the_score_mean_is_stored_and_subtracted_after_loading(tmp_path: Path) -> None:
     scores = small.scores()
     raw = small.last_scores_alone(scores, QUERIES, RESPONSES)
     scores.set_mean(0.75)
@@ -141,7 +141,7 @@ def test_the_score_mean_is_stored_and_taken_off_after_loading(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------- loading
 
 
-def test_weights_that_a_checkpoint_lacks_are_never_made_up(policy: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_an_error(policy: Path, tmp_path: Path) -> None:
     folder = save(small.causal(), tmp_path / "part")
     tensors = load_file(folder / "model.safetensors")
     name = next(key for key in tensors if "layers.1" in key)
@@ -151,19 +151,19 @@ def test_weights_that_a_checkpoint_lacks_are_never_made_up(policy: Path, tmp_pat
         models.load_causal(folder)
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=f"cannot load a model from {tmp_path}"):
         models.load_causal(tmp_path)
 
 
-def test_torn_weights_are_named(tmp_path: Path) -> None:
+def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
     weights = save(small.causal(), tmp_path / "torn") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(ContractError, match=f"cannot load a model from {tmp_path}/torn"):
         models.load_causal(tmp_path / "torn")
 
 
-def test_an_ordinary_from_pretrained_loads_what_was_saved(policy: Path) -> None:
+def test_from_pretrained_loads_a_saved_checkpoint(policy: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(policy)
     assert torch.equal(
         small.logits_alone(theirs, QUERIES[0], RESPONSES[0]),
@@ -185,7 +185,7 @@ def test_the_same_weights_are_saved_as_the_same_bytes_wherever_they_come_from(
         assert str(tmp_path).encode() not in (first / name).read_bytes()
 
 
-def test_a_model_card_tells_inputs_and_parameters() -> None:
+def test_a_model_card_lists_inputs_and_parameters() -> None:
     card = contracts.model_card(
         "Title", task="sft", parameters={"sft.learning_rate": 0.1}, inputs={"data/sft": "ab12"}, how="So."
     )
@@ -219,16 +219,14 @@ def test_a_copy_of_a_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
         ({"chat_template": "{{ messages }}"}, "another chat template"),
     ],
 )
-def test_another_tokenizer_or_template_is_refused_by_name(
-    changes: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_another_tokenizer_or_template_is_an_error(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=why) as raised:
         contracts.check_same_tokenizer(words(tmp_path / "a"), words(tmp_path / "b", **changes))
     assert str(tmp_path / "a") in str(raised.value)
     assert str(tmp_path / "b") in str(raised.value)
 
 
-def test_a_checkpoint_made_from_another_parent_is_refused_by_name(policy: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_made_from_another_parent_is_an_error(policy: Path, tmp_path: Path) -> None:
     other = save(small.causal(seed=1), tmp_path / "other")
     child = save(small.causal(), tmp_path / "child", {"parents": {"sft": contracts.fingerprint(policy)}})
     contracts.check_parent(child, "sft", policy)
@@ -273,7 +271,7 @@ def test_a_fingerprint_is_of_names_shapes_types_and_bytes(
     assert contracts.fingerprint(tmp_path) == slow_fingerprint(tmp_path / "model.safetensors")
 
 
-def test_weights_that_are_torn_have_no_fingerprint(tmp_path: Path) -> None:
+def test_damaged_weights_have_no_fingerprint(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(4)}, file)
     file.write_bytes(file.read_bytes()[:-1])
@@ -281,12 +279,14 @@ def test_weights_that_are_torn_have_no_fingerprint(tmp_path: Path) -> None:
         contracts.fingerprint(tmp_path)
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_embedding_is_an_error(tmp_path: Path) -> None:
     model = small.causal()
     contracts.check_fits(model, small.tokenizer(), "here")
     large = load_tokenizer(words(tmp_path))
     large.add_tokens(["w20", "w21"])
-    with pytest.raises(ContractError, match=f"here: .* {small.VOCAB + 2} tokens, the model {small.VOCAB}"):
+    with pytest.raises(
+        ContractError, match=f"here: .* {small.VOCAB + 2} tokens, but the model has {small.VOCAB}"
+    ):
         contracts.check_fits(model, large, "here")
 
 
@@ -385,7 +385,7 @@ def test_the_model_without_its_adapters_is_bit_for_bit_the_one_before(family: Fa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_model_is_plain_and_answers_alike(family: Family, tmp_path: Path) -> None:
+def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_path: Path) -> None:
     model = adapted(small.causal(family))
     assert model.generation_config is not None
     model.generation_config.eos_token_id = 5
@@ -404,7 +404,7 @@ def test_a_merged_model_is_plain_and_answers_alike(family: Family, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_reward_model_keeps_its_head_and_its_zero(family: Family, tmp_path: Path) -> None:
+def test_a_merged_reward_model_keeps_its_head_and_its_mean(family: Family, tmp_path: Path) -> None:
     scores = small.scores(family)
     adapted(scores.model)
     scores.set_mean(0.5)
@@ -414,7 +414,7 @@ def test_a_merged_reward_model_keeps_its_head_and_its_zero(family: Family, tmp_p
     torch.testing.assert_close(scores_of(loaded.model), ours, atol=1e-5, rtol=1e-5)
 
 
-def test_what_has_no_adapters_is_merged_already() -> None:
+def test_merging_a_model_without_adapters_returns_it() -> None:
     model = small.causal()
     assert models.merged(model) is model
     with models.without_adapters(model):

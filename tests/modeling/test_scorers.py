@@ -1,4 +1,4 @@
-"""Scorers, against functions of our own and a real HTTP server on loopback that misbehaves as told."""
+"""Scorers, against functions of our own and a real HTTP server on loopback with scripted faults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_only_the_last_eos_is_left_out(module: Callable[[str], str]) -> None:
 @pytest.mark.parametrize(
     "made", ["torch.tensor(n)", "numpy.array(n)", "(x for x in n)", "[bool(x) for x in n]"]
 )
-def test_whatever_holds_numbers_is_read(module: Callable[[str], str], made: str) -> None:
+def test_any_iterable_of_numbers_is_read(module: Callable[[str], str], made: str) -> None:
     name = module(f"import numpy, torch\ndef score(p, r):\n    n = [1.0, 0.0, 1.0]\n    return {made}\n")
     assert function(f"{name}:score")(QUERIES, RESPONSES).tolist() == [1.0, 0.0, 1.0]
 
@@ -76,33 +77,37 @@ def test_whatever_holds_numbers_is_read(module: Callable[[str], str], made: str)
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        ("[1.0, 2.0]", "gave 2 scores for 3 answers"),
-        ("[1.0, float('nan'), 2.0]", r"gave nan for answer 1 of 3 \(1 are no finite numbers\)"),
-        ("[1.0, 2.0, -float('inf')]", "gave -inf for answer 2"),
-        ("[1.0, 2.0, 1e300]", "gave inf for answer 2"),  # beyond float32
-        ("[1.0, None, 2.0]", "one number per answer is needed"),
-        ("['1', '2', '3']", "text is no number"),
-        ("'123'", "text is no number"),
-        ("[10**400, 1, 2]", "one number per answer is needed"),
-        ("None", "gave None: .* one number per answer is needed"),
+        ("[1.0, 2.0]", "must return one number per response, but gave 2 for 3"),
+        ("[1.0, float('nan'), 2.0]", r"gave nan for response 1 of 3 \(1 of them are not finite\)"),
+        ("[1.0, 2.0, -float('inf')]", "gave -inf for response 2"),
+        ("[1.0, 2.0, 1e300]", "gave inf for response 2"),  # beyond float32
+        ("[1.0, None, 2.0]", "must return one number per response, but returned"),
+        ("['1', '2', '3']", "text is not a number"),
+        ("'123'", "text is not a number"),
+        ("[10**400, 1, 2]", "must return one number per response, but returned"),
+        ("None", "one number per response, but returned None"),
     ],
 )
-def test_what_a_function_must_not_give_is_named(module: Callable[[str], str], made: str, why: str) -> None:
+def test_scores_that_are_not_one_finite_number_per_response_are_an_error(
+    module: Callable[[str], str], made: str, why: str
+) -> None:
     name = module(f"def score(p, r):\n    return {made}\n")
     with pytest.raises(ScorerError, match=f"^function {name}:score .*{why}"):
         function(f"{name}:score")(QUERIES, RESPONSES)
 
 
 @pytest.mark.parametrize("made", ["[1.0]", "None", "['1', '2', '3']"])
-def test_a_function_of_the_wrong_kind_is_the_user_s_to_mend(module: Callable[[str], str], made: str) -> None:
-    """One message and exit code 2; a NaN is a matter of PPO's guards."""
+def test_a_function_that_returns_the_wrong_type_is_a_user_error(
+    module: Callable[[str], str], made: str
+) -> None:
+    """It is one message and exit code 2; PPO's guards handle NaN."""
     name = module(f"def score(p, r):\n    return {made}\n")
-    with pytest.raises(UserError, match=f"^function {name}:score gave "):
+    with pytest.raises(UserError, match=f"^function {name}:score must return one number per response"):
         function(f"{name}:score")(QUERIES, RESPONSES)
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "why"),
+    ("text", "name", "why"),
     [
         ("x = 1\n", "score", "has no such function"),
         ("score = 1\n", "score", "holds a int of that name"),
@@ -111,14 +116,14 @@ def test_a_function_of_the_wrong_kind_is_the_user_s_to_mend(module: Callable[[st
         ("1 / 0\n", "score", "cannot be imported: ZeroDivisionError"),
     ],
 )
-def test_a_function_that_cannot_be_had_is_the_users_mistake(
-    module: Callable[[str], str], text: str, asked: str, why: str
+def test_a_function_that_cannot_be_imported_is_a_user_error(
+    module: Callable[[str], str], text: str, name: str, why: str
 ) -> None:
     with pytest.raises(UserError, match=why):
-        function(f"{module(text)}:{asked}")
+        function(f"{module(text)}:{name}")
 
 
-def test_a_module_that_is_nowhere_is_the_users_mistake(module: Callable[[str], str]) -> None:
+def test_a_module_that_does_not_exist_is_a_user_error(module: Callable[[str], str]) -> None:
     with pytest.raises(UserError, match="nowhere_at_all:score cannot be imported"):
         function("nowhere_at_all:score")
 
@@ -127,14 +132,14 @@ def test_a_module_that_is_nowhere_is_the_users_mistake(module: Callable[[str], s
 
 
 class Server(ThreadingHTTPServer):
-    """Does what `script` says, an entry a request; then answers right: the length of each response."""
+    """Runs an entry of `script` per request; after them it returns the length of each response."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.script: list[Callable[[Handler], None]] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.ended = threading.Event()
 
     @property
@@ -151,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append(json.loads(body))
+        self.server.requests.append(json.loads(body))
         script = self.server.script
         if script:
             script.pop(0)(self)
@@ -170,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def scores(handler: Handler) -> None:
-    given = [float(len(text)) for text in handler.server.asked[-1]["responses"]]
+    given = [float(len(text)) for text in handler.server.requests[-1]["responses"]]
     handler.answer(200, json.dumps({"scores": given}).encode())
 
 
@@ -178,7 +183,7 @@ def status(code: int, **headers: str) -> Callable[[Handler], None]:
     return lambda handler: handler.answer(code, b"not now", **headers)
 
 
-def says(body: str) -> Callable[[Handler], None]:
+def replies(body: str) -> Callable[[Handler], None]:
     return lambda handler: handler.answer(200, body.encode())
 
 
@@ -219,7 +224,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def http(
-    url: str, *, timeout_seconds: float = 5.0, batch_size: int = 8, back_off: float = 0.001
+    url: str,
+    *,
+    timeout_seconds: float = 5.0,
+    batch_size: int = 8,
+    back_off: float = 0.001,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> HttpScorer:
     return HttpScorer(
         url,
@@ -227,100 +237,102 @@ def http(
         timeout_seconds=timeout_seconds,
         batch_size=batch_size,
         back_off_seconds=back_off,
+        sleep=sleep,
     )
 
 
 def test_a_service_gets_texts_in_batches_and_its_scores_come_in_order(server: Server) -> None:
     assert http(server.url, batch_size=2)(QUERIES, RESPONSES).tolist() == [5.0, 2.0, 0.0]
-    assert server.asked == [
+    assert server.requests == [
         {"prompts": PROMPTS[:2], "responses": ANSWERS[:2]},
         {"prompts": PROMPTS[2:], "responses": ANSWERS[2:]},
     ]
 
 
-def test_nothing_is_asked_about_no_answers(server: Server) -> None:
+def test_no_request_is_sent_for_no_responses(server: Server) -> None:
     assert http(server.url)([], []).shape == (0,)
-    assert server.asked == []
+    assert server.requests == []
 
 
-@pytest.mark.parametrize("trouble", [status(429), status(500), status(503), slow, hangs_up])
-def test_passing_trouble_is_waited_out(server: Server, trouble: Callable[[Handler], None]) -> None:
-    server.script = [trouble] * (scorers.NUM_TRIES - 1)
+@pytest.mark.parametrize("fault", [status(429), status(500), status(503), slow, hangs_up])
+def test_requests_are_repeated_after_temporary_faults(
+    server: Server, fault: Callable[[Handler], None]
+) -> None:
+    server.script = [fault] * (scorers.NUM_TRIES - 1)
     assert http(server.url)(QUERIES, RESPONSES).tolist() == [5.0, 2.0, 0.0]
 
 
-@pytest.mark.parametrize("trouble", [hung, dripping])
-def test_a_silent_or_endless_answer_is_given_up_and_asked_for_again(
-    server: Server, trouble: Callable[[Handler], None]
+@pytest.mark.parametrize("fault", [hung, dripping])
+def test_a_request_with_a_silent_or_endless_reply_is_repeated(
+    server: Server, fault: Callable[[Handler], None]
 ) -> None:
-    server.script = [trouble]
+    server.script = [fault]
     assert http(server.url, timeout_seconds=0.3)(QUERIES, RESPONSES).tolist() == [5.0, 2.0, 0.0]
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize(
-    ("trouble", "why"),
+    ("fault", "why"),
     [(status(429), "status 429: not now"), (status(502), "status 502: not now"), (hung, "ReadTimeout")],
 )
-def test_trouble_that_stays_ends_after_so_many_tries(
-    server: Server, trouble: Callable[[Handler], None], why: str
+def test_a_permanent_fault_is_an_error_after_the_last_try(
+    server: Server, fault: Callable[[Handler], None], why: str
 ) -> None:
-    server.script = [trouble] * 99
-    with pytest.raises(ScorerError, match=rf"http scorer {server.url} gave no scores in 5 tries.*{why}"):
+    server.script = [fault] * 99
+    with pytest.raises(ScorerError, match=rf"http scorer {server.url} returned no scores in 5 tries.*{why}"):
         http(server.url, timeout_seconds=0.1)(QUERIES, RESPONSES)
-    assert len(server.asked) == scorers.NUM_TRIES
+    assert len(server.requests) == scorers.NUM_TRIES
 
 
-def test_a_service_that_is_not_there_is_named(server: Server) -> None:
+def test_the_error_names_a_service_that_cannot_be_reached(server: Server) -> None:
     url = server.url
     server.server_close()
-    with pytest.raises(ScorerError, match=rf"{url} gave no scores in 5 tries; the last: Connect"):
+    with pytest.raises(ScorerError, match=rf"{url} returned no scores in 5 tries; the last error: Connect"):
         http(url)(QUERIES, RESPONSES)
 
 
-def test_waits_double_unless_the_service_says_how_long(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_double_unless_the_reply_has_retry_after(server: Server) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("rlhf_tasks.modeling.scorers.time.sleep", waits.append)
     server.script = [status(500), status(429, Retry_After="7"), status(503, Retry_After="9999"), status(500)]
-    http(server.url, back_off=1.0)(QUERIES, RESPONSES)
+    http(server.url, back_off=1.0, sleep=waits.append)(QUERIES, RESPONSES)
     assert waits == [1.0, 7.0, scorers.LONGEST_WAIT_SECONDS, 8.0]
 
 
 @pytest.mark.parametrize("code", [301, 400, 401, 404, 422])
-def test_a_refusal_is_not_asked_again(server: Server, code: int) -> None:
+def test_a_rejected_request_is_not_repeated(server: Server, code: int) -> None:
     server.script = [status(code)]
-    with pytest.raises(UserError, match=f"refused: status {code}: not now"):
+    with pytest.raises(UserError, match=f"rejected the request: status {code}: not now"):
         http(server.url)(QUERIES, RESPONSES)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("<html>", "answered no JSON but <html>"),
-        ("", "answered no JSON"),
-        ('{"scores": [1, 2', "answered no JSON"),
-        ("[1, 2, 3]", "where .* was asked for"),
-        ('{"score": [1, 2, 3]}', "where .* was asked for"),
-        ('{"scores": 1}', "where .* was asked for"),
-        ('{"scores": [1, 2]}', "gave 2 scores for 3 answers"),
-        ('{"scores": [1, 2, 3, 4]}', "gave 4 scores for 3 answers"),
-        ('{"scores": [1, NaN, 3]}', "gave nan for answer 1"),
-        ('{"scores": [1, 2, Infinity]}', "gave inf for answer 2"),
-        ('{"scores": [1, 2, null]}', "one number per answer is needed"),
-        ('{"scores": [1, 2, "3"]}', "text is no number"),
+        ("<html>", "must return JSON, but returned <html>"),
+        ("", "must return JSON"),
+        ('{"scores": [1, 2', "must return JSON"),
+        ("[1, 2, 3]", "must return .*scores.*, but returned"),
+        ('{"score": [1, 2, 3]}', "must return .*scores.*, but returned"),
+        ('{"scores": 1}', "must return .*scores.*, but returned"),
+        ('{"scores": [1, 2]}', "must return one number per response, but gave 2 for 3"),
+        ('{"scores": [1, 2, 3, 4]}', "must return one number per response, but gave 4 for 3"),
+        ('{"scores": [1, NaN, 3]}', "gave nan for response 1"),
+        ('{"scores": [1, 2, Infinity]}', "gave inf for response 2"),
+        ('{"scores": [1, 2, null]}', "must return one number per response, but returned"),
+        ('{"scores": [1, 2, "3"]}', "text is not a number"),
     ],
 )
-def test_an_answer_that_is_none_is_named_and_not_asked_for_again(server: Server, body: str, why: str) -> None:
-    server.script = [says(body)]
+def test_a_reply_without_scores_is_an_error_and_the_request_is_not_repeated(
+    server: Server, body: str, why: str
+) -> None:
+    server.script = [replies(body)]
     with pytest.raises(ScorerError, match=rf"^http scorer {server.url} .*{why}"):
         http(server.url)(QUERIES, RESPONSES)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
-def test_a_password_in_the_url_is_sent_and_never_told(server: Server) -> None:
+def test_a_password_in_the_url_is_sent_and_never_shown(server: Server) -> None:
     url = server.url.replace("http://", "http://me:secret@") + "?key=hidden"
     assert http(url)(QUERIES, RESPONSES).tolist() == [5.0, 2.0, 0.0]
     server.script = [status(401)]
@@ -332,9 +344,13 @@ def test_a_password_in_the_url_is_sent_and_never_told(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("url", "why"),
-    [("http://", "no host"), ("http://here:99999/", "no host and port"), ("http://here:there/", "is no URL")],
+    [
+        ("http://", "no host"),
+        ("http://here:99999/", "no host and port"),
+        ("http://here:there/", "is not a URL"),
+    ],
 )
-def test_a_url_that_is_none_is_the_users_mistake(url: str, why: str) -> None:
+def test_an_invalid_url_is_a_user_error(url: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
         http(url)
 
@@ -377,18 +393,18 @@ def test_a_dummy_alone_gives_zeros() -> None:
     assert DummyScorer()([], []).shape == found.total(found.parts([], [])).shape == (0,)
 
 
-def test_a_reward_model_that_gives_nan_is_named() -> None:
+def test_the_error_names_a_reward_model_that_gives_nan() -> None:
     broken = small.scores()
     broken.mean = float("nan")
     found = build(
         settings({"kind": "reward_model", "weight": 1.0}), small.tokenizer(),
         reward_model=broken, max_tokens=1000,
     )  # fmt: skip
-    with pytest.raises(ScorerError, match="reward_model gave nan for answer 0 of 3"):
+    with pytest.raises(ScorerError, match="reward_model gave nan for response 0 of 3"):
         found.parts(QUERIES, RESPONSES)
 
 
-def test_an_unimportable_function_is_found_before_training(module: Callable[[str], str]) -> None:
+def test_a_function_is_imported_when_the_scorers_are_built(module: Callable[[str], str]) -> None:
     given = settings({"kind": "function", "weight": 1.0, "function": f"{module('x = 1')}:score"})
     with pytest.raises(UserError, match="has no such function"):
         build(given, small.tokenizer(), reward_model=None, max_tokens=10)

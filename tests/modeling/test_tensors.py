@@ -57,7 +57,7 @@ def test_whitening_is_over_the_tokens_of_all_processes() -> None:
     torch.testing.assert_close(white, expected)
 
 
-def test_the_mean_over_processes_weighs_tokens_not_processes() -> None:
+def test_the_mean_over_processes_weights_tokens_not_processes() -> None:
     assert masked_mean(X, MASK, lambda sums: sums + torch.tensor([4.0, 1.0])) == 2.5  # (1 + 2 + 3 + 4) / 4
 
 
@@ -73,7 +73,7 @@ def test_entropy_is_that_of_a_categorical() -> None:
     assert entropy_from_logits(torch.zeros(1, 1, 8)).item() == pytest.approx(3 * 0.6931472)  # log 8
 
 
-def test_logprobs_and_entropy_of_low_precision_logits_are_taken_in_float32() -> None:
+def test_logprobs_and_entropy_of_low_precision_logits_are_computed_in_float32() -> None:
     logits = torch.randn(1, 2, 9, generator=torch.Generator().manual_seed(3)).bfloat16()
     labels = torch.tensor([[4, 8]])
     exact = Categorical(logits=logits.float())

@@ -15,11 +15,11 @@ from torch import Tensor
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.lesson import Lesson
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, ValueHead
 from rlhf_tasks.ppo.trainer import Metrics, Trainer
-from rlhf_tasks.training.runtime import NonFiniteError
 from rlhf_tasks.training.supervised import LanguageModelling
 from tests import small
 from tests.ppo.test_trainer import QUERIES, episodes_by_hand, parameters, trainer

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.collect import agreed
 from rlhf_tasks.ppo.rollout import Episodes, lengths_mask
 from rlhf_tasks.ppo.trainer import Metrics
-from rlhf_tasks.training.runtime import NonFiniteError, Runtime
+from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.test_trainer import parameters, trainer
 from tests.small import EOS

@@ -43,7 +43,7 @@ def with_reward(source: str = "foreign/reward", **changes: Any) -> Any:
     return toy.write_params(reward={"from": source}, **changes)
 
 
-def said(folder: str) -> dict[str, Any]:
+def identity(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(folder) / "rlhf.json").read_text(encoding="utf-8"))
     return found
 
@@ -60,7 +60,7 @@ def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
         assert metrics
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
-    assert said("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
+    assert identity("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
     assert models.load_causal("models/policy").config.model_type == family
 
 
@@ -85,8 +85,8 @@ def test_ready_sft_and_reward_models_skip_training_and_their_lineage_is_unknown(
     assert_same_weights("foreign/sft", "models/sft")
     assert_same_weights("foreign/reward", "models/reward")
     for folder in ("models/sft", "models/reward"):
-        assert (said(folder)["lineage"], said(folder)["parents"]) == ("unknown", {})
-    assert said("models/reward_heldout")["parents"] == {"sft": contracts.fingerprint(Path("models/sft"))}
+        assert (identity(folder)["lineage"], identity(folder)["parents"]) == ("unknown", {})
+    assert identity("models/reward_heldout")["parents"] == {"sft": contracts.fingerprint(Path("models/sft"))}
 
 
 def assert_same_weights(first: str, second: str) -> None:
@@ -103,46 +103,46 @@ def test_weights_stored_in_bf16_are_read_as_float32() -> None:
     assert {p.dtype for p in models.load_reward("foreign/reward").parameters()} == {torch.float32}
 
 
-def test_a_pad_token_of_its_own_is_no_other_tokenizer() -> None:
+def test_a_different_pad_token_is_the_same_tokenizer() -> None:
     """The base pads with EOS, the SFT model with a token that neither has ever read."""
     prepared("gpt2", words=toy.tokenizer(pad=None))
     toy.foreign("foreign/sft", "gpt2", seed=2)
     toy.run("sft", with_sft())
-    assert "lineage" in said("models/sft")
+    assert "lineage" in identity("models/sft")
 
 
 def test_one_of_our_own_checkpoints_keeps_its_lineage() -> None:
     settings = prepared("gpt2")
     toy.run("sft", settings)
-    parents = said("models/sft")["parents"]
+    parents = identity("models/sft")["parents"]
     Path("models/sft").rename("kept")
     toy.run("sft", with_sft("kept"))
-    assert said("models/sft") == {"kind": "policy", "parents": parents}
+    assert identity("models/sft") == {"kind": "policy", "parents": parents}
 
 
 def test_a_hub_id_is_fetched_at_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code as for a folder; here the hub is one."""
+    """The hub is replaced by a local folder."""
     import huggingface_hub
 
     prepared("gpt2")
     local = toy.foreign("hub/sft", "gpt2", seed=2).resolve()
-    asked: list[tuple[str, str]] = []
+    requests: list[tuple[str, str]] = []
     load = AutoModelForCausalLM.from_pretrained
 
     def snapshot(source: str, revision: str, **_: Any) -> str:
-        asked.append((source, revision))
+        requests.append((source, revision))
         return str(local)
 
     def loaded(source: Any, revision: str | None = None, **options: Any) -> Any:
         if source == "someone/sft":
-            asked.append((source, str(revision)))
+            requests.append((source, str(revision)))
             source = local
         return load(source, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     toy.run("sft", toy.write_params(sft={"from": "someone/sft", "revision": HASH}))
-    assert asked == [("someone/sft", HASH)] * 2
+    assert requests == [("someone/sft", HASH)] * 2
     assert_same_weights("hub/sft", "models/sft")
 
 
@@ -162,12 +162,12 @@ def test_another_tokenizer_is_refused() -> None:
     refused("sft", with_sft(), r"foreign/sft has another tokenizer than data/tokenizer: .*'purple'")
 
 
-def test_another_end_of_answer_is_refused() -> None:
+def test_another_eos_token_is_refused() -> None:
     prepared("gpt2")
     words = toy.tokenizer()
     words.eos_token = "now"
     toy.foreign("foreign/sft", "gpt2", words=words)
-    refused("sft", with_sft(), "foreign/sft ends answers with 'now', but data/tokenizer with '<eos>'")
+    refused("sft", with_sft(), "foreign/sft ends responses with 'now', but data/tokenizer with '<eos>'")
 
 
 def test_another_chat_template_is_refused() -> None:
@@ -200,10 +200,10 @@ def test_an_sft_model_that_names_another_base_is_refused() -> None:
 
 
 @pytest.mark.parametrize("family", toy.FAMILIES)
-def test_a_reward_model_is_no_sft_model(family: str) -> None:
+def test_a_reward_model_is_refused_as_sft_model(family: str) -> None:
     """GPT-2's LM head is its embedding: nothing would be missing, only the score head be left over."""
     toy.foreign("foreign/sft", family, labels=1)
-    with pytest.raises(ContractError, match="a language model is asked for"):
+    with pytest.raises(ContractError, match="give a language model"):
         models.load_causal("foreign/sft")
 
 
@@ -216,13 +216,13 @@ def test_a_reward_model_without_its_trained_head_is_refused(family: str) -> None
         models.load_reward("foreign/reward")
 
 
-def test_a_classifier_of_several_labels_is_no_reward_model() -> None:
+def test_a_classifier_of_several_labels_is_refused_as_reward_model() -> None:
     toy.foreign("foreign/reward", "llama", labels=3)
-    with pytest.raises(ContractError, match="has 3 labels where a reward model has one score"):
+    with pytest.raises(ContractError, match="has 3 labels, and a reward model has one score"):
         models.load_reward("foreign/reward")
 
 
-def test_a_missing_weight_is_never_made_up() -> None:
+def test_a_missing_weight_is_an_error() -> None:
     file = toy.foreign("foreign/base", "llama") / "model.safetensors"
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -255,7 +255,7 @@ def test_a_reward_model_of_another_sft_model_is_refused_by_ppo() -> None:
     refused("ppo", settings, "models/reward was made from another sft model")
 
 
-def test_a_hub_that_cannot_be_reached_is_a_users_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def offline(*_: Any, **__: Any) -> str:

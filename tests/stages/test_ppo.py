@@ -28,6 +28,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import resume
+from rlhf_tasks.training.state import State
 from tests import small
 from tests.ppo.test_trainer import Planted
 
@@ -271,7 +272,7 @@ def assert_a_kill_changes_nothing(
     weights, samples = contracts.fingerprint(ppo.OUT), pq.read_table(ppo.LOOKED_AT / "samples.parquet")
     save = resume.Snapshots.save
 
-    def saved(self: resume.Snapshots, step: int, state: resume.State) -> None:
+    def saved(self: resume.Snapshots, step: int, state: State) -> None:
         save(self, step, state)
         if step == after:
             raise Killed

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import prepare
 from rlhf_tasks.tracking import NullTracker
+from tests import small
 from tests.data.conftest import demonstrations, jsonl
-
-View = Callable[..., PrepareView]
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +34,14 @@ def table(role: str, split: str) -> list[dict[str, Any]]:
     return rows
 
 
-def small_synthetic(view: View, **changes: Any) -> PrepareView:
-    return view(
+def prepare_view(changes: Mapping[str, Any]) -> PrepareView:
+    """The shipped parameters with these changes, as stage prepare sees them."""
+    view: PrepareView = small.view("prepare", {"judge.judges": [small.HELDOUT], **changes})
+    return view
+
+
+def small_synthetic(**changes: Any) -> PrepareView:
+    return prepare_view(
         {
             "prepare.synthetic_prompt_rows": 60, "prepare.synthetic_sft_rows": 60,
             "prepare.synthetic_preference_rows": 30,
@@ -45,8 +50,8 @@ def small_synthetic(view: View, **changes: Any) -> PrepareView:
     )  # fmt: skip
 
 
-def test_synthetic_rows_are_written_by_role_and_split_and_counted(prepare_view: View) -> None:
-    metrics = run(small_synthetic(prepare_view))
+def test_synthetic_rows_are_written_by_role_and_split_and_counted() -> None:
+    metrics = run(small_synthetic())
     for role in ROLES:
         for split in SPLITS:
             rows = table(role, split)
@@ -61,20 +66,18 @@ def test_synthetic_rows_are_written_by_role_and_split_and_counted(prepare_view: 
     assert Path("data/quarantine/rows.jsonl").read_text(encoding="utf-8") == ""
 
 
-def test_a_second_run_writes_the_same_bytes(
-    prepare_view: View, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        run(small_synthetic(prepare_view))
+        run(small_synthetic())
         written.append({str(f): f.read_bytes() for f in Path("data").rglob("*") if f.is_file()})
     assert len(written[0]) == 9 + 2 + 1
     assert written[0] == written[1]
 
 
-def test_the_tokenizer_sees_no_held_out_text(prepare_view: View, tmp_path: Path) -> None:
+def test_the_tokenizer_sees_no_held_out_text(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.train.jsonl", *demonstrations(5))
     jsonl(tmp_path / "in" / "sft.validation.jsonl", {"prompt": "validationword", "completion": "x"})
     jsonl(tmp_path / "in" / "sft.test.jsonl", {"prompt": "testword", "completion": "answer"})
@@ -118,9 +121,7 @@ LIMITS = {
 }
 
 
-def test_bad_input_of_every_kind_is_told_in_one_report_and_nothing_is_written(
-    prepare_view: View, tmp_path: Path
-) -> None:
+def test_bad_input_of_every_kind_is_in_one_report_and_nothing_is_written(tmp_path: Path) -> None:
     bad_files(tmp_path / "in")
     with pytest.raises(UserError) as error:
         run(prepare_view(LIMITS))
@@ -131,9 +132,7 @@ def test_bad_input_of_every_kind_is_told_in_one_report_and_nothing_is_written(
     assert not Path("data").exists()
 
 
-def test_quarantine_leaves_bad_rows_out_writes_them_with_reasons_and_counts_them(
-    prepare_view: View, tmp_path: Path
-) -> None:
+def test_quarantine_writes_bad_rows_with_reasons_and_counts_them(tmp_path: Path) -> None:
     bad_files(tmp_path / "in")
     metrics = run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
     lines = [
@@ -152,19 +151,19 @@ def test_quarantine_leaves_bad_rows_out_writes_them_with_reasons_and_counts_them
     }  # fmt: skip
 
 
-def test_a_missing_column_fails_under_quarantine_too(prepare_view: View, tmp_path: Path) -> None:
+def test_a_missing_column_fails_under_quarantine_too(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", {"question": "q", "completion": "a"})
     with pytest.raises(UserError, match="no column 'prompt'"):
         run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
 
 
-def test_when_nothing_is_left_the_reasons_are_told(prepare_view: View, tmp_path: Path) -> None:
+def test_an_error_about_an_empty_split_includes_the_bad_rows(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *({"prompt": " ", "completion": "a"} for _ in range(4)))
     with pytest.raises(UserError, match=r"no usable row is left for sft/train(.|\n)*sft.jsonl:1: empty"):
         run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
 
 
-def test_roles_without_comparisons_still_have_their_columns(prepare_view: View, tmp_path: Path) -> None:
+def test_roles_without_comparisons_still_have_their_columns(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *demonstrations(8))
     metrics = run(prepare_view({"data.source": "files", "data.path": "in"}))
     assert metrics["rows/preferences/train"] == 0
@@ -173,9 +172,7 @@ def test_roles_without_comparisons_still_have_their_columns(prepare_view: View, 
     assert {str(kind) for kind in empty.schema.types} == {"string"}
 
 
-def test_a_base_models_tokenizer_is_copied_and_its_template_applied(
-    prepare_view: View, tmp_path: Path, chat_model: Path
-) -> None:
+def test_a_base_models_tokenizer_is_copied_and_its_template_applied(tmp_path: Path, chat_model: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": f"hi {n}"}, {"role": "assistant", "content": "x"}]}
         for n in range(8)
@@ -200,8 +197,8 @@ def test_a_base_models_tokenizer_is_copied_and_its_template_applied(
     )
 
 
-def test_mined_pairs_that_are_too_long_are_left_out_and_are_nobodys_bad_rows(
-    prepare_view: View, monkeypatch: pytest.MonkeyPatch
+def test_mined_pairs_that_are_too_long_are_left_out_and_are_not_bad_rows(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def load(seed: int, **bounds: Any) -> Any:
         rows = [

@@ -33,8 +33,9 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, ppo, reward, sft
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import launch, resume
-from rlhf_tasks.training.resume import Files, State, claims
-from rlhf_tasks.training.resume.state import state_folder
+from rlhf_tasks.training.resume import claims
+from rlhf_tasks.training.resume.manifests import state_folder
+from rlhf_tasks.training.state import Files, State
 from tests import small, toy
 
 SMALL: Mapping[str, Any] = {

@@ -1,22 +1,21 @@
-"""Exact resume: the last states of a training loop, from which the same command goes on after a kill.
+"""Exact resume: after a kill, the same command continues from the last snapshot of a training loop.
 
     $RLHF_STATE_DIR/STAGE/DIGEST/        by default under .rlhf/state of the main checkout
-      run                                the key of the run that goes on
-      LOOP/step-000000120/               a snapshot: written beside, fsynced, renamed; the last K are kept
-        manifest.json                    the sha256 of every file, and what the snapshot was made by
-        shared.pt  rank-0.pt  files-0/   what is the same on all processes, each one's own part, DeepSpeed's
+      run                                the key of the run that is resumed
+      LOOP/step-000000120/               a snapshot: fsynced, then renamed; the last K are kept
+        manifest.json                    the sha256 of every file, and the settings of the run
+        shared.pt  rank-0.pt  files-0/   the state that all processes share, that of each, DeepSpeed's files
 
-The digest is of all that decides what the stage writes (`lineage.identity`), so that a changed value,
-input or line of code never meets another's state; and so that worktrees share it, under one lock. It
-lies outside the outs, which DVC deletes before a stage runs, and is cleared when they are whole.
-With several machines the folder must be on a disk that all of them see.
+The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
+line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
+is outside the outs, which DVC deletes before a stage runs, and is removed when the outs are complete. With
+several machines it must be on a disk that all of them share.
 
-SIGTERM and SIGINT wait for the end of the step, when a snapshot is taken; a second one does not wait. A
-worker whose launcher was killed ends in the same way.
-No torch at import.
+After SIGTERM or SIGINT the stage finishes its step, saves a snapshot and ends; a second signal ends it at
+once. A worker whose launcher was killed ends in the same way. No torch at import.
 """
 
 from rlhf_tasks.training.resume.claims import Claim, claim
-from rlhf_tasks.training.resume.snapshots import Files, Loop, Snapshots, State, open
+from rlhf_tasks.training.resume.snapshots import Loop, Snapshots, open
 
-__all__ = ["Claim", "Files", "Loop", "Snapshots", "State", "claim", "open"]
+__all__ = ["Claim", "Loop", "Snapshots", "claim", "open"]

@@ -1,4 +1,4 @@
-"""One stage's right to its state: nobody trains the very same thing at the same time."""
+"""Locks the snapshots of a stage, so that two processes never train the same thing at the same time."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
-from rlhf_tasks.training.resume.state import differences, read_manifest, state_folder
+from rlhf_tasks.training.resume.manifests import differences, read_manifest, state_folder
 
-WORKER_WAIT_SECONDS = 10.0  # for the lock: the other processes of the stage wait meanwhile
+WORKER_WAIT_SECONDS = 10.0  # for the lock, since the other processes of the stage wait too
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One stage's right to its state while it lasts; `key` names the run, the former one if that goes on."""
+    """The locked snapshots of a stage; `key` names the run, which is the earlier one if it is resumed."""
 
     key: str
     folder: Path | None
 
     def clear(self) -> None:
-        """The stage's outs are whole: the state is of no more use."""
+        """Remove the snapshots, since the stage's outs are complete."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager
 def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
-    """Hold the stage's state, so that nobody trains the very same thing at the same time; waits for it.
+    """Lock the stage's snapshots within the block; waits for another process that holds them.
 
-    For the first process of a training stage; for others, and other stages, nothing is held.
+    Only the first process of a training stage locks them.
 
     Raises:
-        UserError: in a launched worker, whose fellows cannot wait for long.
+        UserError: in a launched worker, because the other workers cannot wait for long.
     """
     holds = main and view.stage in launch.TRAINING
     identity = lineage.identity(paths, view.stage, view.declared) if holds else None
@@ -52,10 +52,10 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     folder = state_folder(paths, view.stage, identity)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock"), view.stage):
-        folder.mkdir(exist_ok=True)  # whoever was waited for has cleared it
+        folder.mkdir(exist_ok=True)  # the other process may have removed it
         run = folder / "run"
         if not (run.exists() and any(folder.glob("*/step-*"))):
-            _tell_others(folder, identity, view.stage)
+            _show_others(folder, identity, view.stage)
             atomic.write_text(run, lineage.new_key(view.stage))
         yield Claim(run.read_text(encoding="utf-8"), folder)
 
@@ -64,13 +64,15 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
 def _locked(path: Path, stage: str) -> Iterator[None]:
     lock = FileLock(path)
     if not _acquired(lock):
-        console.say(f"{stage}: another process is training the very same thing; waiting for it to end")
+        console.say(
+            f"{stage}: another process trains with the same parameters, code and inputs; waiting for its end"
+        )
         try:
             lock.acquire(timeout=WORKER_WAIT_SECONDS if launch.is_worker() else -1, poll_interval=0.5)
         except Timeout:
             raise UserError(
-                f"another process is training the very same {stage} (it holds {path}); run this one when it "
-                "has ended, or stop it"
+                f"another process trains {stage} with the same parameters, code and inputs (it holds {path}); "
+                "run this one after its end, or stop it"
             ) from None
     try:
         yield
@@ -86,17 +88,16 @@ def _acquired(lock: FileLock) -> bool:
     return True
 
 
-def _tell_others(folder: Path, identity: Mapping[str, Any], stage: str) -> None:
-    """Unfinished runs of other parameters or inputs are not gone on with: say what differs."""
+def _show_others(folder: Path, identity: Mapping[str, Any], stage: str) -> None:
+    """Print why unfinished runs with other parameters, code or inputs are not resumed."""
     for other in sorted(folder.parent.iterdir()):
         lock = FileLock(other.with_suffix(".lock"))
         if other == folder or not other.is_dir() or not _acquired(lock):
-            continue  # not another's, or another's that is running
+            continue  # this run's folder, or that of a running process
         manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
         lock.release()
         if manifest is not None:
             console.say(
-                f"{stage} begins anew: the state of an unfinished run differs in "
-                f"{differences(manifest['identity'], identity)} (it is kept; if it is of no use, remove "
-                f"{other})"
+                f"{stage} starts from the beginning. The snapshots of an unfinished run differ in "
+                f"{differences(manifest['identity'], identity)}; if you do not need them, remove {other}"
             )

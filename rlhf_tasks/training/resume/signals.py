@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, put off to the end of a step."""
+"""Defers SIGTERM and SIGINT to the end of a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """SIGTERM and SIGINT noted in `asked` while it lasts, and acted on as before by `act`.
+    """Within the block, stores SIGTERM or SIGINT in `received`; `act` then ends the stage by it.
 
-    The second one acts at once; not in a launched worker, which gets the same signal from the terminal
-    and from its launcher. Nor does it wait when another worker has failed: no step would end.
+    A second signal acts at once, except in a launched worker, which gets the same signal from the terminal
+    and from its launcher. After a failure of another worker the first signal acts at once: the step would
+    never end.
     """
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.received = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -32,8 +33,8 @@ class Signals:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._restore()
-        if kind is None and self.asked:
-            signal.raise_signal(self.asked)
+        if kind is None and self.received:
+            signal.raise_signal(self.received)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -41,14 +42,14 @@ class Signals:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again = bool(self.asked) and not launch.is_worker()
-        self.asked = number
+        again = bool(self.received) and not launch.is_worker()
+        self.received = number
         if again or launch.reported() is not None:
             self.act()
 
     def act(self) -> None:
-        """End as the signal would have ended the stage without snapshots."""
-        number = self.asked
-        self.asked = 0
+        """End the stage as the signal does without this class."""
+        number = self.received
+        self.received = 0
         self._restore()
         signal.raise_signal(number)

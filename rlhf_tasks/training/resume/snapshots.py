@@ -1,4 +1,4 @@
-"""The last states of one training loop: written beside, fsynced, renamed; a torn one is told and removed."""
+"""Saves and loads the last snapshots of one training loop; a damaged one is reported and removed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import hashlib
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,24 +17,14 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
+from rlhf_tasks.training.resume.manifests import MANIFEST, differences, read_manifest, state_folder
 from rlhf_tasks.training.resume.signals import Signals
-from rlhf_tasks.training.resume.state import MANIFEST, differences, read_manifest, state_folder
+from rlhf_tasks.training.state import Files, State
 
 if TYPE_CHECKING:
     from rlhf_tasks.training.runtime import Runtime
 
-State = dict[str, Any]
-"""Nested: tensors, numbers, strings, lists, None, and `Files`. What stands under `shared` is the same on
-all processes and is written once."""
-
-FILES = "files"  # the key of what stands for a folder of `Files` in a stored state
-
-
-@dataclass(frozen=True)
-class Files:
-    """A part of a state that writes files of its own; all processes call it. Loaded, it is their folder."""
-
-    write: Callable[[Path], Any]
+FILES = "files"  # in a stored state, the key of the name of a folder of `Files`
 
 
 class Loop(Protocol):
@@ -49,19 +38,19 @@ class Loop(Protocol):
         """
 
     def due(self) -> bool:
-        """True at the end of a step after which to save; all processes ask, and agree."""
+        """True if a snapshot is due after this step; all processes call it and get the same result."""
 
     def save(self, step: int, state: State) -> None:
-        """Keep the state after a step; ends the stage if a signal has asked for that."""
+        """Save the state after a step; ends the stage if it has received a signal."""
 
 
 @contextmanager
 def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Loop]:
-    """The snapshots of the loop `name` of a stage, while it runs; none are kept outside a project.
+    """The snapshots of the loop `name` of a stage, within the block; outside a project none are saved.
 
     Raises:
-        KeyboardInterrupt: (or what SIGTERM raised before) at its end, if a signal came too late for a
-            snapshot.
+        KeyboardInterrupt: (or what SIGTERM raises) at the end of the block, if a signal came too late for
+            a snapshot.
     """
     identity = rt.from_main(lineage.identity(paths, view.stage, view.declared) if rt.is_main else None)
     if identity is None:
@@ -79,7 +68,7 @@ def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Loop
 
 
 class Nothing:
-    """No snapshots: every run begins at the beginning."""
+    """Saves no snapshots: every run starts from the beginning."""
 
     def load(self) -> State | None:
         return None
@@ -92,7 +81,7 @@ class Nothing:
 
 
 class Snapshots:
-    """The last K states of a training loop, in a folder of their own."""
+    """The last K snapshots of a training loop, in one folder."""
 
     def __init__(
         self,
@@ -118,24 +107,26 @@ class Snapshots:
         manifest = read_manifest(snapshot)
         if manifest is None:
             raise UserError(
-                f"{snapshot} is not seen by process {self._rt.rank}: the state must be on a disk that all "
-                "machines see; set RLHF_STATE_DIR to a folder on one"
+                f"process {self._rt.rank} cannot read {snapshot}; snapshots must be on a disk that all machines "
+                "share: set RLHF_STATE_DIR to a folder there"
             )
         self._check(manifest, snapshot)
         own = torch.load(snapshot / f"rank-{self._rt.rank}.pt", map_location="cpu", weights_only=True)
         shared = torch.load(snapshot / "shared.pt", map_location="cpu", weights_only=True)
-        console.say(f"{self.folder.name}: goes on after step {manifest['step']}")
+        console.say(f"{self.folder.name}: resumed from the snapshot after step {manifest['step']}")
         self._saved_at = time.monotonic()
         loaded: State = _with_folders(own | {"shared": shared}, snapshot)
         return loaded
 
     def _newest(self) -> Path | None:
-        """The newest whole snapshot; torn ones are told and removed."""
+        """The newest complete snapshot; damaged ones are reported and removed."""
         for snapshot in sorted(self.folder.glob("step-*"), reverse=True):
-            wrong = _torn(snapshot)
-            if wrong is None:
+            damage = _damage(snapshot)
+            if damage is None:
                 return snapshot
-            console.say(f"{self.folder.name}: {snapshot} is torn ({wrong}); the one before it is used")
+            console.say(
+                f"{self.folder.name}: {snapshot} is damaged ({damage}) and is removed; the one before it is used"
+            )
             shutil.rmtree(snapshot)
         return None
 
@@ -144,23 +135,23 @@ class Snapshots:
         new = {**self._identity, **self._made_by}
         if old != new:
             raise UserError(
-                f"the state in {snapshot} cannot be gone on from, it differs in {differences(old, new)}; "
-                f"set this back, or remove {self.folder.parent} to begin anew"
+                f"cannot resume from {snapshot}: it differs in {differences(old, new)}; undo this change, or "
+                f"remove {self.folder.parent} to start from the beginning"
             )
         if manifest["threads"] != _threads():
             console.say(
-                f"{self.folder.name}: {_threads()} threads where there were {manifest['threads']}: it goes "
-                "on, but not to the same last bits (OMP_NUM_THREADS sets them)"
+                f"{self.folder.name}: resumed with {_threads()} threads instead of {manifest['threads']}; the last "
+                "bits of the result will differ (OMP_NUM_THREADS sets the number)"
             )
 
     # ----------------------------------------------------------------------------------- writing
 
     def due(self) -> bool:
         if launch.is_orphan():
-            self._signals.asked = signal.SIGTERM
+            self._signals.received = signal.SIGTERM
         late = time.monotonic() - self._saved_at >= self._settings.every_seconds
-        agreed = self._rt.max(2 * self._signals.asked + late)
-        self._signals.asked = agreed // 2
+        agreed = self._rt.max(2 * self._signals.received + late)
+        self._signals.received = agreed // 2
         return agreed > 0
 
     def save(self, step: int, state: State) -> None:
@@ -175,22 +166,24 @@ class Snapshots:
         rt.barrier()
         if not partial.exists():
             raise UserError(
-                f"{partial} is not seen by process {rt.rank}: the state must be on a disk that all machines "
-                "see; set RLHF_STATE_DIR to a folder on one"
+                f"process {rt.rank} cannot read {partial}; snapshots must be on a disk that all machines share: "
+                "set RLHF_STATE_DIR to a folder there"
             )
         own = _with_files_written(state, partial)
         shared = own.pop("shared", {})
         parts = {f"rank-{rt.rank}.pt": own} | ({"shared.pt": shared} if rt.is_main else {})
         for name, part in parts.items():
             torch.save(part, partial / name)
-            atomic.fsync(partial / name)  # here: another machine cannot do it for this one
+            atomic.fsync(partial / name)  # another machine cannot do it for this one
         rt.barrier()
         if rt.is_main:
             self._seal(step, partial, snapshot)
         rt.barrier()
         self._saved_at = time.monotonic()
-        if self._signals.asked:
-            console.say(f"{self.folder.name}: the state after step {step} is kept; the same command goes on")
+        if self._signals.received:
+            console.say(
+                f"{self.folder.name}: saved a snapshot after step {step}; the same command resumes from it"
+            )
             self._signals.act()
 
     def _seal(self, step: int, partial: Path, snapshot: Path) -> None:
@@ -213,14 +206,14 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _torn(snapshot: Path) -> str | None:
-    """What is wrong with a snapshot; None if it is as it was written."""
+def _damage(snapshot: Path) -> str | None:
+    """The damage of a snapshot; None if its files are as they were written."""
     manifest = read_manifest(snapshot)
     if manifest is None:
         return f"no readable {MANIFEST}"
-    found = _sums(snapshot)
-    wrong = [name for name, digest in manifest["files"].items() if found.get(name) != digest]
-    return f"{', '.join(wrong)} not as written" if wrong else None
+    sums = _sums(snapshot)
+    wrong = [name for name, digest in manifest["files"].items() if sums.get(name) != digest]
+    return f"{', '.join(wrong)} changed or missing" if wrong else None
 
 
 def _sums(folder: Path) -> dict[str, str]:
@@ -234,7 +227,7 @@ def _sums(folder: Path) -> dict[str, str]:
 
 
 def _with_files_written(state: State, folder: Path) -> State:
-    """The state with each `Files` written to a folder of its own, whose name stands in its place."""
+    """The state with each `Files` written to a folder and replaced by the folder's name."""
     written = 0
 
     def stored(part: Any) -> Any:
@@ -252,7 +245,7 @@ def _with_files_written(state: State, folder: Path) -> State:
 
 
 def _with_folders(part: Any, folder: Path) -> Any:
-    """`_with_files_written` undone: the folder in the place of its name."""
+    """The inverse of `_with_files_written`: replaces each name by its folder."""
     if type(part) is not dict:
         return part
     if part.keys() == {FILES}:

@@ -1,4 +1,4 @@
-"""Where a stage's state lies, and what a manifest says of it."""
+"""Where a stage's snapshots are, and what the manifest of a snapshot records."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def state_folder(paths: Paths, stage: str, identity: Mapping[str, Any]) -> Path:
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any] | None:
-    """None if there is none that can be read."""
+    """The manifest of a snapshot; None without a readable one."""
     try:
-        found: dict[str, Any] = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found
+    return manifest
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

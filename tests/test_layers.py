@@ -1,0 +1,113 @@
+"""Imports go one way, without cycles; what must be light loads no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from tests.imports import ROOT, all_modules, cycles, file_of, imports, tree_of
+
+FLOORS: Mapping[str, int] = {
+    "errors": 0,
+    "console": 0,
+    "config": 1,
+    "project": 2,
+    "data": 3,
+    "presets": 3,
+    "tracking": 3,
+    "project.provenance": 4,  # asks MLflow's record too
+    "modeling": 4,
+    "evaluation": 5,
+    "training": 5,
+    "ppo": 6,  # selects its checkpoint by a judge
+    "promotion": 7,
+    "report": 7,
+    "stages": 8,
+    "cli": 9,
+}
+"""A module imports only from lower floors and from its own package."""
+TORCH_FREE = (
+    "config",
+    "console",
+    "errors",
+    "tracking",
+    "presets",
+    *(name.removeprefix("rlhf_tasks.") for name in all_modules() if name.startswith("rlhf_tasks.project.")),
+    "modeling.contracts",
+    "training.launch",
+    "training.resume",
+    "training.state",
+    "promotion.command",
+    "promotion.registry",
+    "evaluation.judges",
+    "evaluation.labelling",
+    "evaluation.results",
+    "report.comparison",
+    "report.comparison_page",
+    "cli.main",
+    "stages.prepare",
+    "stages.runner",
+    "stages.verdict",
+)
+OURS = [name for name in all_modules() if name.startswith("rlhf_tasks.")]
+
+
+def floor(module: str) -> tuple[int, str]:
+    """The floor of a module, and the part of the tree that stands on it."""
+    name = module.removeprefix("rlhf_tasks.")
+    parts = [part for part in FLOORS if name == part or name.startswith(f"{part}.")]
+    assert parts, f"{module}: give its package a floor"
+    part = max(parts, key=len)
+    return FLOORS[part], part
+
+
+@pytest.mark.parametrize("module", OURS)
+def test_a_module_imports_only_its_own_package_and_lower_floors(module: str) -> None:
+    """Imports for type checkers count. `flows` is above all: only a command imports it, when it runs."""
+    own = floor(module)
+    for name in imports(module, for_types=True) - {"rlhf_tasks"}:
+        if name.startswith("flows"):
+            assert own[1] == "cli", f"{module} imports {name}"
+            continue
+        is_package_of_both = module.startswith(f"{name}.")
+        other = floor(name)
+        assert is_package_of_both or other[1] == own[1] or other[0] < own[0], f"{module} imports {name}"
+
+
+def test_a_stage_imports_no_other_stage() -> None:
+    """Stages meet through files."""
+    for module in OURS:
+        if module.startswith("rlhf_tasks.stages.") and module != "rlhf_tasks.stages.runner":
+            assert not [n for n in imports(module) if n.startswith("rlhf_tasks.stages.")], module
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(all_modules()) == []
+
+
+def test_a_cycle_would_be_found() -> None:
+    assert "rlhf_tasks.project.git" in imports("rlhf_tasks.project.paths", for_types=True)
+    assert "rlhf_tasks.training.runtime" in imports("rlhf_tasks.training.resume.snapshots", for_types=True)
+    assert "rlhf_tasks.training.runtime" not in imports("rlhf_tasks.training.resume.snapshots")
+
+
+@pytest.mark.parametrize("module", [m for m in all_modules() if str(file_of(m)).endswith("__init__.py")])
+def test_a_package_file_only_makes_names_public(module: str) -> None:
+    for node in tree_of(module).body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        assert is_docstring or is_list or isinstance(node, (ast.Import, ast.ImportFrom)), ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [f"rlhf_tasks.{name}" for name in TORCH_FREE] + [m for m in all_modules() if m.startswith("flows.")],
+)
+def test_torch_free_modules_load_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
