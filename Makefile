@@ -19,11 +19,11 @@ help: ## this list
 run: $(INSTALLED) git ## run every stage whose inputs, code or parameters changed
 	@dvc repro
 
-up: $(INSTALLED) git ## start the service: Prefect and MLflow dashboards, worker, deployments
-	@python -m flows.service up
+up: $(INSTALLED) git ## start the service: Prefect and MLflow dashboards, worker, deployments (rlhf up)
+	@rlhf up
 
-down: $(INSTALLED) ## end the service; runs in progress keep their state
-	@python -m flows.service down
+down: $(INSTALLED) ## stop the service; runs in progress save their state (rlhf down)
+	@rlhf down
 
 test: $(INSTALLED) check ## all checks and the tests
 	@OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal

@@ -1,8 +1,8 @@
-"""What the Prefect server is told: work pool, concurrency limit, deployments, and what ends lost runs.
+"""What this project registers at a Prefect server: work pool, concurrency limit, deployments, automation.
 
-Applied by `make up`; applying again changes nothing but what changed here: parameters, schedules and
-limits that users gave a deployment stay. Parameters belong to the deployment: those on a schedule are lost
-when it is switched.
+`rlhf up` applies it. Applying it again updates only what changed here: parameters, schedules and limits that
+users gave a deployment stay. Parameters belong to the deployment: Prefect drops those of a schedule when the
+schedule is switched on or off.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rlhf_tasks.project import git
 GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
-OWNER = "project:"  # begins the tag that says whose a deployment is, in a work pool of any type
+OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
 LOST = "rlhf: a run that is silent has crashed"
 HEARTBEAT = "prefect.flow-run.heartbeat"
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -59,16 +59,16 @@ def apply(
     makes_pool: bool = True,
     is_shared: bool = False,
 ) -> None:
-    """Bring the server up to date for the project at `root`; `gpu_slots` None: 1, or as it is.
+    """Bring the server up to date for the project at `root`. `gpu_slots` None: unchanged, at first 1.
 
-    The deployments of another pool than the service's own have its name behind theirs.
+    Deployments for another pool than the service's own end with the name of that pool.
 
     Args:
         makes_pool: Make a process pool of that name if there is none.
-        is_shared: Other projects may be on this server: what is theirs is not written over.
+        is_shared: Other projects may use this server; their deployments are not overwritten.
 
     Raises:
-        UserError: if there is no such pool; for names that another project has.
+        UserError: if the pool does not exist, or another project has deployments of these names.
     """
     with get_client(sync_client=True) as client:
         if makes_pool:
@@ -78,19 +78,26 @@ def apply(
             _check_owner(client, place, root)
         _limit(client, gpu_slots)
         _automation(client)
-        nightly = Cron("0 2 * * *", slug="nightly", active=False)
-        hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
-        _deploy(client, place, pipeline, "pipeline", "Run the pipeline, with changes if wanted.", [])
-        _deploy(client, place, pipeline, "nightly", "An example: nightly, with the newest data.", [nightly])
-        _deploy(client, place, data_watch, "on-data-change", "Look every hour for changed data.", [hourly])
-        _deploy(client, place, sweep, "sweep", "Compare settings over seeds.", [])
+        _deploy_all(client, place)
+
+
+def _deploy_all(client: SyncPrefectClient, place: Place) -> None:
+    nightly = Cron("0 2 * * *", slug="nightly", active=False)
+    hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
+    for flow, name, description, schedules in (
+        (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
+        (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
+        (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
+        (sweep, "sweep", "Compare settings over seeds.", []),
+    ):
+        _deploy(client, place, flow, name, description, schedules)
 
 
 def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
-    """Raises UserError if these names are those of another project, or of this one in another folder.
+    """Raises UserError if another project, or this one in another folder, has deployments of these names.
 
-    By the folder, where a process pool's deployments tell it; else by their tag, which may be from before
-    this project had a git remote.
+    The deployments of a process pool have the folder; others have a tag, which may be older than the git
+    remote of this project.
     """
     name = f"{settings.PIPELINE}/pipeline{place.suffix}"
     try:
@@ -107,9 +114,9 @@ def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
     if is_ours:
         return
     raise UserError(
-        f"the deployment {name} of this server is that of the project {owner}: give `--pool NAME`, and this "
-        f"one, {place.owner} in {root}, has a work pool and names of its own; if it is the same project, "
-        f"moved, `prefect deployment delete {name}` first"
+        f"the deployment {name} of this server belongs to the project {owner}: give `--pool NAME`, so that "
+        f"this project, {place.owner} in {root}, has its own work pool and names. If the project has moved, "
+        f"run `prefect deployment delete {name}` first"
     )
 
 
@@ -120,16 +127,16 @@ class Place:
     pool: str
     suffix: str
     owner: str
-    """The project, by its address; the deployments have it as a tag."""
+    """The address of the project, which the deployments have as a tag."""
     variables: dict[str, Any]
-    """Of the job, besides the pool's own."""
+    """Variables of the job that replace those of the pool."""
 
 
 def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
     try:
         kind = client.read_work_pool(pool).type
     except ObjectNotFound:
-        raise UserError(f"there is no work pool {pool!r}; `prefect work-pool create` makes one") from None
+        raise UserError(f"work pool {pool!r} does not exist; `prefect work-pool create` makes one") from None
     own = {"working_dir": str(root), "command": f"{sys.executable} -m prefect.engine"}
     suffix = "" if pool == settings.POOL else f"-{pool}"
     return Place(pool, suffix, git.address(root), own if kind == "process" else {})
@@ -155,10 +162,10 @@ def _limit(client: SyncPrefectClient, slots: int | None) -> None:
 
 
 def _automation(client: SyncPrefectClient) -> None:
-    """A run of these flows whose heartbeat stops, since its machine or its worker is gone, becomes Crashed.
+    """A run whose heartbeat stops, because its machine or its worker is gone, becomes Crashed.
 
-    By the flow's name, which heartbeats and states both tell: other people's flows on the server are none of
-    this one's. What an earlier version made gets this trigger and action; it stays on or off as it is.
+    The flow's name, which is in heartbeats and in states, limits this to the flows of this package. An
+    existing automation gets this trigger and action; it stays on or off.
     """
     trigger = EventTrigger(
         after={HEARTBEAT},
@@ -175,15 +182,15 @@ def _automation(client: SyncPrefectClient) -> None:
     action = ChangeFlowRunState(
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
-    wanted = AutomationCore(name=LOST, trigger=trigger, actions=[action])
+    automation = AutomationCore(name=LOST, trigger=trigger, actions=[action])
     known = client.read_automations_by_name(LOST)
     if not known:
-        client.create_automation(wanted)
-    for made in known:
-        kept = made.model_dump(exclude={"id", "owner_resource"})
-        asked = kept | wanted.model_dump(include={"trigger", "actions"})
-        if asked != kept:  # an update forgets which runs it was waiting for
-            client.update_automation(made.id, AutomationCore(**asked))
+        client.create_automation(automation)
+    for existing in known:
+        current = existing.model_dump(exclude={"id", "owner_resource"})
+        updated = current | automation.model_dump(include={"trigger", "actions"})
+        if updated != current:  # an update drops the runs whose heartbeats it has seen
+            client.update_automation(existing.id, AutomationCore(**updated))
 
 
 def _deploy(
@@ -194,7 +201,7 @@ def _deploy(
     description: str,
     schedules: Sequence[Schedule],
 ) -> None:
-    """Make a deployment; of one that is there only what comes from here: users change all else."""
+    """Make a deployment, or update only those fields of an existing one that users do not change."""
     runs = f"{settings.PIPELINE}/pipeline{place.suffix}"
     made: Any = flow.to_deployment(
         name=f"{name}{place.suffix}",
@@ -225,14 +232,14 @@ def _deploy(
 
 
 def crash_lost_runs() -> None:
-    """Runs that no worker works on any more, to be called while there is none: they can be retried then.
+    """Mark runs as Crashed that no worker runs any more, so that they can be retried.
 
-    What such a run left behind is taken away, as a worker would have done.
+    Call it while there is no worker. It also cleans up after such a run, as a worker would have done.
     """
     where = WorkPoolFilter(name=WorkPoolFilterName(any_=[settings.POOL]))
     states = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=states, work_pool_filter=where):
             hooks.clean_run(str(run.id))
-            lost: State[Any] = Crashed(message="its worker is gone: retry it, and it goes on")
+            lost: State[Any] = Crashed(message="its worker is gone; retry the run to resume it")
             client.set_flow_run_state(run.id, lost, force=True)

@@ -1,4 +1,4 @@
-"""What is done when a run has ended without its own process being able to. Idempotent; no torch here."""
+"""What cleans up after a run whose own process could not. Idempotent; no torch here."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ GRACE_SECONDS = 10.0
 
 
 def workspace_name(flow_run: str) -> str:
-    """Of a flow run's worktree: a retry of the run begins by removing what was left of it.
+    """The name of a flow run's worktree. A retry of the run first removes what is left of it.
 
-    By the end of the id: those of runs that were scheduled together begin alike.
+    It has the end of the id, since the ids of runs that were scheduled together begin alike.
     """
     return f"run-{flow_run[-12:]}"
 
 
 def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """End what the run's stages left running, and remove its workspace.
+    """End the stages that the run left running, and remove its workspace.
 
-    Prefect wants these names of the arguments. The run's courier closes it in MLflow by itself.
+    Prefect prescribes the names of the arguments. MLflow needs nothing here: delivery closes the run.
     """
     clean_run(str(flow_run.id))
 
 
 def clean_run(flow_run: str) -> None:
-    """The same for whoever knows only its id; in the project's folder."""
-    processes.end_carriers(STAGE_RUN, flow_run, signal.SIGINT, GRACE_SECONDS)
-    if (Path.cwd() / "dvc.yaml").exists():  # not where a worker only makes jobs for other machines
+    """The same by the id of the run, in the project's folder."""
+    processes.end(STAGE_RUN, flow_run, signal.SIGINT, GRACE_SECONDS)
+    if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
         workspaces.remove(Path.cwd(), workspace_name(flow_run))

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows import programs, stages
+from flows import programs, stage_tasks
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -26,37 +26,66 @@ POLICY = "models/policy"
 NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
 
 
+class Verdict(TypedDict):
+    """The fields of an Outcome that the gate decides."""
+
+    verdict: str | None
+    reason: str
+    criteria: list[dict[str, str]]
+
+
+def verdict(folder: Path, values: Config, environment: dict[str, str]) -> Verdict:
+    """Promote the policy in the folder if there is one, a gate and a registry."""
+    if not is_due(values, folder):
+        return Verdict(verdict=None, reason="", criteria=[])
+    bound: Any = promote.with_options(timeout_seconds=values.service.timeout_seconds)
+    state: State[Any] = bound(folder, environment, values, return_state=True)
+    if not state.is_completed():
+        error = state.result(raise_on_failure=False)
+        return Verdict(verdict="Deferred", reason=f"the gate did not run ({error})", criteria=[])
+    name = str(state.name)
+    rows = criteria(folder) if name != "Deferred" else []
+    return Verdict(verdict=name, reason=str(state.message), criteria=rows)
+
+
 def is_due(values: Config, folder: Path) -> bool:
     """Whether there is a gate, a registry, and a policy."""
-    made = {out for node in dvc_files.graph(folder).values() for out in node.outs}
-    return values.promotion is not None and values.tracking.enabled and POLICY in made
+    outs = {out for node in dvc_files.graph(folder).values() for out in node.outs}
+    return values.promotion is not None and values.tracking.enabled and POLICY in outs
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
-def promote(folder: Path, environment: dict[str, str], values: Config) -> State[Any]:
-    """Promoted, Refused or Deferred, always completed: the policy is there whatever the gate says.
+def promote(
+    folder: Path, environment: dict[str, str], values: Config, logger: programs.Logger | None = None
+) -> State[Any]:
+    """Promoted, Refused or Deferred. The state is always completed: the policy exists whatever the gate says.
 
-    Deferred, too, where the gate could not be asked. The state names no command that asks it later: what
-    that has to name, the run's notes know. A slot of the limit is waited for only where there is something
-    to judge.
+    It is Deferred, too, if the gate cannot run. The message names no command that decides later: the
+    notes of the run do, since they know the experiment. The task waits for a slot only if it has to judge.
     """
-    command, service = [sys.executable, "-m", "rlhf_tasks.cli.main", "promote"], values.service
-    ask = partial(programs.run, folder=folder, environment=environment, grace_seconds=service.grace_seconds)
-    status, lines = ask([*command, "--unless-judging"])
+    command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
+    run = partial(
+        programs.run,
+        folder=folder,
+        environment=environment,
+        grace_seconds=service.grace_seconds,
+        logger=logger,
+    )
+    status, lines = run([*command, "--unless-judging"])
     if status == UNDECIDED:
-        with stages.slots(service.gpu_slots):
-            status, lines = ask(command)
-    said = next((line for line in reversed(lines) if line), "it said nothing")
+        with stage_tasks.slots(service.gpu_slots):
+            status, lines = run(command)
+    message = next((line for line in reversed(lines) if line), "it printed nothing")
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:
-        said = f"the gate could not be asked ({said.removeprefix('rlhf: ')})"
-    return Completed(name=name, message=said.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))
+        message = f"the gate did not run ({message.removeprefix('rlhf: ')})"
+    return Completed(name=name, message=message.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))
 
 
 def criteria(folder: Path) -> list[dict[str, str]]:
-    """The last verdict on the policy there, a row a criterion; empty if there is none."""
+    """The last verdict on the policy in the folder, a row per criterion; empty without a verdict."""
     md5 = dvc_files.locked(folder).get(POLICY)
-    file = verdict_file(Paths().home, md5 or "none")
+    file = verdict_file(Paths(folder).home, md5 or "none")
     if not file.exists():
         return []
     return gate.Verdict.of_tree(json.loads(file.read_text(encoding="utf-8"))).rows()

@@ -1,4 +1,4 @@
-"""The fields of the run form, typed so that Prefect's UI draws them; what is refused of them, and how.
+"""The fields of the run form, typed so that Prefect's UI draws them, and how invalid ones are refused.
 
 No torch here.
 """
@@ -21,10 +21,10 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, git
 
-ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # of a run's process, when it ends
+ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # where Prefect logs the error of a failed run
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
-# What a field is for stands in the docstrings of the flows: Prefect takes the form's descriptions from there.
+# The docstrings of the flows describe the fields: Prefect takes the form's descriptions from there.
 PresetName = Annotated[str, Field(json_schema_extra={"enum": presets.names()})]
 Seed = Annotated[int, Field(ge=0)]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
@@ -33,46 +33,46 @@ ExperimentName = Annotated[str, Field(pattern=NAME)]
 Revision = Annotated[str, Field(min_length=1, examples=["HEAD", "v1.0", "3f2a9c1"])]
 
 
-def settle(root: Path, request: Request, commit: str | None) -> tuple[str, Config, list[str]]:
-    """The text of params.yaml that the run is to see, what it says, and what it changes.
+def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Config, list[str]]:
+    """The text of the run's params.yaml, its values, and the changes that the request makes.
 
-    `commit`: the run's; None for one in the checkout.
+    `commit`: the commit of the run; None for a run in the checkout.
 
     Raises:
         UserError: for values that config refuses, and for stages that dvc.yaml does not have.
     """
     if commit is not None:
-        text, settings, changes = request.settle(git.committed(root, "params.yaml", commit))
+        text, values, changes = request.resolve(git.committed(root, "params.yaml", commit))
         stages = dvc_files.graph_in(git.committed(root, "dvc.yaml", commit), text)
     else:
         if request.overlays():
             raise UserError(
-                "preset, seed and overrides change params.yaml, and a run in the checkout takes it as it is: "
+                "preset, seed and overrides change params.yaml; a run in the checkout does not change it: "
                 "set `where` to workspace, or edit params.yaml"
             )
         file = root / "params.yaml"
-        settings, changes = config.load(file), []
-        text = file.read_text(encoding="utf-8")  # only now: that it can be read is checked
+        values, changes = config.load(file), []
+        text = file.read_text(encoding="utf-8")  # after `load`, which checks that it is readable
         stages = dvc_files.graph(root)
-    unknown = [name for name in settings.service.stages if name not in stages]
+    unknown = [name for name in values.service.stages if name not in stages]
     if unknown:
         raise UserError(
             f"service.stages names {', '.join(unknown)}; the stages of dvc.yaml are {', '.join(stages)}"
         )
-    return text, settings, changes
+    return text, values, changes
 
 
 def default_name(flow_run: str, run: str) -> str:
-    """An experiment's name from the flow run's, which people may write as they like, and its id's end."""
+    """An experiment's name: that of the flow run, which may hold any characters, and the end of its id."""
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_run).strip("-_")
     return f"{slug or 'run'}-{run[-4:]}"
 
 
 def commit_of(root: Path, where: Where, revision: str | None, name: str | None) -> str | None:
-    """The hash of the commit that the run works on; None for one in the checkout.
+    """The hash of the commit that the run works on; None for a run in the checkout.
 
     Raises:
-        UserError: for a revision or a name that cannot be, or is of no use where the run works.
+        UserError: for an invalid revision or name, or one that has no effect where the run works.
     """
     check_name(name)
     if where == "workspace":
@@ -80,8 +80,8 @@ def commit_of(root: Path, where: Where, revision: str | None, name: str | None) 
     given = [what for what, value in (("revision", revision), ("name", name)) if value is not None]
     if given:
         raise UserError(
-            f"{' and '.join(given)} cannot be given for a run in the checkout, which takes the working tree "
-            "as it is and makes no experiment: set `where` to workspace, or leave that out"
+            f"{' and '.join(given)} cannot be given for a run in the checkout, which uses the working tree "
+            "and makes no experiment: set `where` to workspace, or leave the field empty"
         )
     return None
 
@@ -93,10 +93,10 @@ def check_name(name: str | None) -> None:
 
 
 def refused(error: Exception) -> State[Any]:
-    """The end of a run by what the user can mend: one message, in the log as in the state.
+    """The failed state for a mistake that the user can fix: one message, in the log and in the state.
 
-    Whoever calls the flow gets the error itself. So does Prefect's engine, which would log it once more, with
-    the whole way it came.
+    The caller of the flow gets the error itself. Prefect's engine gets it too, and would log it a second
+    time, with its traceback: a filter stops that.
     """
     get_run_logger().error("%s", error)
     for name in ENGINE_LOGS:

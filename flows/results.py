@@ -1,178 +1,104 @@
-"""What a finished run shows in Prefect: metrics against the last run, win rates, answers, links. No torch."""
+"""What a finished run shows in Prefect: metrics, win rates, responses, verdict and links. No torch."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
 
-from flows import settings
+from flows.outcome import Outcome
 from rlhf_tasks import config
-from rlhf_tasks.config import Tracking
+from rlhf_tasks.config import STAGES
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import catalogue
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
-ANSWERS = Path("evaluation/judge/answers.parquet")
-NUM_ANSWERS, ANSWER_LENGTH = 5, 300  # rows, characters
-MLFLOW_SECONDS = 5.0
-COURIER_SECONDS, POLL_SECONDS = 10.0, 0.25  # to begin to deliver, MLflow's import and all
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of a run that came to its end."""
-
-    name: str
-    how: Mapping[str, str]
-    """Per stage: `ran` or `cached`."""
-    changes: Sequence[str]
-    revision: str
-    experiment: str | None
-    notes: Sequence[str]
-    verdict: str | None = None
-    """What the gate said, if it was asked."""
-    criteria: Sequence[Mapping[str, Any]] = ()
+RESPONSES = "answers.parquet"
+NUM_RESPONSES, RESPONSE_LENGTH = 5, 300  # rows, characters
 
 
 def metrics(folder: Path) -> dict[str, float]:
     """`{"ppo/objective/kl": 1.2, …}` of the metrics files that dvc.yaml names."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for node in dvc_files.graph(folder).values():
         for path in (folder / out for out in node.outs if out.startswith("metrics/")):
             if path.exists():
                 tree = config.flatten(json.loads(path.read_text(encoding="utf-8")))
-                found |= {f"{path.stem}/{name}": value for name, value in tree.items()}
-    return found
+                values |= {f"{path.stem}/{name}": value for name, value in tree.items()}
+    return values
 
 
-def win_rates(values: Mapping[str, float]) -> list[dict[str, str]]:
+def win_rates(folder: Path) -> list[dict[str, str]]:
     """A row per judge and pair, with its 95% interval."""
-    rows = []
-    for name, rate in values.items():
-        if name.startswith("judge/") and name.endswith("/win_rate"):
-            key = name.removesuffix("/win_rate")
-            judge, pair = key.removeprefix("judge/").rsplit("/", 1)
-            interval = f"{values[f'{key}/low']:.1%} – {values[f'{key}/high']:.1%}"
-            rows.append(
-                {"judge": judge, "pair": pair.replace("_vs_", " vs "), "win rate": f"{rate:.1%}",
-                 "95% interval": interval}
-            )  # fmt: skip
-    return rows
+    file = Paths(folder).evaluation_results
+    if not file.exists():
+        return []
+    return [
+        {
+            "judge": one.judge,
+            "pair": f"{one.a} vs {one.b}",
+            "win rate": f"{one.win_rate.value:.1%}",
+            "95% interval": f"{one.win_rate.low:.1%} – {one.win_rate.high:.1%}",
+        }
+        for one in EvaluationResults.read(file).comparisons
+    ]
 
 
-def answers(folder: Path) -> list[dict[str, str]]:
-    """The first test prompts, and what each contender said."""
-    if not (folder / ANSWERS).exists():
+def responses(folder: Path) -> list[dict[str, str]]:
+    """The first test prompts, and the response of each contender."""
+    file = Paths(folder).judge_results / RESPONSES
+    if not file.exists():
         return []
     from pyarrow import parquet
 
     names = ["prompt", "reference", "sft", "policy"]
-    table = parquet.read_table(folder / ANSWERS, columns=names).slice(0, NUM_ANSWERS)
-    return [{name: str(row[name])[:ANSWER_LENGTH] for name in names} for row in table.to_pylist()]
-
-
-def mlflow_address(uri: str | None) -> str | None:
-    """The server that answers from here: what is configured, if it is one, else the service's own."""
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return uri if uri and uri.startswith("http") else os.environ.get(settings.MLFLOW_URL)
-
-
-def run_links(
-    tracking: Tracking, keys: Mapping[str, str], parent: str, seconds: float = COURIER_SECONDS
-) -> dict[str, str]:
-    """`{stage: address}` of the runs in MLflow that made what lies here, and of the pipeline's own.
-
-    That of the pipeline is waited for: a flow with nothing to do is over before its courier has begun. Empty
-    where no server is known or it does not answer: a result is not worth failing for its links. The addresses
-    are those that a browser sees (`RLHF_MLFLOW_URL`), if that differs.
-    """
-    mlflow, experiment = mlflow_address(tracking.uri), tracking.experiment
-    if mlflow is None or not tracking.enabled:
-        return {}
-    own = {"pipeline": f"tags.`rlhf.pipeline` = '{parent}'"}
-    conditions = {stage: f"tags.`rlhf.run` = '{key}'" for stage, key in keys.items()}
-    deadline = time.monotonic() + seconds
-    try:
-        while not _runs(mlflow, experiment, own) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        found = _runs(mlflow, experiment, conditions | own)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return {}  # the last ones: what answers is no MLflow
-    shown = os.environ.get(settings.MLFLOW_URL, mlflow)
-    return {stage: f"{shown}/#/{place}" for stage, place in found.items()}
-
-
-def _runs(mlflow: str, experiment: str, conditions: Mapping[str, str]) -> dict[str, str]:
-    """The places of the runs that meet these conditions; empty, too, before the experiment has its first."""
-    try:
-        known = _call(mlflow, "experiments/get-by-name", {"experiment_name": experiment})
-    except httpx.HTTPStatusError as error:
-        if error.response.status_code == httpx.codes.NOT_FOUND:
-            return {}
-        raise
-    identity, found = known["experiment"]["experiment_id"], {}
-    for stage, condition in conditions.items():
-        search = {"experiment_ids": [identity], "filter": condition, "max_results": 1}
-        runs = _call(mlflow, "runs/search", search).get("runs", [])
-        if runs:
-            found[stage] = f"experiments/{identity}/runs/{runs[0]['info']['run_id']}"
-    return found
-
-
-def _call(mlflow: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    address = f"{mlflow}/api/2.0/mlflow/{path}"
-    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
-    login = (user, password) if user and password else None
-    with httpx.Client(auth=login, timeout=MLFLOW_SECONDS) as client:
-        if path.endswith("by-name"):
-            answer = client.get(address, params=dict(body))
-        else:
-            answer = client.post(address, json=dict(body))
-    answer.raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
+    table = parquet.read_table(file, columns=names).slice(0, NUM_RESPONSES)
+    return [{name: str(row[name])[:RESPONSE_LENGTH] for name in names} for row in table.to_pylist()]
 
 
 def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
-    """`{stage: key}` of the runs that made what lies here, by models/lineage."""
-    found = {}
+    """`{stage: key}` of the runs that made what the folder holds, by models/lineage."""
+    keys = {}
     for stage in stages:
         path = folder / "models/lineage" / f"{stage}.json"
         if path.exists():
-            found[stage] = str(json.loads(path.read_text(encoding="utf-8"))["rlhf.run"])
-    return found
+            keys[stage] = str(json.loads(path.read_text(encoding="utf-8"))["rlhf.run"])
+    return keys
 
 
 def last_metrics() -> dict[str, float]:
-    """Of the last run that came to its end, as it told Prefect."""
+    """The metrics of the last completed run, from its artifact in Prefect."""
     artifact: Any = Artifact.get(METRICS_KEY)
     rows = json.loads(str(artifact.data)) if artifact is not None and artifact.data else []
     return {row["metric"]: row["value"] for row in rows}
 
 
-def show(outcome: Outcome, folder: Path, links: Mapping[str, str]) -> None:
-    """Make the table and the page."""
+def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
+    """Create the artifacts: a table of all metrics, and one page."""
     values, last = metrics(folder), last_metrics()
-    rows = [
-        {"metric": name, "value": value, "last run": last.get(name), "change": _change(value, last.get(name))}
+    if rows := metric_rows(values, last):
+        create_table_artifact(
+            rows, key=METRICS_KEY, description=f"metrics of {outcome.name} and of the run before it"
+        )
+    create_markdown_artifact(page(outcome, folder, values, last, pages), key=RESULTS_KEY)
+
+
+def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row per metric: its value, that of the last run, and the change."""
+    return [
+        {
+            "metric": name,
+            "value": value,
+            "last run": last.get(name),
+            "change": value - last[name] if name in last else None,
+        }
         for name, value in sorted(values.items())
     ]
-    if rows:
-        create_table_artifact(
-            rows, key=METRICS_KEY, description=f"metrics of {outcome.name} against the run before it"
-        )
-    create_markdown_artifact(page(outcome, folder, values, last, links), key=RESULTS_KEY)
-
-
-def _change(value: float, last: float | None) -> float | None:
-    return None if last is None else value - last
 
 
 def page(
@@ -180,58 +106,72 @@ def page(
     folder: Path,
     values: Mapping[str, float],
     last: Mapping[str, float],
-    links: Mapping[str, str],
+    pages: Mapping[str, str],
 ) -> str:
     """The run on one page, in markdown."""
-    outs = {stage: node.outs for stage, node in dvc_files.graph(folder).items()}
-    locked = dvc_files.locked(folder)
-    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes)]
     where = f"commit `{outcome.revision}`"
     if outcome.experiment:
-        where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` brings it back"
-    parts.append(f"{where}. {'[MLflow](' + links['pipeline'] + ')' if 'pipeline' in links else ''}")
+        where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` restores it"
+    mlflow = f" [MLflow]({pages['pipeline']})" if "pipeline" in pages else ""
+    parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}.{mlflow}"]
     if outcome.verdict is not None:
-        parts.append(f"## Promotion\n\n{outcome.verdict}")
-        parts += [_markdown(outcome.criteria)] if outcome.criteria else []
-    if rates := win_rates(values):
-        parts.append("## Win rates\n\nTies count half.\n\n" + _markdown(rates))
-    shown = [name for name in HEADLINES if name in values]
-    if shown:
-        headline = [
-            {"metric": name, "this run": f"{values[name]:.4g}",
-             "last run": f"{last[name]:.4g}" if name in last else "–"}
-            for name in shown
-        ]  # fmt: skip
-        parts.append("## Metrics\n\n" + _markdown(headline))
-    if outcome.changes:
-        changes = "\n".join(f"- {_code(change)}" for change in outcome.changes)
-        parts.append(f"## Changes asked for\n\n{changes}")
-    stages = [
-        {"stage": stage, "how": outcome.how.get(stage, "–"),
-         "MLflow": f"[run]({links[stage]})" if stage in links else "–",
-         "outs": ", ".join(f"{out} `{locked[out]}`" for out in outs[stage] if out in locked)}
-        for stage in outs
-    ]  # fmt: skip
-    parts.append("## Stages\n\n" + _markdown(stages))
-    if said := answers(folder):
-        parts.append("## Answers\n\n" + _markdown(said))
+        parts += [f"## Promotion\n\n{outcome.promotion}", *_table(outcome.criteria)]
+    sections = {
+        "Win rates": _table(win_rates(folder), "Ties count half."),
+        "Metrics": _table(_headlines(values, last)),
+        "Changes": ["\n".join(f"- {_code(change)}" for change in outcome.changes)],
+        "Stages": _table(_stages(outcome, folder, pages)),
+        "Responses": _table(responses(folder)),
+    }
+    for title, content in sections.items():
+        if any(content):
+            parts += [f"## {title}", *content]
     return "\n\n".join(parts) + "\n"
 
 
-HEADLINES = (
-    "ppo/objective/kl",
-    "ppo/objective/scores",
-    "ppo/objective/rlhf_reward",
-    "ppo/policy/clipfrac_avg",
-    "reward/accuracy",
-    "sft/perplexity",
-)
+def headlines(names: Iterable[str]) -> list[str]:
+    """Those of the metrics `STAGE/NAME` that an overview shows, in the catalogue's order."""
+    known = list(names)
+    return [
+        f"{stage}/{name}"
+        for stage in STAGES
+        for name in catalogue.select_headlines(
+            stage, [name.removeprefix(f"{stage}/") for name in known if name.startswith(f"{stage}/")]
+        )
+    ]
 
 
-def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def _headlines(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, str]]:
+    return [
+        {
+            "metric": name,
+            "this run": f"{values[name]:.4g}",
+            "last run": f"{last[name]:.4g}" if name in last else "–",
+        }
+        for name in headlines(values)
+    ]
+
+
+def _stages(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> list[dict[str, str]]:
+    locked = dvc_files.locked(folder)
+    return [
+        {
+            "stage": stage,
+            "how": outcome.how.get(stage, "–"),
+            "MLflow": f"[run]({pages[stage]})" if stage in pages else "–",
+            "outs": ", ".join(f"{out} `{locked[out]}`" for out in node.outs if out in locked),
+        }
+        for stage, node in dvc_files.graph(folder).items()
+    ]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], caption: str = "") -> list[str]:
+    """The paragraphs of a table in markdown; none without rows."""
+    if not rows:
+        return []
     names = list(rows[0])
     lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return [*([caption] if caption else []), "\n".join(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def _code(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What every program of the service is told by its environment. No Prefect at import."""
+"""Names and environment variables of the service's programs. Does not import Prefect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
-MLFLOW_URL = "RLHF_MLFLOW_URL"  # where the dashboard is, for links
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -15,7 +14,7 @@ QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
 }
-HEARTBEAT = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}  # of a run, by which one that vanished is seen
+HEARTBEAT = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}  # a run without heartbeats has vanished
 
 
 def prefect(home: Path, url: str) -> dict[str, str]:
@@ -28,13 +27,14 @@ def prefect(home: Path, url: str) -> dict[str, str]:
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
         # Leases in memory are not freed after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-        # Event by event, its writes to SQLite meet the request for a task's slots, which is refused then
-        # (503, "database is locked") and tried again after 2 s: every third task waited. Whole seconds only.
+        # By default every event is one write to SQLite. It collides with a task's request for slots, which is
+        # then refused (503, "database is locked") and repeated after 2 s: every third task waited. The
+        # interval takes whole seconds only.
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
-        "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",  # DVC does that
+        "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",  # DVC keeps results
         **HEARTBEAT,
-        "PREFECT_CLIENT_MAX_RETRIES": "10",  # a server that restarts is waited for
+        "PREFECT_CLIENT_MAX_RETRIES": "10",  # so that a run waits for a server that restarts
     }

@@ -1,10 +1,10 @@
 """`rlhf-sweep`: settings × seeds, each a run of the pipeline's deployment, and one comparison at the end.
 
-Each run ends as a DVC experiment whose name is a digest of all that decides its result: commit, settled
-parameters, data. What has one is done, so that a sweep that broke off goes on where it was. One with
-another gate is another experiment: once one of them is done, DVC has all of the others but the verdict.
-All runs are of the commit that the sweep began with: what is committed meanwhile is for the next one. The
-runs go to a deployment's work pool and keep its limits: another `deployment` puts them on other machines.
+Each run ends as a DVC experiment whose name is a digest of everything that decides its result: commit,
+resolved parameters, data. A run that has its experiment is done, so that an interrupted sweep continues where
+it stopped. Another gate makes another experiment; DVC then has everything but the verdict. All runs work on
+the commit with which the sweep began; later commits belong to the next sweep. The runs go to the work pool of
+a deployment and respect its limits: another `deployment` puts them on other machines.
 """
 
 from __future__ import annotations
@@ -12,59 +12,38 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_image_artifact, create_table_artifact
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.states import Cancelling, Completed
+from prefect.states import Completed
 from prefect.variables import Variable
 from pydantic import Field
 
-from flows import request, results, settings, watch
+from flows import request, results, settings, sweep_runs, watch
+from flows.sweep_runs import Cell, Data, Lost, Runs, SweepFailed
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import experiments, git, hashing
 from rlhf_tasks.report import comparison
+from rlhf_tasks.tracking import catalogue, links
 from rlhf_tasks.tracking import pipeline as tracking
 
-POLL_SECONDS = 1.0
-CURVES = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/clipfrac_avg")
+CURVES = [metric.name for metric in catalogue.headlines("ppo") if metric.curve]
 TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
 
 Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
 Seeds = Annotated[list[int], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run of the sweep."""
-
-    setting: str
-    seed: int
-    overrides: Mapping[str, Any]
-    experiment: str
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A run that did not come to its end, and why."""
-
-    cell: Cell
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.cell.setting}, seed {self.cell.seed}: {self.why}"
+class SweepIncomplete(SweepFailed):
+    """Some runs of the sweep failed; the others are compared."""
 
 
 @flow(
@@ -84,78 +63,86 @@ def sweep(
     parallel: Annotated[int, Field(ge=1)] = 2,
     deployment: str = f"{settings.PIPELINE}/pipeline",
 ) -> State[Any]:
-    """Run what is not done yet of settings × seeds, then compare all of it.
+    """Run every setting with every seed, skip the runs that are done, and compare all of them.
 
     Args:
-        grid: Values per dotted key of params.yaml; every combination is run.
-        settings_list: Instead of a grid: the overrides of each setting.
-        seeds: Every setting is run with each.
-        preset: Values written over those of params.yaml before all of it.
-        name: Of the sweep; its experiments are called by it and a digest.
-        revision: The commit of all runs, by hash, branch or tag; by default that of the sweep of this name
-            which broke off, if one did, else the last one.
-        metrics: The table's columns, such as ppo/objective/kl; by default the headlines and win rates.
-        curves: The figure's panels: columns of plots/ppo.csv.
-        parallel: Runs started at once; the limit `gpu` holds besides.
-        deployment: What runs them; one of another work pool puts them on other machines.
+        grid: Values per dotted key of params.yaml; every combination is one setting.
+        settings_list: In place of a grid: the overrides of each setting.
+        seeds: Every setting is run with each of these seeds.
+        preset: Changes of params.yaml for all runs.
+        name: The name of the sweep; its experiments have this name and a digest.
+        revision: The commit of all runs, by hash, branch or tag. The default is the commit of an unfinished
+            sweep of this name, or the last commit.
+        metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
+        curves: The panels of the figure: columns of plots/ppo.csv.
+        parallel: The number of runs at once; the limit `gpu` applies as well.
+        deployment: The deployment that runs them; one of another work pool uses other machines.
     """
     try:
         request.check_name(name)
-        listed = combinations(grid, settings_list)
-        return _run(listed, seeds, preset, name, revision, metrics, curves, parallel, deployment)
+        shown = Shown(name, metrics, curves)
+        return _run(combinations(grid, settings_list), seeds, preset, revision, parallel, deployment, shown)
     except (UserError, SweepFailed) as error:
         return request.refused(error)
 
 
+@dataclass(frozen=True)
+class Shown:
+    """The comparison: its title, the columns of its table (None: the default) and its curves."""
+
+    name: str
+    metrics: Sequence[str] | None
+    curves: Sequence[str]
+
+
 def _run(
-    listed: Sequence[Mapping[str, Any]],
+    settings_: Sequence[Mapping[str, Any]],
     seeds: Sequence[int],
     preset: str | None,
-    name: str,
     revision: str | None,
-    metrics: Sequence[str] | None,
-    curves: Sequence[str],
     parallel: int,
     deployment: str,
+    shown: Shown,
 ) -> State[Any]:
-    """The state of a sweep that comes to its end.
+    """The final state of a sweep in which every run completes.
 
     Raises:
-        UserError: for what the user can mend, before any run starts.
-        SweepFailed: if some of it could not be done.
+        UserError: for a mistake that the user can fix, before any run starts.
+        SweepFailed: if some of it cannot be done.
     """
-    watch.parameters_of(deployment)  # that there is one
+    watch.parameters_of(deployment)  # refuses a deployment that does not exist
     root, run, data = Path.cwd(), str(flow_run.get_id()), Data(Path.cwd())
     last = git.resolve(root, None)
-    project = request.settle(root, Request(preset), last)[1].tracking.experiment
-    kept = variable(project, name, preset, listed)
-    commit = begun_with(root, name, kept) if revision is None else git.resolve(root, revision)
-    wanted, values = cells(root, name, preset, listed, seeds, commit, data)
-    Variable.set(kept, commit, overwrite=True)
+    project = request.resolve(root, Request(preset), last)[1].tracking.experiment
+    key = variable(project, shown.name, preset, settings_)
+    commit = first_commit(root, shown.name, key) if revision is None else git.resolve(root, revision)
+    cells, values = sweep_runs.cells(root, shown.name, preset, settings_, seeds, commit, data)
+    Variable.set(key, commit, overwrite=True)
     if commit != last:
-        get_run_logger().warning("all runs are of commit %s; `revision: HEAD` takes the last one", commit)
-    done = [cell for cell in wanted if experiments.find(root, cell.experiment)]
-    get_run_logger().info("%d of %d runs are done already", len(done), len(wanted))
+        get_run_logger().warning("all runs use commit %s; `revision: HEAD` uses the last one", commit)
+    done = [cell for cell in cells if experiments.find(root, cell.experiment)]
+    get_run_logger().info("%d of %d runs are already done", len(done), len(cells))
     try:
-        with tracking.open_run(run, values.tracking, {"rlhf.sweep": name}) as told:
-            todo = [cell for cell in wanted if cell not in done]
-            lost = run_cells(todo, deployment, preset, commit, parallel, data)
-            failed = [each.cell for each in lost]
-            found = [
-                comparison.read(root, c.setting, c.seed, c.experiment) for c in wanted if c not in failed
-            ]
-            rows = compare(found, lost, metrics, curves, name, told)
+        with tracking.open_run(run, values.tracking, {"rlhf.sweep": shown.name}) as tracked:
+            todo = [cell for cell in cells if cell not in done]
+            lost = sweep_runs.run_cells(todo, Runs(deployment, preset, commit), parallel, data)
+            rows = compare(_completed(root, cells, lost), lost, shown, tracked)
             if lost:
                 raise SweepIncomplete(
-                    f"{len(lost)} of {len(wanted)} runs failed ({'; '.join(map(str, lost))}); a new run does "
-                    "these only, of the same commit (`revision: HEAD`: all, of the last one)"
+                    f"{len(lost)} of {len(cells)} runs failed ({'; '.join(map(str, lost))}). Start the sweep "
+                    "again to run only these, on the same commit (`revision: HEAD`: all, on the last commit)"
                 )
-    except SweepIncomplete:  # by which the sweep's run in MLflow has ended as FAILED
+    except SweepIncomplete:  # the sweep's run in MLflow has ended as FAILED, and has the figure
         show_figure(run, values)
         raise
     show_figure(run, values)
-    Variable.unset(kept)
-    return Completed(message=f"{len(rows)} setting(s), {len(wanted)} runs, {len(done)} of them done before")
+    Variable.unset(key)
+    return Completed(message=f"{len(rows)} setting(s), {len(cells)} runs, {len(done)} of them done before")
+
+
+def _completed(root: Path, cells: Sequence[Cell], lost: Sequence[Lost]) -> list[comparison.Result]:
+    failed = [each.cell for each in lost]
+    return [comparison.read(root, c.setting, c.seed, c.experiment) for c in cells if c not in failed]
 
 
 def combinations(
@@ -164,7 +151,7 @@ def combinations(
     """The overrides of each setting.
 
     Raises:
-        UserError: if both or none are given.
+        UserError: if both or neither are given.
     """
     if (grid is None) == (listed is None):
         raise UserError("give either grid (values per key) or settings_list (overrides of each setting)")
@@ -175,184 +162,56 @@ def combinations(
 
 
 def variable(project: str, name: str, preset: str | None, listed: Sequence[Mapping[str, Any]]) -> str:
-    """The Prefect variable that holds the commit of a sweep which has not come to its end.
+    """The Prefect variable that holds the commit of an unfinished sweep.
 
-    Sweeps of one name but of another project or of other settings have others; more seeds are the same
-    sweep. `project`: the experiment of MLflow.
+    Sweeps of one name but of another project or with other settings have other variables; more seeds make
+    the same sweep larger. `project`: the experiment in MLflow.
     """
-    digest = hashing.json_sha256([project, name, preset, list(map(dict, listed))])
-    return f"rlhf_sweep_{digest[:12]}"
+    return f"rlhf_sweep_{hashing.json_sha256([project, name, preset, list(map(dict, listed))])[:12]}"
 
 
-def begun_with(root: Path, name: str, kept: str) -> str:
-    """The commit of this sweep if it broke off, else the last one.
+def first_commit(root: Path, name: str, key: str) -> str:
+    """The commit of this sweep if it is unfinished, or the last commit.
 
     Raises:
-        UserError: if git has lost that of the sweep.
+        UserError: if git no longer has the commit of the sweep.
     """
-    begun: Any = Variable.get(kept, None)
-    if begun is not None and git.commit(root, begun) is None:
+    commit: Any = Variable.get(key, None)
+    if commit is not None and git.commit(root, commit) is None:
         raise UserError(
-            f"the sweep {name} broke off on commit {begun}, which git in {root} does not know any more; "
-            "`revision: HEAD` does all of it, of the last one"
+            f"the unfinished sweep {name} used commit {commit}, which git in {root} no longer has; "
+            "`revision: HEAD` runs all of it on the last commit"
         )
-    return git.resolve(root, begun)
-
-
-class SweepFailed(Exception):
-    """The sweep could not be done; the message says why, and what to do."""
-
-
-class SweepIncomplete(SweepFailed):
-    """Some of its runs failed; the others are compared."""
-
-
-class Data:
-    """The fingerprints of all data that the sweep reads, as they were when it began."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._begun: dict[str, tuple[Config, str]] = {}
-
-    def fingerprint(self, values: Config) -> str:
-        place = f"{values.data.source} {values.data.path} {values.data.hub}"
-        if place not in self._begun:
-            self._begun[place] = values, watch.fingerprint(self._root, values)
-        return self._begun[place][1]
-
-    def check(self, ended: Sequence[Cell] = ()) -> None:
-        """Raises SweepFailed if any of it differs now; `ended`: the runs that may have seen either."""
-        for values, begun in self._begun.values():
-            if watch.fingerprint(self._root, values) != begun:
-                names = " ".join(cell.experiment for cell in ended)
-                unsure = (
-                    f"; `dvc exp remove {names}` first: which data they saw is not known" if names else ""
-                )
-                raise SweepFailed(
-                    f"the data at {values.data.path} changed since the sweep began, so its runs are not "
-                    f"to be compared: start it again, and all is run on the data as it is then{unsure}"
-                )
-
-
-def cells(
-    root: Path,
-    name: str,
-    preset: str | None,
-    listed: Sequence[Mapping[str, Any]],
-    seeds: Sequence[int],
-    commit: str,
-    data: Data,
-) -> tuple[list[Cell], Config]:
-    """All runs of the sweep, checked before any starts, and the config of the first.
-
-    Raises:
-        UserError: naming the problems of every setting that has some.
-    """
-    found, problems, first = [], [], None
-    for overrides in listed:
-        setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "as it is"
-        for seed in seeds:
-            asked = Request(preset, seed, dict(overrides))
-            try:
-                _, values, _ = request.settle(root, asked, commit)
-            except UserError as error:
-                problems.append(f"{setting}: {error}")
-                break
-            first = first or values
-            found.append(Cell(setting, seed, overrides, f"{name}-{_digest(values, commit, data)}"))
-    if problems or first is None:
-        raise UserError("\n".join(problems) or "the sweep has no setting")
-    return found, first
-
-
-def _digest(values: Config, commit: str, data: Data) -> str:
-    tree = {
-        "commit": commit,
-        "data": data.fingerprint(values),
-        "params": values.model_dump(mode="json", exclude=comparison.HOW_NOT_WHAT),
-    }
-    return hashing.json_sha256(tree)[:12]
-
-
-def run_cells(
-    todo: Sequence[Cell], deployment: str, preset: str | None, commit: str, parallel: int, data: Data
-) -> list[Lost]:
-    """Run them, some at once; those that failed. A sweep that ends before cancels its runs.
-
-    Raises:
-        SweepFailed: if the data changed.
-    """
-    waiting, running, lost = list(todo), dict[Any, Cell](), list[Lost]()
-    with get_client(sync_client=True) as client:
-        try:
-            while waiting or running:
-                while waiting and len(running) < parallel:
-                    data.check()
-                    cell = waiting.pop(0)
-                    parameters = {
-                        "preset": preset, "seed": cell.seed, "overrides": dict(cell.overrides),
-                        "name": cell.experiment, "revision": commit,
-                    }  # fmt: skip
-                    started: Any = run_deployment(
-                        deployment, parameters=parameters, timeout=0, as_subflow=True
-                    )
-                    running[started.id] = cell
-                time.sleep(POLL_SECONDS)
-                ended = list[Cell]()
-                for identity in list(running):
-                    state = client.read_flow_run(identity).state
-                    if state is not None and state.is_final():
-                        cell = running.pop(identity)
-                        if state.is_completed():
-                            ended.append(cell)
-                        else:
-                            lost.append(Lost(cell, _why(state)))
-                if ended:
-                    data.check(ended)
-        except BaseException:
-            for identity in running:
-                with suppress(ObjectNotFound):
-                    client.set_flow_run_state(identity, Cancelling())
-            raise
-    return lost
-
-
-def _why(state: State[Any]) -> str:
-    """A state's name, and the first line of what it says."""
-    said = (state.message or "").partition("\n")[0]
-    return f"{state.name}: {said}" if said else str(state.name)
+    return git.resolve(root, commit)
 
 
 def compare(
-    found: Sequence[comparison.Result],
-    lost: Sequence[Lost],
-    metrics: Sequence[str] | None,
-    curves: Sequence[str],
-    name: str,
-    told: tracking.Pipeline,
+    completed: Sequence[comparison.Result], lost: Sequence[Lost], shown: Shown, tracked: tracking.Pipeline
 ) -> list[dict[str, Any]]:
     """One table and one figure, kept with the sweep's run in MLflow and shown in Prefect.
 
-    A setting's row says which of its runs are missing, and why.
+    The row of a setting names its missing runs, and why they are missing.
     """
-    known = list(dict.fromkeys(key for result in found for key in result.metrics))
-    headlines = [key for key in known if key in results.HEADLINES or key.endswith("/win_rate")]
-    rows = comparison.table(found, metrics if metrics is not None else headlines or known)
+    known = list(dict.fromkeys(key for result in completed for key in result.metrics))
+    default = results.headlines(known) or known
+    rows = comparison.table(completed, default if shown.metrics is None else shown.metrics)
     rows = with_lost(rows, lost)
-    drawn = [curve for curve in curves if any(curve in row for r in found for row in r.curves.get("ppo", ()))]
+    columns = {name for r in completed for row in r.curves.get("ppo", ()) for name in row}
+    drawn = [curve for curve in shown.curves if curve in columns]
     with tempfile.TemporaryDirectory() as folder:
         file, figure = Path(folder) / "comparison.json", Path(folder) / "comparison.png"
         file.write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        told.artifact(file)
+        tracked.artifact(file)
         if drawn:
-            comparison.draw(found, drawn, name, figure)
-            told.artifact(figure)
-    create_table_artifact(rows, key=TABLE_KEY, description=f"{name}: mean ± standard deviation over seeds")
+            comparison.draw(completed, drawn, shown.name, figure)
+            tracked.artifact(figure)
+    caption = f"{shown.name}: mean ± standard deviation over seeds"
+    create_table_artifact(rows, key=TABLE_KEY, description=caption)
     return rows
 
 
 def with_lost(rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost]) -> list[dict[str, Any]]:
-    """The rows with a column for what is missing, if anything is; a setting without a run has a row too."""
+    """The rows with a column for missing runs, if there are any; a setting without a run has a row too."""
     if not lost:
         return [dict(row) for row in rows]
     empty = dict.fromkeys((key for row in rows for key in row), "–")
@@ -366,10 +225,10 @@ def with_lost(rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost]) -> list[d
 
 
 def show_figure(run: str, values: Config) -> None:
-    """The figure in Prefect, as MLflow has it; nothing where MLflow does not answer."""
-    links = results.run_links(values.tracking, {}, tracking.key(run))
-    if "pipeline" in links:
-        server, _, identity = links["pipeline"].partition("/#/experiments/")
+    """Show the figure of MLflow in Prefect too; nothing happens if MLflow does not answer."""
+    pages = links.run_links(values.tracking, {}, tracking.key(run))
+    if "pipeline" in pages:
+        server, _, identity = pages["pipeline"].partition("/#/experiments/")
         identity = identity.rpartition("/")[2]
         address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
-        create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({links['pipeline']})")
+        create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({pages['pipeline']})")

@@ -1,14 +1,15 @@
-"""`rlhf-data-watch`: runs the pipeline when, and only when, the data changed since the last completed run.
+"""`rlhf-data-watch`: run the pipeline when, and only when, the data changed since the last completed run.
 
-The data is what `data.path` holds in the main checkout (the md5 of its files, links followed as a run
-follows them) and the pinned revisions of `data.hub`. Both are looked at as the run would see them:
-parameters of its commit with the deployment's changes, data of now. The last completed run is the last
-one that was asked for the same: runs of other presets, seeds or overrides are other models' business.
+The data is the content of `data.path` in the main checkout (the md5 of its files; links are followed as a
+run follows them) and the pinned revisions of `data.hub`. The fingerprint uses the parameters that the run
+would have: those of its commit, with the deployment's changes. The last completed run is the last one of the
+same request: runs with another preset, seed or overrides train other models.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +32,34 @@ TRIES = 3  # runs for one change of the data
 
 
 def fingerprint(root: Path, values: Config) -> str:
-    """Of the content that `prepare` would read: changes exactly when that does."""
+    """A hash of the content that `prepare` would read; it changes exactly when that content does."""
     path = root / values.data.path
     hub = values.data.hub.model_dump(mode="json") if values.data.hub is not None else None
     return hashing.json_sha256({"path": _content(path), "hub": hub})
 
 
 def _content(path: Path) -> Any:
-    """What lies there: a file's md5, the md5 of each file of a folder, or None."""
+    """The md5 of a file, the md5 of each file of a folder, or None if there is neither."""
     if not path.is_dir():
         return hashing.dvc_md5(path) if path.exists() else None
     files = (file for file in workspace_inputs.files(path) if file.is_file())
     return sorted((file.relative_to(path).as_posix(), hashing.dvc_md5(file)) for file in files)
 
 
-def variable(asked: Request, values: Config) -> str:
+def variable(request_: Request, values: Config) -> str:
     """The Prefect variable that holds the fingerprint of the last completed run of this request.
 
-    `tracking.experiment` tells projects of one server apart.
+    `tracking.experiment` distinguishes the projects of one server.
     """
-    place = [values.tracking.experiment, values.data.source, values.data.path]
-    told = hashing.json_sha256([*place, asked.preset, asked.seed, asked.overrides or {}])
-    return f"rlhf_data_{told[:12]}"
+    project = [values.tracking.experiment, values.data.source, values.data.path]
+    changes = [request_.preset, request_.seed, request_.overrides or {}]
+    return f"rlhf_data_{hashing.json_sha256([*project, *changes])[:12]}"
 
 
-def note(asked: Request, values: Config, data: str) -> None:
-    """A run came to its end on data of this fingerprint."""
+def note(request_: Request, values: Config, data: str) -> None:
+    """Record that a run completed on data with this fingerprint."""
     last = {"data": data, "flow_run": str(flow_run.get_id())}
-    Variable.set(variable(asked, values), last, overwrite=True)
+    Variable.set(variable(request_, values), last, overwrite=True)
 
 
 @flow(
@@ -70,39 +71,41 @@ def note(asked: Request, values: Config, data: str) -> None:
 def data_watch(
     preset: request.PresetName | None = None, deployment: str = f"{settings.PIPELINE}/pipeline"
 ) -> State[Any]:
-    """Look once. A run of a change that failed is run again at the next look, a few times.
+    """Check the data once. A failed run of a change is repeated at the next check, up to three times in all.
 
     Args:
-        preset: Values written over those of params.yaml, here and in the run; by default the deployment's.
-        deployment: What a change runs, with its own parameters.
+        preset: Changes of params.yaml, for the check and the run. The default is the deployment's preset.
+        deployment: The deployment that a change runs, with its own parameters.
     """
     try:
-        return _look({"preset": preset} if preset else {}, deployment)
+        return _check({"preset": preset} if preset else {}, deployment)
     except UserError as error:
         return request.refused(error)
 
 
-def _look(parameters: dict[str, Any], deployment: str) -> State[Any]:
-    """Raises UserError if what the deployment would run cannot be."""
+def _check(parameters: dict[str, Any], deployment: str) -> State[Any]:
+    """Raises UserError if the parameters of the deployment are invalid."""
     root = Path.cwd()
-    told = parameters_of(deployment) | parameters
-    asked = Request(told.get("preset"), told.get("seed"), told.get("overrides"))
-    commit = request.commit_of(root, told.get("where", "workspace"), told.get("revision"), told.get("name"))
-    _, values, _ = request.settle(root, asked, commit)
-    now, kept = fingerprint(root, values), variable(asked, values)
-    last: Any = Variable.get(kept, {})
+    given = parameters_of(deployment) | parameters
+    request_ = Request(given.get("preset"), given.get("seed"), given.get("overrides"))
+    commit = request.commit_of(
+        root, given.get("where", "workspace"), given.get("revision"), given.get("name")
+    )
+    _, values, _ = request.resolve(root, request_, commit)
+    now, key = fingerprint(root, values), variable(request_, values)
+    last: Any = Variable.get(key, {})
     before = last.get("data")
-    get_run_logger().info("data %s: %s, at the last completed run %s", values.data.path, now, before)
+    get_run_logger().info("data %s: %s; at the last completed run: %s", values.data.path, now, before)
     if now == before:
         return Completed(message="the data is that of the last completed run")
-    return ask_for_run(deployment, parameters, f"{kept}-{now}-after-{last.get('flow_run')}")
+    return start_run(deployment, parameters, f"{key}-{now}-after-{last.get('flow_run')}")
 
 
 def parameters_of(deployment: str) -> dict[str, Any]:
-    """What a deployment gives its runs.
+    """The parameters that a deployment gives its runs.
 
     Raises:
-        UserError: if there is none of this name, or this is no name of one.
+        UserError: if the name is malformed, or no deployment has it.
     """
     if not re.fullmatch(r"[^/]+/[^/]+", deployment):
         raise UserError(
@@ -114,16 +117,21 @@ def parameters_of(deployment: str) -> dict[str, Any]:
             return dict(client.read_deployment_by_name(deployment).parameters)
         except ObjectNotFound:
             raise UserError(
-                f"deployment={deployment!r}: there is none of this name; `prefect deployment ls` lists them"
+                f"deployment={deployment!r} does not exist; `prefect deployment ls` lists the deployments"
             ) from None
 
 
-def ask_for_run(deployment: str, parameters: dict[str, Any], change: str) -> State[Any]:
-    """One run for one change, however often it is looked at; another one only after one that failed.
+def start_run(
+    deployment: str,
+    parameters: dict[str, Any],
+    change: str,
+    run_deployment: Callable[..., Any] = run_deployment,
+) -> State[Any]:
+    """One run per change, however often the data is checked; another one only after a failed one.
 
-    To cancel it is to decide against it: that is told at each look, and nothing is run.
+    A run that was cancelled is not repeated; each check reports it as failed.
 
-    Prefect makes one run per key and answers with it ever after: no other record of the tries is needed.
+    Prefect makes one run per idempotency key, and later returns the same run: no other record is needed.
     """
     failed: list[str] = []
     for number in range(1, TRIES + 1):
@@ -137,15 +145,15 @@ def ask_for_run(deployment: str, parameters: dict[str, Any], change: str) -> Sta
         if run.state is not None and run.state.type in (StateType.CANCELLED, StateType.CANCELLING):
             given = "".join(f" --param {name}={value}" for name, value in parameters.items())
             return Failed(
-                message=f"the data changed, and its run {run.name} was cancelled, so it is not run again by "
-                f"itself: `prefect deployment run {deployment}{given}` does it; once that completes, or the "
-                "data changes again, this goes on"
+                message=f"the data changed, but its run {run.name} was cancelled and is not repeated. Start "
+                f"one with `prefect deployment run {deployment}{given}`; checks succeed again after it "
+                "completes, or after the next change of the data"
             )
         if run.state is None or run.state.type not in (StateType.FAILED, StateType.CRASHED):
             again = f", after {', '.join(failed)} failed" if failed else ""
             return Completed(message=f"the data changed: its run is {run.name}{again}")
         failed.append(run.name)
     return Failed(
-        message=f"the data changed, and its runs {', '.join(failed)} failed; once one is retried by hand and "
-        "completes, or the data changes again, this goes on"
+        message=f"the data changed, and its runs {', '.join(failed)} failed. Retry one of them in Prefect; "
+        "checks succeed again after it completes, or after the next change of the data"
     )

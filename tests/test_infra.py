@@ -1,4 +1,4 @@
-"""compose, image, Kubernetes and Slurm files: everything that can be checked without their engines."""
+"""The files for compose, the image, Kubernetes and Slurm, as far as their engines are not needed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_compose_binds_to_loopback_and_holds_no_secret() -> None:
                 assert ":?" in str(value), f"{name} has {variable} from nowhere"
 
 
-def test_compose_asks_for_logins() -> None:
+def test_compose_requires_logins() -> None:
     services = compose()["services"]
     assert "PREFECT_SERVER_API_AUTH_STRING" in services["prefect"]["environment"]
     assert "--app-name basic-auth" in services["mlflow"]["command"]
@@ -88,7 +88,7 @@ def test_compose_as_docker_reads_it() -> None:
 # ----------------------------------------------------------------------------------------- image
 
 
-def test_the_image_runs_as_nobody_special_and_copies_what_is_there() -> None:
+def test_the_image_runs_without_root_and_copies_existing_files() -> None:
     lines = (INFRA / "Dockerfile").read_text(encoding="utf-8").splitlines()
     words = [line.split() for line in lines if line and not line.startswith(("#", " "))]
     assert words[0][0] == "ARG"
@@ -127,25 +127,25 @@ def test_the_image_has_what_kubernetes_jobs_are_made_with() -> None:
     assert "prefect-kubernetes" in needs
 
 
-def test_browsers_are_told_addresses_that_they_reach() -> None:
-    """Inside the cluster servers have names that no browser knows."""
+def test_browsers_get_addresses_outside_the_cluster() -> None:
+    """A browser cannot resolve the names of servers inside the cluster."""
     config = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["configMapGenerator"]
-    told = dict(line.split("=", 1) for line in config[1]["literals"])
-    assert ".svc" in told["PREFECT_API_URL"]
+    addresses = dict(line.split("=", 1) for line in config[1]["literals"])
+    assert ".svc" in addresses["PREFECT_API_URL"]
     for name in ("PREFECT_UI_API_URL", "RLHF_MLFLOW_URL"):
-        assert told[name].startswith("http://127.0.0.1:"), name
+        assert addresses[name].startswith("http://127.0.0.1:"), name
 
 
-def test_runs_tell_that_they_live_as_often_as_their_end_is_told_by() -> None:
-    """Nine heartbeats may be missed; with Prefect's own 180 seconds not two."""
+def test_a_run_may_miss_nine_heartbeats_before_it_counts_as_crashed() -> None:
+    """With Prefect's default of 180 seconds it could not miss two."""
     config = yaml(INFRA / "kubernetes/kustomization.yaml")[0]["configMapGenerator"]
     jobs = dict(line.split("=", 1) for line in config[1]["literals"])
-    for told in (
+    for environment in (
         compose()["services"]["worker"]["environment"],
         jobs,
         settings.prefect(Path("/p"), "http://a"),
     ):
-        assert 10 * int(told["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == SILENCE.total_seconds()
+        assert 10 * int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == SILENCE.total_seconds()
 
 
 # ------------------------------------------------------------------------------------ Kubernetes
@@ -156,7 +156,7 @@ def template() -> dict[str, Any]:
     return found
 
 
-def test_prefect_takes_the_job_template() -> None:
+def test_prefect_accepts_the_job_template() -> None:
     made = WorkPoolCreate(name="gpus", type="kubernetes", base_job_template=template())
     assert made.base_job_template["variables"]["properties"]["gpus"]["default"] == 1
     broken = template()
@@ -165,7 +165,7 @@ def test_prefect_takes_the_job_template() -> None:
         WorkPoolCreate(name="gpus", type="kubernetes", base_job_template=broken)
 
 
-def test_a_job_asks_for_its_gpus_and_gives_nothing_away() -> None:
+def test_a_job_requests_its_gpus_and_has_restricted_rights() -> None:
     properties = template()["variables"]["properties"]
     values = {name: field["default"] for name, field in properties.items() if "default" in field} | {
         "gpus": 4
@@ -176,14 +176,12 @@ def test_a_job_asks_for_its_gpus_and_gives_nothing_away() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert container["resources"]["requests"]["nvidia.com/gpu"] == 4
     assert manifest["spec"]["backoffLimit"] == 0, "Prefect retries, not Kubernetes"
-    assert {"parallelism", "completions"} <= set(pod), (
-        "Prefect's worker refuses a template without them there"
-    )
+    assert {"parallelism", "completions"} <= set(pod), "Prefect's worker refuses a template without them"
     assert_restricted(pod)
 
 
 def assert_restricted(pod: dict[str, Any]) -> None:
-    """What the namespace's `restricted` level asks of every pod."""
+    """Check what the namespace's `restricted` level requires of every pod."""
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     for container in pod["containers"]:
@@ -223,7 +221,9 @@ def test_the_manifests_fit_together() -> None:
             assert tree["spec"]["selector"].items() <= deployment["metadata"]["labels"].items()
             ports = [port["containerPort"] for port in deployment["spec"]["containers"][0]["ports"]]
             assert [port["targetPort"] for port in tree["spec"]["ports"]] == ports
-            assert tree["spec"].get("type", "ClusterIP") == "ClusterIP", "nothing is bound beyond the cluster"
+            assert tree["spec"].get("type", "ClusterIP") == "ClusterIP", (
+                "nothing may listen outside the cluster"
+            )
 
 
 def test_the_manifests_as_kustomize_reads_them() -> None:
@@ -248,20 +248,27 @@ wait
 DVC = """\
 #!/bin/bash
 case "$*" in
-  *--dry*data*) echo "Stage 'data' didn't change, skipping" ;;
-  *--dry*sft*) echo "Stage 'sft' is cached - skipping run, checking out outputs" ;;
-  *--dry*) echo "Running stage" ;;
+  *status*data) echo '{}' ;;
+  *status*) echo '{"stage": []}' ;;
   *) echo "dvc ${MACHINE_RANK:--} ${@: -1}" >> "$CALLS" ;;
+esac
+"""
+PYTHON = """\
+#!/bin/bash
+case "$*" in
+  *restorable*sft) exit 0 ;;
+  *restorable*) exit 1 ;;
+  *) echo data sft ppo judge ;;
 esac
 """
 RLHF = '#!/bin/bash\necho "rlhf $MACHINE_RANK $1 $MASTER_ADDR" >> "$CALLS"\n'
 
 
-def test_slurm_runs_each_stage_where_it_belongs(tmp_path: Path) -> None:
+def test_slurm_runs_training_stages_on_all_nodes_and_others_on_one(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     scripts = {"srun": SRUN, "dvc": DVC, "rlhf": RLHF, "scontrol": "#!/bin/bash\nprintf 'n1\\nn2\\n'\n"}
-    scripts["python"] = "#!/bin/bash\necho data sft ppo judge\n"
+    scripts["python"] = PYTHON
     for name, text in scripts.items():
         (tools / name).write_text(text, encoding="utf-8")
         (tools / name).chmod(0o755)
@@ -289,16 +296,16 @@ except KeyboardInterrupt:
 """
 
 
-def test_slurms_warning_lets_the_stage_keep_its_state_and_queues_the_job_again(tmp_path: Path) -> None:
+def test_slurms_warning_lets_the_stage_save_its_state_and_requeues_the_job(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     (tmp_path / "stage.py").write_text(STAGE, encoding="utf-8")
     real = shlex.quote(sys.executable)
     scripts = {
         "srun": SRUN,
-        "dvc": f'#!/bin/bash\n[[ "$*" == *--dry* ]] || exec {real} stage.py\n',
+        "dvc": f'#!/bin/bash\n[[ "$*" == *status* ]] || exec {real} stage.py\n',
         "scontrol": '#!/bin/bash\n[ "$1" = requeue ] && echo "$2" > requeued || echo n1\n',
-        "python": "#!/bin/bash\necho judge\n",
+        "python": '#!/bin/bash\n[[ "$*" != *restorable* ]] || exit 1\necho judge\n',
     }
     for name, text in scripts.items():
         (tools / name).write_text(text, encoding="utf-8")
@@ -309,17 +316,17 @@ def test_slurms_warning_lets_the_stage_keep_its_state_and_queues_the_job_again(t
     slurm = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_ID": "7", "PATH": path}
     words = ["bash", str(INFRA / "slurm/pipeline.sbatch")]
     with subprocess.Popen(
-        words, cwd=tmp_path, env={**os.environ, **slurm}, preexec_fn=hears_interrupts
+        words, cwd=tmp_path, env={**os.environ, **slurm}, preexec_fn=restore_interrupts
     ) as job:
-        toy.until((tmp_path / "started").exists, "the stage to start")
+        toy.until((tmp_path / "started").exists, "the start of the stage")
         job.send_signal(signal.SIGINT)  # to the batch shell alone, as --signal=B:INT does
         assert job.wait(60) == 130
-    assert (tmp_path / "kept").exists(), "the stage heard of it"
+    assert (tmp_path / "kept").exists(), "the stage must get the interrupt"
     assert (tmp_path / "requeued").read_text(encoding="utf-8") == "7\n"
 
 
-def hears_interrupts() -> None:
-    """As Slurm starts a job, wherever the tests run."""
+def restore_interrupts() -> None:
+    """SIGINT works as in a job of Slurm, wherever the tests run."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,7 +1,7 @@
 """`params.yaml` as frozen, typed sections.
 
-`params.yaml` holds the values; the types of this package hold names, units, ranges and rules, and no
-defaults, so that each value lives once. An optional feature is a section that is null when off.
+`params.yaml` holds the values. The types of this package hold names, units, ranges and rules, and no
+defaults: each value is in one place. An optional feature is a section that is null when it is off.
 """
 
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch
@@ -9,7 +9,7 @@ from rlhf_tasks.config.judge import Judging
 from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, lacking, load, parse, validate
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.promotion import Promotion
-from rlhf_tasks.config.service import Care, Service
+from rlhf_tasks.config.service import Service, TaskPolicy
 from rlhf_tasks.config.stage_views import (
     VIEWS,
     BaseView,
@@ -30,7 +30,6 @@ __all__ = [
     "STAGES",
     "VIEWS",
     "BaseView",
-    "Care",
     "Columns",
     "Config",
     "Data",
@@ -59,6 +58,7 @@ __all__ = [
     "Split",
     "Stage",
     "StageView",
+    "TaskPolicy",
     "Tracking",
     "VerdictView",
     "flatten",

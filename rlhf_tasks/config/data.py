@@ -1,4 +1,4 @@
-"""Where data and the base model come from."""
+"""The sources of the data and of the base model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from rlhf_tasks.config.types import PositiveInt, Revision, Section, check_source
 
 
 class Columns(Section):
-    """What the user's files call our columns; null where the file has none."""
+    """The names of the columns in the user's files or hub data sets."""
 
-    prompt: str
-    completion: str
-    chosen: str
-    rejected: str
+    prompt: str = Field(description="column that holds the prompt")
+    completion: str = Field(description="column that holds the reference: a human-written answer")
+    chosen: str = Field(description="column that holds the preferred response of a pair")
+    rejected: str = Field(description="column that holds the other response of a pair")
 
 
 class HubSet(Section):
-    id: str
-    revision: Revision
-    name: str | None = Field(description="the set's configuration, if it has several")
+    """One data set of the Hugging Face hub, pinned to a commit."""
+
+    id: str = Field(description="id of the data set, OWNER/NAME")
+    revision: Revision = Field(description="commit hash of the data set, 40 hex digits")
+    name: str | None = Field(description="configuration of the data set; null: it has only one")
 
     @model_validator(mode="before")
     @classmethod
@@ -30,46 +32,65 @@ class HubSet(Section):
         if isinstance(values, Mapping) and "id" in values and values.get("revision") is None:
             where = f"https://huggingface.co/datasets/{values['id']}"
             raise ValueError(
-                f"{values['id']!r} needs `revision`: a commit hash; `git ls-remote {where} HEAD` tells it"
+                f"{values['id']!r} needs `revision`, a commit hash; `git ls-remote {where} HEAD` prints it"
             )
         return values
 
 
 class HubSources(Section):
-    """A `datasets` id per role. `preferences` null: the SFT policy's own samples are the rejected ones."""
+    """The hub data sets of `data.source: hub`."""
 
-    sft: HubSet
-    preferences: HubSet | None
+    sft: HubSet = Field(description="data set of demonstrations")
+    preferences: HubSet | None = Field(
+        description="data set of preference pairs; null: pairs are made from samples of the SFT policy"
+    )
 
 
 class Data(Section):
-    source: Literal["synthetic", "docstrings", "files", "hub"]
-    path: str = Field(description="file or folder of `source: files`; a DVC dependency")
-    hub: HubSources | None
-    columns: Columns
-    on_bad_row: Literal["fail", "quarantine"]
-    max_prompt_tokens: PositiveInt
-    max_completion_tokens: PositiveInt = Field(description="EOS included")
-    num_validation: PositiveInt = Field(description="prompts, where the source has no such split")
-    num_test: PositiveInt = Field(description="prompts, where the source has no such split")
-    max_rows: PositiveInt | None = Field(description="train rows kept per role; null keeps all")
+    """The data that stage prepare reads, checks and splits."""
+
+    source: Literal["synthetic", "docstrings", "files", "hub"] = Field(
+        description="origin of the data: the built-in TL;DR task, docstrings of installed packages, the "
+        "user's files, or data sets of the Hugging Face hub"
+    )
+    path: str = Field(
+        description="file or folder that `source: files` reads; a DVC dependency of stage prepare"
+    )
+    hub: HubSources | None = Field(description="data sets of `source: hub`; null for any other source")
+    columns: Columns = Field(description="column names of `source: files` and `source: hub`")
+    on_bad_row: Literal["fail", "quarantine"] = Field(
+        description="what happens to rows that cannot be used: `fail` stops the stage and names all of them, "
+        "`quarantine` writes them to data/quarantine and continues without them"
+    )
+    max_prompt_tokens: PositiveInt = Field(description="longest prompt, in tokens; a longer one is a bad row")
+    max_completion_tokens: PositiveInt = Field(
+        description="longest completion, in tokens, EOS included; a longer one is a bad row"
+    )
+    num_validation: PositiveInt = Field(
+        description="number of validation prompts, if the source has no validation split"
+    )
+    num_test: PositiveInt = Field(description="number of test prompts, if the source has no test split")
+    max_rows: PositiveInt | None = Field(description="number of train rows kept per role; null: all of them")
 
     @model_validator(mode="after")
     def _hub_goes_with_its_source(self) -> Data:
         if (self.source == "hub") != (self.hub is not None):
-            raise ValueError("`data.hub` names the sets of `source: hub`: set both, or `hub: null`")
+            raise ValueError("`data.hub` names the data sets of `source: hub`: set both, or `hub: null`")
         return self
 
 
 class Scratch(Section):
-    """Shape of a base model trained from nothing."""
+    """The shape of a base model that starts from random weights."""
 
-    family: Literal["gpt_neox", "llama", "qwen2", "gpt2"]
-    hidden_size: PositiveInt
-    num_layers: PositiveInt
-    num_heads: PositiveInt
-    vocab_size: PositiveInt = Field(description="upper bound for the trained tokenizer")
-    tokenizer: Literal["words", "bpe", "bpe_uncased"]
+    family: Literal["gpt_neox", "llama", "qwen2", "gpt2"] = Field(description="architecture of the model")
+    hidden_size: PositiveInt = Field(description="width of the hidden states")
+    num_layers: PositiveInt = Field(description="number of transformer layers")
+    num_heads: PositiveInt = Field(description="number of attention heads; it divides hidden_size")
+    vocab_size: PositiveInt = Field(description="largest vocabulary of the trained tokenizer, in tokens")
+    tokenizer: Literal["words", "bpe", "bpe_uncased"] = Field(
+        description="kind of the trained tokenizer: whole words, byte-pair encoding, or byte-pair encoding "
+        "of lower-cased text"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Scratch:
@@ -82,9 +103,11 @@ class Scratch(Section):
 
 
 class Model(Section):
-    base: str = Field(description="`scratch`, a local folder, or a hub id")
-    revision: Revision | None
-    scratch: Scratch | None
+    """The base model that SFT starts from."""
+
+    base: str = Field(description="base model: `scratch`, a local folder, or a hub id")
+    revision: Revision | None = Field(description="commit hash of a hub id; null for anything else")
+    scratch: Scratch | None = Field(description="shape of the model for `base: scratch`; null otherwise")
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:

@@ -1,4 +1,4 @@
-"""The section `judge`: judges, human labels, retention, and the judge that selects PPO's checkpoint."""
+"""The judges, and the other measurements of stage judge."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RESERVED = (
     "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
     "perplexity", "repetition", "reward_gap",
 )  # fmt: skip
-"""First parts of the other metric keys of stage judge: no judge can have such a name."""
+"""First parts of the names of the other metrics of stage judge; no judge may have such a name."""
 OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
-"""The reward model that PPO optimises as a scorer of kind reward_model, and the one that it never does."""
+"""The reward model that a scorer of kind reward_model optimises, and the one that PPO never optimises."""
 LISTED = "judge.judges"
-"""The place of judges in params.yaml, except the one of ppo.select_by."""
+"""The key of the judges in params.yaml; only the judge of ppo.select_by has another key."""
 
 
 def _not_reserved(name: str) -> str:
@@ -36,69 +36,98 @@ def _not_reserved(name: str) -> str:
     return name
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_not_reserved)]
+Name = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z][a-z0-9_]*$",
+        description="name of the judge in the metrics: lower-case letters, digits and `_`",
+    ),
+    AfterValidator(_not_reserved),
+]
 
 
 class GoldJudge(Section):
-    """The synthetic task's own judge."""
+    """The judge of the synthetic task, which knows the facts of every post."""
 
-    kind: Literal["gold"]
+    kind: Literal["gold"] = Field(description="kind of this judge")
     name: Name
 
 
 class RewardModelJudge(Section):
-    """A reward model that PPO did not optimise."""
+    """A reward model that scores each response, such as models/reward_heldout.
 
-    kind: Literal["reward_model"]
+    A judge that is the reward model that PPO optimised is marked in the metrics and in the report.
+    """
+
+    kind: Literal["reward_model"] = Field(description="kind of this judge")
     name: Name
-    path: str
+    path: str = Field(description="folder of the reward model")
 
 
 class FunctionJudge(Section):
-    """A Python function that scores responses."""
+    """A Python function that scores each response."""
 
-    kind: Literal["function"]
+    kind: Literal["function"] = Field(description="kind of this judge")
     name: Name
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
-        description="`module:function`, called with lists of prompts and of answers; gives a float for each, "
-        "NaN where it cannot tell"
+        description="`module:function`, called with a list of prompts and a list of responses; it returns "
+        "one float per response, NaN for one that it cannot score"
     )
 
 
 class Budget(Section):
-    """What one run of a judge may spend. Requests in flight are finished when the budget is reached."""
+    """The limits of one run of a judge. Requests that are open when a limit is reached are completed."""
 
-    requests: PositiveInt | None = Field(description="replies asked for; tries after a failure not counted")
-    tokens: PositiveInt | None = Field(description="prompt and completion, as the server counts them")
+    requests: PositiveInt | None = Field(
+        description="largest number of requests, without retries; null: no limit"
+    )
+    tokens: PositiveInt | None = Field(
+        description="largest number of tokens, prompt and completion, as the server counts; null: no limit"
+    )
 
 
 class LlmJudge(Section):
-    """A model behind an OpenAI-compatible endpoint that compares two responses."""
+    """A language model behind an endpoint with OpenAI's chat completions; it compares two responses."""
 
-    kind: Literal["llm"]
+    kind: Literal["llm"] = Field(description="kind of this judge")
     name: Name
-    base_url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")]
-    model: str
-    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = Field(
-        description="the environment variable that holds the key; null: the server asks for none"
+    base_url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] = Field(
+        description="address of the endpoint, such as https://HOST/v1"
     )
-    prompt: str = Field(description="tldr, hhh, or a file with {prompt}, {first} and {second}")
-    logprobs: bool = Field(description="ask for the probabilities of the verdict; else the reply is parsed")
-    max_reply_tokens: PositiveInt = Field(description="of a reply whose last line is A or B")
-    concurrency: PositiveInt
-    timeout_seconds: PositiveFloat = Field(description="for connecting, and for each silence")
-    max_retries: Count = Field(description="after 429, 5xx, a timeout or a broken connection")
-    budget: Budget | None
+    model: str = Field(description="name of the model on the server")
+    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = Field(
+        description="environment variable that holds the API key; null: the server needs no key"
+    )
+    prompt: str = Field(
+        description="prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}"
+    )
+    logprobs: bool = Field(
+        description="whether the request includes log-probabilities, so that the comparison is the "
+        "probability of A against B; if false, or if the server sends none, the reply is parsed"
+    )
+    max_reply_tokens: PositiveInt = Field(
+        description="longest reply, in tokens; its last line must be A or B"
+    )
+    concurrency: PositiveInt = Field(description="number of requests open at the same time")
+    timeout_seconds: PositiveFloat = Field(
+        description="longest wait for a connection, or between two parts of a reply, in seconds"
+    )
+    max_retries: Count = Field(
+        description="retries of one request after status 429 or 5xx, a timeout or a broken connection"
+    )
+    budget: Budget | None = Field(description="limits of one run; null: no limits")
 
 
 class LocalModel(Section):
-    """A model on this machine that replies to `prompt`."""
+    """A model on this machine that compares two responses."""
 
     name: Name
-    path: str = Field(description="a folder or a hub id")
-    revision: Revision | None
-    prompt: str = Field(description="a shipped one, or a file with {prompt}, {first} and {second}")
-    micro_batch_tokens: PositiveInt
+    path: str = Field(description="folder or hub id of the model")
+    revision: Revision | None = Field(description="commit hash of a hub id in `path`; null otherwise")
+    prompt: str = Field(
+        description="prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}"
+    )
+    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass")
 
     @model_validator(mode="after")
     def _origin(self) -> Self:
@@ -107,23 +136,34 @@ class LocalModel(Section):
 
 
 class LocalJudge(LocalModel):
-    """A causal model that replies with a letter, as kind `llm`; shipped prompts: tldr, hhh."""
+    """A causal language model, prompted as `llm` is; shipped prompts are tldr and hhh.
 
-    kind: Literal["local"]
+    The comparison is the probability of the next token, A against B.
+    """
+
+    kind: Literal["local"] = Field(description="kind of this judge")
 
 
 class PairRmJudge(LocalModel):
-    """A ranker: a sequence classifier that reads a prompt and two responses; shipped prompt: ranker."""
+    """A ranker: a sequence classifier that reads a prompt and two responses; the shipped prompt is ranker.
 
-    kind: Literal["pair_rm"]
+    Its model has one label (the first response is better) or two.
+    """
+
+    kind: Literal["pair_rm"] = Field(description="kind of this judge")
 
 
 class CombinedJudge(Section):
-    """Several judges of the list as one: `all_of` needs all of them, `majority` the larger number."""
+    """Several judges of the list combined into one."""
 
-    kind: Literal["all_of", "majority"]
+    kind: Literal["all_of", "majority"] = Field(
+        description="`all_of`: a win or loss needs all judges, else it is a tie; `majority`: the side with "
+        "more judges wins"
+    )
     name: Name
-    judges: tuple[str, ...] = Field(strict=False, min_length=2, description="names of other judges")
+    judges: tuple[str, ...] = Field(
+        strict=False, min_length=2, description="names of the judges of `judge.judges` that are combined"
+    )
 
 
 Judge = Annotated[
@@ -135,50 +175,62 @@ Judge = Annotated[
 SelectionJudge = Annotated[
     RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
 ]
-"""A judge that may select a checkpoint. The gold judge may not: it only measures the result."""
+"""A judge that may select a checkpoint: not the gold judge, which only judges the final policy."""
 
 
 class Selection(Section):
-    """The judge that selects which checkpoint PPO keeps."""
+    """A judge that selects the checkpoint that PPO keeps."""
 
-    judge: SelectionJudge
-    max_failure_share: Fraction = Field(description="of its verdicts on one checkpoint; above it PPO fails")
+    judge: SelectionJudge = Field(
+        description="judge that compares the checkpoint's responses with the references"
+    )
+    max_failure_share: Fraction = Field(
+        description="largest share of failed comparisons on one checkpoint; above it the stage fails"
+    )
 
     @model_validator(mode="after")
     def _is_not_a_pipeline_model(self) -> Self:
         if isinstance(self.judge, RewardModelJudge) and _is_pipeline_model(self.judge):
             raise ValueError(
-                f"{self.judge.path} cannot be the judge: PPO optimises models/reward, and select_by: null "
-                "selects by models/reward_heldout; give another judge, or null"
+                f"select_by cannot name {self.judge.path}: set select_by to null to select by "
+                "models/reward_heldout; models/reward, which PPO optimises, never selects"
             )
         return self
 
 
 class Retention(Section):
-    """What the language models still know: base, SFT and policy on the same texts and questions."""
+    """What the language model retains: base, SFT and policy on the same texts and questions."""
 
-    num_examples: PositiveInt = Field(description="of each kind, at most")
-    micro_batch_tokens: PositiveInt
+    num_examples: PositiveInt = Field(description="largest number of texts, and of questions")
+    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass")
     general: str | None = Field(
-        description="english, or a text file, a text a paragraph; null: SFT text only"
+        description="general text for perplexity: `english` (a dozen shipped paragraphs), or a text file "
+        "with one text per paragraph; null: only completions of demonstrations"
     )
     questions: str | None = Field(
-        description="english, or a file (README: Judges); null: made of SFT text, whose completion belongs "
-        "to a prompt"
+        description="multiple-choice questions: `english` (thirty shipped ones, chance is 25%), or a file "
+        "with one question per paragraph (beginning, right ending, wrong endings, one per line); null: which "
+        "of four completions belongs to a prompt"
     )
 
 
 class Judging(Section):
-    """How stage judge compares and measures the policies."""
+    """Win rates of SFT and policy on test prompts, retention and reward diagnostics."""
 
-    judges: tuple[Judge, ...] = Field(strict=False, min_length=1)
-    max_failure_share: Fraction = Field(description="of a comparison's prompts; above it the stage fails")
-    num_examples: PositiveInt
-    temperature: PositiveFloat
-    num_samples_shown: Count
-    num_traces: Count = Field(description="replies of each llm judge that MLflow shows as traces")
-    labels: str = Field(description="what people said of pairs; `rlhf label` makes it, and DVC keeps it")
-    retention: Retention | None
+    judges: tuple[Judge, ...] = Field(strict=False, min_length=1, description="list of judges by kind")
+    max_failure_share: Fraction = Field(
+        description="largest share of failed comparisons of one judge and pair; above it the stage fails"
+    )
+    num_examples: PositiveInt = Field(description="largest number of test prompts")
+    temperature: PositiveFloat = Field(description="sampling temperature of SFT and policy")
+    num_samples_shown: Count = Field(description="number of prompts whose responses MLflow shows")
+    num_traces: Count = Field(description="number of replies per llm judge that MLflow shows as traces")
+    labels: str = Field(
+        description="file of human labels; `rlhf label` writes data/labels.jsonl, which DVC then tracks"
+    )
+    retention: Retention | None = Field(
+        description="perplexity and multiple-choice accuracy of base, SFT and policy; null: not measured"
+    )
 
     @model_validator(mode="after")
     def _names(self) -> Judging:
@@ -191,7 +243,7 @@ class Judging(Section):
         counts = Counter(judge.name for judge in self.judges)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            yield f"judges: {', '.join(twice)} is the name of several judges; give each another name"
+            yield f"judges: several have the name {', '.join(twice)}; give each judge its own name"
         plain = {judge.name for judge in self.judges if not isinstance(judge, CombinedJudge)}
         for judge in self.judges:
             if isinstance(judge, CombinedJudge):
@@ -200,14 +252,14 @@ class Judging(Section):
                     known = ", ".join(sorted(plain)) or "none"
                     yield (
                         f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or "
-                        f"is a combined judge too; give some of: {known}"
+                        f"is a combination itself; known: {known}"
                     )
                 if len(set(judge.judges)) < len(judge.judges):
                     yield f"judges: {judge.name} names a judge twice"
 
     @property
     def scoring(self) -> set[str]:
-        """Names of the judges that give each response a score: they cost no request."""
+        """Names of the judges that score each response; they make no requests."""
         kinds = (GoldJudge, RewardModelJudge, FunctionJudge)
         return {judge.name for judge in self.judges if isinstance(judge, kinds)}
 

@@ -1,11 +1,11 @@
-"""`params.yaml` as one frozen, typed `Config`, and how it is read and checked.
+"""`params.yaml` as one frozen, typed `Config`; reading and checking it.
 
 Every problem of a file is reported in one `ConfigError`, before anything is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,83 +28,105 @@ from rlhf_tasks.config.types import (
 )
 from rlhf_tasks.errors import ConfigError
 
-# ------------------------------------------------------------------- where and how, not what
+# ---------------------------------------------------- sections that change where and how a stage runs
 
 
 class Launch(Section):
-    """How training stages are started; no stage's result is named by it."""
+    """Processes and precision of the training stages."""
 
-    num_processes: PositiveInt
-    num_machines: PositiveInt
-    deepspeed: Literal["zero2", "zero3"] | None
-    mixed_precision: Literal["no", "bf16"]
+    num_processes: PositiveInt = Field(
+        description="number of processes, over all machines; above 1, `accelerate launch` starts them"
+    )
+    num_machines: PositiveInt = Field(description="number of machines that share the processes")
+    deepspeed: Literal["zero2", "zero3"] | None = Field(
+        description="DeepSpeed's ZeRO stage; null: data parallelism without it; PPO refuses `zero3`"
+    )
+    mixed_precision: Literal["no", "bf16"] = Field(
+        description="number format of forward and backward passes: full precision, or bfloat16"
+    )
 
 
 class Resume(Section):
-    """Checkpoints that a training stage goes on from after it was killed; kept apart from the outs."""
+    """Snapshots from which a training stage resumes after a crash or a kill."""
 
-    every_seconds: PositiveFloat
-    keep: PositiveInt = Field(description="the last ones kept, so that a torn one costs little")
+    every_seconds: PositiveFloat = Field(description="time between two snapshots, in seconds")
+    keep: PositiveInt = Field(description="number of snapshots kept, in case the last one is damaged")
 
 
 class Tracking(Section):
-    enabled: bool
-    uri: StoreUri | None = Field(description="null: the SQLite store under .rlhf/")
-    experiment: str
+    """MLflow: whether and where runs are tracked."""
+
+    enabled: bool = Field(description="whether stages log to MLflow")
+    uri: StoreUri | None = Field(
+        description="address of MLflow's store, a database or folder by its absolute path; null: the "
+        "environment variable MLFLOW_TRACKING_URI, else .rlhf/mlflow.db of the main checkout"
+    )
+    experiment: str = Field(description="name of the MLflow experiment")
 
 
 class Config(Section):
     """All of `params.yaml`."""
 
-    seed: Count
-    data: Data
-    model: Model
-    prepare: Prepare
-    base: Base
-    sft: Sft
-    preferences: Preferences
-    reward: Reward
-    ppo: Ppo
-    judge: Judging
-    promotion: Promotion | None
-    launch: Launch
-    resume: Resume
-    tracking: Tracking
-    service: Service
+    seed: Count = Field(description="seed of every random number of the pipeline")
+    data: Data = Field(description="source, limits and sizes of the data")
+    model: Model = Field(description="the base model, trained or fetched")
+    prepare: Prepare = Field(description="sizes of generated or mined data")
+    base: Base = Field(description="training of the base model")
+    sft: Sft = Field(description="training of the SFT policy")
+    preferences: Preferences = Field(description="pairs made from samples")
+    reward: Reward = Field(description="training of the reward models")
+    ppo: Ppo = Field(description="training of the PPO policy")
+    judge: Judging = Field(description="judges, retention and diagnostics")
+    promotion: Promotion | None = Field(description="criteria of the gate; null: there is no gate")
+    launch: Launch = Field(description="processes and precision of training")
+    resume: Resume = Field(description="snapshots of a training stage")
+    tracking: Tracking = Field(description="where runs are tracked")
+    service: Service = Field(description="how the Prefect flow runs stages")
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        problems = []
+        problems = [*self._conflicts(), *self._reward_model_conflicts(), *self._size_conflicts()]
+        if self.promotion is not None:
+            problems += conflicts(self.promotion, self.judge, self.ppo)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
         guards = self.ppo.guards
         if guards is not None and guards.action == "roll_back" and self.launch.deepspeed is not None:
-            problems.append(
-                "ppo.guards.action: roll_back keeps a good state in memory, which DeepSpeed's cannot be; use "
-                "stop with launch.deepspeed, and go on by hand"
+            yield (
+                "ppo.guards.action: roll_back keeps a checkpoint in memory, which DeepSpeed does not "
+                "support; with launch.deepspeed set ppo.guards.action to stop"
             )
         if any(judge.kind == "gold" for judge in self.judge.judges) and self.data.source != "synthetic":
-            problems.append(
-                f"judge.judges: gold knows the synthetic task only, data.source is {self.data.source!r}"
+            yield (
+                "judge.judges: gold only judges the synthetic task, and data.source is "
+                f"{self.data.source!r}; remove it, or set data.source to synthetic"
             )
-        wants = [
+
+    def _reward_model_conflicts(self) -> Iterator[str]:
+        """A reward model is trained if and only if something uses it."""
+        users = [
             key
-            for key, wanted in {
+            for key, uses_reward_model in {
                 "ppo.scorers": any(scorer.kind == "reward_model" for scorer in self.ppo.scorers),
                 "ppo.critic_init": self.ppo.critic_init == "reward",
                 "judge.judges": self.judge.needs_pipeline_reward_model,
             }.items()
-            if wanted
+            if uses_reward_model
         ]
-        if wants and not self.reward.train:
-            problems.append(f"reward.train is false, but {', '.join(wants)} ask(s) for a reward model")
-        if not wants and self.reward.train:
-            problems.append("reward.train is true, but no scorer, critic or judge uses one; set it to false")
+        if users and not self.reward.train:
+            yield f"reward.train is false, but a reward model is needed by {', '.join(users)}; set it to true"
+        if not users and self.reward.train:
+            yield "reward.train is true, but no scorer, critic or judge uses one; set it to false"
+
+    def _size_conflicts(self) -> Iterator[str]:
         if self.ppo.response_length > self.data.max_completion_tokens:
-            problems.append(
+            yield (
                 f"ppo.response_length={self.ppo.response_length} exceeds data.max_completion_tokens="
-                f"{self.data.max_completion_tokens}, the longest answer any stage has seen"
+                f"{self.data.max_completion_tokens}, the longest completion in the training data"
             )
-        if self.promotion is not None:
-            problems += conflicts(self.promotion, self.judge, self.ppo)
         world = self.launch.num_processes
         for key, size in {
             "base.batch_size": self.base.batch_size,
@@ -114,10 +136,7 @@ class Config(Section):
             // self.ppo.num_mini_batches,
         }.items():
             if size % world:
-                problems.append(f"{key}={size} is not divisible by launch.num_processes={world}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+                yield f"{key}={size} is not divisible by launch.num_processes={world}"
 
 
 def validate(tree: Mapping[str, Any], origin: str) -> Config:
@@ -151,7 +170,7 @@ def _did_you_mean(loc: tuple[str | int, ...]) -> str:
         fields = [f for owner in owners for n, f in owner.model_fields.items() if part in (n, f.alias)]
         if fields:
             owners = [section for field in fields for section in _sections(field.annotation)]
-        elif isinstance(part, str):  # one of several kinds of section
+        elif isinstance(part, str):  # the `kind` of a section
             owners = [o for o in owners if part in get_args(o.model_fields["kind"].annotation)]
     names = [f.alias or n for owner in owners for n, f in owner.model_fields.items()]
     close = difflib.get_close_matches(str(loc[-1]), names, n=1)
@@ -163,15 +182,18 @@ def _did_you_mean(loc: tuple[str | int, ...]) -> str:
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
-    """The sections named anywhere in a type."""
+    """The section types that occur anywhere in a type."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for inner in get_args(annotation) for section in _sections(inner)]
 
 
 def lacking(path: Sequence[str], keys: Collection[str]) -> list[str]:
-    """The keys that a section at this place of params.yaml needs beside the given ones; of several kinds of
-    section those of the one that lacks fewest. Empty where no section stands."""
+    """The keys that the section at `path` needs beside the given ones.
+
+    Where several kinds of section are allowed, those of the kind that needs the fewest. Empty where there
+    is no section.
+    """
     owners: list[type[Section]] = [Config]
     for part in path:
         found = [f for owner in owners for n, f in owner.model_fields.items() if part in (n, f.alias)]
@@ -200,7 +222,7 @@ def parse(text: str, origin: str) -> Mapping[str, Any]:
     """The tree of a YAML file's text (YAML 1.2, as DVC reads it).
 
     Raises:
-        ConfigError: if it is no YAML, or holds no sections; `origin` names the file.
+        ConfigError: if it is not YAML or not a mapping; `origin` names the file.
     """
     try:
         tree = YAML(typ="safe", pure=True).load(text)

@@ -1,4 +1,4 @@
-"""PPO. The names are the papers'; README gives each one's formula."""
+"""The section `ppo`. The names of the parameters are those of the papers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config.ppo_options import (
+    AdaptiveKl,
+    CriticWarmup,
+    Guards,
+    KlPenalty,
+    PolicyLora,
+    Ptx,
+    ReferenceSync,
+    ScoreScaling,
+)
+from rlhf_tasks.config.scorers import Scorer
 from rlhf_tasks.config.types import (
     Count,
     Decay,
+    FiniteFloat,
     Fraction,
     NonNegativeFloat,
     PositiveFloat,
@@ -25,217 +36,158 @@ BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetitio
 def _eos_or_id(value: Any) -> Any:
     if value == "eos" or (type(value) is int and value >= 0):
         return value
-    raise ValueError("must be `eos`, or the id of a token, a whole number from 0")
+    raise ValueError("must be `eos`, or the id of a token: a whole number from 0")
 
 
 StopToken = Annotated[Literal["eos"] | int, BeforeValidator(_eos_or_id)]
-Weight = Annotated[float, Field(allow_inf_nan=False)]
-
-
-# ------------------------------------------------------------------------------------ what is rewarded
-
-
-class RewardModelScorer(Section):
-    """models/reward, trained or given (`reward.from`)."""
-
-    kind: Literal["reward_model"]
-    weight: Weight
-
-
-class FunctionScorer(Section):
-    kind: Literal["function"]
-    weight: Weight
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
-        description="`module:function`, called with lists of prompts and of responses; gives a float for each"
-    )
-
-
-class HttpScorer(Section):
-    kind: Literal["http"]
-    weight: Weight
-    url: Annotated[str, Field(pattern=r"^https?://")] = Field(
-        description='is sent {"prompts": […], "responses": […]}, answers {"scores": […]}'
-    )
-    timeout_seconds: PositiveFloat
-    batch_size: PositiveInt
-
-
-class DummyScorer(Section):
-    """Zero for every answer: the whole machinery without anything to learn."""
-
-    kind: Literal["dummy"]
-
-
-Scorer = Annotated[RewardModelScorer | FunctionScorer | HttpScorer | DummyScorer, Field(discriminator="kind")]
-
-
-# ------------------------------------------------------------------------------------ optional features
-
-
-class AdaptiveKl(Section):
-    """kl_coef ← kl_coef · (1 + clip(KL / target − 1, ±clip) · episodes / horizon).
-
-    Ziegler et al. 2019, 2.2.
-    """
-
-    target: PositiveFloat = Field(description="nats an answer")
-    horizon: PositiveInt = Field(description="episodes")
-    clip: PositiveFloat
-
-
-class KlPenalty(Section):
-    """PPO-penalty beside the clip: + beta · KL(π_old ‖ π).
-
-    beta doubles above 1.5 · target and halves below target / 1.5: Schulman et al. 2017, eq. 8.
-    """
-
-    beta: PositiveFloat = Field(description="at the start")
-    target: PositiveFloat = Field(description="nats a token")
-
-
-class ReferenceSync(Section):
-    """ref ← (1 − alpha) · ref + alpha · policy."""
-
-    every: PositiveInt = Field(description="updates")
-    alpha: Annotated[float, Field(gt=0, le=1)]
-
-
-class ScoreScaling(Section):
-    """Scores over their running standard deviation (and mean), then clipped: PPO-max, eq. 18."""
-
-    subtract_mean: bool
-    clip: PositiveFloat | None = Field(description="in standard deviations")
-
-
-class CriticWarmup(Section):
-    """The critic alone learns first, on rollouts of the frozen policy, until its loss settles."""
-
-    max_updates: PositiveInt
-    settled: Annotated[float, Field(gt=0, lt=1)] = Field(
-        description="ends when two updates in a row do not lower the value loss by this share of it"
-    )
-
-
-class Ptx(Section):
-    """+ coef · LM loss on other text, as many rows as the minibatch: InstructGPT's PPO-ptx."""
-
-    coef: PositiveFloat
-    text: str | None = Field(
-        description="a file of pretraining text, empty lines between documents; null: the demonstrations"
-    )
-
-
-class PolicyLora(Lora):
-    value: bool = Field(description="adapters for the value model too; else all of it is trained")
-
-
-class Guards(Section):
-    """A watchdog over each update's metrics."""
-
-    action: Literal["warn", "stop", "roll_back"]
-    kl_min: Weight = Field(description="objective/kl by k1, two standard errors allowed")
-    kl_max: PositiveFloat
-    ratio_min: PositiveFloat = Field(description="val/ratio")
-    ratio_max: PositiveFloat
-    perplexity_min: PositiveFloat = Field(
-        description="of the policy on its own answers, while length or repetition rises"
-    )
-    eos_share_min: Fraction = Field(
-        description="answers that end, of as many as ever did, two standard errors allowed"
-    )
-    patience: PositiveInt = Field(description="updates in a row before it trips; NaN and inf trip at once")
-    checkpoint_every: PositiveInt = Field(description="updates between the checkpoints to roll back to")
-    kl_coef_factor: Annotated[float, Field(gt=1)] = Field(description="× kl_coef at each roll back")
-    max_roll_backs: PositiveInt = Field(description="then it stops")
-
-    @model_validator(mode="after")
-    def _ranges(self) -> Guards:
-        if self.kl_min >= self.kl_max or self.ratio_min >= self.ratio_max:
-            raise ValueError("kl_min and ratio_min must be below kl_max and ratio_max")
-        return self
-
-
-# ------------------------------------------------------------------------------------------- PPO
 
 
 class Ppo(Section):
-    total_episodes: PositiveInt
+    """PPO training of the policy. An episode is one prompt with one sampled response."""
+
+    total_episodes: PositiveInt = Field(
+        description="episodes of the whole training; only whole updates are taken"
+    )
     rollout_batch_size: PositiveInt = Field(description="episodes per update, over all processes")
     num_mini_batches: PositiveInt = Field(description="optimiser steps per epoch")
-    num_ppo_epochs: PositiveInt
+    num_ppo_epochs: PositiveInt = Field(description="passes over the rollout in each update")
     micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
 
-    scorers: tuple[Scorer, ...] = Field(strict=False, description="summed by weight")
+    scorers: tuple[Scorer, ...] = Field(
+        strict=False, description="list of scorers by kind; their scores are added up by weight"
+    )
 
-    learning_rate: PositiveFloat
-    value_learning_rate: PositiveFloat | None = Field(description="null: as the policy's")
-    schedule: Literal["constant", "linear", "cosine"]
-    warmup_fraction: Fraction
-    adam_betas: tuple[Decay, Decay] = Field(strict=False, description="of AdamW; its eps is 1e-5")
-    max_grad_norm: PositiveFloat | None = Field(description="gradients are scaled down to it; null: never")
+    learning_rate: PositiveFloat = Field(description="highest learning rate of AdamW for the policy")
+    value_learning_rate: PositiveFloat | None = Field(
+        description="highest learning rate for the critic; null: the same as the policy's"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        description="shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero"
+    )
+    warmup_fraction: Fraction = Field(
+        description="share of the updates in which the learning rate rises linearly from zero"
+    )
+    adam_betas: tuple[Decay, Decay] = Field(
+        strict=False, description="decays of AdamW's two moments; its eps is 1e-5"
+    )
+    max_grad_norm: PositiveFloat | None = Field(
+        description="largest L2 norm of a gradient; a larger one is scaled down; null: no clipping"
+    )
 
     value_model: Literal["separate", "shared"] = Field(
-        description="shared: a value head on the policy's trunk"
+        description="the critic: a separate model, or a value head on the policy's own trunk"
     )
-    critic_init: Literal["reward", "sft", "base"] = Field(description="what the value model starts as")
-    critic_warmup: CriticWarmup | None
-    lora: PolicyLora | None
-    gradient_checkpointing: bool
+    critic_init: Literal["reward", "sft", "base"] = Field(
+        description="initial weights of the critic: the reward model, the SFT policy or the base model"
+    )
+    critic_warmup: CriticWarmup | None = Field(
+        description="training of the critic alone before the first update; null: none"
+    )
+    lora: PolicyLora | None = Field(
+        description="low-rank adapters; the reference is the policy without them; they need about ten times "
+        "the learning rate; null: full training"
+    )
+    gradient_checkpointing: bool = Field(
+        description="whether activations are computed again in the backward pass, to save memory"
+    )
 
-    response_length: PositiveInt
-    temperature: PositiveFloat
+    response_length: PositiveInt = Field(description="longest response, in tokens, stop token included")
+    temperature: PositiveFloat = Field(description="sampling temperature; all log-probabilities use it too")
     sampling_batch_size: PositiveInt | None = Field(
-        description="answers sampled at a time by each process, as its memory allows; null: its whole rollout"
+        description="responses that a process samples at the same time; null: its whole share of the rollout"
     )
-    stop_token: StopToken = Field(description="`eos`, or the id of a token that ends answers")
-    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
-    missing_eos_score: Weight = Field(
-        description="of an answer without its stop token: eos_trick_replace puts it in place of the score, "
-        "eos_trick_subtract adds it (give it negative)"
+    stop_token: StopToken = Field(description="token that ends a response: `eos`, or the id of a token")
+    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"] = (
+        Field(
+            description="score of a response without the stop token: missing_eos_score in place of the score "
+            "(`eos_trick_replace`) or added to it (`eos_trick_subtract`), γ·V of the last state "
+            "(`bootstrap`), score + γ·V (`bootstrap_add`), or the score itself (`none`)"
+        )
+    )
+    missing_eos_score: FiniteFloat = Field(
+        description="score for a missing stop token, for the two EOS tricks of `truncation`"
     )
 
-    kl_coef: NonNegativeFloat
-    kl_estimator: Literal["k1", "k2", "k3"]
-    kl_in: Literal["reward", "loss"]
-    adaptive_kl: AdaptiveKl | None
-    kl_penalty: KlPenalty | None
+    kl_coef: NonNegativeFloat = Field(
+        description="weight of the KL penalty, in score units per nat; 0: no penalty"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        description="estimator of a token's KL: `k1` = log π/π_ref, `k2` = ½·k1², `k3` = π_ref/π − 1 + k1"
+    )
+    kl_in: Literal["reward", "loss"] = Field(
+        description="place of the KL penalty: each token's reward, or the loss (`k2` or `k3` only, because "
+        "the expected gradient of `k1` is zero)"
+    )
+    adaptive_kl: AdaptiveKl | None = Field(
+        description="controller that adapts kl_coef to a KL target; null: kl_coef is constant"
+    )
+    kl_penalty: KlPenalty | None = Field(
+        description="penalty on the KL from the policy of the rollout; null: no penalty"
+    )
     target_kl: PositiveFloat | None = Field(
-        description="no further epoch once policy/approxkl_avg of one exceeds it"
+        description="largest policy/approxkl_avg of an epoch, in nats per token; above it the update takes "
+        "no further epoch; null: no limit"
     )
-    reference_sync: ReferenceSync | None
+    reference_sync: ReferenceSync | None = Field(
+        description="movement of the reference towards the policy; null: the reference is fixed"
+    )
     ratio_from: Literal["rollout", "reference"] = Field(
-        description="denominator of the ratio; reference: PPO-max's importance sampling"
+        description="denominator of the probability ratio: the policy of the rollout, or the reference "
+        "(PPO-max's importance sampling)"
     )
 
-    cliprange: Annotated[float, Field(gt=0, lt=1)]
-    cliprange_high: PositiveFloat | None = Field(description="above 1; null: as below it, `cliprange`")
+    cliprange: Annotated[float, Field(gt=0, lt=1)] = Field(
+        description="clip range ε of the probability ratio: 1 − ε to 1 + ε"
+    )
+    cliprange_high: PositiveFloat | None = Field(
+        description="clip range above 1; null: the same as cliprange"
+    )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        description="loss of a negative advantage is at most dual_clip · |A|, arXiv 1912.09729"
+        description="bound on the loss of a token with a negative advantage: dual_clip · |A| (arXiv "
+        "1912.09729); null: no bound"
     )
-    cliprange_value: PositiveFloat | None
-    advantage_clip: PositiveFloat | None
+    cliprange_value: PositiveFloat | None = Field(
+        description="clip range of a value around its value in the rollout; null: no clipping"
+    )
+    advantage_clip: PositiveFloat | None = Field(
+        description="largest absolute advantage, after whitening; null: no clipping"
+    )
 
-    vf_coef: NonNegativeFloat
-    entropy_coef: NonNegativeFloat
-    ptx: Ptx | None
-    gamma: Fraction
-    lam: Fraction
-    whiten_rewards: bool
-    whiten_advantages: bool
-    score_scaling: ScoreScaling | None
+    vf_coef: NonNegativeFloat = Field(description="weight of the value loss")
+    entropy_coef: NonNegativeFloat = Field(description="weight of the entropy bonus; 0: no bonus")
+    ptx: Ptx | None = Field(
+        description="language-model loss on other text beside PPO's (PPO-ptx); null: no such loss"
+    )
+    gamma: Fraction = Field(
+        description="discount γ of future rewards; set it below 1 if `truncation` bootstraps, because with 1 "
+        "an endless response can keep any value"
+    )
+    lam: Fraction = Field(
+        description="λ of generalised advantage estimation; a lower value gives less variance and more bias"
+    )
+    whiten_rewards: bool = Field(
+        description="whether token rewards are scaled to variance 1, their mean unchanged"
+    )
+    whiten_advantages: bool = Field(
+        description="whether advantages are shifted and scaled to mean 0 and variance 1"
+    )
+    score_scaling: ScoreScaling | None = Field(
+        description="division of the scores by their running standard deviation; null: raw scores"
+    )
 
-    guards: Guards | None
+    guards: Guards | None = Field(description="checks that warn, stop or roll back; null: no checks")
 
     num_sample_generations: Count = Field(
-        description="times a few answers to validation prompts are shown and kept: before training, at its "
-        "end, and evenly between; 1: at the end"
+        description="times that a few responses to validation prompts are shown and stored: before training, "
+        "at its end and evenly in between; 1: only at the end"
     )
     num_selections: PositiveInt = Field(
-        description="times the policy is tried on validation prompts; the weights that do best are kept"
+        description="times that the policy is evaluated on the selection prompts; the best weights are kept"
     )
-    num_selection_prompts: PositiveInt
+    num_selection_prompts: PositiveInt = Field(description="number of validation prompts for this evaluation")
     select_by: Selection | None = Field(
-        description="a judge, by its win rate over the references; null: models/reward_heldout's mean score"
+        description="judge whose win rate over the references selects the weights; null: the mean score of "
+        "models/reward_heldout, or the last weights without reward models"
     )
 
     @model_validator(mode="before")
@@ -244,9 +196,9 @@ class Ppo(Section):
         given = [key for key in BENDING if isinstance(values, Mapping) and key in values]
         if given:
             raise ValueError(
-                f"{', '.join(given)}: answers would be drawn from another distribution than the log-probs "
-                "speak of, which drives the KL estimate negative; only `temperature` shapes sampling, and "
-                "every log-prob uses it"
+                f"{', '.join(given)}: not supported, because responses would come from another distribution "
+                "than the log-probabilities, which makes the KL estimate negative; remove it, only "
+                "`temperature` changes sampling"
             )
         return values
 
@@ -266,19 +218,19 @@ class Ppo(Section):
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Ppo:
-        """What would have no effect, or a false one, beside the other values."""
+        """Refuse values that have no effect, or a wrong one, with the other values."""
         problems = [message for wrong, message in self._conflicts() if wrong]
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
     def _idle(self) -> list[tuple[bool, str]]:
-        """What could never do anything, or would do the opposite."""
+        """Values that could have no effect, or the opposite one: (is wrong, message)."""
         adaptive, sync = self.adaptive_kl, self.reference_sync
         return [
             (
                 adaptive is not None and self.kl_coef == 0,
-                "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; start from a small value",
+                "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value",
             ),
             (
                 adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon,
@@ -286,11 +238,13 @@ class Ppo(Section):
             ),
             (
                 sync is not None and sync.every > self.total_episodes // self.rollout_batch_size,
-                "reference_sync.every exceeds the number of updates: it would never happen",
+                "reference_sync.every exceeds the number of updates, so it would never happen; lower it, or "
+                "set reference_sync to null",
             ),
             (
                 self.target_kl is not None and self.num_ppo_epochs == 1,
-                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one",
+                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; raise it, or set "
+                "target_kl to null",
             ),
             (
                 self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1,
@@ -299,15 +253,17 @@ class Ppo(Section):
             ),
             (
                 self.critic_warmup is not None and self.vf_coef == 0,
-                "critic_warmup: with vf_coef=0 the critic learns nothing; give vf_coef, or set it to null",
+                "critic_warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set "
+                "critic_warmup to null",
             ),
             (
                 self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None,
-                "kl_in=loss with kl_coef=0 is no penalty at all; give kl_coef, or set kl_in to reward",
+                "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward",
             ),
             (
                 self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0,
-                "eos_trick_subtract adds missing_eos_score: a positive one would reward unfinished answers",
+                "eos_trick_subtract adds missing_eos_score: a positive value would reward unfinished "
+                "responses; set it to a negative one",
             ),
         ]
 
@@ -316,8 +272,8 @@ class Ppo(Section):
         return [
             (
                 self.kl_in == "loss" and self.kl_estimator == "k1",
-                "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so that nothing "
-                "would hold the policy; use k2 or k3",
+                "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so the penalty "
+                "would have no effect; use k2 or k3",
             ),
             *self._idle(),
             (
@@ -325,19 +281,19 @@ class Ppo(Section):
                 and self.select_by.judge.kind == "function"
                 and self.select_by.judge.function
                 in {s.function for s in self.scorers if s.kind == "function"},
-                "select_by: its function is one of scorers, and what is optimised does not choose; give "
-                "another judge",
+                "select_by: its function is also a scorer, and PPO does not select by what it optimises; "
+                "name another judge",
             ),
-            (not kinds, "scorers is empty: name at least one, if only {kind: dummy}"),
+            (not kinds, "scorers is empty; add at least one, such as {kind: dummy}"),
             (
                 shared and self.critic_init != "sft",
-                f"value_model=shared starts on the policy's trunk: critic_init={self.critic_init!r} would be "
+                f"value_model=shared uses the policy's trunk: critic_init={self.critic_init!r} would be "
                 "ignored; set it to sft",
             ),
             (
                 shared and self.value_learning_rate is not None,
-                "value_model=shared trains one trunk: it can have no value_learning_rate of its own; set it "
-                "to null",
+                "value_model=shared trains one trunk, so it can have no value_learning_rate of its own; set "
+                "it to null",
             ),
             (
                 shared and self.critic_warmup is not None,
@@ -350,16 +306,16 @@ class Ppo(Section):
             ),
             (
                 self.lora is not None and self.reference_sync is not None,
-                "lora: the reference is the policy without its adapter and cannot follow it; set "
-                "reference_sync to null",
+                "lora: the reference is the policy without its adapter and cannot move; set reference_sync "
+                "to null",
             ),
             (
                 self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back",
                 "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
-                "give it a small value",
+                "set it to a small value",
             ),
             (
                 len(set(kinds)) < len(kinds) and kinds.count("reward_model") + kinds.count("dummy") > 1,
-                "scorers: reward_model and dummy can stand there once",
+                "scorers: reward_model and dummy are allowed once each",
             ),
         ]

@@ -1,4 +1,4 @@
-"""How the Prefect flow runs the stages; changes no result."""
+"""How the Prefect flow runs the stages; it changes no result."""
 
 from __future__ import annotations
 
@@ -9,37 +9,45 @@ from pydantic import Field, ValidationError, model_validator
 from rlhf_tasks.config.types import Count, NonNegativeFloat, PositiveFloat, Section
 
 
-class Care(Section):
-    """With what care one stage is run."""
+class TaskPolicy(Section):
+    """How the Prefect task of one stage is retried, timed out and queued."""
 
-    retries: Count = Field(description="after a fault; a mistake in the configuration is never retried")
-    retry_delay_seconds: NonNegativeFloat = Field(description="before the first retry; doubled at each")
-    timeout_seconds: PositiveFloat | None = Field(description="of one try; null: none")
-    gpu_slots: Count = Field(description="held of the concurrency limit `gpu` while the stage really runs")
-
-
-class Service(Care):
-    grace_seconds: Annotated[float, Field(gt=0, le=25)] = Field(
-        description="from a cancelled stage's interrupt to its kill; Prefect itself kills after 30"
+    retries: Count = Field(description="tries after a fault; a user's mistake is never retried")
+    retry_delay_seconds: NonNegativeFloat = Field(
+        description="wait before the first retry; each later wait is twice as long"
     )
-    stages: dict[str, dict[str, Any]] = Field(description="what differs per stage")
+    timeout_seconds: PositiveFloat | None = Field(description="limit of one try; null: no limit")
+    gpu_slots: Count = Field(
+        description="slots of the concurrency limit `gpu` that the stage holds while it runs; 0: none"
+    )
+
+
+class Service(TaskPolicy):
+    """How the Prefect flow runs the stages: one policy for all, and exceptions by stage."""
+
+    grace_seconds: Annotated[float, Field(gt=0, le=25)] = Field(
+        description="time from the interrupt of a cancelled stage to its kill; Prefect itself kills after 30"
+    )
+    stages: dict[str, dict[str, Any]] = Field(
+        description="by the name of a stage, the four values above that differ for it"
+    )
 
     @model_validator(mode="after")
-    def _stages_are_told_as_care(self) -> Service:
+    def _stages_hold_policies(self) -> Service:
         problems = []
         for stage in self.stages:
             try:
-                self.care(stage)
+                self.policy(stage)
             except ValidationError as error:
                 problems += [
                     f"stages.{stage}.{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
                     for problem in error.errors()
                 ]
         if problems:
-            raise ValueError(f"{'; '.join(problems)}; known keys are {', '.join(Care.model_fields)}")
+            raise ValueError(f"{'; '.join(problems)}; known keys are {', '.join(TaskPolicy.model_fields)}")
         return self
 
-    def care(self, stage: str) -> Care:
-        """The care of one stage: what is told for all, and what differs for it."""
-        common = {name: getattr(self, name) for name in Care.model_fields}
-        return Care.model_validate(common | self.stages.get(stage, {}))
+    def policy(self, stage: str) -> TaskPolicy:
+        """The policy of one stage: the common values, replaced by those of `stages`."""
+        common = {name: getattr(self, name) for name in TaskPolicy.model_fields}
+        return TaskPolicy.model_validate(common | self.stages.get(stage, {}))

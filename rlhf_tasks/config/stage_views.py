@@ -1,7 +1,7 @@
-"""What each stage may read of `params.yaml`: one frozen, typed view a stage.
+"""The part of `params.yaml` that each stage reads: one frozen, typed view per stage.
 
-dvc.yaml declares the same keys (a test checks). A stage is handed nothing else, so that a changed judge
-retrains nothing.
+dvc.yaml declares the same keys (a test compares them). A stage receives nothing else, so that a change
+of a judge retrains nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rlhf_tasks.config.types import Stage, flatten
 RUNTIME_SECTIONS = ("launch", "resume", "tracking")
 """Sections that every stage may read: where and how it runs. They change no result."""
 KEY = "key"
-"""In a field's metadata: the dotted key of one value inside a section."""
+"""The name, in a field's metadata, of the dotted key of one value inside a section."""
 DataSource = Literal["synthetic", "docstrings", "files", "hub"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """What every stage sees. Subclasses add the sections that their stage declares."""
+    """The sections that every stage reads. Subclasses add those that their stage declares."""
 
     stage: ClassVar[Stage]
 

@@ -1,4 +1,4 @@
-"""The supervised stages: base, SFT, preferences, reward model."""
+"""The sections of the supervised stages: prepare, base, sft, preferences, reward."""
 
 from __future__ import annotations
 
@@ -19,52 +19,76 @@ from rlhf_tasks.config.types import (
 
 
 class Optimisation(Section):
-    """What every supervised loop has. AdamW, betas .9/.98, eps 1e-5 (arXiv 2403.17031, appendix)."""
+    """The parameters of a supervised training loop.
 
-    learning_rate: PositiveFloat
-    schedule: Literal["constant", "linear", "cosine"]
-    warmup_fraction: Fraction
-    weight_decay: NonNegativeFloat
-    max_grad_norm: PositiveFloat | None = Field(description="gradients are scaled down to it; null: never")
+    The optimiser is AdamW with betas 0.9 and 0.98 and eps 1e-5 (arXiv 2403.17031, appendix).
+    """
+
+    learning_rate: PositiveFloat = Field(description="highest learning rate, reached after the warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        description="shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero"
+    )
+    warmup_fraction: Fraction = Field(
+        description="share of the optimiser steps in which the learning rate rises linearly from zero"
+    )
+    weight_decay: NonNegativeFloat = Field(description="weight decay of AdamW")
+    max_grad_norm: PositiveFloat | None = Field(
+        description="largest L2 norm of a gradient; a larger one is scaled down; null: no clipping"
+    )
     batch_size: PositiveInt = Field(description="rows per optimiser step, over all processes")
     micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
-    num_epochs: PositiveFloat
+    num_epochs: PositiveFloat = Field(description="passes over the train rows; may be a fraction")
 
 
 class Lora(Section):
-    """Low-rank adapters (arXiv 2106.09685) on every linear layer but the head; merged when saved."""
+    """Low-rank adapters (arXiv 2106.09685) on every linear layer but the head.
 
-    r: PositiveInt
-    alpha: PositiveFloat
+    They are merged into the weights when the model is saved.
+    """
+
+    r: PositiveInt = Field(description="rank of the adapters")
+    alpha: PositiveFloat = Field(description="scale of the adapters: they are multiplied by alpha / r")
 
 
 class Prepare(Section):
-    synthetic_prompt_rows: PositiveInt
-    synthetic_sft_rows: PositiveInt = Field(description="how many of the prompts have a demonstration")
-    synthetic_preference_rows: PositiveInt
-    docstrings_max_pairs: PositiveInt = Field(description="upper bound on mined pairs")
+    """The sizes of the data that stage prepare generates or mines."""
+
+    synthetic_prompt_rows: PositiveInt = Field(
+        description="number of train prompts of `data.source: synthetic`"
+    )
+    synthetic_sft_rows: PositiveInt = Field(description="number of those prompts that have a demonstration")
+    synthetic_preference_rows: PositiveInt = Field(
+        description="number of train preference pairs of `data.source: synthetic`"
+    )
+    docstrings_max_pairs: PositiveInt = Field(
+        description="largest number of pairs that `data.source: docstrings` mines"
+    )
 
     @model_validator(mode="after")
     def _demonstrated(self) -> Prepare:
         if self.synthetic_sft_rows > self.synthetic_prompt_rows:
             raise ValueError(
                 f"synthetic_sft_rows={self.synthetic_sft_rows} must not exceed "
-                f"synthetic_prompt_rows={self.synthetic_prompt_rows}: a demonstration is of a prompt"
+                f"synthetic_prompt_rows={self.synthetic_prompt_rows}: every demonstration answers a prompt"
             )
         return self
 
 
 class Base(Optimisation):
-    pass
+    """Training of the base model from random weights, for `model.base: scratch`."""
 
 
 class Sft(Optimisation):
+    """Supervised fine-tuning on demonstrations, to the minimum of the validation loss."""
+
     source: str | None = Field(
-        alias="from", description="a ready SFT model: folder or hub id; null trains one"
+        alias="from", description="folder or hub id of a ready SFT model; null: the stage trains one"
     )
-    revision: Revision | None
-    evals_per_epoch: PositiveInt
-    patience: PositiveInt = Field(description="evaluations without a new validation minimum before it stops")
+    revision: Revision | None = Field(description="commit hash of a hub id in `from`; null otherwise")
+    evals_per_epoch: PositiveInt = Field(description="evaluations on the validation split per epoch")
+    patience: PositiveInt = Field(
+        description="evaluations in a row without a lower validation loss after which training ends"
+    )
 
     @model_validator(mode="after")
     def _origin(self) -> Sft:
@@ -73,26 +97,39 @@ class Sft(Optimisation):
 
 
 class Preferences(Section):
+    """Preference pairs made from samples of the SFT policy, beside the pairs of the data."""
+
     num_prompts: Count = Field(
-        description="prompts answered by the SFT policy for comparison; 0: given pairs only"
+        description="train prompts to which the SFT policy samples responses; 0: only the pairs of the data"
     )
-    pairs_per_prompt: PositiveInt
-    temperature: PositiveFloat
+    pairs_per_prompt: PositiveInt = Field(description="pairs made for each of those prompts")
+    temperature: PositiveFloat = Field(description="sampling temperature of the SFT policy")
     label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        description="share of the gold judge's labels that are flipped (synthetic task)"
+        description="share of the gold judge's train labels that are flipped, for `data.source: synthetic`"
     )
 
 
 class Reward(Optimisation):
-    train: bool = Field(description="false: no reward model is made, since nothing asks for one")
-    source: str | None = Field(
-        alias="from", description="a ready reward model: folder or hub id; null trains one"
+    """Two reward models: one that PPO optimises, one held out for selection and judging."""
+
+    train: bool = Field(
+        description="whether reward models are made; false if no scorer, critic or judge uses one"
     )
-    revision: Revision | None
-    margin: NonNegativeFloat = Field(description="chosen must lead by this much: −log σ(Δ − margin)")
-    centring_coef: NonNegativeFloat = Field(description="× mean (r_chosen + r_rejected)², arXiv 2312.09244")
-    lm_coef: NonNegativeFloat = Field(description="× LM loss on the chosen answer, PPO-max's β")
-    lora: Lora | None
+    source: str | None = Field(
+        alias="from", description="folder or hub id of a ready reward model; null: the stage trains one"
+    )
+    revision: Revision | None = Field(description="commit hash of a hub id in `from`; null otherwise")
+    margin: NonNegativeFloat = Field(
+        description="lead that the chosen response needs: the loss is −log σ(r_chosen − r_rejected − margin)"
+    )
+    centring_coef: NonNegativeFloat = Field(
+        description="weight of (r_chosen + r_rejected)² in the loss (arXiv 2312.09244); 0: no such term"
+    )
+    lm_coef: NonNegativeFloat = Field(
+        description="weight of the language-model loss on the chosen response, β of PPO-max (arXiv "
+        "2307.04964, eq. 4); 0: no such term"
+    )
+    lora: Lora | None = Field(description="low-rank adapters for the reward models; null: full training")
 
     @model_validator(mode="after")
     def _origin(self) -> Reward:

@@ -1,4 +1,4 @@
-"""What all sections are made of: strict, frozen, without defaults; number types; pinned model sources."""
+"""The base class of all sections, number types, and checks of model sources and store addresses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,26 @@ Split = Literal["train", "validation", "test"]
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a running mean, per step."""
+"""The decay of a running mean per step."""
 
 
 class Section(BaseModel):
+    """A part of params.yaml: strict, frozen and without defaults."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 def pinned_revision(value: str) -> str:
+    """A full commit hash.
+
+    Raises:
+        ValueError: for any other text.
+    """
     if not re.fullmatch(r"[0-9a-f]{40}", value):
         raise ValueError(
             "a hub revision must be a full commit hash (40 hex digits), so that a rerun reads the same bytes"
@@ -39,12 +47,12 @@ Revision = Annotated[str, AfterValidator(pinned_revision)]
 
 
 def store_uri(value: str) -> str:
-    """An address of MLflow's store that means the same in every folder.
+    """An address of MLflow's store that does not depend on the working folder.
 
-    Stages also run in git worktrees, which are removed with all that is in them.
+    Stages also run in git worktrees, which are removed at the end of the run.
 
     Raises:
-        ValueError: for a database or folder by a relative path.
+        ValueError: for a database or folder with a relative path.
     """
     scheme, parts = value.partition(":")[0].partition("+")[0], urlsplit(value)
     if scheme == "sqlite":
@@ -55,9 +63,9 @@ def store_uri(value: str) -> str:
         return value
     if not Path(place).is_absolute():
         raise ValueError(
-            f"{value!r} is relative to the working folder, which for some runs is a git worktree that is "
-            "removed at their end; give an absolute path, as sqlite:////FOLDER/mlflow.db (four slashes), or "
-            "none for the store under .rlhf/"
+            f"{value!r} is relative to the working folder, and some runs work in a git worktree that is "
+            "removed at their end; give an absolute path such as sqlite:////FOLDER/mlflow.db (four slashes), "
+            "or null for the store under .rlhf/"
         )
     return value
 
@@ -66,20 +74,25 @@ StoreUri = Annotated[str, AfterValidator(store_uri)]
 
 
 def is_hub_id(source: str) -> bool:
-    """A model source is a local folder where one exists, `NAME/REPO` on the hub otherwise."""
+    """Whether a model source is an id of the hub, OWNER/NAME, and no local folder."""
     return not Path(source).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
 
 
 def check_source(source: str | None, revision: str | None, key: str) -> None:
+    """Check that a hub id has a revision, and that nothing else has one.
+
+    Raises:
+        ValueError: naming the parameter `key`.
+    """
     if source is None:
         if revision is not None:
             raise ValueError(f"{key} names no model: `revision` would be ignored; set it to null too")
         return
     if is_hub_id(source) and revision is None:
         raise ValueError(
-            f"{key}={source!r} is no local folder, so it is read as a hub id, and needs `revision`: "
+            f"{key}={source!r} is not a local folder, so it is a hub id and needs `revision`: "
             "a commit hash; "
-            f"`git ls-remote https://huggingface.co/{source} HEAD` tells it"
+            f"`git ls-remote https://huggingface.co/{source} HEAD` prints it"
         )
     if revision is not None and Path(source).exists():
         raise ValueError(f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.config import ppo as config
+from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes, text_of
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.models import TokenScores, last_token

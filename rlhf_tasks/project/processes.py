@@ -1,10 +1,10 @@
-"""Programs that outlive the command that started them: started, found again, and ended. No torch here.
+"""Programs that outlive the command that started them: how they are started, found and stopped. No torch.
 
     FOLDER/NAME.json    pid, start time and token of the program
     FOLDER/NAME.log     what it prints
 
-The token stands in the environment of the program and so of all that it starts, whatever session or
-parent these have later: by it they are found and ended, and nobody else is (a pid alone is used again).
+The token is in the environment of the program, and so of every process that it starts, whatever session or
+parent these have later. They are found and ended by it, and no other process is: a pid alone may be reused.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ TOKEN = "RLHF_DAEMON"  # in the environment of a daemon and of its descendants
 
 @dataclass(frozen=True)
 class Daemon:
+    """A program by its name, with its files in a folder."""
+
     name: str
     folder: Path
 
@@ -50,32 +52,32 @@ class Daemon:
     def log(self) -> Path:
         return self.folder / f"{self.name}.log"
 
-    def known(self) -> dict[str, Any]:
-        """What is written of its last start; empty if nothing is, or it cannot be read."""
+    def record(self) -> dict[str, Any]:
+        """What was written at its last start; empty if there is no record, or it cannot be read."""
         try:
-            found: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
+            record: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found
+        return record
 
     def is_running(self) -> bool:
-        known = self.known()
+        record = self.record()
         try:
-            process = psutil.Process(known["pid"])
+            process = psutil.Process(record["pid"])
             return bool(
-                process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE
+                process.create_time() == record["started"] and process.status() != psutil.STATUS_ZOMBIE
             )
         except (KeyError, psutil.Error):
             return False
 
-    def runs_as(self, **facts: Any) -> bool:
-        """Whether it runs, started with these facts."""
-        known = self.known()
-        return self.is_running() and all(known.get(name) == value for name, value in facts.items())
+    def runs_with(self, **facts: Any) -> bool:
+        """Whether it runs and was started with these facts."""
+        record = self.record()
+        return self.is_running() and all(record.get(name) == value for name, value in facts.items())
 
     def listens(self, port: int) -> bool:
-        """Whether it is the daemon, or what it started, that listens on this port, and not a stranger."""
-        for process in carriers(TOKEN, str(self.known().get("token"))):
+        """Whether the program itself, or a process that it started, listens on this port."""
+        for process in find(TOKEN, str(self.record().get("token"))):
             with suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
@@ -85,9 +87,9 @@ class Daemon:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, **facts: Any
     ) -> None:
-        """Start it in a session of its own; `facts` are kept with its pid.
+        """Start it in a session of its own; `facts` are recorded with its pid.
 
-        What an earlier start left running is to be ended first (`stop`).
+        Call `stop` first: it ends what an earlier start left running.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         token = f"{self.name}-{secrets.token_hex(8)}"
@@ -103,10 +105,10 @@ class Daemon:
             )
         started = psutil.Process(process.pid).create_time()
         atomic.write_json(self.file, {"pid": process.pid, "started": started, "token": token, **facts})
-        process.returncode = 0  # it outlives this command: the interpreter is not to warn of a lost child
+        process.returncode = 0  # it outlives this command: the interpreter must not warn of a lost child
 
-    def await_ready(self, is_ready: Callable[[], bool], seconds: float) -> None:
-        """Raises UserError with the end of its log if it ends, or is not ready in time."""
+    def wait_until_ready(self, is_ready: Callable[[], bool], seconds: float) -> None:
+        """Wait. Raises UserError with the end of the log if the program ends or is not ready in time."""
         deadline = time.monotonic() + seconds
         while not is_ready():
             if not self.is_running() or time.monotonic() > deadline:
@@ -115,70 +117,70 @@ class Daemon:
                 raise UserError(f"{self.name} {how}; {self.log} ends with\n{tail}")
             time.sleep(POLL_SECONDS)
 
-    def members(self) -> list[psutil.Process]:
-        """The program and all that it started, and that lives."""
-        token = str(self.known().get("token", ""))
-        return carriers(TOKEN, token) if token else []
+    def processes(self) -> list[psutil.Process]:
+        """The living processes of the program and of everything that it started."""
+        token = str(self.record().get("token", ""))
+        return find(TOKEN, token) if token else []
 
     def stop(self, grace_seconds: float) -> bool:
-        """End it and all that it started; True if there was anything. Whom the file names wrongly is left.
+        """End the program and everything that it started; True if anything was alive.
 
-        First the program alone is asked, so that it may end its own children in its own way; then those
-        that are left; then they are killed.
+        The program alone gets the first signal, so that it may end its own children in its own way. Then
+        those that are left get one, and what outlives the grace is killed.
         """
-        token, members = str(self.known().get("token", "")), self.members()
-        if members:
-            first = [process for process in members if process.pid == self.known()["pid"]] or members
+        token, alive = str(self.record().get("token", "")), self.processes()
+        if alive:
+            first = [process for process in alive if process.pid == self.record()["pid"]] or alive
             send(first, signal.SIGTERM)
-            _await_end(TOKEN, token, grace_seconds)
-            end_carriers(TOKEN, token, signal.SIGTERM, grace_seconds)
+            _wait_for_end(TOKEN, token, grace_seconds)
+            end(TOKEN, token, signal.SIGTERM, grace_seconds)
             self._reap()
         self.file.unlink(missing_ok=True)
-        return bool(members)
+        return bool(alive)
 
     def _reap(self) -> None:
-        """Where this very process started it, its remains are ours to take away."""
+        """If this very process started the program, take its exit status, or it would stay as a zombie."""
         with suppress(ChildProcessError):
-            os.waitpid(int(self.known()["pid"]), os.WNOHANG)
+            os.waitpid(int(self.record()["pid"]), os.WNOHANG)
 
 
-def carriers(variable: str, value: str) -> list[psutil.Process]:
-    """The living processes of this user with this variable in the environment they were started with."""
-    found = []
+def find(variable: str, value: str) -> list[psutil.Process]:
+    """The living processes of this user that were started with this variable in their environment."""
+    matching = []
     for process in psutil.process_iter():
         try:
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value:
-                found.append(process)
+                matching.append(process)
         except (psutil.Error, OSError):
-            continue  # gone, or somebody else's
-    return found
+            continue  # it has ended, or belongs to another user
+    return matching
 
 
-def end_carriers(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> bool:
-    """Send all of them a signal, and kill those that outlive the grace; True if there were any."""
-    found = carriers(variable, value)
-    if found:
-        send(found, number)
-        _await_end(variable, value, grace_seconds)
-        send(carriers(variable, value), signal.SIGKILL)
-        _await_end(variable, value, KILL_SECONDS)
-    return bool(found)
+def end(variable: str, value: str, number: signal.Signals, grace_seconds: float) -> bool:
+    """Send a signal to all of them, and kill those that outlive the grace; True if there were any."""
+    alive = find(variable, value)
+    if alive:
+        send(alive, number)
+        _wait_for_end(variable, value, grace_seconds)
+        send(find(variable, value), signal.SIGKILL)
+        _wait_for_end(variable, value, KILL_SECONDS)
+    return bool(alive)
 
 
 def send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)  # psutil looks first whether the pid is still the same process
+            process.send_signal(number)  # psutil first checks that the pid is still the same process
 
 
-def _await_end(variable: str, value: str, seconds: float) -> None:
+def _wait_for_end(variable: str, value: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while carriers(variable, value) and time.monotonic() < deadline:
+    while find(variable, value) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on the port."""
+    """Whether no program listens on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -189,10 +191,10 @@ def is_free(port: int) -> bool:
 
 
 def free_port(first: int, besides: Collection[int] = ()) -> int:
-    """`first`, or the next port that nobody listens on and that is not `besides`.
+    """`first`, or the next port that is free and not among `besides`.
 
     Raises:
-        UserError: if none of the next ones is free, or there is no such port.
+        UserError: if none of the next ones is free, or `first` is not a port.
     """
     if not 1 <= first <= LAST_PORT:
         raise UserError(f"port {first} is given; ports go from 1 to {LAST_PORT}")
@@ -200,7 +202,7 @@ def free_port(first: int, besides: Collection[int] = ()) -> int:
     for port in range(first, last + 1):
         if port not in besides and is_free(port):
             return port
-    raise UserError(f"ports {first} to {last} are all in use; give another one")
+    raise UserError(f"ports {first} to {last} are all in use; give another first port")
 
 
 def environment_path(base: Mapping[str, str]) -> str:

@@ -80,10 +80,10 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
     commit = _experiment(paths.root, name)
     if commit is not None:
         return _of_commit(paths.root, commit, name)
-    from rlhf_tasks.tracking import context, records
+    from rlhf_tasks.tracking import context, runs
 
     uri = context.uri(config.load(paths.params).tracking)
-    record = records.find(uri, paths.home, name, drawn)
+    record = runs.find(uri, paths.home, name, drawn)
     if record is None or not record.metrics:
         reason = "is not a run that MLflow or git has here" if record is None else "has no finished stage"
         raise UserError(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
-FAILURE = "RLHF_FAILURE_FILE"  # the first worker that fails writes the reason to this file
+FAILURE = "RLHF_FAILURE_FILE"  # a failing stage writes the reason there, for its launcher or for the flow
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
@@ -76,7 +77,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
     words += ["--mixed_precision", launch.mixed_precision, "--dynamo_backend", "no"]
     words += ["--num_cpu_threads_per_process", str(threads), *_rendezvous(launch, environment)]
-    return [sys.executable, *words, "--module", "rlhf_tasks.cli.main", stage]
+    return [sys.executable, *words, "--module", "rlhf_tasks.cli", stage]
 
 
 def _threads(launch: Launch) -> int:
@@ -135,9 +136,11 @@ def supervise(words: Sequence[str], environment: Mapping[str, str]) -> int:
             workers.send_signal(signal.SIGTERM)
             workers.wait()
             raise
-        report = reported(failure)
-    if report is not None and report["kind"] == "user":
-        raise UserError(report["message"])
+        failed = reported(failure)
+    if failed is not None:
+        if failed["kind"] == "user":
+            raise UserError(failed["message"])
+        _write(failed)
     return status
 
 
@@ -157,22 +160,23 @@ def mistake(error: BaseException) -> str | None:
 
 
 def report(error: BaseException) -> None:
-    """Write why this worker fails, for the launcher and the first rank; only the first report is kept."""
-    where = os.environ.get(FAILURE)
-    if where is None:
-        return
+    """Write why this stage fails, for the program that started it; only the first report is kept."""
     kind, message = "user", mistake(error)
     if message is None:
-        kind, message = "fault", f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}"
-    try:
-        with Path(where).open("x", encoding="utf-8") as file:
-            json.dump({"kind": kind, "message": message}, file)
-    except FileExistsError:
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        kind, message = "fault", f"{rank}{type(error).__name__}: {error}"
+    _write({"kind": kind, "message": message})
+
+
+def _write(failure: Mapping[str, str]) -> None:
+    if FAILURE not in os.environ:
         return
+    with suppress(FileExistsError), Path(os.environ[FAILURE]).open("x", encoding="utf-8") as file:
+        json.dump(failure, file)
 
 
 def reported(failure: Path | None = None) -> dict[str, str] | None:
-    """The report of the first worker that failed; None without one."""
+    """What the failure file holds: `kind` (user or fault) and `message`; None if nothing has failed."""
     where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
     if where is None or not where.exists():
         return None

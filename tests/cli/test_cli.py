@@ -1,4 +1,4 @@
-"""`rlhf STAGE`: what it checks, writes and says, and its exit status."""
+"""`rlhf`: what its commands check, write and print, and the exit status."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rlhf_tasks.presets import overlays
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import launch
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[StageView, Paths, Tracker], dict[str, float]]
@@ -38,7 +39,7 @@ def quiet_project(project: Path) -> Path:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
-    """Makes a function the stages sft and prepare."""
+    """Replaces the stages sft and prepare by a function."""
     before = signal.getsignal(signal.SIGTERM)
 
     def install(run: Run) -> None:
@@ -58,7 +59,7 @@ def trained(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]
     return {"perplexity": 4.0, "loss": 1.5}
 
 
-def test_a_stage_leaves_metrics_plots_and_lineage(
+def test_a_stage_writes_metrics_plots_and_lineage(
     quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage(trained)
@@ -80,7 +81,7 @@ def test_a_stage_without_curves_writes_no_plot(quiet_project: Path, stage: Calla
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_metric_that_is_no_number_fails_the_stage(
+def test_a_metric_that_is_not_finite_fails_the_stage(
     quiet_project: Path, stage: Callable[[Run], None], value: float
 ) -> None:
     stage(lambda view, paths, tracker: {"loss": value})
@@ -89,7 +90,7 @@ def test_a_metric_that_is_no_number_fails_the_stage(
     assert not Path("metrics").exists()
 
 
-def test_a_missing_input_is_named_with_its_maker(
+def test_a_missing_input_is_named_with_the_stage_that_makes_it(
     quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage(trained)
@@ -100,7 +101,7 @@ def test_a_missing_input_is_named_with_its_maker(
     assert not Path("models/sft").exists()
 
 
-def test_every_problem_of_params_is_told_before_anything_is_loaded(
+def test_all_problems_of_params_yaml_are_reported_before_anything_is_loaded(
     quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage(trained)
@@ -113,7 +114,7 @@ def test_every_problem_of_params_is_told_before_anything_is_loaded(
     assert "Traceback" not in message
 
 
-def test_a_users_mistake_is_2_and_a_fault_keeps_its_traceback(
+def test_a_users_mistake_ends_with_2_and_a_fault_keeps_its_traceback(
     quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def mistaken(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -135,12 +136,12 @@ def test_a_users_mistake_is_2_and_a_fault_keeps_its_traceback(
 @pytest.mark.parametrize(
     ("out", "why"),
     [
-        ("folder.jsonl", "that is a folder"),
+        ("folder.jsonl", "this is a folder"),
         ("params.yaml/v.jsonl", "its folder cannot be made"),
-        ("shut/v.jsonl", "shut cannot be written to"),
+        ("shut/v.jsonl", "shut is not writable"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_paid_for(
+def test_an_output_file_that_cannot_be_written_is_refused_before_anything_runs(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -151,12 +152,12 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_paid_for(
     Path("folder.jsonl").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).name != "shut")
     assert main.main([*words, "--out", out]) == 2
-    told = capsys.readouterr().err
-    assert f"rlhf: --out {out}: " in told
-    assert why in told
+    message = capsys.readouterr().err
+    assert f"rlhf: --out {out}: " in message
+    assert why in message
 
 
-def test_a_folder_that_may_not_be_written_is_one_message(
+def test_a_folder_without_write_permission_is_one_message(
     quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shut_out(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -164,11 +165,12 @@ def test_a_folder_that_may_not_be_written_is_one_message(
 
     stage(shut_out)
     assert main.main(["sft"]) == 2
-    told = "rlhf: [Errno 13] Permission denied: 'models/sft'; this user must be able to read and write there"
-    assert capsys.readouterr().err == f"{told}\n"
+    message = capsys.readouterr().err
+    assert message.startswith("rlhf: [Errno 13] Permission denied: 'models/sft'; ")
+    assert len(message.splitlines()) == 1
 
 
-def test_ctrl_c_is_130(quiet_project: Path, stage: Callable[[Run], None]) -> None:
+def test_ctrl_c_ends_with_130(quiet_project: Path, stage: Callable[[Run], None]) -> None:
     def interrupted(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise KeyboardInterrupt
 
@@ -176,7 +178,9 @@ def test_ctrl_c_is_130(quiet_project: Path, stage: Callable[[Run], None]) -> Non
     assert main.main(["sft"]) == 130
 
 
-def test_sigterm_unwinds_the_stage_and_is_143(quiet_project: Path, stage: Callable[[Run], None]) -> None:
+def test_sigterm_unwinds_the_stage_and_ends_with_143(
+    quiet_project: Path, stage: Callable[[Run], None]
+) -> None:
     closed = []
 
     def terminated(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -192,7 +196,7 @@ def test_sigterm_unwinds_the_stage_and_is_143(quiet_project: Path, stage: Callab
     assert closed == [True]
 
 
-def test_other_ranks_write_nothing_and_say_nothing(
+def test_other_ranks_write_and_print_nothing(
     quiet_project: Path,
     stage: Callable[[Run], None],
     capsys: pytest.CaptureFixture[str],
@@ -217,7 +221,34 @@ def test_a_stage_sees_only_the_sections_it_declares(
         main.main(["sft"])
 
 
-def test_help_names_every_stage_and_loads_no_torch() -> None:
+def test_a_failed_stage_reports_why_to_its_starter(
+    quiet_project: Path, stage: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flow and the launcher read this file; they need not understand what the stage printed."""
+    file = quiet_project / "failure.json"
+    monkeypatch.setenv(launch.FAILURE, str(file))
+
+    def refusing(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
+        raise UserError("fix it")
+
+    def faulty(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
+        raise RuntimeError("boom")
+
+    stage(refusing)
+    assert main.main(["sft"]) == 2
+    assert json.loads(file.read_text(encoding="utf-8")) == {"kind": "user", "message": "fix it"}
+    file.unlink()
+    stage(faulty)
+    with pytest.raises(RuntimeError, match="boom"):
+        main.main(["sft"])
+    assert json.loads(file.read_text(encoding="utf-8")) == {"kind": "fault", "message": "RuntimeError: boom"}
+    file.unlink()
+    Path("params.yaml").write_text("seed: -1\n", encoding="utf-8")
+    assert main.main(["sft"]) == 2
+    assert json.loads(file.read_text(encoding="utf-8"))["kind"] == "user"
+
+
+def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None:
     code = (
         "import sys; from rlhf_tasks.cli import main\n"
         "try: main.main(['--help'])\n"
@@ -226,8 +257,16 @@ def test_help_names_every_stage_and_loads_no_torch() -> None:
         "sys.exit(f'loaded {heavy}' if heavy else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for name in config.STAGES:
-        assert name in done.stdout
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ") and line.strip()}
+    assert {*config.STAGES, "up", "down", "status", "work", "deploy", "flow"} <= listed
+    (commands,) = (a.choices for a in main.parser()._actions if isinstance(a.choices, dict))
+    assert {name for names in main.GROUPS.values() for name in names} == set(commands)
+
+
+def test_the_package_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "up", "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: rlhf up ")
 
 
 # -------------------------------------------------------------------------------------- generate
@@ -235,17 +274,17 @@ def test_help_names_every_stage_and_loads_no_torch() -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
-    """What was asked of the model; each answer is the prompt in capitals."""
-    asked: list[tuple[str, dict[str, object]]] = []
+    """The calls of the model; each response is the prompt in capitals."""
+    calls: list[tuple[str, dict[str, object]]] = []
     module = types.ModuleType("rlhf_tasks.modeling.generation")
 
     def respond(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
-        asked.append((prompts[0], settings))
+        calls.append((prompts[0], settings))
         return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
 
     module.respond = respond  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlhf_tasks.modeling.generation", module)
-    return asked
+    return calls
 
 
 def test_generate_answers_a_prompt(
@@ -257,9 +296,9 @@ def test_generate_answers_a_prompt(
     assert answers == [("hello", {"temperature": 0.7, "max_new_tokens": 5, "num_samples": 2, "seed": 3})]
 
 
-def test_generate_says_which_checkpoint_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_names_the_missing_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["generate", "models/none", "--prompt", "x"]) == 2
-    assert "models/none is no folder" in capsys.readouterr().err
+    assert "models/none is not a folder" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------- presets
@@ -294,10 +333,12 @@ def test_a_preset_changes_values_and_keeps_comments(project: Path, preset_folder
         "scratch",
         "kl_coef",
     ]
-    assert any("# of a hub id" in line for line in differing)
+    assert any("# commit hash of a hub id" in line for line in differing)
 
 
-def test_a_section_can_stand_for_null_and_null_for_a_section(project: Path, preset_folder: Path) -> None:
+def test_a_preset_can_replace_null_by_a_section_and_a_section_by_null(
+    project: Path, preset_folder: Path
+) -> None:
     main.main(["preset", "small"])
     scratch = "model: {base: scratch, revision: null, scratch: {family: gpt2, hidden_size: 8, num_layers: 1, "
     back = scratch + "num_heads: 2, vocab_size: 9, tokenizer: bpe}}\n"
@@ -308,7 +349,7 @@ def test_a_section_can_stand_for_null_and_null_for_a_section(project: Path, pres
     assert shape.hidden_size == 8
 
 
-def test_presets_that_make_an_invalid_file_change_nothing(
+def test_presets_that_would_make_params_yaml_invalid_change_nothing(
     project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = Path("params.yaml").read_bytes()
@@ -317,11 +358,11 @@ def test_presets_that_make_an_invalid_file_change_nothing(
     assert Path("params.yaml").read_bytes() == before
 
 
-def test_an_unknown_preset_is_answered_with_the_known(
+def test_the_message_for_an_unknown_preset_lists_the_known_ones(
     project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "smal"]) == 2
-    assert "known are small, wrong" in capsys.readouterr().err
+    assert "give one of small, wrong" in capsys.readouterr().err
 
 
 def test_presets_are_listed_with_their_first_line(

@@ -1,4 +1,4 @@
-"""params.yaml as types: all problems at once, none of them silent."""
+"""Checks of params.yaml: one message names all problems, and no problem is silent."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def problems(changes: Mapping[str, Any]) -> str:
     return str(raised.value)
 
 
-def test_every_problem_is_told_in_one_message() -> None:
-    told = problems({"ppo.gamma": 1.5, "sft.batch_size": 0, "data.source": "web", "seed": -1, "judge.foo": 1})
-    assert told.startswith("params.yaml has 5 problem(s):")
+def test_one_message_names_every_problem() -> None:
+    message = problems(
+        {"ppo.gamma": 1.5, "sft.batch_size": 0, "data.source": "web", "seed": -1, "judge.foo": 1}
+    )
+    assert message.startswith("params.yaml has 5 problem(s):")
     for key in ("ppo.gamma: ", "sft.batch_size: ", "data.source: ", "seed: ", "judge.foo: "):
-        assert key in told
-    assert "(given: 1.5)" in told
-    assert "(given: 'web')" in told
+        assert key in message
+    assert "(given: 1.5)" in message
+    assert "(given: 'web')" in message
 
 
 @pytest.mark.parametrize(
@@ -39,11 +41,11 @@ def test_every_problem_is_told_in_one_message() -> None:
         ("rewards", "reward"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, near: str) -> None:
+def test_the_message_for_an_unknown_key_names_the_nearest_known_key(key: str, near: str) -> None:
     assert f"{key}: unknown key; did you mean {near!r}?" in problems({key: 1})
 
 
-def test_a_key_like_no_other_is_refused_with_all_known_ones() -> None:
+def test_the_message_for_an_unknown_key_lists_all_keys_if_none_is_near() -> None:
     assert "zzz: unknown key; known here: enabled, uri, experiment" in problems({"tracking.zzz": 1})
 
 
@@ -61,7 +63,7 @@ def test_a_key_like_no_other_is_refused_with_all_known_ones() -> None:
         ("tracking", None),
     ],
 )
-def test_a_value_of_another_type_is_not_bent_into_the_right_one(key: str, value: Any) -> None:
+def test_a_value_of_the_wrong_type_is_refused_and_never_converted(key: str, value: Any) -> None:
     assert f"{key}" in problems({key: value})
 
 
@@ -82,8 +84,8 @@ def test_a_missing_key_is_named() -> None:
         ({"ppo.total_episodes": 4}, "nothing would be trained"),
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
-        ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold knows the synthetic task only"),
-        ({"data.source": "hub"}, "names the sets of `source: hub`"),
+        ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
+        ({"data.source": "hub"}, "names the data sets of `source: hub`"),
         ({"model.scratch": None}, "the shape of `base: scratch`"),
         ({"model.base": "some/name", "model.scratch": None}, "needs `revision`"),
         ({"sft.from": "some/name"}, "needs `revision`"),
@@ -91,7 +93,10 @@ def test_a_missing_key_is_named() -> None:
         ({"model.scratch.num_heads": 5}, "must be an even whole number"),
         ({"preferences.label_noise": 0.5}, "less than 0.5"),
         ({"ppo.select_by": {"judge": small.GOLD, "max_failure_share": 0.05}}, "'gold' found using 'kind'"),
-        ({"ppo.select_by": {"judge": small.HELDOUT, "max_failure_share": 0.05}}, "needs no judge"),
+        (
+            {"ppo.select_by": {"judge": small.HELDOUT, "max_failure_share": 0.05}},
+            "select_by cannot name models/reward_heldout",
+        ),
         (
             {
                 "ppo.scorers": [{"kind": "function", "function": "m:f", "weight": 1.0}],
@@ -100,7 +105,7 @@ def test_a_missing_key_is_named() -> None:
                     "max_failure_share": 0.05,
                 },
             },
-            "what is optimised does not choose",
+            "PPO does not select by what it optimises",
         ),
     ],
 )
@@ -111,8 +116,8 @@ def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any]
 @pytest.mark.parametrize(
     "uri", ["sqlite:///mlflow.db", "sqlite+pysqlite:///a/b.db", "file:mlruns", "./mlruns"]
 )
-def test_a_store_by_a_relative_path_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be opened in a git worktree, and removed with it."""
+def test_a_tracking_store_with_a_relative_path_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage may work in a git worktree, which is removed with everything in it."""
     with pytest.raises(ValidationError, match=r"is relative to the working folder.*absolute path"):
         config.Tracking(enabled=True, uri=uri, experiment="a")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -131,7 +136,9 @@ def test_a_store_by_a_relative_path_is_refused(uri: str, monkeypatch: pytest.Mon
         "databricks://a",
     ],
 )
-def test_a_store_that_is_the_same_from_everywhere_is_taken(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracking_store_with_an_absolute_address_is_accepted(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = config.Tracking(enabled=True, uri=uri, experiment="a")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another")
     assert context.uri(given) == uri
@@ -143,7 +150,7 @@ def test_a_revision_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
     assert "would be ignored" in problems({"sft.from": str(tmp_path), "sft.revision": "a" * 40})
 
 
-def test_a_parameter_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_the_message_names_a_parameter_file_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "params.yaml"
     with pytest.raises(ConfigError, match="does not exist"):
         config.load(file)
@@ -161,10 +168,10 @@ def test_a_config_cannot_be_changed() -> None:
         settings.ppo.gamma = 0.5
 
 
-# ------------------------------------------------------------------------------- what a stage sees
+# ------------------------------------------------------------------------------------- stage views
 
 
-def test_a_stage_sees_the_sections_it_declares_and_no_other() -> None:
+def test_a_stage_view_has_the_declared_sections_and_no_other() -> None:
     view = small.view("sft")
     assert view.seed == small.params()["seed"]
     assert view.sft.batch_size == small.params()["sft"]["batch_size"]
@@ -173,21 +180,21 @@ def test_a_stage_sees_the_sections_it_declares_and_no_other() -> None:
         assert not hasattr(view, section)
 
 
-def test_a_stage_that_declares_one_field_of_a_section_sees_that_one() -> None:
+def test_a_stage_view_has_a_single_declared_field_without_its_section() -> None:
     view = small.view("judge")
     assert view.data_source == small.params()["data"]["source"]
     assert not hasattr(view, "data")
 
 
 @pytest.mark.parametrize("stage", config.STAGES)
-def test_declared_parameters_are_those_the_stage_may_read(stage: config.Stage) -> None:
+def test_the_declared_parameters_are_those_that_the_stage_reads(stage: config.Stage) -> None:
     declared = small.view(stage).declared
     reads = config.VIEWS[stage].reads()
     assert all(any(key == r or key.startswith(f"{r}.") for r in reads) for key in declared)
     assert {key.split(".")[0] for key in declared} == {r.split(".")[0] for r in reads}
 
 
-def test_flat_keys_join_nested_ones_with_dots() -> None:
+def test_flatten_joins_nested_keys_with_dots() -> None:
     assert config.flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
 
 
@@ -225,7 +232,7 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ),
         (
             {"ppo.truncation": "eos_trick_subtract", "ppo.missing_eos_score": 1.0},
-            "a positive one would reward unfinished answers",
+            "a positive value would reward unfinished",
         ),
         (
             {"ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}, "ppo.vf_coef": 0.0},
@@ -233,14 +240,14 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ),
         ({"ppo.critic_warmup": {"max_updates": 3, "settled": 1.0}}, "ppo.critic_warmup.settled: "),
         ({"ppo.kl_in": "loss", "ppo.kl_estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
-        ({"ppo.top_p": 0.9}, "another distribution than the log-probs"),
+        ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
         ({"ppo.scorers": []}, "scorers is empty"),
-        ({"ppo.scorers": [DUMMY, DUMMY]}, "can stand there once"),
+        ({"ppo.scorers": [DUMMY, DUMMY]}, "are allowed once each"),
         ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.http.url: "),
         ({"ppo.scorers": [{**HTTP, "urll": "x"}]}, "did you mean 'url'?"),
         ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
         ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
-        ({"reward.train": False}, "ppo.scorers, ppo.critic_init, judge.judges ask(s) for a reward model"),
+        ({"reward.train": False}, "a reward model is needed by ppo.scorers, ppo.critic_init, judge.judges"),
         (
             {"ppo.scorers": [DUMMY], "ppo.critic_init": "sft", "judge.judges": [small.GOLD]},
             "reward.train is true, but no scorer, critic or judge uses one",
@@ -253,7 +260,7 @@ def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
     assert message in problems(changes)
 
 
-def test_a_guard_that_rolls_back_needs_a_coefficient_to_raise_and_weights_to_keep() -> None:
+def test_rolling_back_needs_a_positive_kl_coef_and_no_deepspeed() -> None:
     guards = small.params()["ppo"]["guards"] | {"action": "roll_back"}
     assert "0 would stay 0" in problems({"ppo.guards": guards, "ppo.kl_coef": 0.0})
     deepspeed = {"launch.deepspeed": "zero2", "launch.num_processes": 2}

@@ -1,4 +1,4 @@
-"""The shipped presets, and single values set on top of them."""
+"""The shipped presets, and single values that override them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config, errors, presets
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import micro_batches
-from rlhf_tasks.presets import Request, overlays
+from rlhf_tasks.presets import Request
 from tests import toy
 from tests.test_contracts import UNPINNED
 
@@ -26,12 +26,12 @@ def with_preset(name: str) -> config.Config:
     return config.validate(tree, name)
 
 
-def test_values_are_set_on_top_of_presets(project: Path) -> None:
+def test_single_values_come_after_presets(project: Path) -> None:
     words = ["preset", "smoke", "--set", "seed=7", "sft.learning_rate=1.0e-4", "data.max_rows=null"]
     assert main.main(words) == 0
-    found = config.load()
-    assert (found.seed, found.sft.learning_rate, found.data.max_rows) == (7, 1e-4, None)
-    assert found.ppo.total_episodes == with_preset("smoke").ppo.total_episodes
+    settings = config.load()
+    assert (settings.seed, settings.sft.learning_rate, settings.data.max_rows) == (7, 1e-4, None)
+    assert settings.ppo.total_episodes == with_preset("smoke").ppo.total_episodes
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def test_a_value_that_cannot_be_set_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["smoke", "docstrings"])
-def test_a_preset_that_changes_the_gate_makes_none_where_there_is_none(
+def test_a_preset_does_not_turn_on_a_gate_that_is_null(
     project: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`promotion: null` is a decision; the rest of the preset holds."""
+    """`promotion: null` is the user's decision; the rest of the preset applies."""
     assert main.main(["preset", "--set", "promotion=null"]) == 0
     assert main.main(["preset", name]) == 0
-    assert "promotion stays null (a preset would change " in capsys.readouterr().out
-    found = config.load()
-    assert found.promotion is None
-    assert found.judge == with_preset(name).judge
-    assert presets.read(name)["promotion"], "what was left away of the file in memory is still in the preset"
+    assert "promotion stays null (a preset changes its " in capsys.readouterr().out
+    settings = config.load()
+    assert settings.promotion is None
+    assert settings.judge == with_preset(name).judge
+    assert presets.read(name)["promotion"], "the preset itself is unchanged"
 
 
-def test_a_section_that_the_same_command_turns_on_does_not_stay_null(
+def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gate = with_preset("smoke").model_dump(mode="json")["promotion"] | {"max_kl": 7.5}
@@ -78,84 +78,84 @@ def test_a_section_that_the_same_command_turns_on_does_not_stay_null(
     capsys.readouterr()
     assert main.main(["preset", "smoke", "--set", f"promotion={json.dumps(gate)}"]) == 0
     assert "stays null" not in capsys.readouterr().out
-    found = config.load().promotion
-    assert found is not None
-    assert found.model_dump(mode="json") == gate, "single values win"
+    settings = config.load().promotion
+    assert settings is not None
+    assert settings.model_dump(mode="json") == gate, "single values win"
 
 
-def test_a_section_is_replaced_whole() -> None:
-    """A key that only the file's own section has is gone, be it one that nobody knows any more."""
+def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:
+    """A key that only the file's own section has is removed, even an unknown one."""
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     own = text.replace("tracking:\n", "tracking:\n  of_old: 1\n")
     sections = {"tracking": {"enabled": False, "uri": None, "experiment": "b"}}
-    written, found = presets.replaced(own, sections, "params.yaml")
-    assert found.tracking.experiment == "b"
-    assert config.validate(config.parse(written, "params.yaml"), "params.yaml") == found
-    assert found.ppo == config.validate(config.parse(text, "params.yaml"), "params.yaml").ppo
+    written, settings = presets.replaced(own, sections, "params.yaml")
+    assert settings.tracking.experiment == "b"
+    assert config.validate(config.parse(written, "params.yaml"), "params.yaml") == settings
+    assert settings.ppo == config.validate(config.parse(text, "params.yaml"), "params.yaml").ppo
 
 
-def test_guards_that_are_off_stay_off(project: Path) -> None:
+def test_a_preset_does_not_turn_on_guards_that_are_null(project: Path) -> None:
     assert main.main(["preset", "over_optimised", "--set", "ppo.guards=null"]) == 0
     assert main.main(["preset", "over_optimised"]) == 0
-    found = config.load()
-    assert (found.ppo.guards, found.ppo.kl_coef) == (None, 0.0)
+    settings = config.load()
+    assert (settings.ppo.guards, settings.ppo.kl_coef) == (None, 0.0)
 
 
-def test_a_whole_section_turns_on_what_was_off(project: Path) -> None:
+def test_a_preset_with_a_complete_section_turns_it_on(project: Path) -> None:
     assert config.load().ppo.ptx is None
     assert main.main(["preset", "ppo_max"]) == 0
-    found = config.load()
-    assert found.ppo.ptx is not None
-    assert found.ppo.critic_warmup is not None
+    settings = config.load()
+    assert settings.ppo.ptx is not None
+    assert settings.ppo.critic_warmup is not None
 
 
-def test_a_value_of_a_section_that_is_off_is_refused_with_what_is_lacking(
+def test_setting_one_value_of_a_null_section_is_refused_and_names_the_missing_keys(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "--set", "ppo.ptx=null", "ppo.adaptive_kl.target=3.0"]) == 2
-    told = capsys.readouterr().err
-    assert "ppo.adaptive_kl is null, which turns all of it off, so that target alone cannot be set" in told
-    assert "give horizon, clip too, as one ppo.adaptive_kl={…}" in told
+    message = capsys.readouterr().err
+    assert "ppo.adaptive_kl is null, so that target alone cannot be set" in message
+    assert "give horizon, clip too, as one ppo.adaptive_kl={…}" in message
     whole = "ppo.adaptive_kl={target: 3.0, horizon: 10000, clip: 0.2}"
     assert main.main(["preset", "--set", whole, "ppo.adaptive_kl.target=4.0"]) == 0
     assert config.load().ppo.adaptive_kl is not None
 
 
-def test_the_tldr_preset_asks_for_the_hashes_it_lacks(
+def test_the_tldr_preset_names_the_revisions_that_must_be_set(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "tldr-pythia-1b"]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for where in (
         "datasets/trl-lib/tldr-preference",
         "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr",
     ):
-        assert f"git ls-remote https://huggingface.co/{where} HEAD" in told
+        assert f"git ls-remote https://huggingface.co/{where} HEAD" in message
     pins = [f"{key}={value}" for key, value in config.flatten(UNPINNED["tldr-pythia-1b"]).items()]
     assert main.main(["preset", "tldr-pythia-1b", "--set", *pins]) == 0
     assert config.load() == with_preset("tldr-pythia-1b")
 
 
-def test_the_tldr_preset_has_the_benchmarks_sizes() -> None:
-    """512 episodes = 16 rows × 4 accumulated × 8 processes, each row of 512 + 53 tokens; 1M of them."""
-    found = with_preset("tldr-pythia-1b")
-    own = found.ppo.rollout_batch_size // found.launch.num_processes
-    longest = (found.data.max_prompt_tokens, found.ppo.response_length)
-    cut = micro_batches([longest] * own, found.ppo.micro_batch_tokens)
+def test_the_tldr_preset_has_the_sizes_of_the_benchmark() -> None:
+    """512 episodes per update = 16 rows × 4 accumulated × 8 processes; a row has 512 + 53 tokens."""
+    settings = with_preset("tldr-pythia-1b")
+    own = settings.ppo.rollout_batch_size // settings.launch.num_processes
+    longest = (settings.data.max_prompt_tokens, settings.ppo.response_length)
+    cut = micro_batches([longest] * own, settings.ppo.micro_batch_tokens)
     assert [len(rows) for rows in cut] == [16, 16, 16, 16]
-    assert (found.ppo.num_ppo_epochs, found.ppo.num_mini_batches) == (4, 1)
-    assert (found.ppo.learning_rate, found.ppo.schedule) == (3e-6, "linear")
-    assert (found.ppo.kl_coef, found.ppo.temperature, found.ppo.response_length) == (0.05, 0.7, 53)
-    assert (found.ppo.truncation, found.ppo.missing_eos_score) == ("eos_trick_replace", -1.0)
-    assert found.ppo.total_episodes == 1_000_000
-    assert found.judge.num_examples == 1000
+    assert (settings.ppo.num_ppo_epochs, settings.ppo.num_mini_batches) == (4, 1)
+    assert (settings.ppo.learning_rate, settings.ppo.schedule) == (3e-6, "linear")
+    assert (settings.ppo.kl_coef, settings.ppo.temperature, settings.ppo.response_length) == (0.05, 0.7, 53)
+    assert (settings.ppo.truncation, settings.ppo.missing_eos_score) == ("eos_trick_replace", -1.0)
+    assert settings.ppo.total_episodes == 1_000_000
+    assert settings.judge.num_examples == 1000
 
 
-def test_the_tldr_preset_runs_on_a_shrunken_model_of_its_architecture(
+def test_the_tldr_preset_runs_with_a_tiny_model_of_the_same_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-NeoX, ready SFT and reward models; only the number of episodes, and the texts, are small."""
+    """GPT-NeoX with ready SFT and reward models; only the number of episodes and the texts are small."""
     monkeypatch.chdir(tmp_path)
     preset = presets.read("tldr-pythia-1b")
     ppo = preset["ppo"] | {"total_episodes": 16, "rollout_batch_size": 16}
@@ -173,11 +173,11 @@ def test_the_tldr_preset_runs_on_a_shrunken_model_of_its_architecture(
     )
     for stage in ("prepare", "base", "sft", "preferences", "reward"):
         toy.run(stage, settings)
-    found = toy.run("ppo", settings)
-    assert found["lr"] == 3e-6
-    assert found["val/response_length"] <= 53
-    assert found["val/ratio"] == pytest.approx(1, abs=1e-3), "four epochs at 3e-6 hardly move it"
-    assert found["objective/kl"] == pytest.approx(0, abs=1e-3), "the policy is its reference at first"
+    metrics = toy.run("ppo", settings)
+    assert metrics["lr"] == 3e-6
+    assert metrics["val/response_length"] <= 53
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-3), "four epochs at 3e-6 hardly move it"
+    assert metrics["objective/kl"] == pytest.approx(0, abs=1e-3), "the policy is its reference at first"
     assert 0 <= toy.run("judge", settings)["reward_model/policy_vs_reference/win_rate"] <= 1
 
 
@@ -192,7 +192,7 @@ PAPER = "arXiv 2307.04964, "
 MOSS = "OpenLMLab/MOSS-RLHF@5096bd9, "
 OURS = "no source gives it: "
 
-# What is in force once the preset is applied to the shipped values, and who says so.
+# The values after the preset is applied to the shipped ones, each with its source.
 PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
     "trl": [
         ("ppo.learning_rate", 3e-6, TRL + "learning_rate"),
@@ -337,15 +337,15 @@ PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_papers_preset_has_the_papers_values(name: str) -> None:
-    found = config.flatten(with_preset(name).model_dump(mode="json", by_alias=True))
-    assert [(key, found.get(key)) for key, _, _ in PUBLISHED[name]] == [
+def test_a_preset_of_a_paper_has_the_published_values(name: str) -> None:
+    values = config.flatten(with_preset(name).model_dump(mode="json", by_alias=True))
+    assert [(key, values.get(key)) for key, _, _ in PUBLISHED[name]] == [
         (key, value) for key, value, _ in PUBLISHED[name]
     ]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_papers_preset_changes_nothing_without_a_source(name: str) -> None:
+def test_a_preset_of_a_paper_has_a_source_for_every_value(name: str) -> None:
     keys, cited = config.flatten(presets.read(name)), [key for key, _, _ in PUBLISHED[name]]
     assert sorted(set(keys) - set(cited)) == []
     assert len(set(cited)) == len(cited)
@@ -354,46 +354,56 @@ def test_a_papers_preset_changes_nothing_without_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("under", ["docstrings", "tldr-pythia-1b"])
-def test_a_papers_preset_goes_on_top_of_another_task(project: Path, name: str, under: str) -> None:
+def test_a_preset_of_a_paper_combines_with_another_task(project: Path, name: str, under: str) -> None:
     pins = [f"{key}={value}" for key, value in config.flatten(UNPINNED.get(under, {})).items()]
     assert main.main(["preset", under, name, "--set", *pins, "seed=2"]) == 0
     assert config.load().data.source == with_preset(under).data.source
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_for_large_models_says_so(name: str) -> None:
+def test_the_summary_of_a_preset_of_a_paper_names_the_model_size(name: str) -> None:
     assert "written for" in presets.summary(name)
 
 
-def test_the_smoke_preset_trains_no_reward_model_and_needs_none() -> None:
-    found = with_preset("smoke")
-    assert not found.reward.train
-    assert [scorer.kind for scorer in found.ppo.scorers] == ["dummy"]
-    assert (found.ppo.critic_init, [judge.kind for judge in found.judge.judges]) == ("sft", ["gold"])
+def test_the_smoke_preset_neither_trains_nor_uses_a_reward_model() -> None:
+    settings = with_preset("smoke")
+    assert not settings.reward.train
+    assert [scorer.kind for scorer in settings.ppo.scorers] == ["dummy"]
+    assert (settings.ppo.critic_init, [judge.kind for judge in settings.judge.judges]) == ("sft", ["gold"])
 
 
 SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
-def test_of_a_request_presets_come_first_and_single_values_win() -> None:
-    asked = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
-    _, settings, changes = asked.settle(SHIPPED)
+def test_single_values_of_a_request_override_its_preset() -> None:
+    request = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
+    _, settings, changes = request.resolve(SHIPPED)
     assert (settings.seed, settings.ppo.total_episodes, settings.ppo.gamma) == (9, 128, 0.5)
     assert settings.ppo.rollout_batch_size == 64, "the preset's"
     assert {"seed: 1 → 9", "reward.train: true → false", "ppo.critic_init: reward → sft"} <= {*changes}
 
 
 @pytest.mark.parametrize(
-    "value", ["true", "Null", "1", "", "two\nlines", "a: b", "- a", "plain", "models/x-1.0", None, 1.5]
+    ("key", "value"),
+    [
+        *(
+            ("tracking.experiment", text)
+            for text in ("true", "Null", "1", "", "two\nlines", "a: b", "- a", "plain", "models/x-1.0")
+        ),
+        ("tracking.uri", None),
+        ("ppo.kl_coef", 1.5),
+    ],
 )
-def test_a_change_is_told_in_one_line_that_reads_back_as_the_value(value: str | float | None) -> None:
-    told = overlays._in_yaml(value)
-    assert "\n" not in told
-    assert YAML(typ="safe", pure=True).load(told) == value
+def test_a_value_in_a_change_list_is_one_line_of_yaml(key: str, value: str | float | None) -> None:
+    shipped = SHIPPED.replace("uri: null", "uri: /a")
+    _, _, (change,) = Request(overrides={key: value}).resolve(shipped)
+    text = change.partition(" → ")[2]
+    assert "\n" not in text
+    assert YAML(typ="safe", pure=True).load(text) == value
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"ppo.kl_cof": 1.0}, "did you mean 'kl_coef'"),
         ({"ppo.kl_coef": "0.1"}, "ppo.kl_coef"),
@@ -401,8 +411,8 @@ def test_a_change_is_told_in_one_line_that_reads_back_as_the_value(value: str | 
         ({"ppo.kl_coef": 0.1, "sft.batch_size": -1}, "sft.batch_size"),
     ],
 )
-def test_of_a_request_overrides_are_checked_by_the_config_types(
-    overrides: dict[str, object], told: str
+def test_overrides_of_a_request_are_checked_by_the_config_types(
+    overrides: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(errors.ConfigError, match=told):
-        Request(overrides=overrides).settle(SHIPPED)
+    with pytest.raises(errors.ConfigError, match=message):
+        Request(overrides=overrides).resolve(SHIPPED)

@@ -237,7 +237,7 @@ def test_a_function_must_return_one_number_per_response(tmp_path: Path, returned
 @pytest.mark.parametrize(
     ("judges", "reason"),
     [
-        ([small.GOLD, small.HELDOUT | {"name": "gold"}], "gold is the name of several judges"),
+        ([small.GOLD, small.HELDOUT | {"name": "gold"}], "several have the name gold"),
         ([small.GOLD | {"name": "kappa"}], "the name of another metric"),
         ([small.GOLD | {"name": "A/B"}], "judge.judges.0.gold.name: "),
         ([small.GOLD, BOTH], "both combines longest, which is not in the list"),

@@ -435,7 +435,7 @@ def test_the_stage_pays_for_no_reply_twice_after_a_kill(
     shutil.copytree(
         ROOT / "rlhf_tasks/evaluation", models_here / "rlhf_tasks/evaluation"
     )  # the labels, and the deps
-    command = [sys.executable, "-P", "-m", "rlhf_tasks.cli.main", "judge"]
+    command = [sys.executable, "-P", "-m", "rlhf_tasks.cli", "judge"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     kept = models_here / ".rlhf" / llm.FILE
     with subprocess.Popen(command, cwd=models_here, env=environment, stdout=subprocess.DEVNULL) as process:

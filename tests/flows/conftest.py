@@ -15,7 +15,7 @@ from tests.flows import toy
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    """A server that tells nobody of itself."""
+    """A Prefect server without telemetry."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.QUIET.items():
             patch.setenv(name, value)
@@ -25,7 +25,7 @@ def server() -> Iterator[None]:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder: a project of another name than those of other tests, which share its server."""
+    """The working folder: a project whose name no other test of this server uses."""
     made = toy.make(
         tmp_path / "project",
         tracking={"enabled": False, "experiment": f"test-{uuid.uuid4()}"},

@@ -1,9 +1,10 @@
-"""What the server is told, and what the watch makes of a deployment's parameters; nobody runs anything."""
+"""What is registered at the server, and how the watch uses a deployment's parameters; nothing is run."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,21 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.deployments import run_deployment
 from prefect.events import emit_event
 from prefect.events.schemas.automations import AutomationCore
 from prefect.events.schemas.events import Event
 from prefect.flow_engine import FlowRunEngine
-from prefect.runtime import flow_run
 from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.states import Completed, Running
+from prefect.variables import Variable
 
-from flows import deployments, pipeline, request, service, settings, sweep, watch
+from flows import deployments, pipeline, request, settings, sweep, watch
 from rlhf_tasks import config
+from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import git
@@ -34,9 +36,10 @@ from tests.flows import toy
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.usefixtures("server"),
-    pytest.mark.filterwarnings("ignore"),  # Prefect's and its server's own
+    pytest.mark.filterwarnings("ignore"),  # those of Prefect and its server
 ]
-RUNS, LOOKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/on-data-change"
+Made = Callable[[], list[dict[str, Any]]]
+RUNS, CHECKS = f"{settings.PIPELINE}/pipeline", f"{settings.WATCH}/on-data-change"
 
 
 def deployment(name: str) -> Any:
@@ -51,24 +54,24 @@ def update(name: str, **values: Any) -> None:
 
 def test_applying_again_keeps_what_users_changed(root: Path) -> None:
     deployments.apply(root, None)
-    first = deployment(LOOKS)
+    first = deployment(CHECKS)
     (hourly,) = first.schedules
     assert (hourly.slug, hourly.active, hourly.schedule.interval) == ("hourly", False, timedelta(hours=1))
     with get_client(sync_client=True) as client:
         often = IntervalSchedule(interval=timedelta(minutes=5))
         client.update_deployment_schedule(first.id, hourly.id, active=True, schedule=often)
-    update(LOOKS, parameters={"preset": "smoke"}, job_variables={"env": {"A": "b"}}, description="mine")
+    update(CHECKS, parameters={"preset": "smoke"}, job_variables={"env": {"A": "b"}}, description="mine")
     deployments.apply(root, None)
-    again = deployment(LOOKS)
+    again = deployment(CHECKS)
     assert again.id == first.id
     assert again.parameters == {"preset": "smoke", "deployment": RUNS}
     assert again.job_variables == {"env": {"A": "b"}, **first.job_variables}
-    assert again.description == first.description, "what comes from here is renewed"
+    assert again.description == first.description, "the description comes from this project"
     (kept,) = again.schedules
     assert (kept.id, kept.active, kept.schedule.interval) == (hourly.id, True, timedelta(minutes=5))
 
 
-def test_the_slots_of_the_limit_stay_unless_they_are_told(root: Path) -> None:
+def test_the_slots_of_the_limit_stay_unless_a_number_is_given(root: Path) -> None:
     def slots() -> int:
         with get_client(sync_client=True) as client:
             return client.read_global_concurrency_limit_by_name(settings.SLOTS).limit
@@ -80,24 +83,24 @@ def test_the_slots_of_the_limit_stay_unless_they_are_told(root: Path) -> None:
     assert slots() == 2
 
 
-def test_projects_of_one_server_have_pools_and_names_of_their_own(root: Path, tmp_path: Path) -> None:
+def test_projects_of_one_server_have_different_pools_and_names(root: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     deployments.apply(root, None)
-    with pytest.raises(UserError, match=rf"is that of the project {root}: give `--pool NAME`"):
+    with pytest.raises(UserError, match=rf"belongs to the project {root}: give `--pool NAME`"):
         deployments.apply(other, None, is_shared=True)
     deployments.apply(root, None, is_shared=True)
-    with pytest.raises(UserError, match="there is no work pool 'two'"):
+    with pytest.raises(UserError, match="work pool 'two' does not exist"):
         deployments.apply(other, None, "two", makes_pool=False)
     deployments.apply(other, None, "two", is_shared=True)
     assert deployment(RUNS).job_variables["working_dir"] == str(root)
     made = deployment(f"{RUNS}-two")
     assert (made.work_pool_name, made.job_variables["working_dir"]) == ("two", str(other))
-    for name in (f"{LOOKS}-two", f"{settings.SWEEP}/sweep-two"):
+    for name in (f"{CHECKS}-two", f"{settings.SWEEP}/sweep-two"):
         assert deployment(name).parameters == {"deployment": f"{RUNS}-two"}, "not those of the first project"
 
 
-def test_projects_are_told_apart_in_a_pool_of_any_type(root: Path, tmp_path: Path) -> None:
-    """Where jobs go to containers, no deployment says which folder is its project's."""
+def test_projects_are_distinguished_in_a_pool_of_any_type(root: Path, tmp_path: Path) -> None:
+    """If jobs run in containers, no deployment has the folder of its project."""
     with get_client(sync_client=True) as client:
         client.create_work_pool(WorkPoolCreate(name="pods", type="kubernetes"))
     other = toy.make(tmp_path / "other")
@@ -111,7 +114,7 @@ def test_projects_are_told_apart_in_a_pool_of_any_type(root: Path, tmp_path: Pat
     name = f"{RUNS}-pods"
     assert "working_dir" not in deployment(name).job_variables
     assert deployment(name).tags == ["rlhf", "project:example.org/one/rlhf"]
-    with pytest.raises(UserError, match=r"is that of the project example.org/one/rlhf: give `--pool NAME`"):
+    with pytest.raises(UserError, match=r"belongs to the project example.org/one/rlhf: give `--pool NAME`"):
         apply(other)
     update(name, tags=["mine", *deployment(name).tags])
     clone = tmp_path / "clone"
@@ -119,7 +122,7 @@ def test_projects_are_told_apart_in_a_pool_of_any_type(root: Path, tmp_path: Pat
     toy.git(clone, "remote", "set-url", "origin", "https://somebody:secret@example.org/one/rlhf")
     apply(clone)
     assert deployment(name).tags == ["rlhf", "project:example.org/one/rlhf", "mine"]
-    update(name, tags=["mine"])  # as of a version that knew no owner
+    update(name, tags=["mine"])  # as an earlier version left it, without an owner
     apply(other)
     assert deployment(name).tags == ["rlhf", "project:example.org/two/rlhf", "mine"]
 
@@ -136,29 +139,29 @@ def test_a_project_that_gets_a_remote_keeps_its_deployments(root: Path, kind: st
     assert deployment(f"{RUNS}-{pool}").tags == ["rlhf", "project:example.org/one/rlhf"]
 
 
-def test_two_folders_of_one_project_are_told_apart_in_a_process_pool(root: Path, tmp_path: Path) -> None:
+def test_two_folders_of_one_project_are_distinguished_in_a_process_pool(root: Path, tmp_path: Path) -> None:
     toy.git(root, "remote", "add", "origin", "git@example.org:one/rlhf.git")
     clone = tmp_path / "clone"
     toy.git(tmp_path, "clone", "-q", str(root), str(clone))
     toy.git(clone, "remote", "set-url", "origin", "git@example.org:one/rlhf.git")
     deployments.apply(root, None, "four", is_shared=True)
     with pytest.raises(
-        UserError, match=rf"is that of the project {root}: .* example.org/one/rlhf in {clone}"
+        UserError, match=rf"belongs to the project {root}: .* example.org/one/rlhf in {clone}"
     ):
         deployments.apply(clone, None, "four", is_shared=True)
 
 
-def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_starts_for_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     with get_client(sync_client=True) as client:
         monkeypatch.setenv("PREFECT_API_URL", str(client.api_url).rstrip("/"))
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
-    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")  # put back when the test is over
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "")  # so that monkeypatch restores it
     monkeypatch.delenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY")
-    assert service.main(["work", "--pool", "three"]) == 0
-    assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", "Prefect's own is 180"
+    cli.main(["work", "--pool", "three"])
+    assert os.environ["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", "Prefect's default is 180"
     monkeypatch.setenv("PREFECT_WORKER_WEBSERVER_PORT", "8080")
-    assert service.main(["work", "--pool", "three"]) == 0
+    cli.main(["work", "--pool", "three"])
     assert [words[words.index("--pool") + 1] for words in started] == ["three", "three"]
     assert ["--with-healthcheck" in words for words in started] == [False, True]
     assert deployment(f"{RUNS}-three").work_pool_name == "three"
@@ -169,7 +172,7 @@ def test_a_worker_is_told_its_pool(root: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @flow(name="somebody-elses")
 def foreign() -> None:
-    """Of another project on the same server."""
+    """A flow of another project on the same server."""
 
 
 def started(of: Any, *, by: str | None = None) -> FlowRun:
@@ -184,28 +187,28 @@ def started(of: Any, *, by: str | None = None) -> FlowRun:
 
 
 def heartbeat(of: Any, run: FlowRun) -> dict[str, Any]:
-    """As the run's own process tells it."""
+    """The event that the run's own process sends."""
     resource, related = FlowRunEngine(of, flow_run=run)._build_heartbeat_event_template()
     return {"event": deployments.HEARTBEAT, "resource": resource, "related": related}
 
 
 def automation() -> Any:
     with get_client(sync_client=True) as client:
-        (found,) = client.read_automations_by_name(deployments.LOST)
-        return found
+        (made,) = client.read_automations_by_name(deployments.LOST)
+        return made
 
 
-def told(run: FlowRun, event: str) -> ReceivedEvent:
-    """The event of a run's state, as the server has told it."""
-    wanted = {"event": {"name": [event]}, "resource": {"id": [f"prefect.flow-run.{run.id}"]}}
+def state_event(run: FlowRun, event: str) -> ReceivedEvent:
+    """The event of a run's state, as the server sends it."""
+    query = {"event": {"name": [event]}, "resource": {"id": [f"prefect.flow-run.{run.id}"]}}
     with get_client(sync_client=True) as client:
-        answer = toy.until(
-            lambda: client._client.post("/events/filter", json={"filter": wanted}).json()["events"], event
+        events = toy.until(
+            lambda: client._client.post("/events/filter", json={"filter": query}).json()["events"], event
         )
-    return ReceivedEvent.model_validate(answer[0])
+    return ReceivedEvent.model_validate(events[0])
 
 
-def test_a_run_of_these_flows_is_watched_and_nobody_elses(root: Path) -> None:
+def test_the_automation_covers_runs_of_these_flows_and_no_others(root: Path) -> None:
     deployments.apply(root, None)
     trigger = ServerTrigger.model_validate(automation().trigger.model_dump())
     ours = [(pipeline.pipeline, started(None, by=RUNS)), (sweep.sweep, started(sweep.sweep))]
@@ -214,11 +217,11 @@ def test_a_run_of_these_flows_is_watched_and_nobody_elses(root: Path) -> None:
         beat = Event(**heartbeat(of, run)).model_dump(mode="json") | {"received": run.created}
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(run.id, Completed(), force=True)
-        for event in (ReceivedEvent.model_validate(beat), told(run, "prefect.flow-run.Completed")):
+        for event in (ReceivedEvent.model_validate(beat), state_event(run, "prefect.flow-run.Completed")):
             assert trigger.covers(event) == ((of, run) in ours), event
 
 
-def test_the_automation_of_an_older_version_is_brought_up_to_date(root: Path) -> None:
+def test_the_automation_of_an_older_version_is_updated(root: Path) -> None:
     deployments.apply(root, None)
     with get_client(sync_client=True) as client:
         new = automation()
@@ -236,7 +239,7 @@ def test_the_automation_of_an_older_version_is_brought_up_to_date(root: Path) ->
 
 
 @pytest.mark.slow
-def test_a_silent_run_crashes_and_an_ended_or_foreign_one_is_left_alone(
+def test_a_run_without_heartbeats_crashes_and_ended_or_foreign_runs_do_not(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "SILENCE", timedelta(seconds=10))
@@ -250,9 +253,9 @@ def test_a_silent_run_crashes_and_an_ended_or_foreign_one_is_left_alone(
         def state(run: FlowRun) -> Any:
             return client.read_flow_run(run.id).state
 
-        toy.until(lambda: state(lost).is_crashed(), "the silent run to be seen as crashed")
+        toy.until(lambda: state(lost).is_crashed(), "the crash of the silent run")
         assert state(lost).message == "its heartbeat stopped"
-        time.sleep(10.0)  # theirs beat before, and would have been next
+        time.sleep(10.0)  # long enough for a foreign run to crash as well
         assert state(theirs).is_running()
         assert state(ended).is_completed()
         client.delete_automation(automation().id)
@@ -262,112 +265,106 @@ def test_a_silent_run_crashes_and_an_ended_or_foreign_one_is_left_alone(
 
 
 @pytest.fixture
-def asked(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The parameters of the runs that the watch asks for."""
+def made(root: Path) -> Made:
+    """The parameters of the runs of the pipeline's deployment that this test makes, in their order."""
     deployments.apply(root, None)
     update(RUNS, parameters={})
-    found: list[dict[str, Any]] = []
 
-    def start(name: str, **told: Any) -> Any:
-        found.append(told["parameters"])
-        return run_deployment(name, **told)
+    def runs() -> list[FlowRun]:
+        only = DeploymentFilter(id=DeploymentFilterId(any_=[deployment(RUNS).id]))
+        with get_client(sync_client=True) as client:
+            return client.read_flow_runs(deployment_filter=only)
 
-    monkeypatch.setattr(watch, "run_deployment", start)
-    return found
+    before = {run.id for run in runs()}
+
+    def parameters() -> list[dict[str, Any]]:
+        new = [run for run in runs() if run.id not in before]
+        return [run.parameters for run in sorted(new, key=lambda run: str(run.created))]
+
+    return parameters
 
 
-def look(**parameters: Any) -> str:
+def check(**parameters: Any) -> str:
     state: Any = watch.data_watch(**parameters, return_state=True)
     return str(state.message)
 
 
-def complete(root: Path, monkeypatch: pytest.MonkeyPatch, asked: Request) -> None:
-    """As a run of this request does at its end."""
-    with monkeypatch.context() as patch:
-        patch.setattr(flow_run, "get_id", lambda: "an-id", raising=False)
-        _, values, _ = request.settle(root, asked, git.resolve(root, None))
-        watch.note(asked, values, watch.fingerprint(root, values))
+def complete(root: Path, request_: Request) -> None:
+    """Record a completed run of this request, as such a run does at its end."""
+    _, values, _ = request.resolve(root, request_, git.resolve(root, None))
+    last = {"data": watch.fingerprint(root, values), "flow_run": "an-id"}
+    Variable.set(watch.variable(request_, values), last, overwrite=True)
 
 
 UNCHANGED = "the data is that of the last completed run"
 
 
-def test_watches_of_two_presets_each_have_a_last_completed_run(
-    root: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    complete(root, monkeypatch, Request())
-    assert look() == UNCHANGED
-    first = look(preset="smoke")
+def test_each_preset_has_its_own_last_completed_run(root: Path, made: Made) -> None:
+    complete(root, Request())
+    assert check() == UNCHANGED
+    first = check(preset="smoke")
     assert first.startswith("the data changed: its run is ")
-    assert look(preset="smoke") == first, "one run, however often it is looked at"
-    assert look(preset="trl") not in (first, UNCHANGED), "a run of its own"
-    complete(root, monkeypatch, Request("smoke"))
-    assert look(preset="smoke") == UNCHANGED
+    assert check(preset="smoke") == first, "one change makes one run, however often it is checked"
+    assert check(preset="trl") not in (first, UNCHANGED), "another preset makes another run"
+    complete(root, Request("smoke"))
+    assert check(preset="smoke") == UNCHANGED
     (root / "given/rows.txt").write_text("other\n", encoding="utf-8")
-    assert look() != UNCHANGED
-    assert asked == [{"preset": "smoke"}, {"preset": "smoke"}, {"preset": "trl"}, {}]
+    assert check() != UNCHANGED
+    assert made() == [{"preset": "smoke"}, {"preset": "trl"}, {}]
 
 
-def test_the_watch_looks_as_the_deployment_would_run(
-    root: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_watch_uses_the_parameters_of_the_deployment(root: Path, made: Made) -> None:
     (root / "elsewhere").mkdir()
     given = {"preset": "smoke", "seed": 5, "overrides": {"data.path": "elsewhere"}}
     update(RUNS, parameters=given)
-    complete(root, monkeypatch, Request())
-    complete(root, monkeypatch, Request("smoke", 5, {"data.path": "elsewhere"}))
-    assert look() == UNCHANGED
-    (root / "given/rows.txt").write_text("not looked at\n", encoding="utf-8")
-    assert look() == UNCHANGED
+    complete(root, Request())
+    complete(root, Request("smoke", 5, {"data.path": "elsewhere"}))
+    assert check() == UNCHANGED
+    (root / "given/rows.txt").write_text("not read by that run\n", encoding="utf-8")
+    assert check() == UNCHANGED
     (root / "elsewhere/rows.txt").write_text("new\n", encoding="utf-8")
-    assert look().startswith("the data changed")
-    assert asked == [{}], "the deployment has them itself"
+    assert check().startswith("the data changed")
+    assert made() == [given]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "problem"),
     [
         ("data: [", "is not readable as YAML"),
         ("[1]", "must hold sections"),
         ("data: {}", "data.path: is missing"),
     ],
 )
-def test_the_watch_says_what_it_cannot_read_and_starts_nothing(
-    root: Path, asked: list[dict[str, Any]], text: str, told: str
+def test_the_watch_reports_an_unreadable_params_yaml_and_starts_nothing(
+    root: Path, made: Made, text: str, problem: str
 ) -> None:
     (root / "params.yaml").write_text(text, encoding="utf-8")
     toy.commit(root)
     state: Any = watch.data_watch(return_state=True)
     assert state.type == StateType.FAILED
-    assert told in str(state.message)
-    assert asked == []
-
-
-def test_the_watch_of_a_deployment_that_is_not_there_says_so(root: Path, asked: list[dict[str, Any]]) -> None:
-    assert "there is none of this name; `prefect deployment ls`" in look(deployment="rlhf-pipeline/pipelin")
-    assert asked == []
+    assert problem in str(state.message)
+    assert made() == []
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "problem"),
     [
-        ("pipeline", "give FLOW/DEPLOYMENT, such as rlhf-pipeline/pipeline"),
-        ("a/b/c", "give FLOW/DEPLOYMENT"),
-        ("rlhf-pipeline/pipelin", "there is none of this name"),
+        ("pipeline", ": give FLOW/DEPLOYMENT, such as rlhf-pipeline/pipeline"),
+        ("a/b/c", ": give FLOW/DEPLOYMENT"),
+        ("rlhf-pipeline/pipelin", " does not exist; `prefect deployment ls` lists"),
     ],
 )
-def test_watch_and_sweep_are_told_of_a_wrong_name_before_anything_starts(
-    root: Path, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, name: str, told: str
+def test_watch_and_sweep_refuse_a_wrong_deployment_before_anything_starts(
+    root: Path, made: Made, name: str, problem: str
 ) -> None:
-    assert f"deployment={name!r}: {told}" in look(deployment=name)
-    monkeypatch.setattr(sweep, "cells", lambda *_: pytest.fail("the sweep has begun"))
+    assert f"deployment={name!r}{problem}" in check(deployment=name)
     state: Any = sweep.sweep(settings_list=[{}], deployment=name, return_state=True)
     assert state.type == StateType.FAILED
-    assert f"deployment={name!r}: {told}" in str(state.message)
-    assert asked == []
+    assert f"deployment={name!r}{problem}" in str(state.message)
+    assert made() == []
 
 
-def test_projects_of_one_server_have_other_variables(root: Path) -> None:
+def test_projects_of_one_server_have_different_variables(root: Path) -> None:
     values = config.load(root / "params.yaml")
     tracking = values.tracking.model_copy(update={"experiment": "another"})
     other = values.model_copy(update={"tracking": tracking})

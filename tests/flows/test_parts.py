@@ -60,8 +60,8 @@ class Parts:
     def daemon(self, name: str) -> Daemon:
         return Service(self.root).daemon(name)
 
-    def told(self, text: str) -> str:
-        """A value of compose.yaml as it is here."""
+    def translated(self, text: str) -> str:
+        """A value of compose.yaml with the addresses and folders of this machine."""
         given = {"MLFLOW_HOSTS": f"{HOST}:{self.ports['mlflow']}"}
         text = re.sub(
             r"\$\{(\w+)(?::([?-])([^}]*))?\}",
@@ -79,12 +79,14 @@ class Parts:
         service = YAML(typ="safe", pure=True).load((INFRA / "compose.yaml").read_text("utf-8"))["services"][
             name
         ]
-        words = shlex.split(self.told(service["command"]))
+        words = shlex.split(self.translated(service["command"]))
         if "--host" in words:
             words[words.index("--host") + 1] = HOST
             words[words.index("--port") + 1] = str(self.ports[name])
-        words = [sys.executable, *([] if words[0] == "python" else ["-m", words[0]]), *words[1:]]
-        environment = {variable: self.told(str(value)) for variable, value in service["environment"].items()}
+        words = [sys.executable, "-m", {"rlhf": "rlhf_tasks.cli"}.get(words[0], words[0]), *words[1:]]
+        environment = {
+            variable: self.translated(str(value)) for variable, value in service["environment"].items()
+        }
         own = {"HOME": str(self.work), "PREFECT_HOME": str(self.work / "state" / name)}
         quick = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
         if "PREFECT_WORKER_WEBSERVER_PORT" in environment:
@@ -148,7 +150,7 @@ class Parts:
             except httpx.HTTPError:
                 return False
 
-        self.daemon(name).await_ready(answers, READY_SECONDS)
+        self.daemon(name).wait_until_ready(answers, READY_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     toy.commit(made.root)
     shutil.copy(INFRA / "kubernetes/mlflow-auth.ini", work)
     ini = work / "mlflow-auth.ini"
-    ini.write_text(made.told(ini.read_text(encoding="utf-8")), encoding="utf-8")
+    ini.write_text(made.translated(ini.read_text(encoding="utf-8")), encoding="utf-8")
     (work / "state").mkdir()
     with ExitStack() as stack:
         data = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlhf-postgres-")))
@@ -181,7 +183,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         yield made
 
 
-def test_the_servers_ask_for_logins(parts: Parts) -> None:
+def test_the_servers_require_logins(parts: Parts) -> None:
     for name, path in {
         "prefect": "/api/work_pools/rlhf",
         "mlflow": "/api/2.0/mlflow/experiments/get",
@@ -197,8 +199,8 @@ def test_a_sweep_on_postgres_and_s3_ends_in_both_and_its_runs_push(parts: Parts)
     state = service.end(pushed)
     assert (state["type"], state["name"]) == ("COMPLETED", "Completed"), service.logs(pushed)
     assert any(key.startswith("project/files/md5/") for key in parts.objects("dvc"))
-    asked = {"grid": {"ppo.kl_coef": [0.3]}, "seeds": [1], "name": "small"}
-    swept = service.start("rlhf-sweep/sweep", **asked)
+    parameters = {"grid": {"ppo.kl_coef": [0.3]}, "seeds": [1], "name": "small"}
+    swept = service.start("rlhf-sweep/sweep", **parameters)
     assert service.end(swept)["type"] == "COMPLETED", service.logs(swept)
     toy.until(lambda: service.mlflow(swept)["info"]["status"] == "FINISHED", "MLflow")
     assert any(key.endswith("/artifacts/comparison.json") for key in parts.objects("mlflow"))

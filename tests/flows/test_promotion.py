@@ -1,4 +1,4 @@
-"""The flow's last task: what `rlhf promote` ends with, the run's state says."""
+"""The flow's last task: the run's state has the end of `rlhf promote`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from flows import pipeline as flows_pipeline
-from flows import programs, promotion, results, stages
+from flows import promotion, results, stage_tasks
+from flows.outcome import Outcome
 from rlhf_tasks import config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -22,10 +23,11 @@ from rlhf_tasks.promotion.command import RETRY_HINT, UNDECIDED
 from rlhf_tasks.promotion.record import verdict_file
 from tests.flows import toy
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Prefect's and its server's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect and its server
 REFUSED = "rlhf-policy version 2 (models/policy): KL 11.2 > 10"
 CRITERION = {"key": "kl", "title": "KL", "value": 11.2, "relation": "<=", "bound": 10.0, "lacking": "",
              "margin": -1.2, "passed": False}  # fmt: skip
+LOGGER = logging.getLogger("test of promotion")
 
 
 @pytest.fixture
@@ -44,13 +46,23 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def gate_says(root: Path, text: str, status: int) -> None:
-    """The command `rlhf promote` of this project says this."""
-    code = root / "rlhf_tasks"
-    code.mkdir(exist_ok=True)
-    (code / "__init__.py").touch()
-    (code / "cli.py").write_text(f"import sys\nprint('a line')\nprint({text!r})\nsys.exit({status})\n")
+def replace_promote(root: Path, code: str) -> None:
+    """Replace the command `rlhf promote` of this project by a program."""
+    package = root / "rlhf_tasks/cli"
+    package.mkdir(parents=True, exist_ok=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "__main__.py").write_text(f"import sys\n{code}\n", encoding="utf-8")
     toy.commit(root)
+
+
+def end_with(root: Path, text: str, status: int) -> None:
+    """`rlhf promote` of this project prints a text and ends with a status."""
+    replace_promote(root, f"print('a line')\nprint({text!r})\nsys.exit({status})")
+
+
+def promote(root: Path) -> Any:
+    return promotion.promote.fn(root, toy.run_environment(), config.load(root / "params.yaml"), LOGGER)
 
 
 @pytest.mark.parametrize(
@@ -59,46 +71,39 @@ def gate_says(root: Path, text: str, status: int) -> None:
         ("Promoted: version 3 is champion now", 0, "Promoted", "version 3 is champion now"),
         (f"Refused: {REFUSED}", 3, "Refused", REFUSED),
         (f"Deferred: MLflow does not answer{RETRY_HINT}", 4, "Deferred", "MLflow does not answer"),
-        ("rlhf: no weights", 2, "Deferred", "the gate could not be asked (no weights)"),
-        ("ValueError: a fault", 1, "Deferred", "the gate could not be asked (ValueError: a fault)"),
+        ("rlhf: no weights", 2, "Deferred", "the gate did not run (no weights)"),
+        ("ValueError: a fault", 1, "Deferred", "the gate did not run (ValueError: a fault)"),
     ],
 )
 def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
-    root: Path, monkeypatch: pytest.MonkeyPatch, text: str, status: int, state: str, message: str
+    root: Path, text: str, status: int, state: str, message: str
 ) -> None:
-    monkeypatch.setattr(programs, "get_run_logger", logging.getLogger)
-    gate_says(root, text, status)
-    values = config.load(root / "params.yaml")
-    found: Any = promotion.promote.fn(root, toy.run_environment(), values)
-    assert (found.is_completed(), found.name) == (True, state)
-    assert found.message == message, "and no command, which would put another policy to the gate"
+    end_with(root, text, status)
+    result = promote(root)
+    assert (result.is_completed(), result.name) == (True, state)
+    assert result.message == message, "a command in it would promote another policy"
 
 
-def test_a_slot_is_waited_for_only_where_there_is_something_to_judge(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first try is to do it without; only one that leaves it undecided is followed by another."""
+def test_only_a_promotion_that_must_judge_takes_a_slot(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first try does without judging; only an undecided one is followed by a second try."""
     toy.write_params(root, service={"gpu_slots": 1})
-    values, asked = config.load(root / "params.yaml"), list[int]()
+    taken = list[int]()
 
     def slots(number: int) -> AbstractContextManager[None]:
-        asked.append(number)
+        taken.append(number)
         return nullcontext()
 
-    monkeypatch.setattr(programs, "get_run_logger", logging.getLogger)
-    monkeypatch.setattr(stages, "slots", slots)
-    gate_says(root, f"Refused: {REFUSED}", 3)
-    environment = toy.run_environment()
-    found: Any = promotion.promote.fn(root, environment, values)
-    assert (found.name, asked) == ("Refused", [])
-    code = "import sys\nquick = '--unless-judging' in sys.argv\n"
+    monkeypatch.setattr(stage_tasks, "slots", slots)
+    end_with(root, f"Refused: {REFUSED}", 3)
+    assert (promote(root).name, taken) == ("Refused", [])
+    code = "quick = '--unless-judging' in sys.argv\n"
     code += "print('Undecided: wait' if quick else 'Promoted: it is champion now')\n"
-    (root / "rlhf_tasks/cli/main.py").write_text(f"{code}sys.exit({UNDECIDED} if quick else 0)\n")
-    found = promotion.promote.fn(root, environment, values)
-    assert (found.name, found.message, asked) == ("Promoted", "it is champion now", [1])
+    replace_promote(root, f"{code}sys.exit({UNDECIDED} if quick else 0)")
+    result = promote(root)
+    assert (result.name, result.message, taken) == ("Promoted", "it is champion now", [1])
 
 
-def test_there_is_something_to_promote_only_with_gate_registry_and_policy(root: Path) -> None:
+def test_promotion_is_due_only_with_gate_registry_and_policy(root: Path) -> None:
     values = config.load(root / "params.yaml")
     assert promotion.is_due(values, root)
     assert not promotion.is_due(values.model_copy(update={"promotion": None}), root)
@@ -108,12 +113,13 @@ def test_there_is_something_to_promote_only_with_gate_registry_and_policy(root: 
     assert not promotion.is_due(values, root), "no stage makes models/policy"
 
 
-def test_the_verdict_stands_on_the_page_of_results(root: Path) -> None:
+def test_the_page_of_results_shows_the_verdict_and_its_criteria(root: Path) -> None:
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], check=True)
-    file = verdict_file(Paths().home, dvc_files.locked(root)[promotion.POLICY])
+    file = verdict_file(Paths(root).home, dvc_files.locked(root)[promotion.POLICY])
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"criteria": [CRITERION]}), encoding="utf-8")
-    outcome = results.Outcome("n", {}, [], "c", None, [], f"Refused: {REFUSED}", promotion.criteria(root))
+    criteria = promotion.criteria(root)
+    outcome = Outcome(name="n", how={}, revision="c", verdict="Refused", reason=REFUSED, criteria=criteria)
     page = results.page(outcome, root, {}, {}, {})
     assert f"## Promotion\n\nRefused: {REFUSED}" in page
     assert "| KL | 11.2 | <= 10 | -1.2 | FAILED |" in page
@@ -121,8 +127,8 @@ def test_the_verdict_stands_on_the_page_of_results(root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_refused_run_is_completed_and_says_why(root: Path, server: None) -> None:
-    gate_says(root, f"Refused: {REFUSED}", 3)
+def test_a_run_with_a_refused_policy_is_completed_with_the_reason(root: Path, server: None) -> None:
+    end_with(root, f"Refused: {REFUSED}", 3)
     state: Any = flows_pipeline.pipeline(where="checkout", return_state=True)
     assert (state.is_completed(), state.name) == (True, "Refused")
     assert state.message.startswith(f"Refused: {REFUSED}; ran first, second")

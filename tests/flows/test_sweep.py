@@ -1,89 +1,90 @@
-"""What a sweep and the watch decide by themselves; no server is started here."""
+"""What a sweep decides by itself; no server is started here."""
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Cancelled, Completed, Running
-from prefect.variables import Variable
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed, Running
 
-from flows import sweep, watch
+from flows import sweep, sweep_runs
+from flows.sweep_runs import Cell, Data, Lost, Runs, SweepFailed
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
-from tests.flows import toy
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Prefect's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect
 
 
-class Runs:
-    """A Prefect server whose runs complete when they are looked at, and change the data after some."""
+class FakeRuns(Runs):
+    """Runs without a server: the first few reads of a state complete a run; the last of them changes data."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *, changes_after: int) -> None:
-        self.root, self.left = root, changes_after
+    def __init__(self, root: Path, *, reads: int, end: State[Any] | None = None) -> None:
+        super().__init__("any", None, "c0ffee")
+        self.root, self.reads, self.final = root, reads, end or Completed()
         self.started: list[str] = []
-        self.cancelled: list[uuid.UUID] = []
-        monkeypatch.setattr(sweep, "run_deployment", self._start)
-        monkeypatch.setattr(sweep, "get_client", lambda **_: self)
-        monkeypatch.setattr(sweep, "POLL_SECONDS", 0.0)
+        self.cancelled: list[Any] = []
 
-    def _start(self, deployment: str, *, parameters: dict[str, Any], **_: Any) -> FlowRun:
-        self.started.append(parameters["name"])
-        return FlowRun(flow_id=uuid.uuid4(), state=Running())
+    def start(self, cell: Cell) -> str:
+        self.started.append(cell.experiment)
+        return cell.experiment
 
-    def __enter__(self) -> Runs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def read_flow_run(self, identity: uuid.UUID) -> FlowRun:
-        self.left -= 1
-        if self.left == 0:
+    def state(self, identity: Any) -> State[Any]:
+        self.reads -= 1
+        if self.reads == 0:
             (self.root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
-        return FlowRun(flow_id=identity, state=Completed() if self.left >= 0 else Running())
+        return self.final if self.reads >= 0 else Running()
 
-    def set_flow_run_state(self, identity: uuid.UUID, state: State[Any]) -> None:
+    def cancel(self, identity: Any) -> None:
         self.cancelled.append(identity)
 
 
-def begun(root: Path) -> sweep.Data:
-    data = sweep.Data(root)
+def first_data(root: Path) -> Data:
+    data = Data(root)
     data.fingerprint(config.load(root / "params.yaml"))
     return data
 
 
-CELLS = [sweep.Cell("a", seed, {}, f"s-{seed}") for seed in (1, 2, 3)]
+CELLS = [Cell("a", seed, {}, f"s-{seed}") for seed in (1, 2, 3)]
 
 
-def test_a_sweep_whose_data_changes_fails_and_says_which_runs_are_in_doubt(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = Runs(root, monkeypatch, changes_after=2)
-    with pytest.raises(sweep.SweepFailed, match=r"the data at given changed .*`dvc exp remove s-2` first"):
-        sweep.run_cells(CELLS, "any", None, "c0ffee", 1, begun(root))
+def run_cells(runs: FakeRuns, parallel: int, data: Data) -> list[Lost]:
+    return sweep_runs.run_cells(CELLS, runs, parallel, data, poll_seconds=0.0)
+
+
+def test_every_cell_runs_once_and_failed_ones_are_returned(root: Path) -> None:
+    runs = FakeRuns(root, reads=9)
+    assert run_cells(runs, 2, Data(root)) == []
+    assert runs.started == ["s-1", "s-2", "s-3"]
+    failing = FakeRuns(root, reads=9, end=Failed(message="no disk\nat all"))
+    lost = run_cells(failing, 2, Data(root))
+    assert [str(one) for one in lost] == [f"a, seed {seed}: Failed: no disk" for seed in (1, 2, 3)]
+
+
+def test_changed_data_fails_the_sweep_and_names_the_doubtful_runs(root: Path) -> None:
+    runs = FakeRuns(root, reads=2)
+    with pytest.raises(SweepFailed, match=r"the data at given changed .*`dvc exp remove s-2`"):
+        run_cells(runs, 1, first_data(root))
     assert runs.started == ["s-1", "s-2"]
 
 
-def test_a_sweep_starts_no_run_on_other_data(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, data = Runs(root, monkeypatch, changes_after=9), begun(root)
+def test_a_sweep_starts_no_run_on_other_data(root: Path) -> None:
+    runs, data = FakeRuns(root, reads=9), first_data(root)
     (root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
-    with pytest.raises(sweep.SweepFailed, match=r"start it again, and all is .* then$"):
-        sweep.run_cells(CELLS, "any", None, "c0ffee", 2, data)
+    with pytest.raises(SweepFailed, match=r"Start the sweep again to run all of it on the new data$"):
+        run_cells(runs, 2, data)
     assert runs.started == []
 
 
-def test_a_sweep_that_ends_before_its_runs_cancels_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(root, monkeypatch, changes_after=1)
-    with pytest.raises(sweep.SweepFailed, match="`dvc exp remove s-1` first"):
-        sweep.run_cells(CELLS, "any", None, "c0ffee", 2, begun(root))
-    assert len(runs.cancelled) == 1
+def test_a_sweep_that_ends_early_cancels_its_runs(root: Path) -> None:
+    runs = FakeRuns(root, reads=1)
+    with pytest.raises(SweepFailed, match="`dvc exp remove s-1`"):
+        run_cells(runs, 2, first_data(root))
+    assert runs.cancelled == ["s-2"]
 
 
-def test_sweeps_of_one_name_have_a_commit_each_whatever_their_seeds() -> None:
+def test_each_sweep_has_its_own_variable_whatever_its_seeds() -> None:
     first = sweep.variable("rlhf", "sweep", None, [{"ppo.kl_coef": 0.1}])
     assert first == sweep.variable("rlhf", "sweep", None, [{"ppo.kl_coef": 0.1}])
     others = [
@@ -95,29 +96,38 @@ def test_sweeps_of_one_name_have_a_commit_each_whatever_their_seeds() -> None:
     assert len({first, *others}) == 5
 
 
-def test_a_commit_that_is_gone_is_told_with_where_it_came_from(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Variable, "get", lambda *_: "0" * 40)
-    with pytest.raises(UserError, match=r"the sweep s broke off on commit 0+, .* `revision: HEAD`"):
-        sweep.begun_with(root, "s", "any")
-    monkeypatch.setattr(Variable, "get", lambda *_: None)
-    assert sweep.begun_with(root, "s", "any") == toy.git(root, "rev-parse", "HEAD").strip()
+def test_a_grid_has_every_combination() -> None:
+    assert sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.gamma": [1.0, 0.9]}, None) == [
+        {"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
+    ]
+    with pytest.raises(UserError, match="either grid"):
+        sweep.combinations(None, None)
 
 
-def test_a_run_of_changed_data_that_was_cancelled_is_told_and_not_run_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
+def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) -> None:
+    settings = [{"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)]
+    cells, _ = sweep_runs.cells(root, "s", None, settings, [1, 2], "HEAD", Data(root))
+    assert len({cell.experiment for cell in cells}) == 8
+    assert cells == sweep_runs.cells(root, "s", None, settings, [1, 2], "HEAD", Data(root))[0]
+    other = [{**overrides, "service.retries": 5} for overrides in settings]
+    again, _ = sweep_runs.cells(root, "s", None, other, [1, 2], "HEAD", Data(root))
+    assert [c.experiment for c in again] == [c.experiment for c in cells], "retries decide no result"
 
-    def start(deployment: str, *, idempotency_key: str, **_: Any) -> FlowRun:
-        asked.append(idempotency_key)
-        return FlowRun(flow_id=uuid.uuid4(), name="run-1", state=Cancelled())
 
-    monkeypatch.setattr(watch, "run_deployment", start)
-    for _ in range(2):
-        state = watch.ask_for_run("f/d", {"preset": "smoke"}, "a")
-        assert state.is_failed()
-        assert "its run run-1 was cancelled" in str(state.message)
-        assert "`prefect deployment run f/d --param preset=smoke` does it" in str(state.message)
-    assert asked == ["a-try-1"] * 2
+def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:
+    settings = [{"ppo.kl_coef": -1}, {"nothing": 1}]
+    with pytest.raises(UserError, match=r"(?s)ppo.kl_coef=-1.*nothing=1"):
+        sweep_runs.cells(root, "s", None, settings, [1], "HEAD", Data(root))
+
+
+def test_the_table_names_missing_runs_and_why() -> None:
+    lost = [
+        Lost(Cell("a=1", 2, {}, "x"), "Failed: no disk"),
+        *(Lost(Cell("a=2", seed, {}, "x"), "Failed: no disk") for seed in (1, 2)),
+    ]
+    rows = [{"setting": "a=1", "seeds": 1, "ppo/objective/kl": "1 ± 0"}]
+    assert sweep.with_lost(rows, lost) == [
+        {"setting": "a=1", "seeds": 1, "ppo/objective/kl": "1 ± 0", "missing": "seed 2: Failed: no disk"},
+        {"setting": "a=2", "seeds": 0, "ppo/objective/kl": "–",
+         "missing": "seed 1: Failed: no disk; seed 2: Failed: no disk"},
+    ]  # fmt: skip

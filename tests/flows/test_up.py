@@ -1,4 +1,4 @@
-"""`make up` and `status` take nobody else's program for the service's own; no server is started here."""
+"""`rlhf up` and `rlhf status` tell their own programs from others; no server is started here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -14,14 +14,15 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import results, service, settings
+from flows import ports
 from flows.service import Service
-from rlhf_tasks.config import Tracking
+from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from tests.flows import toy
 
 pytestmark = [pytest.mark.e2e]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @pytest.fixture
@@ -32,17 +33,22 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class Healthy(BaseHTTPRequestHandler):
-    """Answers each request, and with what nobody asked for."""
+class Foreign(HTTPServer):
+    """A server that is not ours, and gives every request the same response."""
 
-    body = b"<html>"
-    status = 200
+    def __init__(self, body: bytes, status: int) -> None:
+        super().__init__((processes.HOST, 0), ForeignHandler)
+        self.body, self.status = body, status
+
+
+class ForeignHandler(BaseHTTPRequestHandler):
+    server: Foreign
 
     def do_GET(self) -> None:
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(self.body)))
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(self.server.body)))
         self.end_headers()
-        self.wfile.write(self.body)
+        self.wfile.write(self.server.body)
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -53,47 +59,57 @@ class Healthy(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def stranger() -> Iterator[int]:
-    """The port of a server that says of itself that it is well, and is not ours."""
-    server = HTTPServer((processes.HOST, 0), Healthy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
+def foreign() -> Iterator[Callable[..., int]]:
+    """Starts a foreign server; returns its port."""
+    servers = []
+
+    def start(body: bytes = b"<html>", status: int = 200) -> int:
+        server = Foreign(body, status)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server.server_port
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
-def test_a_port_in_use_is_told_with_the_setting_that_gives_another(
+def test_a_port_in_use_is_refused_with_the_option_that_sets_another(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server((processes.HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        assert service.main(["up", "--prefect-port", str(port)]) == 2
-    said = capsys.readouterr().err
-    assert f"port {port} is in use by another program" in said
-    assert "--prefect-port gives another" in said
+        assert cli.main(["up", "--prefect-port", str(port)]) == 2
+    message = capsys.readouterr().err
+    assert f"port {port} is in use by another program" in message
+    assert "--prefect-port sets another" in message
     assert not Service.here().daemon("prefect").is_running()
 
 
-def test_a_strangers_server_on_our_port_is_not_ours(
-    root: Path, stranger: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_another_programs_server_on_our_port_is_not_ours(
+    root: Path, foreign: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = Service.here()
-    words = [sys.executable, "-c", "import time; time.sleep(60)"]
-    here.daemon("mlflow").start(words, dict(os.environ), root, port=stranger)
+    here, port = Service(root, root / ".rlhf", ready_seconds=0.0), foreign()
+    here.daemon("mlflow").start(SLEEP, dict(os.environ), root, port=port)
     try:
-        assert not here.is_healthy("mlflow"), "what answers is another program"
-        monkeypatch.setattr(service, "READY_SECONDS", 0.0)
-        with pytest.raises(UserError, match=rf"port {stranger} is in use .* --mlflow-port gives another"):
-            here._await("mlflow")
-        assert service.main(["status"]) == 1
-        said = capsys.readouterr().out
-        assert f"mlflow: runs, and does not answer, http://127.0.0.1:{stranger}" in said
-        assert "worker: does not run" in said
-        with pytest.raises(UserError, match=r"mlflow runs on port \d+; `make down` first"):
+        assert not here.is_healthy("mlflow"), "another program answers on this port"
+        with pytest.raises(UserError, match=rf"port {port} is in use .* --mlflow-port sets another"):
+            here.wait_for("mlflow")
+        assert cli.main(["status"]) == 1
+        shown = capsys.readouterr().out
+        assert f"mlflow: runs, but does not answer, http://127.0.0.1:{port}" in shown
+        assert "worker: does not run" in shown
+        with pytest.raises(UserError, match=r"mlflow runs on port \d+; `rlhf down` first"):
             here.up({"prefect": None, "mlflow": 1}, None)
-        assert not here.daemon("prefect").is_running(), "nothing starts half"
+        assert not here.daemon("prefect").is_running(), "nothing may start after a refusal"
     finally:
         here.daemon("mlflow").stop(0.5)
+
+
+def test_status_says_that_nothing_runs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 1
+    assert capsys.readouterr().out == "nothing runs; `rlhf up` starts the service\n"
 
 
 def test_our_own_server_is_healthy_while_it_answers(root: Path) -> None:
@@ -103,24 +119,23 @@ def test_our_own_server_is_healthy_while_it_answers(root: Path) -> None:
     words = [sys.executable, "-m", "http.server", "--bind", processes.HOST, str(port)]
     here.daemon("mlflow").start(words, dict(os.environ), root, port=port)
     try:
-        here.daemon("mlflow").await_ready(lambda: here.is_healthy("mlflow"), 60)
+        here.daemon("mlflow").wait_until_ready(lambda: here.is_healthy("mlflow"), 60)
         (root / "health").unlink()
         assert not here.is_healthy("mlflow")
     finally:
         here.daemon("mlflow").stop(0.5)
 
 
-HEARD = b'[{"name": "service", "last_heartbeat_time": "2999-01-01T00:00:00+00:00"}]'
+HEARTBEAT = b'[{"name": "service", "last_heartbeat_time": "2999-01-01T00:00:00+00:00"}]'
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[1]", b'[{"name": "service"}]', b"{}", b"7", HEARD])
-def test_a_strangers_word_of_the_worker_is_not_believed(
-    root: Path, stranger: int, monkeypatch: pytest.MonkeyPatch, body: bytes
+@pytest.mark.parametrize("body", [b"<html>", b"[1]", b'[{"name": "service"}]', b"{}", b"7", HEARTBEAT])
+def test_a_heartbeat_from_another_programs_server_does_not_count(
+    root: Path, foreign: Callable[..., int], body: bytes
 ) -> None:
-    monkeypatch.setattr(Healthy, "body", body)
-    here, words = Service.here(), [sys.executable, "-c", "import time; time.sleep(60)"]
+    here, port = Service.here(), foreign(body)
     for name in ("prefect", "worker"):
-        here.daemon(name).start(words, dict(os.environ), root, port=stranger)
+        here.daemon(name).start(SLEEP, dict(os.environ), root, port=port)
     try:
         assert not here.is_healthy("worker")
     finally:
@@ -128,29 +143,8 @@ def test_a_strangers_word_of_the_worker_is_not_believed(
             here.daemon(name).stop(0.5)
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"experiment": 7}', b"{}"])
-def test_a_result_has_no_links_where_a_stranger_answers_for_mlflow(
-    stranger: int, monkeypatch: pytest.MonkeyPatch, body: bytes
-) -> None:
-    monkeypatch.setattr(Healthy, "body", body)
-    tracking = Tracking(enabled=True, experiment="rlhf", uri=f"http://{processes.HOST}:{stranger}")
-    assert results.run_links(tracking, {"sft": "k"}, "p") == {}
-
-
-def test_links_wait_for_the_pipelines_own_run_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.MLFLOW_URL, "http://seen")
-    monkeypatch.setattr(results, "POLL_SECONDS", 0.0)
-    tracking = Tracking(enabled=True, experiment="rlhf", uri="http://asked")
-    told = [{}, {}, {"pipeline": "b"}, {"sft": "a", "pipeline": "b"}]
-    monkeypatch.setattr(results, "_runs", lambda *_: told.pop(0))
-    both = {"sft": "http://seen/#/a", "pipeline": "http://seen/#/b"}
-    assert results.run_links(tracking, {"sft": "k"}, "p") == both
-    told = [{}, {"sft": "a"}]
-    assert results.run_links(tracking, {"sft": "k"}, "p", 0.0) == {"sft": "http://seen/#/a"}
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["up", "--prefect-port", "0"], "ports go from 1 to 65535 (given: 0)"),
         (["up", "--mlflow-port", "70000"], "ports go from 1 to 65535 (given: 70000)"),
@@ -161,94 +155,101 @@ def test_links_wait_for_the_pipelines_own_run_and_not_for_ever(monkeypatch: pyte
         ),
     ],
 )
-def test_a_number_that_cannot_be_is_told(
-    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_an_invalid_number_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     try:
-        status = service.main(words)
+        status = cli.main(words)
     except SystemExit as end:
         status = int(str(end.code))
     assert status == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_servers_ports_are_told_apart_before_anything_starts(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def choose(
+    here: Service, requested: tuple[int | None, int | None], first: tuple[int, int] = (4200, 5000)
+) -> dict[str, int]:
+    servers = {name: here.daemon(name) for name in ("prefect", "mlflow")}
+    return ports.choose(
+        servers, dict(zip(servers, requested, strict=True)), dict(zip(servers, first, strict=True))
+    )
+
+
+def test_the_servers_get_different_ports(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here, port = Service.here(), processes.free_port(12000 + os.getpid() % 5000)
     while not processes.is_free(port + 1):
         port = processes.free_port(port + 2)
-    monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port + 1})
-    assert here._ports({"prefect": None, "mlflow": None}) == {"prefect": port, "mlflow": port + 1}
+    assert choose(here, (None, None), (port, port + 1)) == {"prefect": port, "mlflow": port + 1}
     assert capsys.readouterr().out == ""
-    found = here._ports({"prefect": port + 1, "mlflow": None})
-    assert found["prefect"] == port + 1
-    assert found["mlflow"] > port + 1
+    chosen = choose(here, (port + 1, None), (port, port + 1))
+    assert chosen["prefect"] == port + 1
+    assert chosen["mlflow"] > port + 1
     assert f"port {port + 1} is in use by prefect, so mlflow cannot have it" in capsys.readouterr().out
-    found = here._ports({"prefect": None, "mlflow": port})
-    assert found["mlflow"] == port
-    assert found["prefect"] > port
-    monkeypatch.setattr(service, "PORTS", {"prefect": port, "mlflow": port})
-    found = here._ports({"prefect": None, "mlflow": None})
-    assert found["prefect"] == port
-    assert found["mlflow"] > port
+    chosen = choose(here, (None, port), (port, port + 1))
+    assert chosen["mlflow"] == port
+    assert chosen["prefect"] > port
+    chosen = choose(here, (None, None), (port, port))
+    assert chosen["prefect"] == port
+    assert chosen["mlflow"] > port
 
 
-def test_a_port_that_our_other_server_has_is_refused(root: Path) -> None:
+def test_a_port_of_our_other_server_is_refused(root: Path) -> None:
     here, port = Service.here(), processes.free_port(22000 + os.getpid() % 10000)
     words = [sys.executable, "-m", "http.server", "--bind", processes.HOST, str(port)]
     here.daemon("prefect").start(words, dict(os.environ), root, port=port)
     try:
-        with pytest.raises(UserError, match=rf"port {port} is prefect's"):
-            here._ports({"prefect": None, "mlflow": port})
-        assert here._ports({"prefect": None, "mlflow": None})["prefect"] == port
+        with pytest.raises(UserError, match=rf"port {port} is used by prefect"):
+            choose(here, (None, port))
+        assert choose(here, (None, None))["prefect"] == port
     finally:
         here.daemon("prefect").stop(0.5)
 
 
-def test_another_server_in_the_environment_is_told_of(
+def test_up_mentions_another_server_in_the_environment(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = Service.here()
     here.daemon("prefect").folder.mkdir(parents=True)
     here.daemon("prefect").file.write_text('{"port": 4201}', encoding="utf-8")
-    for told in ("", "http://127.0.0.1:4201/api"):
-        monkeypatch.setenv("PREFECT_API_URL", told)
-        here._say_other_server()
+    for address in ("", "http://127.0.0.1:4201/api"):
+        monkeypatch.setenv("PREFECT_API_URL", address)
+        here.warn_of_another_server()
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("PREFECT_API_URL", "http://team.example:4200/api")
-    here._say_other_server()
-    said = capsys.readouterr().out
-    assert "PREFECT_API_URL=http://team.example:4200/api is another server" in said
-    assert "python -m flows.service work" in said
+    here.warn_of_another_server()
+    shown = capsys.readouterr().out
+    assert "PREFECT_API_URL=http://team.example:4200/api is another server" in shown
+    assert "`rlhf work`" in shown
 
 
 def test_deploy_without_a_server_is_one_message(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
-    assert service.main(["deploy"]) == 2
-    said = capsys.readouterr().err
-    assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in said
-    assert len(said.splitlines()) == 1
+    assert cli.main(["deploy"]) == 2
+    message = capsys.readouterr().err
+    assert "PREFECT_API_URL=http://127.0.0.1:9/api does not answer" in message
+    assert len(message.splitlines()) == 1
 
 
 def test_deploy_without_a_login_is_one_message(
-    root: Path, stranger: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path,
+    foreign: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(Healthy, "status", 401)
-    url = f"http://{processes.HOST}:{stranger}/api"
+    url = f"http://{processes.HOST}:{foreign(status=401)}/api"
     monkeypatch.setenv("PREFECT_API_URL", url)
     with temporary_settings({PREFECT_API_URL: url}):
-        assert service.main(["deploy"]) == 2
-    said = capsys.readouterr().err
-    assert f"PREFECT_API_URL={url} refuses the login: set PREFECT_API_AUTH_STRING" in said
-    assert len(said.splitlines()) == 1
+        assert cli.main(["deploy"]) == 2
+    message = capsys.readouterr().err
+    assert f"PREFECT_API_URL={url} refuses the login: set PREFECT_API_AUTH_STRING" in message
+    assert len(message.splitlines()) == 1
 
 
 def test_down_waits_for_an_up_in_progress(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / ".rlhf/service").mkdir(parents=True)
-    down = threading.Thread(target=service.main, args=(["down"],))
+    down = threading.Thread(target=Service.here().down)
     with FileLock(root / ".rlhf/service/lock"):
         down.start()
         down.join(0.5)
@@ -266,7 +267,7 @@ def keep(*_):
 signal.signal(signal.SIGTERM, keep)
 pathlib.Path("started").touch()
 time.sleep(60)
-"""  # a flow run's process, to which keeping its state takes a while
+"""  # the process of a flow run, which needs a while to save its state
 WORKER = f"""\
 import signal, subprocess, sys, time
 run = subprocess.Popen([sys.executable, "-c", {RUN!r}, "prefect.engine"])
@@ -280,39 +281,38 @@ time.sleep(60)
 
 
 @pytest.fixture
-def at_work(root: Path) -> Iterator[processes.Daemon]:
-    """A worker that kills its run with itself, and its run."""
+def busy_worker(root: Path) -> Iterator[processes.Daemon]:
+    """A running worker with a run; if the worker ends, it kills the run."""
     worker = Service.here().daemon("worker")
     worker.start([sys.executable, "-c", WORKER], dict(os.environ), root)
-    toy.until((root / "started").exists, "the run to start")
+    toy.until((root / "started").exists, "the start of the run")
     yield worker
     worker.stop(0.5)
 
 
-def test_the_runs_end_before_their_worker_and_keep_their_state(root: Path, at_work: processes.Daemon) -> None:
-    Service.here()._end_runs()
+def test_runs_end_before_their_worker_and_save_their_state(root: Path, busy_worker: processes.Daemon) -> None:
+    Service.here().end_runs()
     assert (root / "kept").exists()
-    assert at_work.is_running()
-    assert [process.pid for process in at_work.members()] == [at_work.known()["pid"]]
+    assert busy_worker.is_running()
+    assert [process.pid for process in busy_worker.processes()] == [busy_worker.record()["pid"]]
 
 
-def test_down_lets_the_runs_keep_their_state(
-    root: Path, at_work: processes.Daemon, capsys: pytest.CaptureFixture[str]
+def test_down_lets_runs_save_their_state(
+    root: Path, busy_worker: processes.Daemon, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    members = at_work.members()
-    assert len(members) == 2
-    assert service.main(["down"]) == 0
-    assert "ended: worker" in capsys.readouterr().out
+    assert len(busy_worker.processes()) == 2
+    assert cli.main(["down"]) == 0
+    assert "stopped: worker" in capsys.readouterr().out
     assert (root / "kept").exists()
-    assert at_work.members() == []
+    assert busy_worker.processes() == []
 
 
-def test_ctrl_c_in_up_is_no_traceback(
+def test_ctrl_c_in_up_is_one_message(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*given: object) -> None:
-        raise KeyboardInterrupt  # a signal would do nothing where the tests run in a shell's background
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt  # a signal has no effect if the tests run in the background of a shell
 
     monkeypatch.setattr(Service, "up", interrupted)
-    assert service.main(["up"]) == 130
-    assert "`make down` ends what has started" in capsys.readouterr().err
+    assert cli.main(["up"]) == 130
+    assert "`rlhf down` stops what was started" in capsys.readouterr().err

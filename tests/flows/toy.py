@@ -1,8 +1,10 @@
-"""A project of shell stages in a git repository, and a service over it as a user has it."""
+"""A project of shell stages in a git repository, and its service as a user runs it."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from rlhf_tasks.tracking.context import STAGE_RUN
 
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 600.0  # of a very busy machine
-RECORDED_SECONDS = 1.5  # within which the server has written what it was told of tasks
+RECORDED_SECONDS = 1.5  # within which the server has recorded the states of tasks
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 STAGES = """\
@@ -101,16 +103,17 @@ def environment() -> dict[str, str]:
 
 
 def run_environment() -> dict[str, str]:
-    """As a flow's run gives it, one to each process that tests: what carries its mark is ended with it."""
-    return environment() | {STAGE_RUN: f"of-a-test-{os.getpid()}"}
+    """The environment that a flow run gives its stages; its mark is unique to this test process."""
+    return environment() | {STAGE_RUN: f"test-{os.getpid()}"}
 
 
-def until(is_so: Callable[[], Any], what: str) -> Any:
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait until the condition is true, and return its value; `what` names it in the failure."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"timed out waiting for {what}"
         time.sleep(0.2)
-    return found
+    return value
 
 
 @dataclass
@@ -119,11 +122,11 @@ class Service:
 
     root: Path
     login: tuple[str, str] | None = None
-    """Of servers that ask for one."""
+    """For servers that require one."""
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "flows.service", *words],
+            [sys.executable, "-m", "rlhf_tasks.cli", *words],
             cwd=self.root,
             env=environment(),
             capture_output=True,
@@ -132,7 +135,7 @@ class Service:
         )
 
     def up(self) -> subprocess.CompletedProcess[str]:
-        """With ports of this process's own, for what does not run yet."""
+        """Start what does not run yet, on ports of this process's own."""
         words = []
         for number, name in enumerate(("prefect", "mlflow")):
             if not self.daemon(name).is_running():
@@ -144,20 +147,20 @@ class Service:
         return daemons.Daemon(name, self.root / ".rlhf/service")
 
     def processes(self) -> list[psutil.Process]:
-        """All that any daemon of the service has started."""
-        tokens = [self.daemon(name).known().get("token") for name in ("prefect", "mlflow", "worker")]
-        return [p for token in tokens if token for p in daemons.carriers(daemons.TOKEN, token)]
+        """Everything that any program of the service has started."""
+        tokens = [self.daemon(name).record().get("token") for name in ("prefect", "mlflow", "worker")]
+        return [p for token in tokens if token for p in daemons.find(daemons.TOKEN, token)]
 
     def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.daemon(name).known()['port']}"
+        return f"http://127.0.0.1:{self.daemon(name).record()['port']}"
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """The API's answer; asked again while its database is locked (503), as Prefect's own client does."""
+        """The API's answer; repeats while the database is locked (503), as Prefect's own client does."""
         address = f"{self.url('prefect')}/api{path}"
 
         def answer() -> httpx.Response | None:
-            found = httpx.request(method, address, json=body, timeout=WAIT_SECONDS, auth=self.login)
-            return None if found.status_code == httpx.codes.SERVICE_UNAVAILABLE else found
+            response = httpx.request(method, address, json=body, timeout=WAIT_SECONDS, auth=self.login)
+            return None if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else response
 
         return until(answer, f"{method} {path}").json()
 
@@ -169,28 +172,28 @@ class Service:
         return str(run["id"])
 
     def run(self, identity: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.call("GET", f"/flow_runs/{identity}")
-        return found
+        run: dict[str, Any] = self.call("GET", f"/flow_runs/{identity}")
+        return run
 
     def end(self, identity: str) -> dict[str, Any]:
-        """The state that a run comes to its end in."""
+        """The final state of a run."""
         until(lambda: self.run(identity)["state"]["type"] in FINAL, "the end of the run")
-        found: dict[str, Any] = self.run(identity)["state"]
-        return found
+        state: dict[str, Any] = self.run(identity)["state"]
+        return state
 
     def tasks(self, identity: str) -> dict[str, str]:
         """`{task: state}` of a run that has ended, in order."""
         time.sleep(RECORDED_SECONDS)
-        wanted = {"flow_runs": {"id": {"any_": [identity]}}, "sort": "EXPECTED_START_TIME_ASC"}
-        return {run["name"]: run["state"]["name"] for run in self.call("POST", "/task_runs/filter", wanted)}
+        query = {"flow_runs": {"id": {"any_": [identity]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return {run["name"]: run["state"]["name"] for run in self.call("POST", "/task_runs/filter", query)}
 
     def logs(self, identity: str) -> str:
-        wanted = {"logs": {"flow_run_id": {"any_": [identity]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
-        return "\n".join(line["message"] for line in self.call("POST", "/logs/filter", wanted))
+        query = {"logs": {"flow_run_id": {"any_": [identity]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        return "\n".join(line["message"] for line in self.call("POST", "/logs/filter", query))
 
     def artifact(self, key: str) -> str:
-        found = self.call("POST", "/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}})
-        return str(found[0]["data"])
+        artifacts = self.call("POST", "/artifacts/latest/filter", {"artifacts": {"key": {"any_": [key]}}})
+        return str(artifacts[0]["data"])
 
     def cancel(self, identity: str) -> None:
         self.call("POST", f"/flow_runs/{identity}/set_state", {"state": {"type": "CANCELLING"}})
@@ -200,7 +203,7 @@ class Service:
         return [ref.rpartition("/")[2] for ref in refs]
 
     def mlflow(self, flow_run: str) -> dict[str, Any]:
-        """The pipeline's run as the MLflow server tells it, once its courier has begun: `info` and `data`."""
+        """The pipeline's run in MLflow, once its delivery has begun: `info` and `data`."""
         search = {"experiment_ids": ["1"], "filter": f"tags.`rlhf.pipeline` = 'prefect-{flow_run}'"}
         address = f"{self.url('mlflow')}/api/2.0/mlflow/runs/search"
 
@@ -208,8 +211,8 @@ class Service:
             answer = httpx.post(address, json=search, timeout=30, auth=self.login)
             return list(answer.json().get("runs", []))
 
-        found: dict[str, Any] = until(runs, "the pipeline's run")[0]
-        return found
+        run: dict[str, Any] = until(runs, "the pipeline's run")[0]
+        return run
 
 
 def tags(run: dict[str, Any]) -> dict[str, str]:
@@ -218,7 +221,7 @@ def tags(run: dict[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def service(root: Path) -> Iterator[Service]:
-    """Up while it lasts, and all of it gone afterwards."""
+    """The service, which runs while the block lasts."""
     made = Service(root)
     try:
         done = made.up()
@@ -227,18 +230,24 @@ def service(root: Path) -> Iterator[Service]:
     finally:
         left = made.processes()
         made.command("down")
-        for process in left:  # whatever a failed test left
+        for process in left:  # which a failed test left behind
             if process.is_running():
                 process.send_signal(signal.SIGKILL)
 
 
 def write_script(folder: Path, lines: Sequence[str]) -> None:
-    """What stage `second` does, committed."""
+    """Commit what stage `second` does."""
     (folder / "second.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
     commit(folder)
 
 
+def refusal(message: str) -> list[str]:
+    """The lines of a script that fails as our stages do for a mistake that the user can fix."""
+    report = json.dumps({"kind": "user", "message": message})
+    return [f"echo {shlex.quote(report)} > $RLHF_FAILURE_FILE", "exit 2"]
+
+
 def reset(folder: Path) -> None:
-    """The script as at first."""
+    """Commit the first version of the script again, if it has changed."""
     if (folder / "second.sh").read_text(encoding="utf-8") != SECOND:
         write_script(folder, [SECOND.rstrip()])

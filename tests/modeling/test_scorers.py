@@ -16,7 +16,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rlhf_tasks.config import ppo as config
+from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import encode
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import scorers

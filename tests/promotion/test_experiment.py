@@ -78,7 +78,7 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(root: Path, name: str, *, push: bool = False, **changes: Any) -> str:
     """Leave an experiment of this name, as the service does; returns its commit."""
-    text, settings, _ = Request(overrides=changes).settle(git.committed(root, "params.yaml"))
+    text, settings, _ = Request(overrides=changes).resolve(git.committed(root, "params.yaml"))
     place = workspaces.create(root, name, text, settings)
     try:
         repro(place.folder)

@@ -115,7 +115,7 @@ def test_the_selection_judge_keeps_the_weights_with_the_best_win_rate(models_her
 
 
 def test_a_selection_judge_that_fails_stops_ppo_with_the_reason(models_here: Path) -> None:
-    with pytest.raises(UserError, match="judge shorter: 12 of 12 verdicts failed"):
+    with pytest.raises(UserError, match="judge shorter: 12 of 12 comparisons failed"):
         run(**selection_judge("failing"))
 
 
@@ -154,7 +154,7 @@ def test_an_error_about_a_selection_judge_without_a_revision_names_its_own_key()
     judge = {"kind": "local", "prompt": "hhh", **LOCAL, "path": "some/one"}
     with pytest.raises(ConfigError) as error:
         config.validate(small.params({"ppo.select_by": {"judge": judge, "max_failure_share": 0.5}}), "test")
-    assert "ppo.select_by.judge.local: path of judge own='some/one' is no local folder" in str(error.value)
+    assert "ppo.select_by.judge.local: path of judge own='some/one' is not a local folder" in str(error.value)
     assert "judge.judges" not in str(error.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.config.judge import RESERVED
 from rlhf_tasks.tracking import catalogue, curves
 from rlhf_tasks.tracking.catalogue import METRICS, PLACEHOLDERS, Metric
+from tests.plain_english import BANNED
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +91,22 @@ def test_an_unknown_name_has_no_entry() -> None:
     assert catalogue.find("ppo", "objective/luck") is None
     assert catalogue.find("sft", "heldout/train/loss") is None
     assert catalogue.find("reward", "heldout/train/loss") is not None
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: f"{metric.stage}:{metric.name}")
+def test_every_metric_has_a_formula_and_a_reading_in_plain_english(metric: Metric) -> None:
+    assert metric.formula
+    assert not metric.formula.endswith(".")
+    assert not metric.reading or metric.reading.endswith(".")
+    assert not BANNED.search(f"{metric.formula} {metric.reading} {metric.when}")
+
+
+def test_every_name_that_ppo_logs_has_an_entry() -> None:
+    pattern = r'"((?:objective|policy|val|loss|eval|warmup|time|train|guards)/[a-z0-9_]+|selected_[a-z_]+)"'
+    files = [*(ROOT / "rlhf_tasks" / "ppo").glob("*.py"), ROOT / "rlhf_tasks" / "stages" / "ppo.py"]
+    names = {name for file in files for name in re.findall(pattern, file.read_text(encoding="utf-8"))}
+    assert "objective/kl" in names
+    assert sorted(name for name in names if catalogue.find("ppo", name) is None) == []
 
 
 def test_names_are_unique_within_a_stage() -> None:

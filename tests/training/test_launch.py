@@ -60,7 +60,7 @@ def test_processes_of_one_machine() -> None:
     assert option(words, "--mixed_precision") == "bf16"
     assert option(words, "--num_cpu_threads_per_process") == "3"
     assert option(words, "--main_process_port") == "0"
-    assert words[-3:] == ["--module", "rlhf_tasks.cli.main", "sft"]
+    assert words[-3:] == ["--module", "rlhf_tasks.cli", "sft"]
 
 
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3)])

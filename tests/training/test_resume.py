@@ -464,7 +464,7 @@ def test_a_signal_after_the_last_step_ends_the_stage(view: SftView, handled: Non
 def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RLHF_STATE_DIR": str(folder / "state")}
     return subprocess.Popen(
-        [sys.executable, "-m", "rlhf_tasks.cli.main", stage],
+        [sys.executable, "-m", "rlhf_tasks.cli", stage],
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
 

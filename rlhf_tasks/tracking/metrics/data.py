@@ -36,7 +36,7 @@ PREPARE = (
     ),
     _prepare(
         name="tokens/unknown", unit="share",
-        formula="tokens of held-out demonstrations that the tokenizer maps to <unk> / all of their tokens",
+        formula="tokens of held-out demonstrations that the tokenizer maps to `<unk>` / all of their tokens",
         reading="Above 1%, raise `model.scratch.vocab_size` or choose `tokenizer: bpe`.",
     ),
 )  # fmt: skip

@@ -56,26 +56,27 @@ METRICS = (
         reading="They count neither as win nor as loss. `judge.max_failure_share` bounds them.",
     ),
     _final(
-        name="JUDGE/A_vs_B/position_bias", unit="share", when=_COMPARES,
+        name="JUDGE/A_vs_B/position_bias", unit="share", when=_COMPARES, shipped=False,
         formula="pairs whose outcome turns with the order of the two responses / all pairs",
         reading="Such a pair is a tie. A high value means a judge that cannot distinguish the responses.",
     ),
     _final(
-        name="JUDGE/A_vs_B/first_share", unit="share", when=_COMPARES,
+        name="JUDGE/A_vs_B/first_share", unit="share", when=_COMPARES, shipped=False,
         formula="outcomes for the response shown first / all outcomes, over both orders",
         reading="0.5 is no bias.",
     ),
     _final(
-        name="JUDGE/A_vs_B/cost/replies", unit="replies", when=_COMPARES,
+        name="JUDGE/A_vs_B/cost/replies", unit="replies", when=_COMPARES, shipped=False,
         formula="replies behind all comparisons, whether paid in this run or before",
     ),
     _final(
-        name="JUDGE/A_vs_B/cost/tokens", unit="tokens", when=_COMPARES,
+        name="JUDGE/A_vs_B/cost/tokens", unit="tokens", when=_COMPARES, shipped=False,
         formula="prompt and completion tokens of those replies, as the server counts them",
     ),
     _final(
-        name="JUDGE/is_optimised_reward", when="the judge is the reward model that PPO optimised",
-        formula="1", reading="A win by this judge is no evidence that the policy got better.",
+        name="JUDGE/is_optimised_reward", formula="1", shipped=False,
+        when="the judge is the reward model that PPO optimised",
+        reading="A win by this judge is no evidence that the policy got better.",
     ),
     _final(
         name="JUDGE/ANSWERER/score", unit="score", when="a judge that gives scores",
@@ -100,15 +101,16 @@ METRICS = (
         reading="1 is full agreement, 0 is chance. It falls when nearly all comparisons are wins.",
     ),
     _final(
-        name="human/labels", unit="labels", when="`rlhf label` was used",
+        name="human/labels", unit="labels", when="`rlhf label` was used", shipped=False,
         formula="pairs that people decided",
     ),
     _final(
-        name="human/JUDGE/kappa", interval=True, when="`rlhf label` was used",
+        name="human/JUDGE/kappa", interval=True, when="`rlhf label` was used", shipped=False,
         formula="Cohen's κ of the judge and the human labels",
     ),
     _final(
-        name="human/JUDGE/agreement", unit="share", interval=True, when="`rlhf label` was used",
+        name="human/JUDGE/agreement", unit="share", interval=True, shipped=False,
+        when="`rlhf label` was used",
         formula="human decisions that the judge shares / human decisions; a tie of the judge counts half",
     ),
     # the responses
@@ -118,7 +120,7 @@ METRICS = (
     ),
     _final(name="length/ANSWERER", unit="tokens", formula="mean length of a response"),
     _final(
-        name="length/policy_over_sft", headline=True, formula="length/policy / length/sft",
+        name="length/policy_over_sft", headline=True, formula="`length/policy` / `length/sft`",
         reading="Far above 1: PPO made the responses longer.",
     ),
     _final(name="ended/ANSWERER", unit="share", formula="responses that end with the stop token / all"),
@@ -167,29 +169,30 @@ METRICS = (
     ),
     _final(
         name="reward_gap/JUDGE", unit="share", when="PPO optimised models/reward",
-        formula="reward_gap/win_rate_by_reward − JUDGE/policy_vs_sft/win_rate",
+        formula="`reward_gap/win_rate_by_reward` − `JUDGE/policy_vs_sft/win_rate`",
         reading="A growing gap is over-optimisation.",
     ),
     # curves
     Metric(
         name="JUDGE/win_rate", stage="judge", curve=True, unit="share", panel="Win rate while PPO trained",
         formula="win rate over the references on the selection prompts, by episode of PPO",
+        reading="These prompts also selected the checkpoint, so the value is optimistic.",
         when="a judge that gives scores",
     ),
     Metric(
         name="JUDGE/low", stage="judge", curve=True, unit="share",
-        formula="lower end of the 95% interval of JUDGE/win_rate",
+        formula="lower end of the 95% interval of `JUDGE/win_rate`",
     ),
     Metric(
         name="JUDGE/high", stage="judge", curve=True, unit="share",
-        formula="upper end of the 95% interval of JUDGE/win_rate",
+        formula="upper end of the 95% interval of `JUDGE/win_rate`",
     ),
 )  # fmt: skip
 
 PANELS = (
     Panel(
         title="Win rate while PPO trained", stage="judge", guide=0.5,
-        note="Over the references, on the validation prompts by which the checkpoint was chosen. The value "
-        "of the judge that chose it is flattering.",
+        note="Over the references, on the validation prompts by which the checkpoint was chosen. The "
+        "value is optimistic for the judge that chose it.",
     ),
 )  # fmt: skip

@@ -65,6 +65,8 @@ class Metric:
     """Whether heldout/NAME holds the same for models/reward_heldout."""
     when: str = ""
     """The condition under which it is logged; empty: always."""
+    shipped: bool = True
+    """Whether the condition holds with the shipped params.yaml."""
 
     @property
     def placeholders(self) -> tuple[str, ...]:

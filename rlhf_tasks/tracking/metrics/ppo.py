@@ -22,12 +22,12 @@ METRICS = (
     ),
     _curve(
         name="eval/kl", unit="nats per response", panel="KL from the reference",
-        formula="mean over the selection prompts of Σₜ (log π − log π_ref), for the weights after the update",
-        reading="Measured when a checkpoint is kept. The gate uses it as `selected_kl`.",
+        formula="mean over the selection prompts of Σₜ (log π − log π_ref), for the evaluated weights",
+        reading="`selected_kl` is its value for the weights that are kept.",
     ),
     _curve(
         name="objective/rlhf_reward", unit="score", panel="Reward", headline=True,
-        formula="objective/scores + objective/non_score_reward",
+        formula="`objective/scores` + `objective/non_score_reward`",
         reading="PPO maximises it: it should rise.",
     ),
     _curve(
@@ -48,7 +48,7 @@ METRICS = (
     _curve(
         name="loss/policy_avg", panel="Policy loss",
         formula="mean over tokens of max(−A·ratio, −A·clip(ratio, 1 − cliprange, 1 + cliprange))",
-        reading="Near 0, because advantages are whitened. Its trend says little.",
+        reading="Near 0, because advantages are whitened. Its trend has little meaning.",
     ),
     _curve(
         name="loss/value_avg", panel="Value loss",
@@ -84,7 +84,7 @@ METRICS = (
     ),
     _curve(
         name="eval/win_rate", unit="share", panel="Win rate on the selection prompts",
-        when="`ppo.select_by`",
+        when="`ppo.select_by`", shipped=False,
         formula="win rate over the references by the judge of `ppo.select_by`; ties count half",
         reading="The checkpoint with the highest value is kept.",
     ),
@@ -133,14 +133,14 @@ METRICS = (
     ),
     _curve(
         name="objective/non_score_reward", unit="score",
-        formula="−kl_coef · objective/kl; 0 with `ppo.kl_in: loss`",
+        formula="−kl_coef · `objective/kl`; 0 with `ppo.kl_in: loss`",
     ),
     _curve(
         name="objective/raw_scores", unit="score",
         formula="mean score of a response, before score scaling and the truncation rule",
     ),
     _curve(
-        name="objective/scores/SCORER", unit="score", when="several `ppo.scorers`",
+        name="objective/scores/SCORER", unit="score", when="several `ppo.scorers`", shipped=False,
         formula="mean score of a response by one scorer, before its weight",
     ),
     _curve(
@@ -173,37 +173,37 @@ METRICS = (
         reading="If it grows, the epochs go too far.",
     ),
     _curve(
-        name="loss/kl_avg", unit="nats per token", when="`ppo.kl_in: loss`",
+        name="loss/kl_avg", unit="nats per token", when="`ppo.kl_in: loss`", shipped=False,
         formula="mean over tokens of `ppo.kl_estimator` between π and π_ref, while the epochs run",
     ),
     _curve(
-        name="loss/ptx_avg", unit="nats per token", when="`ppo.ptx`",
+        name="loss/ptx_avg", unit="nats per token", when="`ppo.ptx`", shipped=False,
         formula="mean −log p of a token of the PPO-ptx text",
         reading="It should not rise.",
     ),
     _curve(
-        name="policy/penalty_kl_avg", unit="nats per token", when="`ppo.kl_penalty`",
+        name="policy/penalty_kl_avg", unit="nats per token", when="`ppo.kl_penalty`", shipped=False,
         formula="mean over tokens of π/π_old − 1 − log(π/π_old), after the epochs",
         reading="It should stay near `ppo.kl_penalty.target`.",
     ),
     _curve(
-        name="policy/penalty_beta", when="`ppo.kl_penalty`",
+        name="policy/penalty_beta", when="`ppo.kl_penalty`", shipped=False,
         formula="weight of KL(π_old ‖ π) in this update",
         reading="It doubles above 1.5 times the target and halves below the target / 1.5.",
     ),
     _curve(
         name="eval/reward_gap", unit="score", when="`reward.train: true`",
-        formula="eval/scores − eval/heldout_scores",
+        formula="`eval/scores` − `eval/heldout_scores`",
         reading="A growing gap is over-optimisation. It is meaningful if the only scorer is `reward_model` "
         "with weight 1.",
     ),
     _curve(
-        name="warmup/value_loss", when="`ppo.critic_warmup`",
+        name="warmup/value_loss", when="`ppo.critic_warmup`", shipped=False,
         formula="`loss/value_avg` of one update of the critic's warm-up",
         reading="Its axis counts the warm-up's own episodes.",
     ),
     _curve(
-        name="warmup/explained_variance", when="`ppo.critic_warmup`",
+        name="warmup/explained_variance", when="`ppo.critic_warmup`", shipped=False,
         formula="`val/explained_variance` of one update of the critic's warm-up",
     ),
     _curve(
@@ -252,7 +252,7 @@ METRICS = (
     ),
     _final(
         name="selected_win_rate", unit="share", formula="`eval/win_rate` of the kept weights",
-        when="`ppo.select_by`",
+        when="`ppo.select_by`", shipped=False,
     ),
     _final(
         name="guards/trips", unit="trips", formula="how often a guard tripped",

@@ -14,11 +14,12 @@ METRICS = (
     ),
     _criterion(
         name="over_sft/JUDGE/PART", unit="share",
-        formula="lower end of the win rate over the SFT policy > `promotion.over_sft`",
+        formula="lower end of the 95% interval of the win rate over the SFT policy > `promotion.over_sft`",
     ),
     _criterion(
-        name="over_champion/JUDGE/PART", unit="share", when="`rlhf promote`, where there is a champion",
-        formula="lower end of the win rate over the champion > `promotion.over_champion`",
+        name="over_champion/JUDGE/PART", unit="share", shipped=False,
+        when="`rlhf promote`, if there is a champion",
+        formula="lower end of the 95% interval of the win rate over the champion > `promotion.over_champion`",
     ),
     _criterion(
         name="kl/PART", unit="nats per response", when="`promotion.max_kl`",
@@ -30,7 +31,7 @@ METRICS = (
     ),
     _criterion(
         name="choice_drop/PART", unit="share", when="`promotion.max_choice_drop`",
-        formula="choice/sft − choice/policy ≤ `promotion.max_choice_drop`",
+        formula="`choice/sft` − `choice/policy` ≤ `promotion.max_choice_drop`",
     ),
     _criterion(
         name="failure_share/PART", unit="share", when="`promotion.max_failure_share`",
@@ -45,7 +46,8 @@ METRICS = (
         formula="judges of the gate that are the reward that PPO optimised ≤ 0",
     ),
     _criterion(
-        name="withheld/PART", when="`rlhf promote` refuses for a reason besides the measured values",
+        name="withheld/PART", shipped=False,
+        when="`rlhf promote` refuses for a reason besides the measured values",
         formula="1 ≤ 0: always missed",
     ),
 )  # fmt: skip

@@ -1,0 +1,62 @@
+"""What came out of a run: its stages, its experiment, its verdict, and what the user must know. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
+
+from rlhf_tasks.project import dvc_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of a run in which no stage failed."""
+
+    name: str
+    """Of the experiment, or of the run if it has none."""
+    how: Mapping[str, str]
+    """Per stage: `ran` or `cached`."""
+    revision: str
+    experiment: str | None = None
+    """Its commit."""
+    changes: Sequence[str] = ()
+    """Of the parameters, as the user requested them."""
+    notes: Sequence[str] = ()
+    verdict: str | None = None
+    """The state of the promotion (Promoted, Refused or Deferred), if there was something to promote."""
+    reason: str = ""
+    """Of the verdict."""
+    criteria: Sequence[Mapping[str, Any]] = ()
+    unpushed: str | None = None
+    """What the DVC remote lacks although it was to be pushed."""
+
+    @property
+    def promotion(self) -> str:
+        return f"{self.verdict}: {self.reason}"
+
+    def tags(self, folder: Path) -> dict[str, str]:
+        """The tags by which the run in MLflow, DVC and git refer to each other."""
+        locked = dvc_files.locked(folder)
+        outs = [out for node in dvc_files.graph(folder).values() for out in node.outs if out in locked]
+        return {
+            "git.rev": self.revision,
+            **({"dvc.exp": self.name, "dvc.exp_rev": self.experiment} if self.experiment else {}),
+            **{f"dvc.how.{stage}": result for stage, result in self.how.items()},
+            **{f"dvc.out.{out}": locked[out] for out in outs},
+            **({"promotion": self.promotion} if self.verdict else {}),
+        }
+
+    def state(self) -> State[Any]:
+        """The final state of the flow run: always completed."""
+        ran = [stage for stage, result in self.how.items() if result == "ran"]
+        what = f"ran {', '.join(ran)}" if ran else "nothing had to run"
+        kept = f"; experiment {self.name}" if self.experiment else ""
+        gate = f"{self.promotion}; " if self.verdict else ""
+        if self.unpushed:
+            return Completed(name="Unpushed", message=f"{gate}{what}{kept}; not pushed: {self.unpushed}")
+        return Completed(name=self.verdict or "Completed", message=f"{gate}{what}{kept}")

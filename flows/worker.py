@@ -1,0 +1,76 @@
+"""For a Prefect server that others run: register this project's deployments, and be a worker for them.
+
+No torch here; Prefect is imported only after its environment is set.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import httpx
+
+from flows import settings
+from rlhf_tasks import console
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files
+
+
+def command(pool: str) -> list[str]:
+    """The command of a worker. It answers health checks if Prefect has a port for them, as in a container."""
+    health = ["--with-healthcheck"] if "PREFECT_WORKER_WEBSERVER_PORT" in os.environ else []
+    return [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--type", "process", *health]
+
+
+def work(pool: str) -> NoReturn:
+    """Replace this process by a worker of the pool."""
+    os.execv(sys.executable, command(pool))
+
+
+def register(pool: str, *, makes_pool: bool) -> None:
+    """Register this project's deployments at the server of PREFECT_API_URL.
+
+    Args:
+        makes_pool: Make a process pool of this name if there is none.
+
+    Raises:
+        UserError: if no server is named, it does not answer or refuses the login, the pool does not exist, or
+            another project has deployments of the same names.
+    """
+    address = _server()
+    for variable, value in {**settings.QUIET, **settings.HEARTBEAT}.items():
+        os.environ.setdefault(variable, value)
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    from flows import deployments
+
+    try:
+        deployments.apply(Path.cwd(), None, pool, makes_pool=makes_pool, is_shared=True)
+    except PrefectHTTPStatusError as error:
+        if error.response.status_code != httpx.codes.UNAUTHORIZED:
+            raise
+        raise UserError(
+            f"the server of PREFECT_API_URL={address} refuses the login: set PREFECT_API_AUTH_STRING to its "
+            "USER:PASSWORD"
+        ) from None
+    console.say(f"deployments are registered at {address} for the pool {pool}")
+
+
+def _server() -> str:
+    """The address of the server, which answers."""
+    address = os.environ.get("PREFECT_API_URL")
+    if not address:
+        raise UserError(
+            "PREFECT_API_URL is not set; set it to the address of the server, such as http://127.0.0.1:4200/api"
+        )
+    dvc_files.graph(Path.cwd())  # refuses a folder without a project
+    try:
+        httpx.get(f"{address}/health", timeout=10.0)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(
+            f"the server of PREFECT_API_URL={address} does not answer ({error}); start it, or change the "
+            "address"
+        ) from None
+    return address

@@ -1,0 +1,72 @@
+"""`rlhf judge [MODEL]`: the stage, or one model against another."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_tasks import config
+from rlhf_tasks.cli.arguments import add_command, check_output_file, positive_int
+from rlhf_tasks.config import JudgeView
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+
+if TYPE_CHECKING:
+    from rlhf_tasks.cli.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    judge = add_command(
+        commands, "judge", run, runner.SUMMARIES["judge"],
+        "Without MODEL, run the stage: compare reference, SFT and policy. With MODEL, compute the win "
+        "rate of a checkpoint or a file of responses on the test prompts, by the judges of params.yaml.",
+    )  # fmt: skip
+    kinds = "a checkpoint folder, HUB/ID@COMMIT, or a .jsonl file with `prompt` and `completion`"
+    judge.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
+    judge.add_argument("--against", metavar="MODEL", help="the other side; also `reference` (default)")
+    judge.add_argument(
+        "--num-examples",
+        type=positive_int,
+        metavar="N",
+        help="number of test prompts (default: judge.num_examples)",
+    )
+    judge.add_argument(
+        "--judge",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="use only this judge of judge.judges; may be repeated (default: all)",
+    )
+    judge.add_argument(
+        "--out", type=Path, metavar="FILE", help="also write every comparison to FILE.jsonl or FILE.parquet"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.model is None:
+        if options.against or options.num_examples or options.judge or options.out:
+            raise UserError(
+                "--against, --num-examples, --judge and --out need a MODEL, such as `rlhf judge "
+                "models/policy`; the stage takes everything from params.yaml"
+            )
+        return runner.run("judge", Paths())
+    view = JudgeView.of(config.load())
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from rlhf_tasks.evaluation import head_to_head
+
+    if options.out is not None:
+        head_to_head.check_format(options.out)
+        check_output_file(options.out)
+    head_to_head.compare_models(
+        view,
+        options.model,
+        options.against or head_to_head.REFERENCE,
+        paths=Paths(),
+        num_examples=options.num_examples,
+        names=options.judge,
+        out=options.out,
+    )
+    return 0

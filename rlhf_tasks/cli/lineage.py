@@ -1,0 +1,32 @@
+"""`rlhf lineage MODEL_OR_RUN`: from raw data to the verdict."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.project import dvc_files
+
+if TYPE_CHECKING:
+    from rlhf_tasks.cli.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    summary = "show what a model or a run was made from, its verdict, and how to restore it"
+    add_command(commands, "lineage", run, summary).add_argument(
+        "target",
+        metavar="MODEL_OR_RUN",
+        help="a path such as models/policy, an experiment, a git revision, or a run (its key `rlhf.run`, a "
+        "flow run's id, an MLflow run's id)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from rlhf_tasks.project import provenance
+
+    root = Path.cwd()
+    dvc_files.graph(root)  # refuses a folder without a project before git runs
+    print("\n".join(provenance.lines(provenance.find(root, options.target))))
+    return 0

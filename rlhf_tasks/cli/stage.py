@@ -1,0 +1,24 @@
+"""`rlhf prepare` … `rlhf report`: one stage of dvc.yaml."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.config import STAGES
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+
+if TYPE_CHECKING:
+    from rlhf_tasks.cli.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    for stage in STAGES:
+        if stage != "judge":  # it takes arguments: see judge.py
+            add_command(commands, stage, run, runner.SUMMARIES[stage]).set_defaults(stage=stage)
+
+
+def run(options: argparse.Namespace) -> int:
+    return runner.run(options.stage, Paths())

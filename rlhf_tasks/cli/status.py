@@ -1,0 +1,22 @@
+"""`rlhf status`: what the service runs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rlhf_tasks.cli.arguments import add_command
+
+if TYPE_CHECKING:
+    from rlhf_tasks.cli.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    summary = "show the servers, the worker and the flow runs in progress (exit status 1: not all work)"
+    add_command(commands, "status", run, summary)
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.service import Service
+
+    return Service.here().status()

@@ -1,0 +1,29 @@
+"""`rlhf sync`: delivery to MLflow of what is only recorded here."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rlhf_tasks import console
+from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project.paths import Paths
+
+if TYPE_CHECKING:
+    from rlhf_tasks.cli.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    add_command(commands, "sync", run, "deliver runs to MLflow that could not be delivered before")
+
+
+def run(options: argparse.Namespace) -> int:
+    from rlhf_tasks.tracking.uploader import sync
+
+    delivered, failed = sync(Paths().home)
+    console.say(f"{delivered} run(s) delivered to MLflow")
+    if failed:
+        reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())
+        raise UserError(f"{len(failed)} run(s) could not be delivered, and stay in .rlhf/outbox:{reasons}")
+    return 0

@@ -1,0 +1,43 @@
+"""`rlhf up`: Prefect and MLflow servers, a worker and the deployments, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from rlhf_tasks.cli.arguments import add_command, port, positive_int
+
+if TYPE_CHECKING:
+    from rlhf_tasks.cli.arguments import Commands
+
+PORTS = {"prefect": 4200, "mlflow": 5000}
+
+
+def add(commands: Commands) -> None:
+    up = add_command(commands, "up", run, "start the service: Prefect, MLflow, a worker and the deployments")
+    for name, first in PORTS.items():
+        up.add_argument(
+            f"--{name}-port",
+            type=port,
+            metavar="PORT",
+            help=f"port of the {name} server (default: its last one, at first {first}, or the next free one)",
+        )
+    up.add_argument(
+        "--gpu-slots",
+        type=positive_int,
+        metavar="N",
+        help="size of the concurrency limit `gpu` (default: unchanged, at first 1)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from flows.service import Service
+
+    ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port}
+    try:
+        Service.here().up(ports, options.gpu_slots)
+    except KeyboardInterrupt:
+        print("rlhf: interrupted; `rlhf down` stops what was started", file=sys.stderr)
+        return 130
+    return 0

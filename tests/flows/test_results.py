@@ -1,0 +1,99 @@
+"""What a finished run shows: its metrics, win rates, responses and verdict; no server is started here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from flows import results
+from flows.outcome import Outcome
+from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults, Interval
+from rlhf_tasks.project.paths import Paths
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of Prefect
+
+
+def outcome(**fields: Any) -> Outcome:
+    return Outcome(**{"name": "n", "how": {}, "revision": "c", **fields})
+
+
+def page(root: Path, shown: Outcome, **values: float) -> str:
+    return results.page(
+        shown, root, {name.replace("__", "/"): value for name, value in values.items()}, {}, {}
+    )
+
+
+def test_a_win_rate_has_its_interval(root: Path) -> None:
+    rate = Interval(value=0.75, low=0.7, high=0.8)
+    one = ComparisonResult(
+        judge="gold", a="policy", b="sft", win_rate=rate, decisive=rate, length_controlled=rate,
+        p_value=0.01, ties=0, examples=8, failures=0,
+    )  # fmt: skip
+    file = Paths(root).evaluation_results
+    file.parent.mkdir(parents=True)
+    EvaluationResults(comparisons=(one,)).write(file)
+    row = {"judge": "gold", "pair": "policy vs sft", "win rate": "75.0%", "95% interval": "70.0% – 80.0%"}
+    assert results.win_rates(root) == [row]
+    assert "## Win rates\n\nTies count half.\n\n| judge | pair |" in page(root, outcome())
+
+
+def test_a_run_without_stage_judge_has_no_win_rates(root: Path) -> None:
+    assert results.win_rates(root) == []
+    assert "Win rates" not in page(root, outcome())
+
+
+def test_metrics_are_compared_with_those_of_the_last_run(root: Path) -> None:
+    (root / "metrics").mkdir()
+    (root / "metrics/first.json").write_text('{"rows": 1.5, "new": 2.0}', encoding="utf-8")
+    assert results.metric_rows(results.metrics(root), {"first/rows": 1.0, "gone/by": 3.0}) == [
+        {"metric": "first/new", "value": 2.0, "last run": None, "change": None},
+        {"metric": "first/rows", "value": 1.5, "last run": 1.0, "change": 0.5},
+    ]
+
+
+def test_the_first_responses_are_shortened_to_one_line_each(root: Path) -> None:
+    file = Paths(root).judge_results / results.RESPONSES
+    file.parent.mkdir(parents=True)
+    row = {"prompt": "a | b", "reference": "x\ny", "sft": "s" * 400, "policy": "p", "other": "z"}
+    parquet.write_table(pyarrow.Table.from_pylist([row] * 9), file)
+    lines = page(root, outcome()).partition("## Responses\n\n")[2].splitlines()
+    assert lines[0] == "| prompt | reference | sft | policy |"
+    assert lines[2:] == [f"| a \\| b | x<br>y | {'s' * 300} | p |"] * 5
+
+
+def test_changes_come_after_the_results_and_stay_code(root: Path) -> None:
+    changes = ["seed: 1 → 2", 'ppo.x: "a`b" → null']
+    text = page(root, outcome(changes=changes, verdict="Refused", reason="it lost"), ppo__objective__kl=1.0)
+    places = [text.index(title) for title in ("## Promotion", "## Metrics", "## Changes", "## Stages")]
+    assert places == sorted(places)
+    assert '- `seed: 1 → 2`\n- `` ppo.x: "a`b" → null ``\n' in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "message"),
+    [
+        ({}, "Completed", "nothing had to run"),
+        ({"how": {"a": "ran", "b": "cached"}, "experiment": "c0ffee"}, "Completed", "ran a; experiment n"),
+        ({"verdict": "Refused", "reason": "KL"}, "Refused", "Refused: KL; nothing had to run"),
+        ({"unpushed": "x"}, "Unpushed", "nothing had to run; not pushed: x"),
+    ],
+)
+def test_the_final_state_names_verdict_stages_and_experiment(
+    fields: dict[str, Any], name: str, message: str
+) -> None:
+    state = outcome(**fields).state()
+    assert (state.is_completed(), state.name, state.message) == (True, name, message)
+
+
+def test_headlines_come_from_the_catalogue_of_metrics() -> None:
+    names = [
+        "judge/gold/policy_vs_sft/win_rate",
+        "judge/gold/policy_vs_sft/ties",
+        "ppo/lr",
+        "ppo/objective/kl",
+    ]
+    assert results.headlines(names) == ["ppo/objective/kl", "judge/gold/policy_vs_sft/win_rate"]
