@@ -49,6 +49,7 @@ NO_RESULT = (
     "project.paths",
     "errors",
 )
+CATALOGUE = ("tracking.catalogue", "tracking.metrics")  # the report draws its figures by it
 BESIDE = (".html", ".css", ".js", ".txt")  # files that a package reads from its own folder
 
 
@@ -96,7 +97,9 @@ def _imported(start: Iterable[str], leaves_out: Callable[[str], bool]) -> set[st
 
 def is_left_out(module: str) -> bool:
     name = module.removeprefix("rlhf_tasks.")
-    return any(name == part or name.startswith(f"{part}.") for part in NO_RESULT)
+    return not name.startswith(CATALOGUE) and any(
+        name == part or name.startswith(f"{part}.") for part in NO_RESULT
+    )
 
 
 def _has_code(module: str) -> bool:

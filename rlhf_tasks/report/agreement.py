@@ -1,66 +1,43 @@
-"""How far judges agree with each other and with human labels; position bias and cost of comparing judges."""
+"""How far judges agree with each other and with human labels; which comparisons have a position bias."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from rlhf_tasks.evaluation.results import EvaluationResults, Interval
-from rlhf_tasks.report import charts, names
+from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults, Interval
+from rlhf_tasks.report import names
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """Cohen's κ of two judges, or of a judge and the human labels."""
 
     pair: str
-    kappa: str
-    interval: str
-    share: str
-    """Share of human decisions that the judge shares; empty for two judges."""
-
-
-@dataclass(frozen=True)
-class Bias:
-    """Position bias and cost of one comparison, by a judge that is shown both responses."""
-
-    title: str
-    position_bias: float
-    first_share: float
-    replies: int
-    tokens: int
+    kappa: Interval
+    share: Interval | None
+    """Share of human decisions that the judge shares; None for two judges."""
 
 
 def agreements(results: EvaluationResults) -> list[Agreement]:
     """Agreement with the human labels first, then that of every two judges."""
-    rows = []
     labels = results.human_labels
-    for judge, one in sorted(labels.judges.items()) if labels else ():
-        share = "" if one.agreement is None else _percent(one.agreement)
-        rows.append(_agreement(f"{names.judge(judge)} and people", one.kappa, share))
-    for two in sorted(results.judge_kappas, key=lambda pair: (pair.first, pair.second)):
-        title = f"{names.judge(two.first)} and {_in_sentence(names.judge(two.second))}"
-        rows.append(_agreement(title, two.kappa, ""))
-    return rows
+    return [
+        *(
+            Agreement(f"{names.judge(judge)} and people", one.kappa, one.agreement)
+            for judge, one in (sorted(labels.judges.items()) if labels else ())
+        ),
+        *(
+            Agreement(
+                f"{names.judge(one.first)} and {_in_sentence(names.judge(one.second))}", one.kappa, None
+            )
+            for one in sorted(results.judge_kappas, key=lambda pair: (pair.first, pair.second))
+        ),
+    ]
 
 
-def biases(results: EvaluationResults) -> list[Bias]:
-    """A row for each comparison by a judge that compares."""
-    rows = []
-    for one in sorted(results.comparisons, key=lambda one: one.stem):
-        if one.position_bias is not None and one.first_share is not None and one.cost is not None:
-            title = f"{names.judge(one.judge)}: {names.model(one.a)} against {names.model(one.b)}"
-            rows.append(Bias(title, one.position_bias, one.first_share, one.cost.replies, one.cost.tokens))
-    return rows
-
-
-def _agreement(pair: str, kappa: Interval, share: str) -> Agreement:
-    interval = f"{kappa.low:.2f} to {kappa.high:.2f}".replace("-", "−")
-    return Agreement(pair, f"{kappa.value:.2f}".replace("-", "−"), interval, share)
-
-
-def _percent(share: Interval) -> str:
-    ends = f"{charts.percent(share.low)} to {charts.percent(share.high)}"
-    return f"{charts.percent(share.value)} ({ends})"
+def biased(results: EvaluationResults) -> list[ComparisonResult]:
+    """The comparisons by judges that are shown both responses, which may prefer the first one."""
+    comparisons = (one for one in results.comparisons if one.position_bias is not None)
+    return sorted(comparisons, key=lambda one: one.stem)
 
 
 def _in_sentence(name: str) -> str:

@@ -16,6 +16,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from rlhf_tasks.report.inputs import Curve
+from rlhf_tasks.report.numbers import number, percent
 
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 38
@@ -30,23 +31,6 @@ class Figure:
     note: str
     svg: Markup
     legend: Sequence[str]
-
-
-def number(value: float) -> str:
-    """A number as text: whole numbers in full, others with four significant digits."""
-    if not math.isfinite(value):
-        return "not a number" if math.isnan(value) else ("∞" if value > 0 else "−∞")
-    if float(value).is_integer() and abs(value) < 1e15:
-        text = f"{int(value):,}"
-    elif abs(value) >= 1000:
-        text = f"{value:,.1f}"
-    else:
-        text = f"{value:.4g}"
-    return text.replace("-", "−")
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

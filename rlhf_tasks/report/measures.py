@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlhf_tasks.evaluation.results import EvaluationResults, Interval
-from rlhf_tasks.report import charts, names
+from rlhf_tasks.report import names, numbers
 
 Table = dict[str, dict[str, str]]
 """Measure → model → value."""
@@ -16,11 +16,11 @@ def responses(results: EvaluationResults) -> Table:
     table: Table = {}
     for name, statistics in results.responses.items():
         for measure, value in statistics.model_dump().items():
-            table.setdefault(measure, {})[name] = charts.number(value)
+            table.setdefault(measure, {})[name] = numbers.number(value)
     for judge, responders in results.facets.items():
         for name, measures in responders.items():
             for measure, value in measures.items():
-                table.setdefault(f"{judge}/{measure}", {})[name] = charts.number(value)
+                table.setdefault(f"{judge}/{measure}", {})[name] = numbers.number(value)
     return dict(sorted(table.items()))
 
 
@@ -31,7 +31,7 @@ def retention(results: EvaluationResults) -> Table:
         if one.multiple_choice is not None:
             table.setdefault("multiple-choice accuracy", {})[name] = interval_text(one.multiple_choice)
         for text, perplexity in one.perplexity.items():
-            table.setdefault(f"perplexity/{text}", {})[name] = charts.number(perplexity)
+            table.setdefault(f"perplexity/{text}", {})[name] = numbers.number(perplexity)
     return dict(sorted(table.items()))
 
 
@@ -46,9 +46,9 @@ def reward_facts(metrics: Mapping[str, float], results: EvaluationResults) -> li
             facts.append((title, interval_text(one.agreement)))
     gaps = results.reward_gaps
     if gaps is not None:
-        facts.append(("win rate over SFT by the optimised reward", charts.number(gaps.win_rate_by_reward)))
+        facts.append(("win rate over SFT by the optimised reward", numbers.number(gaps.win_rate_by_reward)))
         title = "the same less the win rate by "
-        facts += [(f"{title}{judge}", charts.number(gap)) for judge, gap in sorted(gaps.by_judge.items())]
+        facts += [(f"{title}{judge}", numbers.number(gap)) for judge, gap in sorted(gaps.by_judge.items())]
     return facts
 
 
@@ -61,9 +61,9 @@ def is_interval_end(metrics: Mapping[str, float], key: str) -> bool:
 def with_interval(metrics: Mapping[str, float], key: str) -> str:
     """A metric as text, with its interval if it has one."""
     if f"{key}/low" not in metrics or f"{key}/high" not in metrics:
-        return charts.number(metrics[key])
+        return numbers.number(metrics[key])
     return interval_text(Interval(value=metrics[key], low=metrics[f"{key}/low"], high=metrics[f"{key}/high"]))
 
 
 def interval_text(one: Interval) -> str:
-    return f"{charts.number(one.value)} ({charts.number(one.low)} to {charts.number(one.high)})"
+    return f"{numbers.number(one.value)} ({numbers.number(one.low)} to {numbers.number(one.high)})"

@@ -12,7 +12,17 @@ import jinja2
 from markupsafe import Markup, escape
 
 from rlhf_tasks.config import flatten
-from rlhf_tasks.report import agreement, chain, charts, figures, measures, names, reward_diagnostics, samples
+from rlhf_tasks.report import (
+    agreement,
+    chain,
+    charts,
+    figures,
+    measures,
+    names,
+    numbers,
+    reward_diagnostics,
+    samples,
+)
 from rlhf_tasks.report.inputs import Inputs
 from rlhf_tasks.report.win_rates import by_judge, headline, leading_judge, win_rates
 from rlhf_tasks.tracking import catalogue
@@ -36,7 +46,8 @@ def document(template: str, variables: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": charts.number, "percent": charts.percent, "named": names.model, "code": _code,
+        "number": numbers.number, "percent": numbers.percent, "hundredths": numbers.hundredths,
+        "named": names.model, "judge_named": names.judge, "code": _code,
     }  # fmt: skip
     style = Markup((here / "page.css").read_text(encoding="utf-8"))  # our own file, so trusted
     return environment.get_template(template).render(style=style, **variables)
@@ -72,7 +83,7 @@ def _win_rates(inputs: Inputs) -> dict[str, Any]:
         "rates": by_judge(rates, results.optimised_judges),
         "rate_scale": charts.rate_scale(),
         "agreements": agreement.agreements(results),
-        "biases": agreement.biases(results),
+        "biased": agreement.biased(results),
         "sample_groups": [("Where the policy won most", won), ("Where the policy lost most", lost)],
     }
 
@@ -99,7 +110,7 @@ def _kl(ppo: Mapping[str, float]) -> dict[str, Any] | None:
         return None
     low, high = _kl_band()
     side = "inside" if low <= value <= high else "outside"
-    label = f"KL {charts.number(value)} nats, {side} the band from {low:g} to {high:g}"
+    label = f"KL {numbers.number(value)} nats, {side} the band from {low:g} to {high:g}"
     return {
         "value": value,
         "band": (low, high),

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_tasks.config.judge import OPTIMISED
 from rlhf_tasks.evaluation.results import EvaluationResults
-from rlhf_tasks.report import charts, names
+from rlhf_tasks.report import charts, names, numbers
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curve, Rows
 
@@ -27,7 +27,7 @@ def calibration(rows: Rows, results: EvaluationResults) -> Iterator[Figure]:
     for model, own in _grouped(rows, "model").items():
         groups = _grouped(own, "origin")
         curves = [_curve(_origin(o), part, "confidence", "right") for o, part in groups.items()]
-        known = [f"{_origin(o)} {charts.percent(errors[model, o])}" for o in groups if (model, o) in errors]
+        known = [f"{_origin(o)} {numbers.percent(errors[model, o])}" for o in groups if (model, o) in errors]
         note = (
             f"{CALIBRATION_NOTE} Expected calibration error: {', '.join(known)}."
             if known

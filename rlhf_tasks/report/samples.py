@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks.report import charts, names
+from rlhf_tasks.report import names, numbers
 from rlhf_tasks.report.inputs import Inputs, Rows
 
 NUM_SAMPLES = 5  # of each kind: won most, lost most
@@ -75,8 +75,8 @@ def _orders(row: Mapping[str, Any]) -> list[float]:
 def _lead_text(row: Mapping[str, Any], lead: float) -> str:
     side = "ahead" if lead > 0 else "behind"
     if row["score_a"] is not None and row["score_b"] is not None:
-        return f"{side} by {charts.number(abs(lead))}"
-    return f"{side} with {charts.percent(abs(lead) + 0.5)}" if _orders(row) else side
+        return f"{side} by {numbers.number(abs(lead))}"
+    return f"{side} with {numbers.percent(abs(lead) + 0.5)}" if _orders(row) else side
 
 
 def _sample(row: Mapping[str, Any], lead: float, judge: str, comparison: Mapping[str, Any]) -> Sample:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rlhf_tasks.report import charts
+from rlhf_tasks.report import charts, numbers
 from rlhf_tasks.report.inputs import Curve
 
 
@@ -63,7 +63,7 @@ def test_labels_have_the_decimals_their_step_needs(values: list[float], expected
     ],
 )
 def test_numbers_are_rounded_for_people(value: float, expected: str) -> None:
-    assert charts.number(value) == expected
+    assert numbers.number(value) == expected
 
 
 def test_a_line_goes_from_edge_to_edge_and_larger_values_are_higher() -> None:
