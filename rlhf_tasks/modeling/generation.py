@@ -1,7 +1,7 @@
 """Pure sampling that keeps the log-probs; used by PPO, the judge and `rlhf generate`.
 
-There is no top-k, top-p, minimum length or repetition penalty: responses would come from another
-distribution than the log-probs, and the KL estimate would become negative.
+There is no top-k, top-p, minimum length or repetition penalty. With them the responses would not be
+samples of the distribution that the log-probs describe, and the KL estimate would turn negative.
 
 B batch · Q query · R response · V vocabulary.
 """
@@ -22,12 +22,12 @@ from rlhf_tasks.modeling.tensors import NonFiniteError
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Samples:
     """Responses cut after the stop token, and the log-prob of each of their tokens under the sampler."""
 
     responses: list[Ids]
     logprobs: list[Tensor]
-    """One (length,) float32 tensor a response."""
+    """One (length,) float32 tensor per response."""
 
 
 @torch.no_grad()
@@ -40,10 +40,10 @@ def sample(
     stop: int,
     pad: int,
     generator: torch.Generator,
-) -> Rollout:
+) -> Samples:
     """Sample one response to each query from softmax(logits / temperature).
 
-    A row leaves the batch when it draws `stop` (kept as its last token) or reaches `max_new_tokens`.
+    A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or infinite.
@@ -78,7 +78,7 @@ def sample(
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         positions = positions[:, -1:] + 1
     counts = lengths.tolist()
-    return Rollout(
+    return Samples(
         responses=[row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)],
         logprobs=[row[:n] for row, n in zip(logprobs.cpu(), counts, strict=True)],
     )
@@ -95,25 +95,26 @@ def answer(
     stop: int | None = None,
     batch_size: int = 256,
 ) -> list[Ids]:
-    """One sampled response to each prompt, in order; it ends with its stop token if that was drawn.
+    """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
-    `stop` is by default that of the checkpoint's generation config, else EOS. Prompts of similar length
-    share a batch, to save padding.
+    A response ends with its stop token, or at `max_new_tokens` without it. `stop` is by default the token
+    that the checkpoint's generation config names, else EOS. Prompts of similar length share a batch, so
+    that little is padded.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
     queries = encode(tokenizer, prompts)
     order = sorted(range(len(queries)), key=lambda i: (len(queries[i]), i))
-    answers: list[Ids] = [[] for _ in queries]
+    responses: list[Ids] = [[] for _ in queries]
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        rollout = sample(
+        samples = sample(
             model, [queries[i] for i in rows], max_new_tokens=max_new_tokens, temperature=temperature,
             stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
             generator=generator,
         )  # fmt: skip
-        for i, response in zip(rows, rollout.responses, strict=True):
-            answers[i] = response
-    return answers
+        for i, response in zip(rows, samples.responses, strict=True):
+            responses[i] = response
+    return responses
 
 
 def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -132,14 +133,14 @@ def respond(
     num_samples: int,
     seed: int,
 ) -> list[list[str]]:
-    """Sampled responses of a checkpoint: `num_samples` texts for each prompt."""
+    """Sample `num_samples` texts from a checkpoint for each prompt."""
     model = load_causal(model_path).eval()
     if torch.cuda.is_available():
         model = place(model, torch.device("cuda"))
     tokenizer = load_tokenizer(model_path)
     repeated = [p for p in prompts for _ in range(num_samples)]
-    answers = answer(
+    responses = answer(
         model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
     )  # fmt: skip
-    texts = [text_of(tokenizer, a) for a in answers]
+    texts = [text_of(tokenizer, response) for response in responses]
     return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]

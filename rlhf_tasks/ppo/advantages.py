@@ -14,7 +14,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γλ·A_{t+1},   return_t = A_t + V_t
 
-    `values[t]` is the value before token t; the state after the last real token is terminal, of value 0.
+    `values[t]` is the value of the state before token t. The state after the last real token is terminal
+    and has value 0.
     Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)

@@ -1,4 +1,4 @@
-"""KL(policy ‖ reference) per token from the log-probs of sampled tokens, and what its coefficient follows.
+"""KL(policy ‖ reference) per token from the log-probs of sampled tokens, and its controllers.
 
 B batch · R response. The estimators are those of Schulman, "Approximating KL divergence" (2020).
 """
@@ -25,8 +25,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """π_ref/π − 1 − log(π_ref/π), (B, R): unbiased, never negative."""
-    ahead = ref_logprobs - logprobs
-    return ahead.expm1() - ahead
+    log_ratio = ref_logprobs - logprobs
+    return log_ratio.expm1() - log_ratio
 
 
 ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -34,13 +34,13 @@ ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 @dataclass
 class KlController:
-    """kl_coef: fixed, or adaptive (Ziegler et al. 2019, 2.2)."""
+    """Holds kl_coef, fixed or adaptive (Ziegler et al. 2019, 2.2)."""
 
     coef: float
     adaptive: AdaptiveKl | None = None
 
     def update(self, kl: float, num_episodes: int) -> None:
-        """After a rollout of `num_episodes` whose mean KL an answer was `kl`."""
+        """Adapt after a rollout of `num_episodes`; `kl` is its mean KL of a response, in nats."""
         if self.adaptive is not None:
             clip = self.adaptive.clip
             error = min(max(kl / self.adaptive.target - 1, -clip), clip)
@@ -49,18 +49,18 @@ class KlController:
 
 @dataclass
 class PenaltyController:
-    """beta of PPO-penalty, beside the clip (Schulman et al. 2017, eq. 8)."""
+    """Holds beta of PPO-penalty, which is added to the clipped loss (Schulman et al. 2017, eq. 8)."""
 
     beta: float
     target: float
 
     @classmethod
     def of(cls, settings: KlPenalty | None) -> PenaltyController:
-        """Off is beta = 0, which no doubling changes."""
+        """The controller of the settings; without them beta is 0, and doubling does not change it."""
         return cls(0.0, 0.0) if settings is None else cls(settings.beta, settings.target)
 
     def update(self, divergence: float) -> None:
-        """After the epochs on a rollout; `divergence` is the mean KL(π_old ‖ π) a token."""
+        """Adapt after the epochs on a rollout; `divergence` is the mean KL(π_old ‖ π) of a token."""
         if divergence < self.target / 1.5:
             self.beta /= 2
         elif divergence > self.target * 1.5:

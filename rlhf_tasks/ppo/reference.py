@@ -1,4 +1,4 @@
-"""The model that KL is measured from."""
+"""The reference model, from which the KL of the policy is measured."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rlhf_tasks.ppo.rollout import logprobs_of
 
 class Reference(Protocol):
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """(B, R) of the response tokens."""
+        """(B, R) log-probs of the response tokens."""
 
     def follow(self, policy: PreTrainedModel, alpha: float) -> None:
-        """ref ← (1 − alpha) · ref + alpha · policy."""
+        """Move towards the policy: ref ← (1 − alpha) · ref + alpha · policy."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run cannot read from models/sft."""
+        """The weights that a resumed run cannot read from models/sft."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class OwnModel:
-    """A copy of the SFT model; stands still unless it `moves`."""
+    """A copy of the SFT model, fixed unless it `moves`."""
 
     def __init__(self, model: PreTrainedModel, *, moves: bool = False) -> None:
         self._model, self._moves = model.eval(), moves
@@ -37,8 +37,8 @@ class OwnModel:
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel, alpha: float) -> None:
-        for mine, its in zip(self._model.parameters(), policy.parameters(), strict=True):
-            mine.lerp_(its.to(mine.dtype), alpha)
+        for own, other in zip(self._model.parameters(), policy.parameters(), strict=True):
+            own.lerp_(other.to(own.dtype), alpha)
 
     def state_dict(self) -> dict[str, Any]:
         return self._model.state_dict() if self._moves else {}
@@ -49,7 +49,7 @@ class OwnModel:
 
 
 class AdapterOff:
-    """The policy itself without its LoRA adapter: no second copy of the weights."""
+    """The policy itself with its LoRA adapters switched off: no second copy of the weights."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
         self._policy = policy
@@ -59,7 +59,7 @@ class AdapterOff:
             return logprobs_of(self._policy, batch, temperature)
 
     def follow(self, policy: PreTrainedModel, alpha: float) -> None:
-        raise AssertionError("config refuses reference_sync beside lora")
+        raise AssertionError("config rejects reference_sync together with lora")
 
     def state_dict(self) -> dict[str, Any]:
         return {}

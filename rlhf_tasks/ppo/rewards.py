@@ -1,8 +1,8 @@
-"""From one score an answer to one reward a token.
+"""From one score per response to one reward per token.
 
-In this order: the scorers' sum → scaling → the rule for answers that did not end → the last token.
-Departure from TRL: the score lands on the last real response token (EOS, or the last one of a
-truncated answer); TRL adds it one slot after EOS when there is room.
+The order is: the scorers' sum → scaling → the rule for responses that did not end → the last token.
+Departure from TRL: the score is put on the last real response token (EOS, or the last one of a
+truncated response); TRL adds it one slot after EOS when there is room.
 
 B batch · R response. `mask` (B, R) is True on real response tokens, EOS included.
 """
@@ -29,21 +29,23 @@ def truncated_scores(
     gamma: float,
     last_values: Tensor,
 ) -> Tensor:
-    """The scores (B,), those of answers that did not end (`ended` (B,) bool) under a rule:
+    """The scores (B,); where a response did not end (`ended` (B,) bool is False) the rule decides its score.
 
-    eos_trick_replace: `missing_eos_score`, whatever the scorer said (Ziegler et al. 2019; arXiv
-    2403.17031, detail 4.2); eos_trick_subtract: the score plus it; bootstrap: γ · the value of the state
-    after the last token, `last_values` (B,), since the episode goes on there (Pardo et al. 2018);
-    bootstrap_add: the score plus that, which counts one outcome twice; none: the score as it is.
+    - eos_trick_replace: `missing_eos_score` (Ziegler et al. 2019; arXiv 2403.17031, detail 4.2).
+    - eos_trick_subtract: the score plus `missing_eos_score`.
+    - bootstrap: γ · the value of the state after the last token, `last_values` (B,), because the
+      episode continues there (Pardo et al. 2018).
+    - bootstrap_add: the score plus that, which counts one outcome twice.
+    - none: the score, unchanged.
     """
-    rest = {
+    unfinished = {
         "eos_trick_replace": lambda: torch.full_like(scores, missing_eos_score),
         "eos_trick_subtract": lambda: scores + missing_eos_score,
         "bootstrap": lambda: gamma * last_values,
         "bootstrap_add": lambda: scores + gamma * last_values,
         "none": lambda: scores,
     }
-    return torch.where(ended, scores, rest[rule]())
+    return torch.where(ended, scores, unfinished[rule]())
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -59,8 +61,8 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 class ScoreScaler:
     """clip((score − μ) / σ, ±clip), μ and σ over all scores so far: PPO-max, arXiv 2307.04964, eq. 18.
 
-    μ stays where `subtract_mean` is off. The moments are of all processes, in float64, and are this
-    object's whole state.
+    Without `subtract_mean` it is score / σ. The moments are of all processes, in float64, and are the
+    whole state of this object.
     """
 
     def __init__(self, settings: ScoreScaling | None) -> None:
@@ -69,23 +71,23 @@ class ScoreScaler:
         """Σ 1, the mean, and Σ (x − mean)²."""
 
     def __call__(self, scores: Tensor, reduce: Reduce = alone) -> Tensor:
-        """Take the scores (B,) in, and give them scaled; as they are without settings."""
+        """Add the scores (B,) to the moments, and return them scaled; without settings, unchanged."""
         if self._settings is None:
             return scores
-        self._take(scores.double(), reduce)
+        self._add(scores.double(), reduce)
         std = (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
-        found = (scores - self.mean if self._settings.subtract_mean else scores) / std
+        scaled = (scores - self.mean if self._settings.subtract_mean else scores) / std
         clip = self._settings.clip
-        return found if clip is None else found.clamp(-clip, clip)
+        return scaled if clip is None else scaled.clamp(-clip, clip)
 
-    def _take(self, x: Tensor, reduce: Reduce) -> None:
-        """Chan et al. 1979: moments of two sets together, from those of each."""
+    def _add(self, x: Tensor, reduce: Reduce) -> None:
+        """Combine the moments of two sets (Chan et al. 1979)."""
         number, total = reduce(torch.stack([torch.tensor(float(len(x))).double(), x.sum()])).tolist()
         mean = total / number
         squares = float(reduce(((x - mean) ** 2).sum()))
-        apart, both = mean - self.mean, self.count + number
-        self.squares += squares + apart**2 * self.count * number / both
-        self.mean += apart * number / both
+        shift, both = mean - self.mean, self.count + number
+        self.squares += squares + shift**2 * self.count * number / both
+        self.mean += shift * number / both
         self.count = both
 
     def state_dict(self) -> dict[str, float]:

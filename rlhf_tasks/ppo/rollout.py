@@ -1,4 +1,4 @@
-"""One rollout: answers sampled from the policy, with all that PPO learns from, on the CPU.
+"""One rollout: responses sampled from the policy, and all numbers that PPO learns from, on the CPU.
 
 B batch · R response · V vocabulary · H hidden. `mask` (B, R) is True on real response tokens, EOS included.
 """
@@ -18,18 +18,18 @@ from rlhf_tasks.modeling.tensors import gather_logprobs
 
 
 @dataclass(frozen=True)
-class Episodes:
-    """A rollout, or this process's part; `scores` are the scorers' sum, before scaling and the EOS rule."""
+class Rollout:
+    """The rollout of all processes, or this one's share of it."""
 
     queries: list[Ids]
     responses: list[Ids]
-    ended: Tensor  # (B,) bool: the answer has its stop token
+    ended: Tensor  # (B,) bool: the response has its stop token
     mask: Tensor  # (B, R)
     logprobs: Tensor  # (B, R)
     ref_logprobs: Tensor  # (B, R)
     values: Tensor  # (B, R), of the state before each token
     last_values: Tensor  # (B,), of the state after the last token
-    scores: Tensor  # (B,)
+    scores: Tensor  # (B,), the scorers' weighted sum, before scaling and the EOS rule
     parts: dict[str, Tensor]  # each scorer's own, (B,)
 
     @property
@@ -38,9 +38,9 @@ class Episodes:
 
 
 class ValueHead(nn.Linear):
-    """A critic without a trunk of its own: one number from the policy's hidden state, zero at first.
+    """A critic without a trunk of its own: a linear map of the policy's hidden state to one number.
 
-    Zero as in lm-human-preferences: a random head would make noise of the first advantages.
+    It starts at zero, as in lm-human-preferences: a random head would add noise to the first advantages.
     """
 
     def __init__(self, hidden_size: int) -> None:

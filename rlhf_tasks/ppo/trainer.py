@@ -1,13 +1,13 @@
-"""PPO: rollout, rewards, advantages, epochs of clipped updates. The arithmetic is in the modules beside.
+"""PPO, an update at a time: sample, score, estimate advantages, optimise, record.
 
-One update is `collect` → `teach` → `optimise`; README gives each metric's formula.
+Each step is a module beside this one: `collector`, `estimator` and `optimiser`; `losses` holds the loss.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.collect import Collector, Scorers
-from rlhf_tasks.ppo.lesson import Lesson, Teacher
-from rlhf_tasks.ppo.optimise import Optimiser, Queue
+from rlhf_tasks.ppo.batch import PPOBatch
+from rlhf_tasks.ppo.collector import Collector, Scorers, stop_token
+from rlhf_tasks.ppo.estimator import AdvantageEstimator
+from rlhf_tasks.ppo.optimiser import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
@@ -27,8 +28,25 @@ from rlhf_tasks.training.supervised import LanguageModelling
 Metrics = dict[str, float]
 
 
+class Stopwatch:
+    """The seconds of each part of an update."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self.seconds = clock, dict[str, float]()
+        self._start = self._last = clock()
+
+    def lap(self, part: str) -> None:
+        """End the part that began with the last lap."""
+        now = self._clock()
+        self.seconds[part], self._last = now - self._last, now
+
+    @property
+    def total(self) -> float:
+        return self._last - self._start
+
+
 class Trainer:
-    """Policy, critic, reference and scorers, and the state that goes from update to update."""
+    """Policy, critic, reference and scorers, and all state that one update leaves to the next."""
 
     def __init__(
         self,
@@ -42,104 +60,124 @@ class Trainer:
         *,
         seed: int,
         demonstrations: LanguageModelling | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`demonstrations` are PPO-ptx's, and none without it."""
+        """`demonstrations` are PPO-ptx's text; None without it."""
         self.rt, self.settings, self.reference, self.prompts = rt, settings, reference, prompts
-        self.actor_critic = actor_critic
+        self.actor_critic, self._clock = actor_critic, clock
         pad = tokenizer.pad_token_id
         optimizer, self._num_policy_groups = _optimizer(actor_critic, settings)
         self._model, self._optimizer = rt.prepare(actor_critic, optimizer, settings.max_grad_norm)
         self._shuffling = torch.Generator().manual_seed(seed)
         self._queue = Queue(len(prompts), self._shuffling)
-        self.collect = Collector(
+        self.collector = Collector(
             rt, settings, actor_critic, reference, scorers, stop=stop_token(settings, tokenizer), pad=pad,
             seed=seed,
         )  # fmt: skip
-        self.teach = Teacher(settings, lambda x: rt.sum(x.to(rt.device)).to(x.device))
-        self.optimise = Optimiser(
+        self.estimator = AdvantageEstimator(settings, lambda x: rt.sum(x.to(rt.device)).to(x.device))
+        self.optimiser = Optimiser(
             rt, settings, self._model, self._optimizer, pad=pad, shuffling=self._shuffling,
             demonstrations=demonstrations,
         )  # fmt: skip
         self.num_updates = settings.total_episodes // settings.rollout_batch_size
         self.update = 0
         self.warmup_losses: list[float] = []
-        """The critic's, an update each."""
+        """The critic's loss, one for each update of its warm-up."""
 
     def updates(self) -> Iterator[Metrics]:
-        """All updates that are left, the critic's warm-up first; each gives its metrics, of all processes.
+        """All updates that remain, the critic's warm-up first; each gives its metrics, of all processes.
 
-        Between two of them `state_dict` holds all there is to go on from.
+        Between two updates `state_dict` holds all that the next one depends on.
+
+        Raises:
+            NonFiniteError: if a number is NaN or infinite; no step was taken on it.
         """
         while self.update < self.num_updates:
-            yield self._one_update() if self.is_warm else self._warm_up()
+            yield self._update() if self.is_warm else self._warm_up_critic()
 
-    def _one_update(self) -> Metrics:
-        settings = self.settings
+    def _update(self) -> Metrics:
+        timer, rate = Stopwatch(self._clock), self._begin_update()
+        queries = self._next_queries()
+        samples = self.collector.sample(queries)
+        timer.lap("generate")
+        rollout = self.collector.score(queries, samples)
+        timer.lap("score")
+        batch, objective = self.estimator.estimate(rollout)
+        require_finite(objective, batch)
+        timer.lap("estimate")
+        training = self.optimiser.optimise(batch)
+        require_finite(training, batch)
+        return self._record(objective | training, timer, rate)
+
+    def _begin_update(self) -> float:
+        """The learning rate of this update, which is set."""
         if self.update == 0 and self.warmup_losses:
-            forget(self._optimizer, self._num_policy_groups)
-        rate = learning_rate(settings, self.update, self.num_updates)
+            reset_optimizer_state(self._optimizer, self._num_policy_groups)
+        rate = learning_rate(self.settings, self.update, self.num_updates)
         set_learning_rate(self._optimizer, rate)
-        started = time.perf_counter()
-        episodes, times = self.collect(self._next_queries())
-        lesson, metrics = self.teach(episodes)
-        check(metrics, lesson)
-        training = time.perf_counter()
-        metrics |= self.optimise(lesson)
-        check(metrics, lesson)
-        self.teach.kl.update(metrics["objective/kl_k1"], settings.rollout_batch_size)
+        return rate
+
+    def _record(self, metrics: Metrics, timer: Stopwatch, rate: float) -> Metrics:
+        """Adapt kl_coef and the reference to a finished update, and complete its metrics."""
+        settings = self.settings
+        self.estimator.kl.update(metrics["objective/kl_k1"], settings.rollout_batch_size)
         self.update += 1
         sync = settings.reference_sync
         if sync is not None and self.update % sync.every == 0:
             self.reference.follow(self.actor_critic.policy, sync.alpha)
-        ended = time.perf_counter()
+        timer.lap("train")
         num_tokens = metrics["val/response_length"] * settings.rollout_batch_size
-        return metrics | times | {
-            "time/train_seconds": ended - training,
-            "time/tokens_per_second": num_tokens / (ended - started),
-            "eps": settings.rollout_batch_size / (ended - started),
+        return metrics | {
+            "time/generate_seconds": timer.seconds["generate"],
+            "time/score_seconds": timer.seconds["score"],
+            "time/train_seconds": timer.seconds["train"],
+            "time/tokens_per_second": num_tokens / timer.total,
+            "eps": settings.rollout_batch_size / timer.total,
             "episode": self.update * settings.rollout_batch_size,
             "lr": rate,
-        }  # fmt: skip
-
-    # ---------------------------------------------------------------------------- critic warm-up
-
-    @property
-    def is_warm(self) -> bool:
-        """The critic's loss has settled, or there is no warm-up: PPO-max, arXiv 2307.04964, section 5.3.4."""
-        warmup, losses = self.settings.critic_warmup, self.warmup_losses
-        if warmup is None or len(losses) >= warmup.max_updates:
-            return True
-        return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])
-
-    def _warm_up(self) -> Metrics:
-        set_learning_rate(self._optimizer, self.settings.learning_rate)
-        episodes, _ = self.collect(self._next_queries())
-        lesson, objective = self.teach(episodes)
-        check(objective, lesson)
-        found = self.optimise(lesson, critic_only=True)
-        check(found, lesson)
-        self.warmup_losses.append(found["loss/value_avg"])
-        return {
-            "warmup/value_loss": found["loss/value_avg"],
-            "warmup/explained_variance": objective["val/explained_variance"],
-            "episode": len(self.warmup_losses) * self.settings.rollout_batch_size,
         }
 
     def _next_queries(self) -> list[Ids]:
         """This process's share of the next prompts."""
         return [self.prompts[i] for i in self.rt.share(self._queue.take(self.settings.rollout_batch_size))]
 
+    # ---------------------------------------------------------------------------- critic warm-up
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the critic's loss has settled, or there is no warm-up: arXiv 2307.04964, section 5.3.4."""
+        warmup, losses = self.settings.critic_warmup, self.warmup_losses
+        if warmup is None or len(losses) >= warmup.max_updates:
+            return True
+        return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])
+
+    def _warm_up_critic(self) -> Metrics:
+        """An update of the critic alone, on a rollout of the frozen policy."""
+        set_learning_rate(self._optimizer, self.settings.learning_rate)
+        queries = self._next_queries()
+        rollout = self.collector.score(queries, self.collector.sample(queries))
+        batch, objective = self.estimator.estimate(rollout)
+        require_finite(objective, batch)
+        training = self.optimiser.optimise(batch, critic_only=True)
+        require_finite(training, batch)
+        self.warmup_losses.append(training["loss/value_avg"])
+        return {
+            "warmup/value_loss": training["loss/value_avg"],
+            "warmup/explained_variance": objective["val/explained_variance"],
+            "episode": len(self.warmup_losses) * self.settings.rollout_batch_size,
+        }
+
     # --------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What is the same on all processes; each one's own is `collect.generator`."""
+        """What is the same on all processes; each one's own state is `collector.generator`."""
         return {
             "update": self.update,
             "warmup_losses": list(self.warmup_losses),
             "training": self.rt.training_state(self._model, self._optimizer),
             "reference": self.reference.state_dict(),
-            "teacher": self.teach.state_dict(),
-            "optimiser": self.optimise.state_dict(),
+            "estimator": self.estimator.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
             "queue": list(self._queue.waiting),
             "shuffling": self._shuffling.get_state(),
         }
@@ -148,31 +186,27 @@ class Trainer:
         self.update, self.warmup_losses = state["update"], list(state["warmup_losses"])
         self.rt.load_training_state(self._model, self._optimizer, state["training"])
         self.reference.load_state_dict(state["reference"])
-        self.teach.load_state_dict(state["teacher"])
-        self.optimise.load_state_dict(state["optimiser"])
+        self.estimator.load_state_dict(state["estimator"])
+        self.optimiser.load_state_dict(state["optimiser"])
         self._queue.waiting = list(state["queue"])
         self._shuffling.set_state(state["shuffling"])
 
 
-def check(metrics: Metrics, lesson: Lesson) -> None:
-    """Refuse metrics, the same on all processes, that are no numbers: sums overflow where nothing else does.
+def require_finite(metrics: Metrics, batch: PPOBatch) -> None:
+    """Check metrics that are the same on all processes; their sums overflow where nothing else does.
 
     Raises:
-        NonFiniteError: naming them; the lesson is its `batch`.
+        NonFiniteError: naming those that are NaN or infinite; the PPO batch is its `batch`.
     """
     wrong = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
     if wrong:
-        raise NonFiniteError(", ".join(wrong), lesson.content())
-
-
-def stop_token(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:
-    return int(tokenizer.eos_token_id) if settings.stop_token == "eos" else settings.stop_token
+        raise NonFiniteError(", ".join(wrong), batch.content())
 
 
 def _optimizer(actor_critic: ActorCritic, settings: Ppo) -> tuple[torch.optim.Optimizer, int]:
-    """One AdamW for both, and how many of its groups, the first ones, are the policy's.
+    """One AdamW for policy and critic, and the number of its groups, the first ones, that are the policy's.
 
-    The critic's have a rate of their own if `value_learning_rate` says so.
+    With `value_learning_rate` the critic's groups have a rate of their own.
     """
     optimizer = adamw(actor_critic.policy, settings)
     num_policy_groups = len(optimizer.param_groups)
@@ -182,11 +216,11 @@ def _optimizer(actor_critic: ActorCritic, settings: Ppo) -> tuple[torch.optim.Op
     return optimizer, num_policy_groups
 
 
-def forget(optimizer: torch.optim.Optimizer, num_groups: int) -> None:
-    """Make the first groups of an AdamW new again: their moments, and the steps that these are corrected by.
+def reset_optimizer_state(optimizer: torch.optim.Optimizer, num_groups: int) -> None:
+    """Set the moments of an AdamW's first groups to zero, and the step counts that correct them.
 
-    While the critic warms up, alone, the policy has gradients of zero (data parallelism wants some). Counted
-    as steps they would make the policy's first real ones too small, or, with slow moments, too large.
+    While the critic alone warms up, data parallelism gives the policy gradients of zero. Counted as steps
+    they would make the policy's first real ones too small, or too large where the moments are slow.
     """
     for group in optimizer.param_groups[:num_groups]:
         for weights in group["params"]:

@@ -1,10 +1,10 @@
-"""Stage ppo: models/policy, kept where its answers to validation prompts were liked best."""
+"""Stage ppo: models/policy, with the weights that scored best on validation prompts."""
 
 from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,12 +20,13 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts, models, scorers
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
-from rlhf_tasks.ppo.loop import Loop
-from rlhf_tasks.ppo.referee import Referee
+from rlhf_tasks.ppo.collector import stop_token
+from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
-from rlhf_tasks.ppo.trainer import Trainer, stop_token
-from rlhf_tasks.ppo.watch import Watch
+from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.ppo.training_loop import TrainingLoop
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
@@ -33,80 +34,100 @@ from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, demonstrations, plain
 
-BASE, SFT = Path("models/base"), Path("models/sft")
-REWARD, HELDOUT = Path("models/reward"), Path("models/reward_heldout")
-PTX_TOKENS = 256  # a row of pretraining text
-OUT, LOOKED_AT = Path("models/policy"), Path("evaluation/ppo")
+PTX_TOKENS = 256
+"""The length at which pretraining text is cut into rows."""
+
+
+class Models(NamedTuple):
+    """The models of PPO as they are before training."""
+
+    actor_critic: ActorCritic
+    reference: Reference
+    reward: TokenScores | None
 
 
 def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/policy and evaluation/ppo/{samples.parquet,answers.parquet,guards.json}.
 
-    Metrics: the last update's, and which was kept.
+    Metrics: the last update's, and `selected_…` of the weights that are kept.
     """
-    settings: Ppo = config.ppo
-    _check(config)
+    check(config, paths)
+    settings = config.ppo
     rt = Runtime(config.launch, config.seed)
-    referee = None if settings.select_by is None else Referee(rt, settings.select_by, paths)
-    tokenizer = load_tokenizer(SFT)
-    policy, reference = _policy(rt, settings, config.seed)
-    reward = models.load_reward(REWARD) if config.has_reward_model else None
+    judge = None if settings.select_by is None else SelectionJudge(rt, settings.select_by, paths)
+    tokenizer = load_tokenizer(paths.sft)
+    actor_critic, reference, reward = load_models(rt, config, paths)
+    policy = actor_critic.policy
     scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=_frozen(rt, reward), max_tokens=settings.micro_batch_tokens,
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
         root=paths.root,
     )  # fmt: skip
+    prompts = [row["prompt"] for row in read_table(paths, "prompts", "train")]
     trainer = Trainer(
-        rt, settings, ActorCritic(policy, _critic(config, policy, reward).to(rt.device)), reference, scorer,
-        tokenizer, encode(tokenizer, [row["prompt"] for row in read_table(paths, "prompts", "train")]),
-        seed=config.seed, demonstrations=_ptx_text(settings, tokenizer, policy),
+        rt, settings, actor_critic, reference, scorer, tokenizer, encode(tokenizer, prompts),
+        seed=config.seed, demonstrations=ptx_text(settings, paths, tokenizer, policy),
     )  # fmt: skip
-    heldout = _heldout(rt, config, tokenizer)
-    watch = Watch(rt, settings, policy, tokenizer, scorer, heldout, referee, config.seed)
-    loop = Loop(rt, config, trainer, watch, tracker)
+    evaluator = Evaluator(
+        rt, settings, policy, reference, tokenizer, read_table(paths, "prompts", "validation"),
+        scorers=scorer, heldout=_heldout(rt, config, paths, tokenizer), judge=judge, seed=config.seed,
+    )  # fmt: skip
+    loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
     metrics = loop.run()
-    watch.restore()
+    evaluator.restore()
     if rt.is_main:
-        _save(config, models.merged(policy), tokenizer, watch)
-        _keep(watch, loop)
+        _save_policy(config, paths, models.merged(policy), tokenizer, evaluator)
+        _save_evaluations(paths, loop)
     rt.barrier()
-    return metrics | watch.result
+    return metrics | evaluator.selected
 
 
-def _check(config: PpoView) -> None:
-    """The contracts between the checkpoints and with the referee, before anything is trained; a warning."""
-    for reward in (REWARD, HELDOUT) if config.has_reward_model else ():
-        contracts.check_same_tokenizer(SFT, reward)
-        contracts.check_parent(reward, "sft", SFT)
-    settings: Ppo = config.ppo
-    _check_referee(settings)
-    tokenizer = load_tokenizer(SFT)
+# ---------------------------------------------------------------------------- before anything is trained
+
+
+def check(config: PpoView, paths: Paths) -> None:
+    """Check the contracts between the checkpoints, the selection judge and the stop token; warn of risks.
+
+    Raises:
+        UserError: naming what does not fit.
+    """
+    for reward in (paths.reward, paths.reward_heldout) if config.has_reward_model else ():
+        contracts.check_same_tokenizer(paths.sft, reward)
+        contracts.check_parent(reward, "sft", paths.sft)
+    settings = config.ppo
+    _check_selection_judge(settings, paths)
+    tokenizer = load_tokenizer(paths.sft)
     stop = stop_token(settings, tokenizer)
     if stop >= len(tokenizer):
         raise UserError(
-            f"ppo.stop_token={stop} is no token: the tokenizer has {len(tokenizer)}, numbered from 0"
+            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
         )
-    if settings.truncation.startswith("bootstrap") and settings.critic_warmup is None:
-        shared = settings.value_model == "shared"
-        console.say(
-            f"ppo.truncation={settings.truncation} rewards unfinished answers by the critic's word, and this "
-            f"critic {'starts from nothing' if shared else 'was not warmed up'}: "
-            f"{'take ppo.value_model: separate, and ' if shared else ''}set ppo.critic_warmup"
-        )
-    if settings.truncation.startswith("bootstrap") and settings.gamma == 1:
-        console.say(
-            f"ppo.truncation={settings.truncation} with ppo.gamma=1 leaves the worth of an answer that never "
-            "ends open, and the critic may think it the best of all: set ppo.gamma below 1, say 0.99"
-        )
+    if settings.truncation.startswith("bootstrap"):
+        _warn_of_bootstrapping(settings)
 
 
-def _check_referee(settings: Ppo) -> None:
+def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
     judge = None if settings.select_by is None else settings.select_by.judge
     if not isinstance(judge, RewardModelJudge) or not _is_rewarded(settings):
         return
-    if contracts.fingerprint(Path(judge.path)) == contracts.fingerprint(REWARD):
+    if contracts.fingerprint(paths.root / judge.path) == contracts.fingerprint(paths.reward):
         raise UserError(
-            f"ppo.select_by: {judge.path} has the weights of models/reward, which PPO optimises; what is "
-            "optimised does not choose. Give another judge, or null for models/reward_heldout"
+            f"ppo.select_by: {judge.path} has the weights of models/reward, which PPO optimises and which "
+            "therefore must not choose; name another judge, or null for models/reward_heldout"
+        )
+
+
+def _warn_of_bootstrapping(settings: Ppo) -> None:
+    if settings.critic_warmup is None:
+        shared = settings.value_model == "shared"
+        console.say(
+            f"ppo.truncation={settings.truncation} rewards unfinished responses with the critic's value, and "
+            f"this critic {'starts at zero' if shared else 'is not warmed up'}: "
+            f"{'set ppo.value_model to separate, and ' if shared else ''}set ppo.critic_warmup"
+        )
+    if settings.gamma == 1:
+        console.say(
+            f"ppo.truncation={settings.truncation} with ppo.gamma=1 does not determine the value of a "
+            "response that never ends, and the critic may value it highest: set ppo.gamma below 1, say 0.99"
         )
 
 
@@ -115,28 +136,82 @@ def _is_rewarded(settings: Ppo) -> bool:
     return any(scorer.kind == "reward_model" for scorer in settings.scorers)
 
 
-def _policy(rt: Runtime, settings: Ppo, seed: int) -> tuple[PreTrainedModel, Reference]:
-    policy = models.place(models.load_causal(SFT), rt.device)
+# ---------------------------------------------------------------------------------------------- models
+
+
+def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
+    """Policy and critic to train, the reference, and models/reward where there is one."""
+    policy, reference = _policy(rt, config, paths)
+    reward = models.load_reward(paths.reward) if config.has_reward_model else None
+    if reward is not None:
+        reward = reward.to(rt.device).requires_grad_(False)
+    critic = _critic(config, paths, policy, reward).to(rt.device)
+    return Models(ActorCritic(policy, critic), reference, reward)
+
+
+def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel, Reference]:
+    settings = config.ppo
+    policy = models.place(models.load_causal(paths.sft), rt.device)
     if settings.gradient_checkpointing:
         _checkpoint_activations(policy)
     if settings.lora is not None:
-        policy = models.with_lora(policy, settings.lora, seed=seed)
+        policy = models.with_lora(policy, settings.lora, seed=config.seed)
         return policy, AdapterOff(policy)
-    reference = models.place(models.load_causal(SFT), rt.device)
+    reference = models.place(models.load_causal(paths.sft), rt.device)
     rt.freeze(reference)
     return policy, OwnModel(reference, moves=settings.reference_sync is not None)
 
 
-def _ptx_text(
-    settings: Ppo, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
+def _critic(
+    config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
+) -> TokenScores | ValueHead:
+    """The critic by `critic_init`; a new head starts at zero, on the trunk's own weights."""
+    settings = config.ppo
+    if settings.value_model == "shared":
+        return ValueHead(policy.config.hidden_size)
+    if settings.critic_init == "reward":
+        assert reward is not None
+        critic = copy.deepcopy(reward).requires_grad_(True)
+    else:
+        source = paths.sft if settings.critic_init == "sft" else paths.base
+        critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
+        nn.init.zeros_(models.head_of(critic.model).weight)
+    if settings.gradient_checkpointing:
+        _checkpoint_activations(critic.model)
+    if settings.lora is not None and settings.lora.value:
+        critic.model = models.with_lora(critic.model, settings.lora, seed=config.seed)
+    return critic
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """`gradient_checkpointing`; transformers 5.23 renames the method."""
+    new = getattr(model, "activation_checkpointing_enable", None)
+    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def _heldout(
+    rt: Runtime, config: PpoView, paths: Paths, tokenizer: PreTrainedTokenizerBase
+) -> RewardScorer | None:
+    if not config.has_reward_model:
+        return None
+    model = models.load_reward(paths.reward_heldout).to(rt.device).requires_grad_(False)
+    return RewardScorer(model, tokenizer, config.ppo.micro_batch_tokens)
+
+
+def ptx_text(
+    settings: Ppo, paths: Paths, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> LanguageModelling | None:
-    """What PPO-ptx goes on to learn; None without it."""
+    """The text of PPO-ptx, in rows as long as the model allows; None without PPO-ptx.
+
+    Raises:
+        UserError: if the file cannot be read, or is empty.
+    """
     if settings.ptx is None:
         return None
     if settings.ptx.text is None:
-        return demonstrations(Paths(), tokenizer, "train")
+        return demonstrations(paths, tokenizer, "train")
     try:
-        text = Path(settings.ptx.text).read_text(encoding="utf-8")
+        text = (paths.root / settings.ptx.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"ppo.ptx.text: {settings.ptx.text!r} cannot be read ({error})") from None
     most = min(PTX_TOKENS, getattr(policy.config, "max_position_embeddings", PTX_TOKENS))
@@ -148,71 +223,44 @@ def _ptx_text(
     return plain(rows, tokenizer.pad_token_id)
 
 
-def _critic(config: PpoView, policy: PreTrainedModel, reward: TokenScores | None) -> TokenScores | ValueHead:
-    """What `critic_init` says; a new head starts at zero, a trunk with the weights it comes with."""
-    settings: Ppo = config.ppo
-    if settings.value_model == "shared":
-        return ValueHead(policy.config.hidden_size)
-    if settings.critic_init == "reward":
-        assert reward is not None
-        critic = copy.deepcopy(reward).requires_grad_(True)
-    else:
-        source = SFT if settings.critic_init == "sft" else BASE
-        critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
-        nn.init.zeros_(models.head_of(critic.model).weight)
-    if settings.gradient_checkpointing:
-        _checkpoint_activations(critic.model)
-    if settings.lora is not None and settings.lora.value:
-        critic.model = models.with_lora(critic.model, settings.lora, seed=config.seed)
-    return critic
+# --------------------------------------------------------------------------------------------- results
 
 
-def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """`gradient_checkpointing`; transformers names it anew from 5.23 on."""
-    new = getattr(model, "activation_checkpointing_enable", None)
-    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
-
-
-def _heldout(rt: Runtime, config: PpoView, tokenizer: PreTrainedTokenizerBase) -> RewardScorer | None:
-    if not config.has_reward_model:
-        return None
-    model = models.load_reward(HELDOUT).to(rt.device).requires_grad_(False)
-    return RewardScorer(model, tokenizer, config.ppo.micro_batch_tokens)
-
-
-def _frozen(rt: Runtime, reward: TokenScores | None) -> TokenScores | None:
-    return None if reward is None else reward.to(rt.device).requires_grad_(False)
-
-
-def _save(config: PpoView, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, watch: Watch) -> None:
-    parents = {"sft": contracts.fingerprint(SFT)}
-    inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(Path("data/prompts"))}
-    if config.ppo.ptx is not None and config.ppo.ptx.text is not None:
-        inputs[config.ppo.ptx.text] = hashing.file_hash(Path(config.ppo.ptx.text))
+def _save_policy(
+    config: PpoView,
+    paths: Paths,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    evaluator: Evaluator,
+) -> None:
+    settings = config.ppo
+    parents = {"sft": contracts.fingerprint(paths.sft)}
+    inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
+    if settings.ptx is not None and settings.ptx.text is not None:
+        inputs[settings.ptx.text] = hashing.file_hash(paths.root / settings.ptx.text)
     if config.has_reward_model:
-        inputs["models/reward"] = contracts.fingerprint(REWARD)
-    if _is_rewarded(config.ppo):  # what the policy must not be judged by
+        inputs["models/reward"] = contracts.fingerprint(paths.reward)
+    if _is_rewarded(settings):  # a policy must not be judged by the reward that it was trained on
         parents["reward"] = inputs["models/reward"]
     chosen = "the last update's weights"
-    if watch.chooses is not None:
-        selection = config.ppo.select_by
-        by = f"the judge {selection.judge.name}" if selection else "models/reward_heldout"
-        chosen = f"kept at episode {watch.episode}, the best by {by} on validation prompts"
-    with whole(OUT) as folder:
+    if evaluator.selection_metric is not None:
+        by = f"the judge {settings.select_by.judge.name}" if settings.select_by else "models/reward_heldout"
+        episode = int(evaluator.selected["selected_episode"])
+        chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
+    with whole(paths.policy) as folder:
         models.save(
-            policy, tokenizer, folder, stop=stop_token(config.ppo, tokenizer),
+            policy, tokenizer, folder, stop=stop_token(settings, tokenizer),
             identity={"kind": "policy", "parents": parents},
             card=contracts.model_card(
-                "PPO policy", task="ppo", parameters=config.declared,
-                inputs=inputs,
+                "PPO policy", task="ppo", parameters=config.declared, inputs=inputs,
                 how=f"PPO from the SFT policy; {chosen}.",
             ),
         )  # fmt: skip
 
 
-def _keep(watch: Watch, loop: Loop) -> None:
-    """What was seen on the way: for the judge and the report."""
-    with whole(LOOKED_AT) as folder:
-        pq.write_table(pa.Table.from_pylist(watch.samples), folder / "samples.parquet")
-        pq.write_table(pa.Table.from_pylist(watch.answers), folder / "answers.parquet")
-        write_json(folder / "guards.json", {"trips": loop.trips if loop.watchdog else None})
+def _save_evaluations(paths: Paths, loop: TrainingLoop) -> None:
+    """Write what stage judge and the report read of the training."""
+    with whole(paths.ppo_samples) as folder:
+        pq.write_table(pa.Table.from_pylist(loop.evaluator.samples), folder / "samples.parquet")
+        pq.write_table(pa.Table.from_pylist(loop.evaluator.answers), folder / "answers.parquet")
+        write_json(folder / "guards.json", {"trips": loop.trips if loop.guards else None})

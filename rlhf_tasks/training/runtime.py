@@ -155,32 +155,36 @@ class Runtime:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        losses: Iterable[Callable[[], Tensor]],
+        losses: Iterable[Callable[[], tuple[Tensor, T]]],
         max_grad_norm: float | None,
-    ) -> float:
+    ) -> tuple[float, list[T]]:
         """One optimiser step on the **sum** of the micro-batches' losses over all processes.
 
         Each element of `losses` runs one forward pass and returns its part of the global loss, already
-        divided by the global count. So the step does not depend on the cut into micro-batches. All
-        processes must give the same number of losses. Returns the gradient norm before clipping.
+        divided by the global count, and what it measured. So the step does not depend on the cut into
+        micro-batches. All processes must give the same number of losses. Returns the gradient norm before
+        clipping, and the measurements in order.
 
         Raises:
             NonFiniteError: on all processes. The weights are unchanged, except where only the gradient is
                 not finite under DeepSpeed: it has then changed them.
         """
-        parts = list(losses)
+        parts, measured = list(losses), list[T]()
         total = torch.zeros((), device=self.device)
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             if self.is_deepspeed:
-                loss = part() * self.world_size
+                loss, stats = part()
+                loss = loss * self.world_size
                 total += loss.detach()
                 model.set_gradient_accumulation_boundary(is_boundary=last)  # type: ignore[operator]
                 model.backward(loss)  # type: ignore[operator]
             else:
                 # DDP and ZeRO average gradients over processes; the loss is a part of a sum, hence × world
                 with nullcontext() if last else self.accelerator.no_sync(model):
-                    self.accelerator.backward(part() * self.world_size)
+                    loss, stats = part()
+                    self.accelerator.backward(loss * self.world_size)
+            measured.append(stats)
         if self.is_deepspeed:
             if not bool(self.sum(total).isfinite()):
                 model.zero_grad()
@@ -191,14 +195,14 @@ class Runtime:
                 raise NonFiniteError(
                     "the gradient is NaN or infinite, and DeepSpeed has changed the weights by it"
                 )
-            return norm
+            return norm, measured
         norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient is NaN or infinite")
-        return norm
+        return norm, measured
 
     # --------------------------------------------------------------------------------- snapshots
 

@@ -6,9 +6,10 @@ A run that was stopped between two steps is resumed to the same bytes: see `resu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -155,22 +156,19 @@ class Fit:
 
     def _optimise(self, rows: list[int]) -> tuple[dict[str, float], float]:
         """The sums of a batch, and the norm of its gradient."""
-        weight = self.task.weight(rows)
-        parts: list[Sums] = []
-
-        def loss_of(group: list[int]) -> Callable[[], Tensor]:
-            def compute() -> Tensor:
-                sums = _sums(self.rt, self.model, self.task, group, rows)
-                parts.append({key: value.detach() for key, value in sums.items()})
-                return sums["loss"] / weight
-
-            return compute
-
         self.model.train()
         own, settings = self.rt.share(rows), self.settings
-        losses = [loss_of(g) for g in groups(self.rt, self.task.sizes, own, settings.micro_batch_tokens)]
-        norm = self.rt.step(self.model, self.optimizer, losses, settings.max_grad_norm)
-        return total(self.rt, parts), norm
+        losses = [
+            partial(self._loss, group, rows)
+            for group in groups(self.rt, self.task.sizes, own, settings.micro_batch_tokens)
+        ]
+        norm, sums = self.rt.step(self.model, self.optimizer, losses, settings.max_grad_norm)
+        return total(self.rt, sums), norm
+
+    def _loss(self, group: list[int], rows: list[int]) -> tuple[Tensor, Sums]:
+        """The part of the batch's mean loss that a micro-batch has, and its sums."""
+        sums = _sums(self.rt, self.model, self.task, group, rows)
+        return sums["loss"] / self.task.weight(rows), {key: value.detach() for key, value in sums.items()}
 
     def state_dict(self) -> State:
         """Weights, optimiser and position in the data; equal on all processes."""

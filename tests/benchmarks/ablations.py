@@ -1,10 +1,10 @@
-"""What each part of PPO is worth on the default task: `python -m tests.benchmarks.ablations 1 2 3`.
+"""The effect of each part of PPO on the default task: `python -m tests.benchmarks.ablations 1 2 3`.
 
-For every seed, the finished run of `tests.benchmarks.seeds` gives data, SFT and reward models; only PPO runs
-again, once a variant and with half the episodes, and is judged by the gold judge on the validation posts
-(test posts are for verdicts, not for choices). Guards warn only. A variant whose result is there already is
-not run again, so that the command can be broken off. Results: tests/benchmarks/ablations.md, a line a
-variant, each cell the mean over seeds and the range.
+For every seed, the finished run of `tests.benchmarks.seeds` provides data, SFT and reward models. Only PPO
+runs again, once per variant and with half the episodes. The gold judge compares the policy on the validation
+posts, since test posts are for verdicts and not for choices. Guards only warn. An interrupted command can be
+repeated: it skips the variants that have a result. Results are in tests/benchmarks/ablations.md, one line per
+variant; a cell is the mean over seeds and the range.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ CELLS = {
 
 
 def run_variant(seed: int, name: str, finished: Path, work: Path) -> dict[str, float]:
-    """The result of one variant and seed; PPO runs where there is none."""
+    """The result of one variant and seed; PPO runs if there is none."""
     folder = work / str(seed) / "".join(c if c.isalnum() else "-" for c in name)
     result = folder / "result.json"
     if not result.exists():
@@ -83,12 +83,12 @@ def run_variant(seed: int, name: str, finished: Path, work: Path) -> dict[str, f
             ):
                 subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
         shutil.rmtree(folder / "models" / "policy")
-    found: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+    numbers: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
+    return numbers
 
 
 def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
-    """A workspace with a finished run's data and models, and parameters of its own."""
+    """Make a workspace with the data and models of a finished run, and parameters of its own."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "models").mkdir(parents=True)
     (folder / "data").symlink_to((finished / "data").absolute())
@@ -108,7 +108,7 @@ def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
 
 
 def judge(out: Path) -> None:
-    """Judge models/policy of this folder on the validation posts."""
+    """Write the results of models/policy of this folder on the validation posts."""
     from rlhf_tasks import config
     from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
     from rlhf_tasks.data.synthetic import gold, gold_scores
@@ -141,10 +141,10 @@ def judge(out: Path) -> None:
 
 def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     lines = ["| variant | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
-    for name, found in results.items():
+    for name, numbers in results.items():
         cells = []
         for key, form in CELLS.values():
-            values = [result[key] for result in found]
+            values = [result[key] for result in numbers]
             low, high = form.format(min(values)), form.format(max(values))
             cells.append(form.format(sum(values) / len(values)) + (f" ({low}–{high})" if low != high else ""))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -156,10 +156,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("seeds", type=int, nargs="*", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="variants by name")
-    parser.add_argument("--runs", type=Path, default=Path(".rlhf/seeds"), help="the seeds' finished runs")
-    parser.add_argument("--work", type=Path, default=Path(".rlhf/ablations"), help="where results are kept")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), help="run these variants")
+    parser.add_argument(
+        "--runs", type=Path, default=Path(".rlhf/seeds"), help="the folder of the finished runs"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path(".rlhf/ablations"), help="the folder of the results"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="run so many at a time, on one thread each")
     parser.add_argument("--judge", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.judge:
@@ -175,7 +179,7 @@ def main() -> None:
         for name, runs in waiting.items():
             results[name] = [run.result() for run in runs]
             print(table({name: results[name]}).splitlines()[-1], flush=True)
-    if set(results) == set(VARIANTS):  # a part of it is printed only
+    if set(results) == set(VARIANTS):  # the table is written only when it is whole
         OUT.write_text(table(results), encoding="utf-8")
 
 

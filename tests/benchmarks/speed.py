@@ -1,10 +1,10 @@
-"""PPO's episodes per second beside TRL's trainer: `python -m tests.benchmarks.speed --peer PYTHON`.
+"""PPO's episodes per second, compared with TRL's trainer: `python -m tests.benchmarks.speed --peer PYTHON`.
 
-PYTHON is the interpreter of another environment, with `trl==1.12.0`, the last release that has PPO (its own
-versions of torch and transformers should be ours). Both train random GPT-NeoX models of one shape, with as
-many episodes, epochs and optimiser steps, in turns, a process each; micro-batches are each one's own (ours by
-tokens, the shipped 16,384; TRL's by rows, 16, 8 and 16). A figure is the median over updates, the first left
-out, and over the turns; the ratio is of figures of one run. Without --peer: ours alone.
+PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
+versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape with the
+same number of episodes, epochs and optimiser steps. They alternate, in a process each. Our micro-batches
+have the shipped 16,384 tokens, TRL's have 16, 8 and 16 rows. A figure is the median over updates without the
+first, and over the turns; the ratio is of figures of one run. Without --peer only ours is measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     },
     "C": {"layers": 4, "vocab": 32, "query_min": 16, "query": 64, "response": 64, "batch": 64, "micro": 16},
 }
-"""C: a random model over 32 tokens ends its answers at very different lengths."""
+"""C: a random model over 32 tokens ends its responses at very different lengths."""
 PAD, EOS = 0, 1
 SECONDS = "seconds of each update: "
 HEAD = """\
@@ -49,9 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer", type=Path, metavar="PYTHON", help="an interpreter that has trl 1.12.0")
+    parser.add_argument(
+        "--peer", type=Path, metavar="PYTHON", help="the interpreter of an environment with trl 1.12.0"
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--updates", type=int, default=4, help="timed ones of a turn")
+    parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -83,7 +85,7 @@ def _line(shape: str, options: argparse.Namespace) -> str:
 
 
 def _turn(python: Path, side: str, shape: str, updates: int) -> tuple[float, float]:
-    """Episodes a second, and peak memory in GB, of one process."""
+    """Episodes per second, and peak memory in GB, of one process."""
     command = [
         str(python),
         "-m",
@@ -104,12 +106,12 @@ def _turn(python: Path, side: str, shape: str, updates: int) -> tuple[float, flo
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     *_, seconds, memory = done.stdout.splitlines()
-    found = json.loads(seconds.removeprefix(SECONDS))
+    times = json.loads(seconds.removeprefix(SECONDS))
     batch = SHAPES[shape]["batch"]
-    return batch / statistics.median(found[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
+    return batch / statistics.median(times[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
 
 
-# ------------------------------------------------------------------------------ what both are given
+# --------------------------------------------------------------------------------- the input of both
 
 
 def _tokenizer(shape: Mapping[str, int]) -> Any:
@@ -184,7 +186,7 @@ def _train_ours(shape: Mapping[str, int], updates: int) -> None:
     marks = [time.perf_counter()]
     for _ in trainer.updates():
         marks.append(time.perf_counter())
-    _say(marks)
+    _print_seconds(marks)
 
 
 def _train_peers(shape: Mapping[str, int], updates: int) -> None:
@@ -217,10 +219,10 @@ def _train_peers(shape: Mapping[str, int], updates: int) -> None:
         )  # fmt: skip
         marks.append(time.perf_counter())
         trainer.train()
-    _say(marks)
+    _print_seconds(marks)
 
 
-def _say(marks: list[float]) -> None:
+def _print_seconds(marks: list[float]) -> None:
     print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_tasks.data.batches import collate, text_of
-from rlhf_tasks.modeling.generation import Rollout, answer, sample
+from rlhf_tasks.modeling.generation import Samples, answer, sample
 from rlhf_tasks.ppo.rollout import logprobs_of
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
@@ -14,7 +14,7 @@ from tests.small import EOS, FAMILIES, PAD, Family
 QUERIES, _ = small.rows(24, longest=7)
 
 
-def rollout(family: Family = "llama", seed: int = 1, temperature: float = 0.7) -> Rollout:
+def samples(family: Family = "llama", seed: int = 1, temperature: float = 0.7) -> Samples:
     return sample(
         small.causal(family), QUERIES, max_new_tokens=12, temperature=temperature, stop=EOS, pad=PAD,
         generator=torch.Generator().manual_seed(seed),
@@ -23,7 +23,7 @@ def rollout(family: Family = "llama", seed: int = 1, temperature: float = 0.7) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_of_a_row_do_not_depend_on_rows_that_ended_earlier(family: Family) -> None:
-    found, model = rollout(family), small.causal(family)
+    found, model = samples(family), small.causal(family)
     lengths = set(map(len, found.responses))
     assert len(lengths) > 3, "rows must leave at different times for this to show anything"
     for query, response, logprobs in zip(QUERIES, found.responses, found.logprobs, strict=True):
@@ -34,7 +34,7 @@ def test_logprobs_of_a_row_do_not_depend_on_rows_that_ended_earlier(family: Fami
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_those_of_the_training_forward_pass(family: Family) -> None:
-    found = rollout(family)
+    found = samples(family)
     with torch.no_grad():
         again = logprobs_of(small.causal(family), collate(QUERIES, found.responses, PAD), 0.7)
     for row, logprobs in enumerate(found.logprobs):
@@ -42,7 +42,7 @@ def test_logprobs_equal_those_of_the_training_forward_pass(family: Family) -> No
 
 
 def test_a_response_ends_at_its_first_eos_or_at_the_limit() -> None:
-    responses = rollout().responses
+    responses = samples().responses
     assert {r[-1] == EOS for r in responses} == {True, False}
     for response in responses:
         assert EOS not in response[:-1]
@@ -74,8 +74,8 @@ def test_token_frequencies_are_the_softmax_at_the_temperature(temperature: float
 
 
 def test_the_same_seed_samples_the_same_responses() -> None:
-    assert rollout(seed=1).responses == rollout(seed=1).responses
-    assert rollout(seed=1).responses != rollout(seed=2).responses
+    assert samples(seed=1).responses == samples(seed=1).responses
+    assert samples(seed=1).responses != samples(seed=2).responses
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 256])

@@ -1,4 +1,4 @@
-"""GAE against a loop over single rows, and its closed forms at the ends of γ and λ."""
+"""GAE against a loop over single rows, and its closed forms for γ and λ of 0 and 1."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MASK = torch.arange(6) < torch.tensor(LENGTHS)[:, None]
 
 def slow(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """Σ_k (γλ)^k δ_{t+k} written out, for one response, terminal after its last token."""
-    ahead = [*values[1:], 0.0]
-    deltas = [r + gamma * v_next - v for r, v_next, v in zip(rewards, ahead, values, strict=True)]
+    next_values = [*values[1:], 0.0]
+    deltas = [r + gamma * v_next - v for r, v_next, v in zip(rewards, next_values, values, strict=True)]
     return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
@@ -28,19 +28,19 @@ def test_gae_equals_the_sum_written_out_row_by_row(gamma: float, lam: float, jun
     for row, length in enumerate(LENGTHS):
         expected = slow(REWARDS[row, :length].tolist(), VALUES[row, :length].tolist(), gamma, lam)
         assert advantages[row, :length].tolist() == pytest.approx(expected, abs=1e-5)
-        wanted = [a + v for a, v in zip(expected, VALUES[row, :length].tolist(), strict=True)]
-        assert returns[row, :length].tolist() == pytest.approx(wanted, abs=1e-5)
+        expected_returns = [a + v for a, v in zip(expected, VALUES[row, :length].tolist(), strict=True)]
+        assert returns[row, :length].tolist() == pytest.approx(expected_returns, abs=1e-5)
         assert advantages[row, length:].tolist() == returns[row, length:].tolist() == [0] * (6 - length)
 
 
-def test_without_discount_returns_are_the_rewards_still_to_come() -> None:
+def test_without_discount_returns_are_sums_of_the_remaining_rewards() -> None:
     _, returns = gae(REWARDS, VALUES, MASK, gamma=1.0, lam=1.0)
     for row, length in enumerate(LENGTHS):
-        to_go = [REWARDS[row, t:length].sum().item() for t in range(length)]
-        assert returns[row, :length].tolist() == pytest.approx(to_go, abs=1e-5)
+        remaining = [REWARDS[row, t:length].sum().item() for t in range(length)]
+        assert returns[row, :length].tolist() == pytest.approx(remaining, abs=1e-5)
 
 
-def test_one_token_by_hand() -> None:
+def test_two_tokens_equal_hand_computed_values() -> None:
     mask = torch.tensor([[True, True]])
     advantages, returns = gae(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 3.0]]), mask, 0.5, 0.5)
     # δ₁ = 2 + 0 − 3 = −1;  δ₀ = 1 + ½·3 − ½ = 2;  A₀ = 2 + ¼·(−1)

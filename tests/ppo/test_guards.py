@@ -1,4 +1,4 @@
-"""Which metrics trip the watchdog, and when."""
+"""Which metrics trip which guard, and when."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config.ppo_options import Guards
-from rlhf_tasks.ppo.guards import Watchdog
+from rlhf_tasks.config import ppo_options as config
+from rlhf_tasks.ppo.guards import Guards
 from tests import small
 
 WELL = {
@@ -18,14 +18,14 @@ WELL = {
 }  # fmt: skip
 
 
-def settings(**changes: Any) -> Guards:
-    return Guards.model_validate(small.params()["ppo"]["guards"] | {"patience": 1} | changes)
+def settings(**changes: Any) -> config.Guards:
+    return config.Guards.model_validate(small.params()["ppo"]["guards"] | {"patience": 1} | changes)
 
 
 def trips(*updates: dict[str, float], num_episodes: int = 256, **changes: Any) -> list[str | None]:
     """Which guards trip after each update, `+` between them."""
-    dog = Watchdog(settings(**changes), num_episodes)
-    return ["+".join(trip.name for trip in dog.look(WELL | update)) or None for update in updates]
+    guards = Guards(settings(**changes), num_episodes)
+    return ["+".join(trip.name for trip in guards.check(WELL | update)) or None for update in updates]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def trips(*updates: dict[str, float], num_episodes: int = 256, **changes: Any) -
         (
             {"objective/kl_k1": -5e-7, "objective/kl_k1_standard_error": 0.0},
             None,
-        ),  # of a policy that stands still
+        ),  # an unchanged policy
         ({"objective/kl_k1": -5e-4, "objective/kl_k1_standard_error": 0.0}, "kl_low"),
         ({"val/ratio": 2.5}, "ratio"),
         ({"val/ratio": 0.05}, "ratio"),
@@ -49,26 +49,28 @@ def test_a_guard_trips_where_its_metric_leaves_the_range(metrics: dict[str, floa
     assert trips(metrics) == [name]
 
 
-def test_a_guard_waits_for_as_many_updates_in_a_row_as_its_patience() -> None:
+def test_a_guard_trips_after_patience_updates_in_a_row() -> None:
     high = {"objective/kl_k1": 12.0}
     assert trips(high, high, {}, high, high, high, patience=3) == [None] * 5 + ["kl_high"]
 
 
-def test_answers_that_no_longer_end_are_seen_and_those_that_never_did_are_not() -> None:
+def test_responses_that_no_longer_end_trip_the_guard_and_those_that_never_did_do_not() -> None:
     assert trips({}, {"val/truncated_share": 0.5}, {"val/truncated_share": 0.6}) == [None, None, "eos"]
     assert trips(*[{"val/truncated_share": 0.99}] * 3) == [None] * 3
 
 
-def test_few_answers_of_which_ever_fewer_end_by_chance_are_no_fault() -> None:
-    """Each of 16 ends with a chance of 0.3: the most that ever did is a matter of luck."""
+def test_the_eos_guard_allows_for_the_noise_of_small_rollouts() -> None:
+    """Each of 16 responses ends with probability 0.3, so the largest share is chance."""
     rng = random.Random(1)
     ended = [sum(rng.random() < 0.3 for _ in range(16)) / 16 for _ in range(500)]
-    assert max(ended) >= 0.6, "by luck"
+    assert max(ended) >= 0.6, "by chance"
     low = [share < 0.5 * max(ended) for share in ended]
-    assert any(all(low[i : i + 3]) for i in range(498)), "noise alone is below half of that, thrice in a row"
+    assert any(all(low[i : i + 3]) for i in range(498)), (
+        "noise alone is below half of that, three times in a row"
+    )
     shares = [*ended, 0.0, 0.0, 0.0]
-    found = trips(*[{"val/truncated_share": 1 - share} for share in shares], num_episodes=16, patience=3)
-    assert found == [None] * 502 + ["eos"]
+    result = trips(*[{"val/truncated_share": 1 - share} for share in shares], num_episodes=16, patience=3)
+    assert result == [None] * 502 + ["eos"]
 
 
 def test_collapse_is_low_perplexity_while_length_or_repetition_rises() -> None:
@@ -80,21 +82,21 @@ def test_collapse_is_low_perplexity_while_length_or_repetition_rises() -> None:
     assert trips({}, longer | repeats) == [None, None]
 
 
-def test_what_goes_on_being_wrong_is_told_once_and_hides_nothing_else() -> None:
+def test_a_condition_that_keeps_failing_trips_once_and_hides_no_other_guard() -> None:
     high, silent = {"objective/kl_k1": 12.0}, {"val/truncated_share": 0.9}
     assert trips({}, high, high, high | silent, {}, high) == [None, "kl_high", None, "eos", None, "kl_high"]
 
 
-def test_a_trip_says_what_was_seen_and_why_it_may_be() -> None:
-    (trip,) = Watchdog(settings(), 256).look(WELL | {"objective/kl_k1": 14.0})
+def test_a_trip_names_the_measured_value_and_the_likely_cause() -> None:
+    (trip,) = Guards(settings(), 256).check(WELL | {"objective/kl_k1": 14.0})
     assert "objective/kl_k1 = 14.00 exceeds 10" in str(trip)
     assert "kl_coef is too low" in str(trip)
 
 
-def test_a_watchdog_goes_on_from_its_state() -> None:
+def test_guards_continue_from_their_saved_state() -> None:
     high = WELL | {"objective/kl_k1": 12.0}
-    one, other = Watchdog(settings(patience=2), 256), Watchdog(settings(patience=2), 256)
-    assert not one.look(high)
-    assert not one.is_calm
+    one, other = Guards(settings(patience=2), 256), Guards(settings(patience=2), 256)
+    assert not one.check(high)
+    assert not one.all_passed
     other.load_state_dict(one.state_dict())
-    assert other.look(high)
+    assert other.check(high)

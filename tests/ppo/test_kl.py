@@ -1,4 +1,4 @@
-"""The KL estimators against sums over a whole vocabulary, and the controllers by hand."""
+"""The KL estimators against sums over a whole vocabulary; the controllers against hand-computed values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG_P, LOG_Q = torch.randn(2, 7, generator=GENERATOR, dtype=torch.float64).log_s
 EXACT = float((LOG_P.exp() * (LOG_P - LOG_Q)).sum())
 
 
-def test_estimators_by_hand() -> None:
+def test_estimators_equal_hand_computed_values() -> None:
     p, q = torch.tensor([-1.0]), torch.tensor([-3.0])
     assert k1(p, q).item() == 2
     assert k1(q, p).item() == -2
@@ -29,14 +29,14 @@ def test_k1_and_k3_are_unbiased_under_samples_of_the_policy(name: str) -> None:
     assert mean == pytest.approx(EXACT, rel=1e-9)
 
 
-def test_k2_and_k3_are_never_negative_and_k1_is_at_times() -> None:
+def test_k2_and_k3_are_never_negative_and_k1_can_be() -> None:
     assert (k2(LOG_P, LOG_Q) >= 0).all()
     assert (k3(LOG_P, LOG_Q) >= 0).all()
     assert (k1(LOG_P, LOG_Q) < 0).any()
 
 
-def test_the_gradient_of_k1_is_zero_in_expectation_and_that_of_k2_is_kls() -> None:
-    """Why `kl_in: loss` refuses k1. KL's own gradient by the sum over the vocabulary."""
+def test_the_gradient_of_k1_is_zero_in_expectation_and_that_of_k2_is_the_gradient_of_the_kl() -> None:
+    """Therefore `kl_in: loss` does not allow k1. The KL's gradient is by the sum over the vocabulary."""
 
     def gradient(name: str | None) -> Tensor:
         logits = LOG_P.clone().requires_grad_(True)
@@ -46,8 +46,8 @@ def test_the_gradient_of_k1_is_zero_in_expectation_and_that_of_k2_is_kls() -> No
         else:
             (log_p.detach().exp() * ESTIMATORS[name](log_p, LOG_Q)).sum().backward()
         assert logits.grad is not None
-        found: Tensor = logits.grad
-        return found
+        result: Tensor = logits.grad
+        return result
 
     torch.testing.assert_close(gradient("k1"), torch.zeros(7, dtype=torch.float64), atol=1e-12, rtol=0)
     torch.testing.assert_close(gradient("k2"), gradient(None), atol=1e-12, rtol=0)
@@ -58,17 +58,17 @@ def test_the_gradient_of_k1_is_zero_in_expectation_and_that_of_k2_is_kls() -> No
     [
         (6.0, 0.2),  # on target
         (6.6, 0.2 * (1 + 0.1 * 256 / 10_000)),
-        (60.0, 0.2 * (1 + 0.2 * 256 / 10_000)),  # the error is cut at 0.2
+        (60.0, 0.2 * (1 + 0.2 * 256 / 10_000)),  # the error is clipped at 0.2
         (0.0, 0.2 * (1 - 0.2 * 256 / 10_000)),
     ],
 )
-def test_the_adaptive_controller_by_hand(kl: float, coef: float) -> None:
+def test_the_adaptive_controller_equals_hand_computed_values(kl: float, coef: float) -> None:
     controller = KlController(0.2, AdaptiveKl(target=6.0, horizon=10_000, clip=0.2))
     controller.update(kl, 256)
     assert controller.coef == pytest.approx(coef)
 
 
-def test_a_fixed_coefficient_stays() -> None:
+def test_a_fixed_coefficient_does_not_change() -> None:
     controller = KlController(0.05)
     controller.update(100.0, 256)
     assert controller.coef == 0.05
@@ -81,7 +81,7 @@ def test_beta_doubles_and_halves_around_its_target(divergence: float, beta: floa
     assert controller.beta == beta
 
 
-def test_no_penalty_stays_none() -> None:
+def test_without_a_penalty_beta_stays_zero() -> None:
     controller = PenaltyController.of(None)
     controller.update(1.0)
     assert controller.beta == 0

@@ -1,4 +1,4 @@
-"""Tasks with a known answer, learned from random weights within a fixed number of updates."""
+"""Tasks with a known optimum, learned from random weights within a fixed number of updates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
-from tests.ppo.test_features import shared, with_lora
-from tests.ppo.test_trainer import share_of_token_5, trainer
+from tests.ppo.toy import share_of_token_5, shared, trainer, with_lora
 
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 
 
 def near(length: int) -> Score:
-    """1 for an answer of so many tokens, its end among them; less by one length's share for each off."""
+    """1 for a response of `length` tokens, EOS included; each token more or less costs 1 / length."""
 
     def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         return torch.tensor([1 - abs(len(response) - length) / length for response in responses])
@@ -26,7 +25,7 @@ def near(length: int) -> Score:
 
 
 def learned(score: Score, num_updates: int = 24, **changes: Any) -> tuple[float, float]:
-    """Mean raw score of the first two updates, and of the last three."""
+    """The mean raw score of the first two updates, and of the last three."""
     settings: dict[str, Any] = {
         "total_episodes": num_updates * 64, "rollout_batch_size": 64, "learning_rate": 1e-2, "kl_coef": 0.0,
         "num_ppo_epochs": 4, "temperature": 1.0, "missing_eos_score": -0.2,
@@ -39,7 +38,7 @@ TRUNCATIONS = ("eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstra
 
 
 def models_of(value: str, adapter: bool) -> dict[str, Any]:
-    """The trainer's models: a critic of its own or on the trunk, with adapters or without."""
+    """The trainer's models: a separate critic or a value head on the trunk, with adapters or without."""
     changes: dict[str, Any] = {"value_model": value}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(value)
@@ -54,7 +53,7 @@ def models_of(value: str, adapter: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
     first, last = learned(share_of_token_5, truncation=truncation, **models_of(value, adapter))
-    # under an adapter embeddings and head stay random, and a few weights between them must do
+    # with an adapter the embeddings and the head stay random, and few weights are trained
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
 
@@ -70,11 +69,11 @@ def test_a_length_is_learned(truncation: str) -> None:
 @pytest.mark.parametrize("value", ["separate", "shared"])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_length_of_twelve_is_learned(truncation: str, value: str, adapter: bool) -> None:
-    """By random models that must learn to count; answers are cut at 26, where a score is below zero.
+    """Random models must learn to count; responses are cut at 26 tokens, where the score is below zero.
 
-    What bootstrapping says of a cut answer is the critic's word on where it goes on to, and where none of
-    them ends nothing but γ < 1 decides that word: with γ = 1 any number agrees with itself, and answers
-    that never end can seem the best there are.
+    Bootstrapping scores a cut response by the critic's value of its last state. If no response ends, only
+    γ < 1 determines that value: with γ = 1 every constant satisfies the recursion, and responses that
+    never end can have the highest value.
     """
     gamma = 0.97 if truncation.startswith("bootstrap") else 1.0
     changes = models_of(value, adapter) | {"truncation": truncation, "response_length": 26, "gamma": gamma}

@@ -1,4 +1,4 @@
-"""A rollout dealt to two processes teaches what it teaches one. The processes are threads that add up."""
+"""Two processes learn and evaluate what one does. The processes are threads that add their numbers up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.collect import agreed
-from rlhf_tasks.ppo.rollout import Episodes, lengths_mask
+from rlhf_tasks.ppo.collector import fail_together
+from rlhf_tasks.ppo.rollout import Rollout, lengths_mask
 from rlhf_tasks.ppo.trainer import Metrics
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
-from tests.ppo.test_trainer import parameters, trainer
+from tests.ppo.toy import parameters, trainer
 from tests.small import EOS
 
 T = TypeVar("T")
@@ -29,26 +29,26 @@ NUM_ROWS, WIDTH = 16, 8
 
 
 class Meeting:
-    """Where two threads lay down what they have, and each takes what both have."""
+    """Two threads exchange values here, as processes do by all_gather."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=60)
-        self._laid: list[Any] = [None, None]
+        self._values: list[Any] = [None, None]
 
     def gathered(self, rank: int, x: Any) -> list[Any]:
-        self._laid[rank] = copy.deepcopy(x)
+        self._values[rank] = copy.deepcopy(x)
         self._barrier.wait()
-        both = list(self._laid)
+        both = list(self._values)
         self._barrier.wait()
         return both
 
     def leave(self) -> None:
-        """Who fails keeps nobody waiting."""
+        """A thread that fails stops the wait of the other."""
         self._barrier.abort()
 
 
 class OneOfTwo(Runtime):
-    """A process in all that PPO asks of it, plainly written: sums, the largest number, summed gradients."""
+    """A process as PPO uses it, in few lines: sums, the largest number, summed gradients."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size, self._meeting = rank, 2, meeting
@@ -67,6 +67,9 @@ class OneOfTwo(Runtime):
     def each(self, value: T) -> list[T]:
         return self._meeting.gathered(self.rank, value)
 
+    def from_main(self, value: Any) -> Any:
+        return self._meeting.gathered(self.rank, value)[0]
+
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -76,23 +79,26 @@ class OneOfTwo(Runtime):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        losses: Iterable[Callable[[], Tensor]],
+        losses: Iterable[Callable[[], tuple[Tensor, T]]],
         max_grad_norm: float | None,
-    ) -> float:
+    ) -> tuple[float, list[T]]:
         optimizer.zero_grad()
-        for loss in losses:
-            loss().backward()
+        measured = []
+        for part in losses:
+            loss, stats = part()
+            loss.backward()
+            measured.append(stats)
         trained = list(model.parameters())
         whole = self.sum(torch.cat([p.grad.flatten() for p in trained if p.grad is not None]))
         for p, gradient in zip(trained, whole.split([p.numel() for p in trained]), strict=True):
             p.grad = gradient.view_as(p)
         norm = nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf)
         optimizer.step()
-        return float(norm)
+        return float(norm), measured
 
 
-def uneven_episodes() -> Episodes:
-    """Every other answer is of one or two tokens: dealt in turn, one process has thrice the other's."""
+def uneven_rollout() -> Rollout:
+    """Every other response has one or two tokens, so that one process has three times as many tokens."""
     queries, long = small.rows(NUM_ROWS, seed=4, longest=WIDTH - 1)
     responses = [[*r[:1], EOS][: 1 + i % 4 // 2] if i % 2 else (r + r)[:WIDTH] for i, r in enumerate(long)]
     random = torch.Generator().manual_seed(2)
@@ -101,7 +107,7 @@ def uneven_episodes() -> Episodes:
         return mean + std * torch.randn(*shape, generator=random)
 
     scores = numbers(1.0, 2.0, NUM_ROWS)
-    return Episodes(
+    return Rollout(
         queries=queries,
         responses=responses,
         ended=torch.tensor([r[-1] == EOS for r in responses]),
@@ -115,16 +121,16 @@ def uneven_episodes() -> Episodes:
     )
 
 
-def dealt(episodes: Episodes, rt: Runtime) -> Episodes:
+def dealt(rollout: Rollout, rt: Runtime) -> Rollout:
     rows = rt.share(range(NUM_ROWS))
     parts: dict[str, Any] = {}
-    for name in (field.name for field in fields(Episodes)):
-        value = getattr(episodes, name)
+    for name in (field.name for field in fields(Rollout)):
+        value = getattr(rollout, name)
         if name == "parts":
             parts[name] = {key: part[rows] for key, part in value.items()}
         else:
             parts[name] = value[rows] if isinstance(value, Tensor) else [value[i] for i in rows]
-    return replace(episodes, **parts)
+    return replace(rollout, **parts)
 
 
 Learned = tuple[Tensor, Metrics, Tensor]
@@ -132,14 +138,14 @@ Learned = tuple[Tensor, Metrics, Tensor]
 
 
 def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[Learned]:
-    """What each process has after the epochs on its share of the same episodes."""
+    """What each process has after the epochs on its share of the same rollout."""
     trainers = [trainer(rt=rt, **{"num_mini_batches": 1} | changes) for rt in runtimes]
 
     def learn(rank: int) -> Learned:
         one = trainers[rank]
         try:
-            lesson, objective = one.teach(dealt(uneven_episodes(), runtimes[rank]))
-            return lesson.advantages, objective | one.optimise(lesson), parameters(one)
+            ppo_batch, objective = one.estimator.estimate(dealt(uneven_rollout(), runtimes[rank]))
+            return ppo_batch.advantages, objective | one.optimiser.optimise(ppo_batch), parameters(one)
         except BaseException:
             meeting.leave()
             raise
@@ -162,7 +168,7 @@ def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[L
     ids=["one minibatch", "everything that sums", "four minibatches", "minibatches that leave one without"],
 )  # fmt: skip
 def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
-    """Moments, token means, minibatches, the denominator of the loss: of all processes, not of each alone."""
+    """Moments, token means, minibatches and the loss's denominator are those of all processes together."""
     meeting = Meeting()
     ((advantages, metrics, weights),) = learned(meeting, [small.runtime()], **changes)
     runtimes: list[Runtime] = [OneOfTwo(rank, meeting) for rank in range(2)]
@@ -174,29 +180,29 @@ def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
             assert own_metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
         torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
     start = parameters(trainer())
-    assert (weights - start).abs().max() > 1e-3, "something was learned"
+    assert (weights - start).abs().max() > 1e-3, "the epochs change the weights"
 
 
-def test_where_one_process_finds_no_number_both_stop() -> None:
+def test_nan_on_one_process_stops_both() -> None:
     meeting = Meeting()
 
-    def look(rank: int) -> str:
+    def message(rank: int) -> str:
         def compute() -> int:
             if rank:
                 raise NonFiniteError("a scorer gave nan")
             return 1
 
         with pytest.raises(NonFiniteError) as caught:
-            agreed(OneOfTwo(rank, meeting), compute, {"prompts": ["p"]})
+            fail_together(OneOfTwo(rank, meeting), compute, {"prompts": ["p"]})
         assert caught.value.batch == {"prompts": ["p"]}
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(look, range(2))) == ["NaN on another process", "a scorer gave nan"]
-    assert agreed(small.runtime(), lambda: 7, {}) == 7
+        assert list(pool.map(message, range(2))) == ["NaN on another process", "a scorer gave nan"]
+    assert fail_together(small.runtime(), lambda: 7, {}) == 7
 
 
-def test_each_process_learns_from_as_many_rows_of_every_minibatch() -> None:
+def test_each_process_has_equally_many_rows_of_every_minibatch() -> None:
     meeting = Meeting()
     taken: list[list[int]] = [[], []]
 

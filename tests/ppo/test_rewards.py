@@ -1,4 +1,4 @@
-"""Where the score lands, what KL costs, what an unfinished answer scores, and how scores are scaled."""
+"""The place of the score, the cost of KL, the score of unfinished responses, and the scaling of scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_score_lands_on_the_last_response_token() -> None:
     assert rewards.tolist() == [[0, 0, 10], [-4, 0, 0]]
 
 
-def test_kl_costs_on_every_real_token_and_on_no_other() -> None:
+def test_kl_is_subtracted_at_every_real_token_and_nowhere_else() -> None:
     rewards = token_rewards(SCORES, KL, MASK, kl_coef=0.5)
     assert rewards.tolist() == [[-0.5, 1.0, 9.75], [-5.5, 0, 0]]
 
@@ -41,23 +41,23 @@ def test_rewards_sum_to_score_and_non_score_reward() -> None:
         ("bootstrap_add", 5.0 + 0.9 * 3.0),
     ],
 )
-def test_only_an_answer_that_did_not_end_is_under_the_rule(rule: Truncation, unfinished: float) -> None:
-    found = truncated_scores(
+def test_the_rule_applies_only_to_responses_that_did_not_end(rule: Truncation, unfinished: float) -> None:
+    result = truncated_scores(
         torch.tensor([2.0, 5.0, -3.0]), torch.tensor([True, False, True]), rule,
         missing_eos_score=-1.0, gamma=0.9, last_values=torch.tensor([7.0, 3.0, 7.0]),
     )  # fmt: skip
-    assert found.tolist() == pytest.approx([2.0, unfinished, -3.0])
+    assert result.tolist() == pytest.approx([2.0, unfinished, -3.0])
 
 
-def test_the_eos_trick_asks_no_scorer() -> None:
-    found = truncated_scores(
+def test_eos_trick_replace_ignores_the_scorers_number() -> None:
+    result = truncated_scores(
         torch.tensor([torch.nan]), torch.tensor([False]), "eos_trick_replace",
         missing_eos_score=-1.0, gamma=1.0, last_values=torch.zeros(1),
     )  # fmt: skip
-    assert found.item() == -1
+    assert result.item() == -1
 
 
-def test_bootstrapping_is_what_gae_would_see_had_the_answer_gone_on() -> None:
+def test_bootstrapping_equals_gae_on_a_response_that_continues() -> None:
     """δ of the last token is then r + γ·V(next) − V, with a next state that the batch does not hold."""
     values, last, gamma = torch.tensor([[0.5, 2.0]]), torch.tensor([3.0]), 0.9
     mask = torch.tensor([[True, True]])
@@ -77,15 +77,15 @@ BATCHES = [[1.0, 2.0, 6.0], [-3.0, 0.5], [4.0, 4.0, 4.0, 10.0]]
 
 
 @pytest.mark.parametrize("subtract_mean", [True, False])
-def test_scaling_is_by_the_moments_of_all_scores_so_far(subtract_mean: bool) -> None:
+def test_scores_are_scaled_by_the_moments_of_all_scores_so_far(subtract_mean: bool) -> None:
     scaler = ScoreScaler(ScoreScaling(subtract_mean=subtract_mean, clip=None))
     past: list[float] = []
     for batch in BATCHES:
         past += batch
-        found = scaler(torch.tensor(batch))
+        result = scaler(torch.tensor(batch))
         shift = statistics.fmean(past) if subtract_mean else 0.0
         expected = [(x - shift) / statistics.pstdev(past) for x in batch]
-        assert found.tolist() == pytest.approx(expected, rel=1e-6)
+        assert result.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_scaled_scores_are_clipped() -> None:
@@ -93,16 +93,16 @@ def test_scaled_scores_are_clipped() -> None:
     assert scaler(torch.tensor([0.0, 1.0, 0.4])).abs().max().item() == pytest.approx(0.5)
 
 
-def test_scores_stay_as_they_are_without_settings() -> None:
+def test_scores_are_unchanged_without_settings() -> None:
     assert ScoreScaler(None)(torch.tensor([5.0, -7.0])).tolist() == [5, -7]
 
 
-def test_equal_scores_are_not_divided_by_nothing() -> None:
+def test_equal_scores_are_not_divided_by_zero() -> None:
     scaler = ScoreScaler(ScoreScaling(subtract_mean=True, clip=None))
     assert scaler(torch.tensor([2.0, 2.0])).tolist() == [0, 0]
 
 
-def test_moments_go_on_from_their_state() -> None:
+def test_moments_continue_from_their_saved_state() -> None:
     settings = ScoreScaling(subtract_mean=True, clip=1.0)
     one, other = ScoreScaler(settings), ScoreScaler(settings)
     one(torch.tensor(BATCHES[0]))

@@ -1,4 +1,4 @@
-"""What stage ppo trains and from which weights, seen as it puts policy and critic together."""
+"""What stage ppo trains, and from which weights, by the models that it loads."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_tasks.config import PpoView
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
-from rlhf_tasks.tracking import NullTracker
 from tests import small
 from tests.small import PAD
 
@@ -26,30 +26,15 @@ Start = Callable[..., ActorCritic]
 LORA = {"r": 4, "alpha": 8.0, "value": False}
 
 
+def view(**changes: Any) -> PpoView:
+    result: PpoView = small.view("ppo", {f"ppo.{key}": value for key, value in changes.items()})
+    return result
+
+
 @pytest.fixture
-def start(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """`start(**changes)`: the stage's policy and critic before anything is learned; there it ends."""
-
-    class Seen(BaseException):
-        pass
-
-    made: list[ActorCritic] = []
-
-    def caught(policy: Any, value: Any) -> NoReturn:
-        made.append(ActorCritic(policy, value))
-        raise Seen
-
-    def started(**changes: Any) -> ActorCritic:
-        with pytest.raises(Seen):
-            ppo.run(
-                small.view("ppo", {f"ppo.{key}": value for key, value in changes.items()}),
-                Paths(),
-                NullTracker("ppo"),
-            )
-        return made[-1]
-
-    monkeypatch.setattr(ppo, "ActorCritic", caught)
-    return started
+def start(models_here: Path) -> Start:
+    """`start(**changes)`: the stage's policy and critic before training."""
+    return lambda **changes: ppo.load_models(small.runtime(), view(**changes), Paths()).actor_critic
 
 
 def critic_of(one: ActorCritic) -> TokenScores:
@@ -57,24 +42,24 @@ def critic_of(one: ActorCritic) -> TokenScores:
     return one.value
 
 
-def same(found: nn.Module, expected: nn.Module) -> bool:
-    mine, its = found.state_dict(), expected.state_dict()
-    return mine.keys() == its.keys() and all(torch.equal(mine[key], its[key]) for key in its)
+def same(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in b)
 
 
 # -------------------------------------------------------------------------------- the critic's weights
 
 
 @pytest.mark.parametrize("source", ["sft", "base"])
-def test_a_critic_of_a_language_model_has_its_trunk_under_a_head_of_zeros(source: str, start: Start) -> None:
+def test_a_critic_from_a_language_model_has_its_trunk_and_a_head_of_zeros(source: str, start: Start) -> None:
     critic = critic_of(start(critic_init=source))
     trunks = {name: models.load_causal(Path("models") / name).base_model for name in ("sft", "base")}
     assert [name for name, trunk in trunks.items() if same(critic.model.base_model, trunk)] == [source]
     assert not models.head_of(critic.model).weight.any()
 
 
-def test_a_critic_of_the_reward_model_gives_its_scores_as_first_values(start: Start) -> None:
-    """The mean that is taken off its scores is taken off the values too."""
+def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start: Start) -> None:
+    """The mean that is subtracted from its scores is subtracted from the values too."""
     config = Path("models/reward/config.json")
     config.write_text(
         json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"score_mean": 0.7}), encoding="utf-8"
@@ -91,8 +76,8 @@ def test_a_critic_of_the_reward_model_gives_its_scores_as_first_values(start: St
 
 
 @pytest.mark.parametrize("source", ["reward", "sft", "base"])
-def test_all_of_policy_and_critic_is_trained(source: str, start: Start) -> None:
-    """The reward model itself stands still; the critic that starts as it must not."""
+def test_all_weights_of_policy_and_critic_are_trained(source: str, start: Start) -> None:
+    """The reward model itself is frozen; the critic that starts as its copy must not be."""
     assert all(p.requires_grad for p in start(critic_init=source).parameters())
 
 
@@ -100,7 +85,7 @@ def test_all_of_policy_and_critic_is_trained(source: str, start: Start) -> None:
 
 
 def trained(model: nn.Module) -> set[str]:
-    """What of it is trained: adapters, the head of scores, or the other weights too."""
+    """The kinds of weights that are trained: adapters, the score head, the trunk."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return {"adapter" if "lora_" in n else "head" if "score" in n else "trunk" for n in names}
 
@@ -115,7 +100,7 @@ def trained(model: nn.Module) -> set[str]:
     ],
     ids=["none", "policy", "policy-and-critic"],
 )
-def test_adapters_are_put_where_lora_says(
+def test_lora_puts_adapters_into_the_policy_and_on_demand_into_the_critic(
     lora: dict[str, Any] | None, of_policy: set[str], of_critic: set[str], source: str, start: Start
 ) -> None:
     one = start(lora=lora, critic_init=source)
@@ -124,8 +109,8 @@ def test_adapters_are_put_where_lora_says(
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_gradient_checkpointing_goes_through_policy_and_critic_twice(on: bool, start: Start) -> None:
-    """What is not kept of the first pass is computed again for the gradient."""
+def test_gradient_checkpointing_passes_policy_and_critic_twice(on: bool, start: Start) -> None:
+    """Activations that the first pass does not keep are computed again for the gradient."""
     one = start(gradient_checkpointing=on).train()
     passes: Counter[str] = Counter()
     for name, module in one.named_modules():
@@ -137,7 +122,7 @@ def test_gradient_checkpointing_goes_through_policy_and_critic_twice(on: bool, s
     assert set(passes.values()) == {2 if on else 1}
 
 
-# ------------------------------------------------------------------------------------------ a warning
+# ------------------------------------------------------------------------------------------- warnings
 
 
 @pytest.mark.parametrize(
@@ -149,14 +134,14 @@ def test_gradient_checkpointing_goes_through_policy_and_critic_twice(on: bool, s
         ("eos_trick_replace", None, False),
     ],
 )
-def test_bootstrapping_from_a_cold_critic_alone_is_warned_of(
+def test_bootstrapping_from_a_critic_without_warm_up_gives_a_warning(
     truncation: str,
     warmup: dict[str, float] | None,
     warned: bool,
-    start: Start,
+    models_here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    start(truncation=truncation, critic_warmup=warmup)
+    ppo.check(view(truncation=truncation, critic_warmup=warmup), Paths())
     assert ("set ppo.critic_warmup" in capsys.readouterr().out) is warned
 
 
@@ -169,8 +154,8 @@ def test_bootstrapping_from_a_cold_critic_alone_is_warned_of(
         ("none", 1.0, False),
     ],
 )
-def test_bootstrapping_without_a_discount_is_warned_of(
-    truncation: str, gamma: float, warned: bool, start: Start, capsys: pytest.CaptureFixture[str]
+def test_bootstrapping_without_a_discount_gives_a_warning(
+    truncation: str, gamma: float, warned: bool, models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(truncation=truncation, gamma=gamma)
+    ppo.check(view(truncation=truncation, gamma=gamma), Paths())
     assert ("set ppo.gamma below 1" in capsys.readouterr().out) is warned

@@ -1,394 +1,26 @@
-"""One update of PPO in parts, on models of a few thousand weights."""
+"""Whole updates: what they learn, measure and reject, and how a trainer is resumed."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.data.batches import Ids, collate
-from rlhf_tasks.ppo.lesson import Lesson, standard_error
-from rlhf_tasks.ppo.optimise import Queue
-from rlhf_tasks.ppo.reference import OwnModel, Reference
-from rlhf_tasks.ppo.rollout import ActorCritic, Episodes, lengths_mask, logprobs_of, pad_rows
-from rlhf_tasks.ppo.trainer import Trainer
-from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import LanguageModelling
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.reference import OwnModel
+from rlhf_tasks.ppo.trainer import require_finite
 from tests import small
-from tests.small import EOS, PAD
-
-QUERIES, _ = small.rows(16, longest=6)
-TOKEN_MEANS = (
-    "loss/policy_avg", "loss/value_avg", "policy/clipfrac_avg", "val/clipfrac_avg", "policy/approxkl_avg",
-    "policy/entropy_avg", "val/ratio", "val/ratio_var",
-)  # fmt: skip
-
-
-def share_of_token_5(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
-    return torch.tensor([r.count(5) / len(r) for r in responses])
-
-
-@dataclass(frozen=True)
-class Planted:
-    """One scorer, made of a function of token ids."""
-
-    score: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5
-
-    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
-        return {"planted": self.score(queries, responses)}
-
-    def total(self, parts: dict[str, Tensor]) -> Tensor:
-        return parts["planted"]
-
-
-def trainer(
-    reward: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5,
-    reference_seed: int = 0,
-    actor_critic: ActorCritic | None = None,
-    reference: Reference | None = None,
-    demonstrations: LanguageModelling | None = None,
-    rt: Runtime | None = None,
-    **changes: Any,
-) -> Trainer:
-    """A trainer of the same weights, prompts and random numbers each time."""
-    return Trainer(
-        rt or small.runtime(), small.ppo(**changes),
-        actor_critic or ActorCritic(small.causal(), small.scores(seed=3)),
-        reference or OwnModel(small.causal(seed=reference_seed), moves="reference_sync" in changes),
-        Planted(reward), small.tokenizer(), QUERIES,
-        seed=1, demonstrations=demonstrations,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def lesson() -> Lesson:
-    one = trainer(reference_seed=7)
-    return one.teach(one.collect(QUERIES)[0])[0]
-
-
-def parameters(one: Trainer) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in one.actor_critic.parameters()])
-
-
-# -------------------------------------------------------------------------------------- rollout
-
-
-def test_a_rollout_looks_at_every_token_as_the_models_alone_do() -> None:
-    one = trainer(reference_seed=7)
-    episodes, _ = one.collect(QUERIES)
-    reference, value = small.causal(seed=7), small.scores(seed=3)
-    for row, (query, response) in enumerate(zip(QUERIES, episodes.responses, strict=True)):
-        n = len(response)
-        alone = (small.logits_alone(reference, query, response) / 0.8).log_softmax(-1)
-        torch.testing.assert_close(
-            episodes.ref_logprobs[row, :n], alone[range(n), response], atol=1e-5, rtol=0
-        )
-        with torch.no_grad():
-            values = value(collate([query], [response], PAD))[0]
-        torch.testing.assert_close(
-            episodes.values[row, :n], values[len(query) - 1 : -1], atol=1e-5, rtol=0
-        )  # the value of token t is read on the token before it
-        assert episodes.mask[row].tolist() == [True] * n + [False] * (8 - n)
-        assert bool(episodes.ended[row]) == (response[-1] == EOS)
-    assert episodes.scores.tolist() == share_of_token_5(QUERIES, episodes.responses).tolist()
-
-
-def test_micro_batches_of_a_rollout_change_nothing_of_it() -> None:
-    large, small_ones = (trainer(micro_batch_tokens=n).collect(QUERIES)[0] for n in (16384, 20))
-    assert large.responses == small_ones.responses
-    torch.testing.assert_close(large.values, small_ones.values, atol=1e-5, rtol=0)
-    torch.testing.assert_close(large.ref_logprobs, small_ones.ref_logprobs, atol=1e-5, rtol=0)
-
-
-def test_a_rollout_sampled_in_parts_has_the_policy_s_own_log_probs() -> None:
-    one = trainer(sampling_batch_size=5)  # 16 answers: 5, 5, 5 and 1
-    episodes, _ = one.collect(QUERIES)
-    assert len(episodes.responses) == len(QUERIES)
-    for row, (query, response) in enumerate(zip(QUERIES, episodes.responses, strict=True)):
-        alone = (small.logits_alone(small.causal(), query, response) / 0.8).log_softmax(-1)
-        torch.testing.assert_close(
-            episodes.logprobs[row, : len(response)], alone[range(len(response)), response], atol=1e-5, rtol=0
-        )
-    assert len(set(map(tuple, episodes.responses[::5]))) > 1, "each part draws its own numbers"
-
-
-def test_every_prompt_comes_once_before_any_comes_again() -> None:
-    one = trainer(rollout_batch_size=8)
-    one.prompts, one._queue = [[n] for n in range(20)], Queue(20, one._shuffling)
-    seen = [query[0] for _ in range(5) for query in one._next_queries()]
-    assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
-    assert seen[:20] != seen[20:]
-
-
-# ----------------------------------------------------------------------- from scores to advantages
-
-
-def episodes_by_hand() -> Episodes:
-    """Two answers: of 2 tokens with EOS, and of 3 without."""
-    return Episodes(
-        queries=[[4], [5, 6]],
-        responses=[[7, EOS], [8, 9, 10]],
-        ended=torch.tensor([True, False]),
-        mask=lengths_mask([2, 3], 4),
-        logprobs=pad_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])], 4),
-        ref_logprobs=pad_rows([torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])], 4),
-        values=torch.zeros(2, 4),
-        last_values=torch.zeros(2),
-        scores=torch.tensor([2.0, 6.0]),
-        parts={"planted": torch.tensor([2.0, 6.0])},
-    )
-
-
-def test_objective_metrics_by_hand() -> None:
-    one = trainer(truncation="none", kl_coef=0.1)
-    _, metrics = one.teach(episodes_by_hand())
-    # kl: (1 + 0.5) + (1 − 0.5 + 1) = 3 over two answers; −log p: 3 + 5
-    assert metrics["objective/kl"] == pytest.approx(1.5)
-    assert metrics["objective/entropy"] == pytest.approx(4.0)
-    assert metrics["objective/non_score_reward"] == pytest.approx(-0.15)
-    assert metrics["objective/scores"] == pytest.approx(4.0)
-    assert metrics["objective/rlhf_reward"] == pytest.approx(3.85)
-    assert metrics["val/num_eos_tokens"] == 1
-    assert metrics["val/response_length"] == pytest.approx(2.5)
-
-
-def test_the_noise_of_the_kl_is_its_deviation_over_the_root_of_the_episodes() -> None:
-    """1.5 and 4.5 nats: 3 ± 1.5 / √2. A single episode says nothing of its spread."""
-    episodes = episodes_by_hand()
-    apart = replace(episodes, ref_logprobs=episodes.ref_logprobs - torch.tensor([[0.0], [1.0]]))
-    metrics = trainer().teach(apart)[1]
-    assert metrics["objective/kl_k1"] == pytest.approx(3.0)
-    assert metrics["objective/kl_k1_standard_error"] == pytest.approx(1.5 / 2**0.5)
-    assert standard_error(-0.4, 0.16, 1.0) == 0.4
-
-
-def test_rlhf_reward_counts_the_eos_rule() -> None:
-    _, metrics = trainer(missing_eos_score=-1.0, kl_coef=0.1).teach(episodes_by_hand())
-    assert metrics["objective/scores"] == pytest.approx(0.5)  # (2 − 1) / 2
-    assert metrics["objective/raw_scores"] == pytest.approx(4.0)
-    assert metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.15)
-
-
-def test_returns_are_the_scores_less_kl_still_to_come() -> None:
-    lesson, _ = trainer(lam=1.0, kl_coef=0.1).teach(episodes_by_hand())
-    expected = torch.tensor([[2 - 0.15, 2 - 0.05, 0, 0], [-1 - 0.15, -1 - 0.05, -1 - 0.1, 0]])
-    torch.testing.assert_close(lesson.returns, expected)
-
-
-def test_advantages_are_white_over_the_rollout(lesson: Lesson) -> None:
-    real = lesson.advantages[lesson.episodes.mask]
-    assert real.mean().item() == pytest.approx(0, abs=1e-5)
-    assert real.var(correction=0).item() == pytest.approx(1, abs=1e-4)
-    assert (lesson.advantages[~lesson.episodes.mask] == 0).all()
-
-
-def test_whitened_rewards_keep_their_mean() -> None:
-    one = trainer(whiten_rewards=True, lam=1.0, kl_coef=0.1)
-    lesson, _ = one.teach(episodes_by_hand())
-    rewards = [-0.1, 2 - 0.05, -0.1, 0.05, -1 - 0.1]
-    mean = sum(rewards) / 5
-    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 5)
-    white = [(r - mean) / std + mean for r in rewards]
-    assert lesson.returns[0, 0].item() == pytest.approx(white[0] + white[1], abs=1e-5)
-    assert lesson.returns[1, 2].item() == pytest.approx(white[4], abs=1e-5)
-
-
-# --------------------------------------------------------------------------------------- update
-
-
-def test_the_ratio_is_1_before_the_first_step() -> None:
-    one = trainer(num_mini_batches=1, num_ppo_epochs=1)
-    episodes, _ = one.collect(QUERIES)
-    with torch.no_grad():
-        batch = collate(QUERIES, episodes.responses, PAD)
-        again = logprobs_of(one.actor_critic.policy, batch, 0.8)
-    width = again.shape[1]
-    ratio = (again - episodes.logprobs[:, :width])[batch.response_mask].exp()
-    assert (ratio - 1).abs().max() <= 1e-5
-    lesson, objective = one.teach(episodes)
-    assert objective["objective/kl"] == pytest.approx(0, abs=1e-4)  # the reference is the policy still
-    metrics = one.optimise(lesson)
-    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert metrics["policy/clipfrac_avg"] == metrics["val/clipfrac_avg"] == 0
-    assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
-    assert metrics["loss/policy_avg"] == pytest.approx(0, abs=1e-5)  # −mean of white advantages
-
-
-@dataclass(frozen=True)
-class Token:
-    """What is known of one token of the lesson's answers: the models' words on single rows, old and new."""
-
-    new_logprob: float
-    logprob: float
-    advantage: float
-    entropy: float
-    new_value: float
-    value: float
-    to_go: float
-
-
-def far(lesson: Lesson) -> Lesson:
-    """The same lesson, had an older policy and critic, farther away, made it."""
-    episodes = lesson.episodes
-    return replace(
-        lesson, episodes=replace(episodes, logprobs=episodes.ref_logprobs, values=episodes.values / 2)
-    )
-
-
-@pytest.fixture(scope="module")
-def tokens(lesson: Lesson) -> list[Token]:
-    """Of `far(lesson)`, every row passed through the models alone."""
-    policy, value, old, found = small.causal(), small.scores(seed=3), far(lesson), []
-    for row, (query, response) in enumerate(zip(QUERIES, old.episodes.responses, strict=True)):
-        logits = small.logits_alone(policy, query, response) / 0.8
-        with torch.no_grad():
-            values = value(collate([query], [response], PAD))[0, len(query) - 1 : -1].tolist()
-        for t, token in enumerate(response):
-            log_p = logits[t].log_softmax(-1)
-            found.append(Token(
-                log_p[token].item(), old.episodes.logprobs[row, t].item(), old.advantages[row, t].item(),
-                -(log_p.exp() * log_p).sum().item(), values[t], old.episodes.values[row, t].item(),
-                old.returns[row, t].item(),
-            ))  # fmt: skip
-    return found
-
-
-def token_means_by_loop(
-    tokens: Sequence[Token],
-    *,
-    cliprange: float = 0.2,
-    cliprange_high: float | None = None,
-    dual_clip: float | None = None,
-    cliprange_value: float | None = 0.2,
-) -> dict[str, float]:
-    """TOKEN_MEANS of one step on `tokens`."""
-    found: dict[str, list[float]] = {key: [] for key in TOKEN_MEANS}
-    high = 1 + (cliprange if cliprange_high is None else cliprange_high)
-    for token in tokens:
-        change = token.new_logprob - token.logprob
-        ratio, gain = math.exp(change), token.advantage
-        free, cut = -gain * ratio, -gain * min(max(ratio, 1 - cliprange), high)
-        loss, clipped = max(free, cut), cut > free
-        if dual_clip is not None and gain < 0 and loss > -gain * dual_clip:
-            loss, clipped = -gain * dual_clip, True
-        near = token.new_value
-        if cliprange_value is not None:
-            near = token.value + min(max(near - token.value, -cliprange_value), cliprange_value)
-        off, near_off = (token.new_value - token.to_go) ** 2, (near - token.to_go) ** 2
-        found["loss/policy_avg"].append(loss)
-        found["loss/value_avg"].append(0.5 * max(off, near_off))
-        found["val/clipfrac_avg"].append(float(near_off > off))
-        found["policy/clipfrac_avg"].append(float(clipped))
-        found["policy/approxkl_avg"].append(0.5 * change**2)
-        found["policy/entropy_avg"].append(token.entropy)
-        found["val/ratio"].append(ratio)
-    means = {key: sum(x) / len(tokens) for key, x in found.items() if x}
-    off_mean = [(ratio - means["val/ratio"]) ** 2 for ratio in found["val/ratio"]]
-    return means | {"val/ratio_var": sum(off_mean) / len(tokens)}
-
-
-@pytest.mark.parametrize(
-    "clips",
-    [
-        {}, {"cliprange": 0.1}, {"cliprange_high": 0.5}, {"dual_clip": 1.1},
-        {"cliprange_value": 0.05}, {"cliprange_value": None},
-    ],
-)  # fmt: skip
-def test_losses_and_token_means_by_a_slow_loop_over_tokens(
-    clips: dict[str, Any], lesson: Lesson, tokens: list[Token]
-) -> None:
-    """One pass in one step, with what an older policy and critic said: every metric from single rows."""
-    expected, shipped = token_means_by_loop(tokens, **clips), token_means_by_loop(tokens)
-    metrics = trainer(num_mini_batches=1, num_ppo_epochs=1, **clips).optimise(far(lesson))
-    for key in TOKEN_MEANS:
-        near = 1e-3 if key == "val/ratio_var" else 1e-4
-        assert metrics[key] == pytest.approx(expected[key], rel=near, abs=near / 100), key
-    if clips:
-        loss = "loss/value_avg" if "cliprange_value" in clips else "loss/policy_avg"
-        assert abs(expected[loss] - shipped[loss]) > 0.003 * abs(shipped[loss]), "the clip binds some tokens"
-    else:
-        assert 0 < metrics["policy/clipfrac_avg"] < 1, "an old policy this far off must clip some tokens"
-        assert 0 < metrics["val/clipfrac_avg"] < 1
-
-
-def test_the_gradient_is_that_of_the_mean_token_loss(lesson: Lesson) -> None:
-    """Adam hides the loss's scale, the norm of the gradient does not: worked out from single rows."""
-    policy, value = small.causal(), small.scores(seed=3)
-    losses = []
-    for row, (query, response) in enumerate(zip(QUERIES, lesson.episodes.responses, strict=True)):
-        n, start = len(response), len(query) - 1
-        logits = policy(torch.tensor([query + response])).logits[0, start:-1] / 0.8
-        change = logits.log_softmax(-1)[range(n), response] - lesson.episodes.logprobs[row, :n]
-        values = value(collate([query], [response], PAD))[0, start:-1]
-        surprise = (values - lesson.returns[row, :n]) ** 2
-        losses.append(-lesson.advantages[row, :n] * change.exp() + 0.1 * 0.5 * surprise)
-    torch.cat(losses).mean().backward()
-    gradients = [p.grad for model in (policy, value) for p in model.parameters() if p.grad is not None]
-    expected = torch.cat([g.flatten() for g in gradients]).norm().item()
-    for max_tokens in (16384, 25):
-        one = trainer(num_mini_batches=1, num_ppo_epochs=1, micro_batch_tokens=max_tokens)
-        assert one.optimise(lesson)["train/grad_norm"] == pytest.approx(expected, rel=1e-3)
-
-
-def test_micro_batches_change_neither_weights_nor_token_means(lesson: Lesson) -> None:
-    large, many = trainer(micro_batch_tokens=16384), trainer(micro_batch_tokens=25)
-    start = parameters(large)
-    first, second = large.optimise(lesson), many.optimise(lesson)
-    assert (parameters(large) - start).abs().max() > 1e-3
-    torch.testing.assert_close(parameters(large), parameters(many), atol=2e-5, rtol=0)
-    for key in TOKEN_MEANS:
-        assert first[key] == pytest.approx(second[key], rel=1e-3, abs=1e-5), key
-
-
-def test_pad_may_equal_eos(lesson: Lesson) -> None:
-    rows = list(range(16))
-    one = trainer()
-    apart = one.optimise._micro_batch(rows, lesson)
-    one.optimise._pad = EOS
-    same = one.optimise._micro_batch(rows, lesson)
-    assert {key: x.item() for key, x in apart.items()} == {key: x.item() for key, x in same.items()}
-    assert same["num_tokens"].item() == sum(map(len, lesson.episodes.responses))
-
-
-@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (1, 4), (3, 2)])
-def test_minibatches_are_optimiser_steps(epochs: int, minibatches: int, lesson: Lesson) -> None:
-    one = trainer(num_ppo_epochs=epochs, num_mini_batches=minibatches, micro_batch_tokens=25)
-    one.optimise(lesson)
-    steps = {int(state["step"]) for state in one.optimise.optimizer.state.values()}
-    assert steps == {epochs * minibatches}
-
-
-def test_what_stands_on_padding_changes_no_weight(lesson: Lesson) -> None:
-    def dirty(x: Tensor) -> Tensor:
-        return x.where(lesson.episodes.mask, 123.0)
-
-    episodes = lesson.episodes
-    soiled = replace(
-        episodes, logprobs=dirty(episodes.logprobs), values=dirty(episodes.values), scores=episodes.scores
-    )
-    clean, other = trainer(), trainer()
-    clean.optimise(lesson)
-    other.optimise(Lesson(soiled, dirty(lesson.advantages), dirty(lesson.returns), lesson.kl_coef))
-    assert torch.equal(parameters(clean), parameters(other))
-
-
-def test_the_value_loss_moves_the_critic_alone_and_the_policy_loss_the_policy(lesson: Lesson) -> None:
-    def moved(**changes: Any) -> tuple[bool, bool]:
-        one = trainer(**changes)
-        before = copy.deepcopy(one.actor_critic.state_dict())
-        one.optimise(replace(lesson, advantages=torch.zeros_like(lesson.advantages)))
-        after = one.actor_critic.state_dict()
-        changed = {key.split(".")[0] for key in after if not torch.equal(after[key], before[key])}
-        return "policy" in changed, "value" in changed
-
-    assert moved(vf_coef=0.1) == (False, True)
-    assert moved(vf_coef=0.0) == (False, False)
+from tests.ppo.toy import (
+    DEMONSTRATIONS,
+    parameters,
+    sampled_batch,
+    trainer,
+)
 
 
 def test_a_planted_task_is_learned() -> None:
@@ -400,19 +32,17 @@ def test_a_planted_task_is_learned() -> None:
     assert [m["episode"] for m in history] == [64 * (n + 1) for n in range(20)]
     assert history[0]["objective/scores"] < 0.15
     assert sum(m["objective/scores"] for m in history[-3:]) / 3 > 0.5
-    assert history[-1]["objective/kl"] > 1  # it went away from the reference
+    assert history[-1]["objective/kl"] > 1, "the policy has left the reference"
 
 
-def test_an_update_tells_where_its_seconds_went(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read at the update's start, the sampling's, its end, the scoring's end, the epochs' start, the end."""
-    one = trainer()
-    clock = iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
-    monkeypatch.setattr("rlhf_tasks.ppo.trainer.time.perf_counter", lambda: next(clock))
-    found = next(one.updates())
-    seconds = [found[f"time/{part}_seconds"] for part in ("generate", "score", "train")]
+def test_an_update_measures_the_seconds_of_its_steps() -> None:
+    """The clock is read at the start, and after sampling, scoring, estimating and optimising."""
+    readings = iter([0.0, 2.0, 6.0, 14.0, 30.0])
+    metrics = next(trainer(clock=lambda: next(readings)).updates())
+    seconds = [metrics[f"time/{part}_seconds"] for part in ("generate", "score", "train")]
     assert seconds == [2.0, 4.0, 16.0]
-    assert found["eps"] == pytest.approx(16 / 31)
-    assert found["time/tokens_per_second"] == pytest.approx(16 * found["val/response_length"] / 31)
+    assert metrics["eps"] == pytest.approx(16 / 30)
+    assert metrics["time/tokens_per_second"] == pytest.approx(16 * metrics["val/response_length"] / 30)
 
 
 def test_the_same_seed_trains_the_same_policy() -> None:
@@ -423,3 +53,103 @@ def test_the_same_seed_trains_the_same_policy() -> None:
     assert [{k: v for k, v in m.items() if not k.startswith(timed)} for m in a] == [
         {k: v for k, v in m.items() if not k.startswith(timed)} for m in b
     ]
+
+
+# -------------------- critic warm-up
+
+
+def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled() -> None:
+    one = trainer(
+        critic_warmup={"max_updates": 12, "settled": 0.3}, learning_rate=3e-3, num_ppo_epochs=4,
+        truncation="none", total_episodes=16,
+    )  # fmt: skip
+    policy = copy.deepcopy(one.actor_critic.policy.state_dict())
+    updates, losses = one.updates(), []
+    for metrics in updates:
+        if "lr" in metrics:
+            break
+        losses.append(metrics["warmup/value_loss"])
+        after = one.actor_critic.policy.state_dict()
+        assert all(torch.equal(after[key], policy[key]) for key in policy)
+    assert losses == one.warmup_losses
+    assert 3 <= len(losses) <= 12
+    assert losses[-1] < losses[0]
+    settled = [n for n in range(3, len(losses) + 1) if min(losses[n - 2 : n]) > 0.7 * min(losses[: n - 2])]
+    assert len(losses) == next(iter(settled), 12)
+    assert one.update == 1, "the first update follows the warm-up"
+
+
+def test_the_policys_first_steps_after_a_warm_up_are_adams_first_steps() -> None:
+    """Gradients of zero must not count as steps: Adam would correct the moments for too many."""
+    one = trainer(critic_warmup={"max_updates": 3, "settled": 0.01}, total_episodes=16)
+    before = copy.deepcopy(one.actor_critic.policy)
+    assert [("lr" in metrics) for metrics in one.updates()] == [False, False, False, True]
+    steps = [float(one.optimiser.optimizer.state[p]["step"]) for p in one.actor_critic.policy.parameters()]
+    assert set(steps) == {4.0}, "2 epochs of 2 minibatches"
+    critic = [float(one.optimiser.optimizer.state[p]["step"]) for p in one.actor_critic.value.parameters()]
+    assert set(critic) == {16.0}, "3 updates of warm-up before"
+    changes = [
+        float((p - q).detach().abs().max())
+        for p, q in zip(one.actor_critic.policy.parameters(), before.parameters(), strict=True)
+    ]
+    assert 1e-3 < max(changes) <= 4 * 1e-3 * 1.3, "each of Adam's first steps is about the rate"
+
+
+# -------------------- faults, and resume
+
+
+def test_responses_that_the_reference_finds_impossible_are_an_error() -> None:
+    """A low temperature gives a rare token −1,000 nats, and no float holds exp(1000)."""
+
+    class Surprised(OwnModel):
+        def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+            return super().logprobs(batch, temperature) - 1000
+
+    one = trainer(reference=Surprised(small.causal()))
+    before = parameters(one)
+    with pytest.raises(NonFiniteError, match=r"^objective/ref_perplexity = inf$") as caught:
+        next(one.updates())
+    assert torch.equal(parameters(one), before)
+    assert caught.value.batch["ref_logprobs"].max() == 0, "padding"
+    assert caught.value.batch["ref_logprobs"].min() < -1000
+
+
+def test_a_ratio_whose_square_is_infinite_is_an_error() -> None:
+    """The loss takes its ratio from the reference: there it is small, and the step is finite."""
+    one = trainer(ratio_from="reference")
+    ppo_batch = sampled_batch(one)
+    rollout = replace(ppo_batch.rollout, logprobs=ppo_batch.rollout.logprobs - 60)
+    metrics = one.optimiser.optimise(replace(ppo_batch, rollout=rollout))
+    with pytest.raises(NonFiniteError, match=r"^val/ratio_var = inf$"):
+        require_finite(metrics, ppo_batch)
+
+
+ALL_ON: dict[str, Any] = {
+    "total_episodes": 80, "adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
+    "kl_penalty": {"beta": 0.5, "target": 0.001}, "reference_sync": {"every": 2, "alpha": 0.5},
+    "score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "critic_warmup": {"max_updates": 2, "settled": 0.9}, "ptx": {"coef": 0.1, "text": None},
+    "schedule": "linear",
+    "truncation": "bootstrap", "value_learning_rate": 2e-3, "entropy_coef": 0.01, "dual_clip": 3.0,
+    "cliprange_high": 0.3, "target_kl": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 5])
+def test_a_trainer_resumed_from_its_state_ends_with_the_same_bytes(stop_after: int) -> None:
+    whole = trainer(demonstrations=DEMONSTRATIONS, **ALL_ON)
+    series = list(whole.updates())
+    first = trainer(demonstrations=DEMONSTRATIONS, **ALL_ON)
+    updates = first.updates()
+    head = [next(updates) for _ in range(stop_after)]
+    state = copy.deepcopy(first.state_dict()), first.collector.generator.get_state()
+    second = trainer(demonstrations=DEMONSTRATIONS, **ALL_ON)
+    second.load_state_dict(state[0])
+    second.collector.generator.set_state(state[1])
+    tail = list(second.updates())
+    assert torch.equal(parameters(second), parameters(whole))
+    timed = ("time/", "eps")
+    for a, b in zip(series, [*head, *tail], strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(timed)} == {
+            k: v for k, v in b.items() if not k.startswith(timed)
+        }

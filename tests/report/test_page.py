@@ -244,7 +244,7 @@ CRITERION = {
     [
         ("evaluation/verdict.json", {"passed": True}, "criteria", "verdict"),
         ("evaluation/verdict.json", {"criteria": [CRITERION], "passed": True}, "summary", "verdict"),
-        ("evaluation/ppo/guards.json", {"trips": [{"episode": 5}]}, "said", "ppo"),
+        ("evaluation/ppo/guards.json", {"trips": [{"episode": 5}]}, "message", "ppo"),
     ],
 )
 def test_a_missing_key_is_named_with_the_stage_that_writes_the_file(
@@ -417,6 +417,6 @@ def test_agreement_of_judges_and_position_bias_are_shown(whole: Path) -> None:
 
 def test_trips_of_guards_are_shown(whole: Path) -> None:
     assert "No guard tripped." in written(whole)
-    trip = {"episode": 512, "guard": "kl_high", "said": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
+    trip = {"episode": 512, "guard": "kl_high", "message": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
     workspace.put_text(whole / "evaluation/ppo/guards.json", json.dumps({"trips": [trip]}))
     assert "At episode 512, kl_high: objective/kl_k1 = 11.4 exceeds 10." in written(whole)

@@ -30,7 +30,7 @@ from rlhf_tasks.config import SftView, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import base, ppo, reward, sft
+from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import launch, resume
 from rlhf_tasks.training.resume.manifests import state_folder
@@ -52,7 +52,7 @@ SMALL: Mapping[str, Any] = {
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
     "base": (Paths().base,), "sft": (Paths().sft,), "reward": (Paths().reward, Paths().reward_heldout),
-    "ppo": (ppo.OUT, ppo.LOOKED_AT),
+    "ppo": (Paths().policy, Paths().ppo_samples),
 }  # fmt: skip
 
 

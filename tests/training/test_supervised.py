@@ -149,7 +149,8 @@ def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> N
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     rt = small.runtime()
     model, wrapped = rt.prepare(layer, optimizer, 1.0)
-    norm = rt.step(model, wrapped, [lambda: layer(torch.ones(1, 1)).sum() * 100], max_grad_norm=1.0)
+    losses = [lambda: (layer(torch.ones(1, 1)).sum() * 100, None)]
+    norm, _ = rt.step(model, wrapped, losses, max_grad_norm=1.0)
     assert norm == pytest.approx(math.sqrt(20000))
     assert before[0] - layer.weight.item() == pytest.approx(0.5**0.5, rel=1e-4)
     assert before[1] - layer.bias.item() == pytest.approx(0.5**0.5, rel=1e-4)

@@ -1,4 +1,4 @@
-"""The updates of a run, one after another: looked at, logged, guarded, and gone on with after a kill."""
+"""PPO's training loop: updates one after another, evaluated, logged, guarded, and resumed from snapshots."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.guards import GuardTripped, Trip, Watchdog
+from rlhf_tasks.ppo.evaluator import Evaluator
+from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
 from rlhf_tasks.ppo.trainer import Trainer
-from rlhf_tasks.ppo.watch import Watch
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
@@ -24,47 +24,47 @@ Metrics = dict[str, float]
 
 
 @dataclass
-class Loop:
+class TrainingLoop:
     rt: Runtime
     config: PpoView
+    paths: Paths
     trainer: Trainer
-    watch: Watch
+    evaluator: Evaluator
     tracker: Tracker
     metrics: Metrics = field(default_factory=dict)
     """The last update's."""
     roll_backs: int = 0
     num_rollouts: int = 0
-    """Those rolled back too: it never falls."""
+    """All rollouts, those of updates that were rolled back included: it never falls."""
     undone: int = 0
-    """Episodes rolled back: curves go on behind them, where no point is yet."""
+    """Episodes that were rolled back: curves continue behind them, so that no point is overwritten."""
     trips: list[dict[str, Any]] = field(default_factory=list)
-    """What the guards said, at which episode of the curves; what was rolled back too."""
+    """The guards' trips with the episode of the curves, those before a roll back included."""
 
     def __post_init__(self) -> None:
         self._good: State = {}
-        """What `guards.action: roll_back` goes back to."""
+        """The state that `guards.action: roll_back` returns to."""
         self._newest: State = {}
-        """Good too, if the next rollout shows nothing wrong with its policy."""
+        """The newest state; it is good too if the next rollout passes all guards."""
         self._has_begun = False
-        settings = self.settings
+        settings, num_updates = self.settings, self.trainer.num_updates
         guards = settings.guards
-        self.watchdog = None if guards is None else Watchdog(guards, settings.rollout_batch_size)
-        self._selections = _spread(settings.num_selections, self.trainer.num_updates)
-        self._shown = _shown(settings.num_sample_generations, self.trainer.num_updates)
+        self.guards = None if guards is None else Guards(guards, settings.rollout_batch_size)
+        self._selections = selection_updates(settings.num_selections, num_updates)
+        self._showings = sample_updates(settings.num_sample_generations, num_updates)
 
     @property
     def settings(self) -> Ppo:
-        settings: Ppo = self.config.ppo
-        return settings
+        return self.config.ppo
 
     def run(self) -> Metrics:
-        """The last update's metrics, and how often a guard tripped.
+        """Train to the end; returns the last update's metrics and the number of guard trips.
 
         Raises:
             GuardTripped: a guard stopped it.
         """
         bar = console.progress("ppo", self.settings.total_episodes, unit="episodes")
-        with resume.open(self.rt, Paths(), self.config, "ppo") as snapshots, bar as meter:
+        with resume.open(self.rt, self.paths, self.config, "ppo") as snapshots, bar as meter:
             state = snapshots.load()
             if state is not None:
                 self.load_state_dict(state)
@@ -75,49 +75,51 @@ class Loop:
                         self._begin()
                     self._updates(meter, snapshots)
                 except NonFiniteError as error:
-                    self._handle(self._kept(error))
+                    self._handle(self._fault(error))
         return self.metrics | {"guards/trips": float(len(self.trips))}
 
     def _begin(self) -> None:
-        self.metrics = self._look(0, select=True, show=0 in self._shown)
+        self.metrics = self._evaluate(0, select=True, show=0 in self._showings)
         self.tracker.metrics(self.metrics, step=0)
-        self._keep_good()
+        self._keep_good_state()
         self._has_begun = True
 
     def _updates(self, meter: console.Meter, snapshots: resume.Loop) -> None:
-        for found in self.trainer.updates():
+        for metrics in self.trainer.updates():
             self.num_rollouts += 1
-            episode = int(found["episode"])
-            if "lr" in found:
-                self._after_update(episode + self.undone, found, meter)
-            else:  # the critic's warm-up, on an axis of its own episodes
-                self.tracker.metrics({key: found[key] for key in found.keys() - {"episode"}}, step=episode)
-                self._keep_good()
+            episode = int(metrics["episode"])
+            if "lr" in metrics:
+                self._after_update(episode + self.undone, metrics, meter)
+            else:  # the critic's warm-up has an axis of its own
+                warmup = {key: value for key, value in metrics.items() if key != "episode"}
+                self.tracker.metrics(warmup, step=episode)
+                self._keep_good_state()
             if snapshots.due():
                 snapshots.save(self.num_rollouts, self.state_dict())
 
-    def _after_update(self, episode: int, found: Metrics, meter: console.Meter) -> None:
+    def _after_update(self, episode: int, metrics: Metrics, meter: console.Meter) -> None:
         update = self.trainer.update
-        self.metrics = found | {"episode": float(episode)}
+        self.metrics = metrics | {"episode": float(episode)}
         self.tracker.metrics(self.metrics, step=episode)
-        looked = self._look(episode, select=update in self._selections, show=update in self._shown)
-        if looked:
-            self.metrics |= looked
-            self.tracker.metrics(looked, step=episode)
+        evaluation = self._evaluate(episode, select=update in self._selections, show=update in self._showings)
+        if evaluation:
+            self.metrics |= evaluation
+            self.tracker.metrics(evaluation, step=episode)
         meter.advance(
             self.settings.rollout_batch_size,
-            score=found["objective/scores"], kl=found["objective/kl"], clipfrac=found["policy/clipfrac_avg"],
+            score=metrics["objective/scores"], kl=metrics["objective/kl"],
+            clipfrac=metrics["policy/clipfrac_avg"],
         )  # fmt: skip
-        if self.watchdog is None:
+        if self.guards is None:
             return
-        for trip in self.watchdog.look(found):
+        for trip in self.guards.check(metrics):
             if self._handle(trip):
                 return
-        self._keep_good()
+        self._keep_good_state()
 
-    def _look(self, episode: int, *, select: bool, show: bool) -> Metrics:
-        metrics = self.watch.select(episode) if select else {}
-        rows = self.watch.show(episode) if show else []  # by all: NaN must stop all of them
+    def _evaluate(self, episode: int, *, select: bool, show: bool) -> Metrics:
+        metrics = self.evaluator.evaluate(episode) if select else {}
+        rows = self.evaluator.show(episode) if show else []  # on all processes: NaN must stop all of them
         if rows and self.rt.is_main:
             self.tracker.table("samples", rows)
             console.table(
@@ -128,42 +130,42 @@ class Loop:
 
     # -------------------------------------------------------------------------------------- guards
 
-    def _keep_good(self) -> None:
+    def _keep_good_state(self) -> None:
         guards = self.settings.guards
-        if self.watchdog is None or guards is None or guards.action != "roll_back":
+        if self.guards is None or guards is None or guards.action != "roll_back":
             return
         if self.trainer.update == 0:
-            self._good = on_cpu(self._place())
+            self._good = on_cpu(self._training_state())
             return
-        if self.watchdog.is_calm:
+        if self.guards.all_passed:
             self._good = self._newest or self._good
         self._newest = {}
-        if self.watchdog.is_calm and self.trainer.update % guards.checkpoint_every == 0:
-            self._newest = on_cpu(self._place())
+        if self.guards.all_passed and self.trainer.update % guards.checkpoint_every == 0:
+            self._newest = on_cpu(self._training_state())
 
-    def _kept(self, error: NonFiniteError) -> Trip:
-        """What was no number, written out for inspection."""
-        folder = Paths().home / "faults"
+    def _fault(self, error: NonFiniteError) -> GuardTrip:
+        """The guard `non_finite`; what the error was computed from is written out for inspection."""
+        folder = self.paths.home / "faults"
         folder.mkdir(parents=True, exist_ok=True)
         update = self.trainer.update
         when = f"{self.num_rollouts}-{time.time_ns()}"  # several runs share the folder
         file = folder / f"ppo-after-update-{update}-rank-{self.rt.rank}-{when}.pt"
         torch.save(error.batch, file)
-        return Trip(
+        return GuardTrip(
             "non_finite", f"{error} (after update {update}; see {file})",
             "steps are too big, or a scorer gives extreme numbers",
         )  # fmt: skip
 
-    def _handle(self, trip: Trip) -> bool:
-        """True after a roll back.
+    def _handle(self, trip: GuardTrip) -> bool:
+        """Whether the trip was answered by a roll back.
 
         Raises:
-            GuardTripped: where training is to stop.
+            GuardTripped: if training is to stop.
         """
         guards, update = self.settings.guards, self.trainer.update
         step = update * self.settings.rollout_batch_size + self.undone
         self.tracker.event(f"guard.{trip.name}", str(trip), step=step)
-        self.trips.append({"episode": step, "guard": trip.name, "said": str(trip)})
+        self.trips.append({"episode": step, "guard": trip.name, "message": str(trip)})
         action = "stop" if guards is None else guards.action
         if action == "warn" and trip.name != "non_finite":
             console.say(f"guard {trip}")
@@ -177,19 +179,22 @@ class Loop:
         self._roll_back(trip, guards.kl_coef_factor)
         return True
 
-    def _roll_back(self, trip: Trip, factor: float) -> None:
-        times, was = self.roll_backs + 1, self.trainer.update
-        coef = self.trainer.teach.kl.coef * factor
-        self._go_to(on_cpu(self._good))
+    def _roll_back(self, trip: GuardTrip, factor: float) -> None:
+        count, update = self.roll_backs + 1, self.trainer.update
+        coef = self.trainer.estimator.kl.coef * factor
+        self._load_training_state(on_cpu(self._good))
         self._newest = {}
-        self.roll_backs, self.trainer.teach.kl.coef = times, coef
-        self.undone += (was - self.trainer.update) * self.settings.rollout_batch_size
-        console.say(f"guard {trip}. Back from update {was} to {self.trainer.update}, kl_coef is now {coef:g}")
+        self.roll_backs, self.trainer.estimator.kl.coef = count, coef
+        self.undone += (update - self.trainer.update) * self.settings.rollout_batch_size
+        console.say(
+            f"guard {trip}. Rolled back from update {update} to {self.trainer.update}; "
+            f"kl_coef is now {coef:g}"
+        )
 
     # --------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> State:
-        return self._place() | {
+        return self._training_state() | {
             "good": self._good,
             "newest": self._newest,
             "num_rollouts": self.num_rollouts,
@@ -199,35 +204,35 @@ class Loop:
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._go_to(state)
+        self._load_training_state(state)
         self._good, self._newest = state["good"], state["newest"]
         self.num_rollouts, self.undone = state["num_rollouts"], state["undone"]
         self.trips = list(state["trips"])
         self.tracker.load_state_dict(state["tracker"])
         self._has_begun = True
 
-    def _place(self) -> State:
-        """Where training stands: all but what was told of it, and what it could go back to."""
+    def _training_state(self) -> State:
+        """The part of the state that a roll back returns to."""
         return {
             "shared": {
                 "trainer": self.trainer.state_dict(),
-                "watch": self.watch.state_dict(),
-                "watchdog": self.watchdog.state_dict() if self.watchdog else {},
+                "evaluator": self.evaluator.state_dict(),
+                "guards": self.guards.state_dict() if self.guards else {},
                 "metrics": dict(self.metrics),
                 "roll_backs": self.roll_backs,
             },
-            "sampling": self.trainer.collect.generator.get_state(),
+            "sampling": self.trainer.collector.generator.get_state(),
             "rng": self.rt.rng_state(),
         }
 
-    def _go_to(self, state: State) -> None:
+    def _load_training_state(self, state: State) -> None:
         shared = state["shared"]
         self.trainer.load_state_dict(shared["trainer"])
-        self.watch.load_state_dict(shared["watch"])
-        if self.watchdog:
-            self.watchdog.load_state_dict(shared["watchdog"])
+        self.evaluator.load_state_dict(shared["evaluator"])
+        if self.guards:
+            self.guards.load_state_dict(shared["guards"])
         self.metrics, self.roll_backs = dict(shared["metrics"]), shared["roll_backs"]
-        self.trainer.collect.generator.set_state(state["sampling"])
+        self.trainer.collector.generator.set_state(state["sampling"])
         self.rt.set_rng_state(state["rng"])
 
 
@@ -240,11 +245,11 @@ def on_cpu(part: Any) -> Any:
     return [on_cpu(value) for value in part] if isinstance(part, list) else part
 
 
-def _spread(count: int, num_updates: int) -> set[int]:
-    """`count` update numbers, evenly spaced, the last update among them."""
+def selection_updates(count: int, num_updates: int) -> set[int]:
+    """`count` update numbers, evenly spaced; the last update is one of them."""
     return {max(1, round((i + 1) * num_updates / count)) for i in range(count)}
 
 
-def _shown(count: int, num_updates: int) -> set[int]:
+def sample_updates(count: int, num_updates: int) -> set[int]:
     """`count` update numbers, evenly spaced from 0, before training, to the last."""
     return {num_updates} if count == 1 else {round(i * num_updates / (count - 1)) for i in range(count)}

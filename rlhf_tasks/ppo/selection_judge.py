@@ -1,4 +1,4 @@
-"""A judge that tells, on validation prompts, which of PPO's checkpoints to keep (`ppo.select_by`)."""
+"""A judge that chooses, on validation prompts, which of PPO's checkpoints is kept (`ppo.select_by`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlhf_tasks.training.runtime import Runtime
 KEY = "ppo.select_by.judge"
 
 
-class Referee:
-    """The first process judges, the others are told: no verdict is asked for, or paid, twice.
+class SelectionJudge:
+    """The first process judges and sends the result to the others, so that no comparison is paid for twice.
 
     Raises:
         UserError: if the judge cannot be made.
@@ -30,16 +30,16 @@ class Referee:
             else None
         )
 
-    def __call__(self, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]) -> float:
-        """Share of prompts at which the answer wins over the reference; ties count half.
+    def win_rate(self, prompts: Sequence[str], responses: Sequence[str], references: Sequence[str]) -> float:
+        """The share of prompts at which the response wins over the reference; a tie counts half.
 
         Raises:
-            UserError: if the judge cannot go on, or fails too often.
+            UserError: if the judge stops, or fails at too many prompts.
         """
         rate = None
         if self._judge is not None:
-            found = self._judge.compare(prompts, answers, references)
-            check_failures(self.name, found, self._max_failure_share)
-            rate = statistics.rate(found.outcomes).value
-        won: float = self._rt.from_main(rate)
-        return won
+            comparisons = self._judge.compare(prompts, responses, references)
+            check_failures(self.name, comparisons, self._max_failure_share)
+            rate = statistics.rate(comparisons.outcomes).value
+        result: float = self._rt.from_main(rate)
+        return result

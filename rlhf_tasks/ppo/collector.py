@@ -1,0 +1,151 @@
+"""The first two steps of an update: sample a rollout from the policy, and score it with every model.
+
+B batch · R response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes
+from rlhf_tasks.modeling.generation import Samples, sample
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.reference import Reference
+from rlhf_tasks.ppo.rollout import ActorCritic, Rollout, lengths_mask, pad_rows
+from rlhf_tasks.training.runtime import Runtime
+
+T = TypeVar("T")
+
+
+class Scorers(Protocol):
+    """What gives responses their scores; `scorers.WeightedSum` outside of tests."""
+
+    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
+        """(B,) by scorer, unweighted, on the CPU."""
+
+    def total(self, parts: dict[str, Tensor]) -> Tensor:
+        """(B,): the weighted sum."""
+
+
+def fail_together(rt: Runtime, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
+    """The result of `compute`; if it meets NaN on one process, it fails on all of them.
+
+    Raises:
+        NonFiniteError: on all processes; `batch` is what the result was to be computed from.
+    """
+    fault, result = None, None
+    try:
+        result = compute()
+    except NonFiniteError as error:
+        fault = error
+    if rt.max(int(fault is not None)):
+        message = "NaN on another process" if fault is None else str(fault)
+        raise NonFiniteError(message, dict(batch)) from fault
+    assert result is not None
+    return result
+
+
+class Collector:
+    """Makes rollouts of this process's share of the prompts."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        settings: Ppo,
+        actor_critic: ActorCritic,
+        reference: Reference,
+        scorers: Scorers,
+        *,
+        stop: int,
+        pad: int,
+        seed: int,
+    ) -> None:
+        self._rt, self._settings, self._actor_critic = rt, settings, actor_critic
+        self._reference, self._scorers, self._stop, self._pad = reference, scorers, stop, pad
+        self.generator = rt.generator(seed)
+
+    @torch.no_grad()
+    def sample(self, queries: list[Ids]) -> Samples:
+        """One response to each query, `sampling_batch_size` at a time.
+
+        Raises:
+            NonFiniteError: if the policy gives no distribution; the queries are its `batch`.
+        """
+        self._actor_critic.eval()
+        return fail_together(self._rt, lambda: self._sampled(queries), {"queries": queries})
+
+    def _sampled(self, queries: list[Ids]) -> Samples:
+        size = self._settings.sampling_batch_size or len(queries)
+        whole = Samples([], [])
+        for start in range(0, len(queries), size):
+            with self._rt.autocast():
+                part = sample(
+                    self._actor_critic.policy, queries[start : start + size],
+                    max_new_tokens=self._settings.response_length, temperature=self._settings.temperature,
+                    stop=self._stop, pad=self._pad, generator=self.generator,
+                )  # fmt: skip
+            whole = Samples(whole.responses + part.responses, whole.logprobs + part.logprobs)
+        return whole
+
+    @torch.no_grad()
+    def score(self, queries: list[Ids], samples: Samples) -> Rollout:
+        """The rollout: the samples with the reference's log-probs, the critic's values and the scores.
+
+        Raises:
+            NonFiniteError: if any of it is NaN or infinite; the rollout is its `batch`.
+        """
+        self._actor_critic.eval()
+        responses, width = samples.responses, self._settings.response_length
+        ref_logprobs, values, last_values = self._forward(queries, responses)
+        batch = {"queries": queries, "responses": responses}
+        parts = fail_together(self._rt, lambda: self._scorers.parts(queries, responses), batch)
+        rollout = Rollout(
+            queries=queries,
+            responses=responses,
+            ended=torch.tensor([response[-1] == self._stop for response in responses]),
+            mask=lengths_mask([len(response) for response in responses], width),
+            logprobs=pad_rows(samples.logprobs, width),
+            ref_logprobs=ref_logprobs,
+            values=values,
+            last_values=last_values,
+            scores=self._scorers.total(parts),
+            parts=parts,
+        )
+        self._require_finite(rollout)
+        return rollout
+
+    def _forward(self, queries: list[Ids], responses: list[Ids]) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, R) ref_logprobs, (B, R) values, (B,) last_values; zero on padding."""
+        width = self._settings.response_length
+        ref_logprobs, values = torch.zeros(len(queries), width), torch.zeros(len(queries), width)
+        last_values = torch.zeros(len(queries))
+        for rows in micro_batches(sizes(queries, responses), self._settings.micro_batch_tokens):
+            padded = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
+            batch, mask, r = padded.to(self._rt.device), padded.response_mask, padded.num_response_columns
+            with self._rt.autocast():
+                reference = self._reference.logprobs(batch, self._settings.temperature).float().cpu()
+                states = self._actor_critic.state_values(batch).float().cpu()
+            ref_logprobs[rows, :r] = torch.where(mask, reference, 0)
+            values[rows, :r] = torch.where(mask, states[:, :-1], 0)
+            last_values[rows] = states.gather(1, mask.sum(1, keepdim=True)).squeeze(1)
+        return ref_logprobs, values, last_values
+
+    def _require_finite(self, rollout: Rollout) -> None:
+        names = ("logprobs", "ref_logprobs", "values", "last_values", "scores")
+        wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
+        if self._rt.max(len(wrong)):  # all processes must stop together
+            raise NonFiniteError(
+                f"a rollout has NaN or infinite {', '.join(wrong) or 'numbers on another process'}",
+                vars(rollout),
+            )
+
+
+def stop_token(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the token that ends responses."""
+    return int(tokenizer.eos_token_id) if settings.stop_token == "eos" else settings.stop_token

@@ -1,0 +1,61 @@
+"""From a rollout to the PPO batch: scores and KL → rewards → advantages and returns.
+
+B batch · R response.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.modeling.tensors import Reduce, whiten
+from rlhf_tasks.ppo.advantages import gae
+from rlhf_tasks.ppo.batch import PPOBatch
+from rlhf_tasks.ppo.kl import ESTIMATORS, KlController
+from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores
+from rlhf_tasks.ppo.rollout import Rollout
+from rlhf_tasks.ppo.rollout_metrics import Metrics, explained_variance, objective_metrics, response_metrics
+
+
+class AdvantageEstimator:
+    """Estimates advantages; kl_coef and the moments of the scores are its state from rollout to rollout."""
+
+    def __init__(self, settings: Ppo, reduce: Reduce) -> None:
+        self._settings, self._reduce = settings, reduce
+        self.kl = KlController(settings.kl_coef, settings.adaptive_kl)
+        self.scaler = ScoreScaler(settings.score_scaling)
+
+    def estimate(self, rollout: Rollout) -> tuple[PPOBatch, Metrics]:
+        """The batch that the epochs learn from, and the metrics of the rollout.
+
+        The order is: scaled scores → EOS rule → KL and score as token rewards → whitening → GAE.
+        """
+        settings, mask, reduce = self._settings, rollout.mask, self._reduce
+        scores = truncated_scores(
+            self.scaler(rollout.scores, reduce), rollout.ended, settings.truncation,
+            missing_eos_score=settings.missing_eos_score, gamma=settings.gamma,
+            last_values=rollout.last_values,
+        )  # fmt: skip
+        kl = ESTIMATORS[settings.kl_estimator](rollout.logprobs, rollout.ref_logprobs)
+        reward_kl_coef = self.kl.coef if settings.kl_in == "reward" else 0.0
+        rewards = token_rewards(scores, kl, mask, reward_kl_coef)
+        if settings.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
+        advantages, returns = gae(rewards, rollout.values, mask, settings.gamma, settings.lam)
+        if settings.whiten_advantages:
+            advantages = whiten(advantages, mask, reduce=reduce)
+        if settings.advantage_clip is not None:
+            advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
+        metrics = objective_metrics(
+            rollout, scores, kl, kl_coef=self.kl.coef, reward_kl_coef=reward_kl_coef, reduce=reduce
+        )
+        metrics |= response_metrics(rollout, reduce)
+        metrics["val/explained_variance"] = explained_variance(returns, rollout.values, mask, reduce)
+        return PPOBatch(rollout, advantages, returns, self.kl.coef), metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kl_coef": self.kl.coef, "scores": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl.coef = state["kl_coef"]
+        self.scaler.load_state_dict(state["scores"])

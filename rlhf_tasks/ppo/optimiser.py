@@ -1,0 +1,233 @@
+"""The epochs on one PPO batch: shuffled minibatches, each one optimiser step made of micro-batches.
+
+B batch · R response · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.data.batches import Batch, Size, collate
+from rlhf_tasks.modeling.tensors import NonFiniteError, entropy_from_logits, gather_logprobs
+from rlhf_tasks.ppo.batch import PPOBatch, merged
+from rlhf_tasks.ppo.kl import PenaltyController
+from rlhf_tasks.ppo.losses import Coefficients, Outputs, Sums, ppo_loss, ptx_loss
+from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums
+
+Metrics = dict[str, float]
+
+
+class Queue:
+    """Row numbers in shuffled passes: every row comes once before any comes again."""
+
+    def __init__(self, num_rows: int, generator: torch.Generator) -> None:
+        self._num_rows, self._generator = num_rows, generator
+        self.waiting: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        while len(self.waiting) < count:
+            self.waiting += torch.randperm(self._num_rows, generator=self._generator).tolist()
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
+
+
+class Step(NamedTuple):
+    """One optimiser step: the sums of its micro-batches, and the norm of its gradient."""
+
+    sums: list[Sums]
+    ptx_sums: list[Sums]
+    grad_norm: float
+
+
+class Optimiser:
+    """Trains policy and critic on PPO batches."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        settings: Ppo,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        pad: int,
+        shuffling: torch.Generator,
+        demonstrations: LanguageModelling | None,
+    ) -> None:
+        """`demonstrations` are PPO-ptx's text; None without it."""
+        self._rt, self._settings, self.model, self.optimizer = rt, settings, model, optimizer
+        self._pad, self._shuffling = pad, shuffling
+        self.penalty = PenaltyController.of(settings.kl_penalty)
+        self.ptx_queue = None if demonstrations is None else Queue(len(demonstrations.queries), shuffling)
+        self._demonstrations = demonstrations
+
+    def optimise(self, batch: PPOBatch, *, critic_only: bool = False) -> Metrics:
+        """Pass `num_ppo_epochs` times over the batch; metrics are token means.
+
+        The minibatches are cut out of the rollout of all processes, so their number changes no step.
+        Each is dealt out to the processes by itself, so that all have equally many of its rows.
+
+        Raises:
+            NonFiniteError: if a loss or gradient is NaN or infinite; the batch is its `batch`.
+        """
+        batch = merged(self._rt.each(batch))
+        coefficients = self._coefficients(batch)
+        if critic_only:
+            coefficients = coefficients.for_critic_only()
+        steps: list[Step] = []
+        num_epochs = 0
+        self.model.train()
+        while num_epochs < self._settings.num_ppo_epochs:
+            epoch = [self._step(batch, rows, coefficients, critic_only) for rows in self._mini_batches()]
+            steps += epoch
+            num_epochs += 1
+            if self._exceeds_target_kl(epoch):
+                break
+        metrics = self._means(steps) | {"train/num_epochs": num_epochs}
+        if any(step.ptx_sums for step in steps):
+            metrics["loss/ptx_avg"] = token_means(self._rt, [x for s in steps for x in s.ptx_sums])["loss"]
+        if self._settings.kl_penalty is not None and not critic_only:
+            divergence = self._penalty_kl(batch, coefficients)
+            metrics |= {"policy/penalty_beta": self.penalty.beta, "policy/penalty_kl_avg": divergence}
+            self.penalty.update(divergence)
+        return metrics
+
+    def _coefficients(self, batch: PPOBatch) -> Coefficients:
+        s, kl_in_loss = self._settings, self._settings.kl_in == "loss"
+        return Coefficients(
+            cliprange=s.cliprange, cliprange_high=s.cliprange_high, dual_clip=s.dual_clip,
+            cliprange_value=s.cliprange_value, ratio_from=s.ratio_from, vf_coef=s.vf_coef,
+            entropy_coef=s.entropy_coef, kl_coef=batch.kl_coef if kl_in_loss else 0.0,
+            kl_estimator=s.kl_estimator if kl_in_loss else None,
+            beta=None if s.kl_penalty is None else self.penalty.beta,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------ one optimiser step
+
+    def _mini_batches(self) -> list[list[int]]:
+        """This process's rows of each minibatch of one epoch, shuffled."""
+        whole = self._settings.rollout_batch_size
+        size = whole // self._settings.num_mini_batches
+        order: list[int] = torch.randperm(whole, generator=self._shuffling).tolist()
+        return [self._rt.share(order[start : start + size]) for start in range(0, whole, size)]
+
+    def _step(self, batch: PPOBatch, rows: list[int], coefficients: Coefficients, critic_only: bool) -> Step:
+        """One optimiser step on the mean token loss of a minibatch of all processes."""
+        num_tokens = float(self._rt.sum(batch.rollout.mask[rows].sum().float().to(self._rt.device)))
+        parts: list[Callable[[], tuple[Tensor, Sums]]] = [
+            partial(self._mean_ppo_loss, batch, group, coefficients, num_tokens)
+            for group in self._groups(batch.rollout.sizes, rows)
+        ]
+        num_ppo = len(parts)
+        if self._demonstrations is not None and not critic_only:
+            parts += self._ptx_losses(self._demonstrations)
+        try:
+            norm, sums = self._rt.step(self.model, self.optimizer, parts, self._settings.max_grad_norm)
+        except NonFiniteError as error:
+            error.batch = batch.content() | {"rows": rows}
+            raise
+        return Step(sums[:num_ppo], sums[num_ppo:], norm)
+
+    def _mean_ppo_loss(
+        self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients, num_tokens: float
+    ) -> tuple[Tensor, Sums]:
+        loss, sums = self._ppo_loss(batch, rows, coefficients)
+        return loss / num_tokens, sums
+
+    def _ppo_loss(
+        self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
+    ) -> tuple[Tensor, Sums]:
+        """`ppo_loss` of one forward pass over these rows.
+
+        Without rows it is zero, by a pass over another row: all processes must call the model equally often.
+        """
+        if not rows:
+            loss, sums = self._ppo_loss(batch, [0], coefficients)
+            return 0 * loss, {name: 0 * x for name, x in sums.items()}
+        rollout = batch.rollout
+        padded = collate([rollout.queries[i] for i in rows], [rollout.responses[i] for i in rows], self._pad)
+        padded = padded.to(self._rt.device)
+        outputs = self._outputs(padded, with_entropy=coefficients.entropy_coef > 0)
+        return ppo_loss(outputs, batch.micro_batch(rows, padded.response_mask), coefficients)
+
+    def _outputs(self, padded: Batch, *, with_entropy: bool) -> Outputs:
+        """(B, R) log-probs, values and entropy; the entropy has a gradient only `with_entropy`."""
+        with self._rt.autocast():
+            logits, states = self.model(padded)
+        logits = logits.float() / self._settings.temperature
+        logprobs = torch.where(padded.response_mask, gather_logprobs(logits, padded.responses), 0)
+        with torch.set_grad_enabled(with_entropy and torch.is_grad_enabled()):
+            entropy = entropy_from_logits(logits)
+        return Outputs(logprobs, states[:, :-1], entropy)
+
+    def _ptx_losses(self, demonstrations: LanguageModelling) -> list[Callable[[], tuple[Tensor, Sums]]]:
+        """The losses of the next demonstrations, as many as a minibatch has rows."""
+        assert self.ptx_queue is not None
+        rows = self.ptx_queue.take(self._settings.rollout_batch_size // self._settings.num_mini_batches)
+        num_tokens = demonstrations.weight(rows)
+        return [
+            partial(self._ptx_loss, demonstrations, group, num_tokens)
+            for group in self._groups(demonstrations.sizes, self._rt.share(rows))
+        ]
+
+    def _ptx_loss(
+        self, demonstrations: LanguageModelling, rows: list[int], num_tokens: float
+    ) -> tuple[Tensor, Sums]:
+        assert self._settings.ptx is not None
+        batch = demonstrations.batch(rows).to(self._rt.device)
+        with self._rt.autocast():
+            logits, states = self.model(batch)
+        nll = lm_sums(logits, batch)["loss"]
+        loss = ptx_loss(nll, num_tokens, self._settings.ptx.coef)
+        # the critic's weights need a gradient too under data parallelism
+        return loss + 0 * states.sum(), {"loss": nll.detach(), "num_tokens": batch.response_mask.sum()}
+
+    def _groups(self, sizes: Sequence[Size], own: Sequence[int]) -> list[list[int]]:
+        return groups(self._rt, sizes, own, self._settings.micro_batch_tokens)
+
+    # ------------------------------------------------------------------------------------ measurements
+
+    def _means(self, steps: Sequence[Step]) -> Metrics:
+        norms = [step.grad_norm for step in steps]
+        means = token_means(self._rt, [sums for step in steps for sums in step.sums])
+        return means | {"train/grad_norm": sum(norms) / len(norms)}
+
+    def _exceeds_target_kl(self, epoch: Sequence[Step]) -> bool:
+        if self._settings.target_kl is None:
+            return False
+        means = token_means(self._rt, [sums for step in epoch for sums in step.sums])
+        return means["policy/approxkl_avg"] > self._settings.target_kl
+
+    @torch.no_grad()
+    def _penalty_kl(self, batch: PPOBatch, coefficients: Coefficients) -> float:
+        """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
+        sizes = batch.rollout.sizes
+        own = self._rt.share(range(len(sizes)))
+        sums = [self._ppo_loss(batch, group, coefficients)[1] for group in self._groups(sizes, own)]
+        return token_means(self._rt, sums)["policy/penalty_kl_avg"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"beta": self.penalty.beta, "ptx": self.ptx_queue.waiting if self.ptx_queue else []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.penalty.beta = state["beta"]
+        if self.ptx_queue:
+            self.ptx_queue.waiting = state["ptx"]
+
+
+def token_means(rt: Runtime, sums: Sequence[Sums]) -> Metrics:
+    """Sums of micro-batches → means over all their tokens, minibatches, epochs and processes."""
+    keys = list(sums[0])
+    stacked = torch.stack([torch.stack([part[key] for part in sums]).double().sum() for key in keys])
+    total = dict(zip(keys, rt.sum(stacked).tolist(), strict=True))
+    tokens = total.pop("num_tokens")
+    means = {key: value / tokens for key, value in total.items()}
+    if "ratio_off_squared" in means:
+        means["val/ratio_var"] = means.pop("ratio_off_squared") - (means["val/ratio"] - 1) ** 2
+    return means

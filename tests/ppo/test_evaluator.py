@@ -1,0 +1,301 @@
+"""The evaluator: responses to selection prompts, their scores, their KL, and the weights that are kept."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.config.training import Lora
+from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.generation import answer
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.evaluator import Evaluator
+from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
+from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training.runtime import Runtime
+from tests import small
+from tests.ppo.test_processes import Meeting, OneOfTwo
+from tests.ppo.toy import Planted
+
+PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
+ROWS = [{"prompt": prompt, "reference": "w1 w2"} for prompt in PROMPTS]
+TEMPERATURE = 0.8
+HTTP = {"kind": "http", "weight": 1.0, "url": "http://127.0.0.1:9/", "timeout_seconds": 1.0, "batch_size": 4}
+
+
+def length(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    return torch.tensor([float(len(response)) for response in responses])
+
+
+class Recorder(Planted):
+    """A scorer by length that records what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__(length)
+        self.__dict__["calls"] = list[list[Ids]]()
+
+    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
+        self.__dict__["calls"].append(list(responses))
+        return super().parts(queries, responses)
+
+    @property
+    def calls(self) -> list[list[Ids]]:
+        calls: list[list[Ids]] = self.__dict__["calls"]
+        return calls
+
+
+class Falling:
+    """A held-out model whose mean score is 4, 3, 2, …: every evaluation is worse than the one before."""
+
+    def __init__(self) -> None:
+        self._next = 5.0
+
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        self._next -= 1
+        return torch.full((len(queries),), self._next)
+
+
+def evaluator(
+    policy: Any = None,
+    reference: Reference | None = None,
+    *,
+    rt: Runtime | None = None,
+    scorer: Planted | None = None,
+    heldout: Any = None,
+    judge: SelectionJudge | None = None,
+    **changes: Any,
+) -> Evaluator:
+    settings = small.ppo(num_selection_prompts=len(PROMPTS), temperature=TEMPERATURE, **changes)
+    return Evaluator(
+        rt or small.runtime(), settings, policy or small.causal(),
+        reference or OwnModel(small.causal(seed=7)), small.tokenizer(), ROWS,
+        scorers=scorer or Planted(length), heldout=heldout, judge=judge, seed=1,
+    )  # fmt: skip
+
+
+def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[float]:
+    """Σ log π − log π_ref of each response, each row alone in the models."""
+    result = []
+    for query, response in zip(encode(small.tokenizer(), PROMPTS), responses, strict=True):
+        new, old = (
+            (small.logits_alone(model, query, response) / TEMPERATURE).log_softmax(-1)[
+                range(len(response)), response
+            ]
+            for model in (policy, reference)
+        )
+        result.append(float((new.double() - old.double()).sum()))
+    return result
+
+
+# ------------------------------------------------------------------------------------------- the KL
+
+
+def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
+    """Its standard error is the deviation of the responses' KL over the root of their number."""
+    policy, scorers = small.causal(), Recorder()
+    one = evaluator(policy, scorer=scorers)
+    metrics = one.evaluate(16)
+    (responses,) = scorers.calls
+    expected = kl_of_rows(policy, small.causal(seed=7), responses)
+    assert max(expected) - min(expected) > 0.1, "the responses differ in their KL"
+    assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
+    assert one.selected == {
+        "selected_episode": 16,
+        "selected_kl": metrics["eval/kl"],
+        "selected_kl_standard_error": pytest.approx(
+            statistics.pstdev(expected) / math.sqrt(len(expected)), abs=1e-4
+        ),
+    }
+
+
+def test_the_kl_of_an_unchanged_policy_is_zero() -> None:
+    one = evaluator(reference=OwnModel(small.causal()))
+    assert one.evaluate(0)["eval/kl"] == 0
+    assert one.selected["selected_kl"] == one.selected["selected_kl_standard_error"] == 0
+
+
+def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
+    policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
+    with torch.no_grad():
+        for name, weights in policy.named_parameters():
+            if "lora_B" in name:
+                weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    scorers = Recorder()
+    metrics = evaluator(policy, AdapterOff(policy), scorer=scorers).evaluate(0)
+    expected = kl_of_rows(policy, small.causal(), scorers.calls[0])
+    assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
+    assert metrics["eval/kl"] > 0.01
+    assert {n.split(".")[-3] for n, p in policy.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
+    policy, scorers = small.causal().train(), Recorder()
+    expected = answer(
+        policy, small.tokenizer(), PROMPTS, max_new_tokens=8, temperature=TEMPERATURE, seed=1, stop=small.EOS
+    )
+    one, before = evaluator(policy, scorer=scorers), torch.get_rng_state()
+    one.evaluate(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert scorers.calls == [expected]
+    assert policy.training, "the policy returns to the mode it was in"
+
+
+def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
+    class Impossible(OwnModel):
+        def logprobs(self, batch: Any, temperature: float) -> Tensor:
+            return super().logprobs(batch, temperature) - math.inf
+
+    with pytest.raises(NonFiniteError, match="the KL to the reference is NaN or infinite") as caught:
+        evaluator(reference=Impossible(small.causal())).evaluate(0)
+    assert len(caught.value.batch["responses"]) == len(PROMPTS)
+
+
+# ----------------------------------------------------------------------------------- which are kept
+
+
+def changed(policy: Any, by: float) -> None:
+    with torch.no_grad():
+        for weights in policy.parameters():
+            weights += by
+
+
+def test_the_best_weights_are_kept_with_their_own_kl() -> None:
+    """Each evaluation scores worse than the first one, whose weights are therefore restored."""
+    policy = small.causal()
+    one = evaluator(policy, heldout=Falling(), truncation="none")
+    start = copy.deepcopy(policy.state_dict())
+    first = one.evaluate(0)
+    for episode in (16, 32):
+        changed(policy, 0.05)
+        metrics = one.evaluate(episode)
+    assert metrics["eval/kl"] != first["eval/kl"]
+    assert one.selected["selected_episode"] == 0
+    assert one.selected["selected_heldout_score"] == 4
+    assert one.selected["selected_kl"] == first["eval/kl"]
+    one.restore()
+    assert all(torch.equal(value, start[name]) for name, value in policy.state_dict().items())
+
+
+def test_without_a_judge_or_a_heldout_model_the_last_weights_are_kept_with_their_kl() -> None:
+    policy = small.causal()
+    one = evaluator(policy)
+    one.evaluate(0)
+    changed(policy, 0.05)
+    metrics = one.evaluate(16)
+    assert one.selected["selected_episode"] == 16
+    assert one.selected["selected_kl"] == metrics["eval/kl"]
+
+
+def test_an_evaluator_continues_from_its_saved_state() -> None:
+    first, second = evaluator(heldout=Falling()), evaluator(heldout=Falling())
+    first.evaluate(16)
+    second.load_state_dict(first.state_dict())
+    assert second.selected == first.selected
+    assert second.answers == first.answers
+    second.evaluate(32)  # scores 4 as well, which is not better
+    assert second.selected == first.selected
+
+
+STOP = 9
+"""A token that some responses of a random model draw."""
+
+
+@pytest.mark.parametrize(
+    ("truncation", "unfinished"), [("eos_trick_replace", [-1.5, -1.5]), ("bootstrap", [8.0, 4.0])]
+)
+def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float]) -> None:
+    """The optimised score is the length of a response, the held-out one is half of it."""
+    scorers = Recorder()
+    one = evaluator(
+        scorer=scorers, heldout=lambda queries, responses: length(queries, responses) / 2,
+        truncation=truncation, missing_eos_score=-1.5, stop_token=STOP,
+    )  # fmt: skip
+    metrics, (responses,) = one.evaluate(16), scorers.calls
+    ended = [len(response) for response in responses if response[-1] == STOP]
+    num_cut = len(responses) - len(ended)
+    assert 0 < num_cut < len(responses), "some of both"
+    expected = [
+        (share * sum(ended) + num_cut * score) / len(responses)
+        for share, score in zip((1, 0.5), unfinished, strict=True)
+    ]
+    assert metrics["eval/scores"] == pytest.approx(expected[0])
+    assert metrics["eval/heldout_scores"] == pytest.approx(expected[1])
+    assert metrics["eval/reward_gap"] == pytest.approx(expected[0] - expected[1])
+    assert metrics["eval/response_length"] == pytest.approx((sum(ended) + 8 * num_cut) / len(responses))
+
+
+def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
+    with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
+        evaluator(heldout=lambda queries, responses: length(queries, responses) * math.nan).evaluate(0)
+    assert len(caught.value.batch["responses"]) == len(PROMPTS)
+
+
+# -------------------------------------------------------------------------------------- two processes
+
+
+def shorter(prompts: list[str], responses: list[str]) -> list[float]:
+    JUDGED.append(len(prompts))
+    return [-float(len(response)) for response in responses]
+
+
+JUDGED: list[int] = []
+SELECTION = Selection.model_validate({
+    "judge": {"kind": "function", "name": "shorter", "function": f"{__name__}:shorter"},
+    "max_failure_share": 0.5,
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_two_processes_share_the_prompts_and_agree_on_the_result(outside: bool) -> None:
+    """The prompts are dealt in turn; an http scorer and the judge are called by the first process alone."""
+    JUDGED.clear()
+    meeting, scorers = Meeting(), [Recorder(), Recorder()]
+    policies = [small.causal(), small.causal()]
+    changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
+    runtimes = [OneOfTwo(rank, meeting) for rank in range(2)]
+    both = [
+        evaluator(
+            policies[rank], rt=runtimes[rank], scorer=scorers[rank], heldout=length,
+            judge=SelectionJudge(runtimes[rank], SELECTION, Paths()), **changes,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+    def evaluate(rank: int) -> dict[str, float]:
+        try:
+            return both[rank].evaluate(16)
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(evaluate, range(2))
+    assert first == second
+    assert both[0].answers == both[1].answers
+    assert [row["prompt"] for row in both[0].answers] == PROMPTS
+    own = [
+        answer(
+            small.causal(), small.tokenizer(), PROMPTS[rank::2], max_new_tokens=8, temperature=TEMPERATURE,
+            seed=1 + rank * 100003, stop=small.EOS,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    everything = [
+        row for pair in zip(own[0], [*own[1], None], strict=True) for row in pair if row is not None
+    ]
+    assert [one.calls for one in scorers] == ([[everything], []] if outside else [[own[0]], [own[1]]])
+    kl = kl_of_rows(small.causal(), small.causal(seed=7), everything)
+    assert first["eval/kl"] == pytest.approx(statistics.fmean(kl), abs=1e-4)
+    assert both[0].selected == both[1].selected
+    assert [len(PROMPTS)] * 2 == JUDGED, "responses and references, once each"

@@ -1,0 +1,293 @@
+"""Guards of stage ppo: what stops, warns or rolls back; and killed runs, which resume to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import ppo
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training import resume
+from rlhf_tasks.training.state import State
+from tests import small
+from tests.stages.test_ppo import POLICY, SAMPLES, SETTINGS, run
+
+
+def plain(series: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if k != "eps" and not k.startswith("time/")} for row in series]
+
+
+EVERYTHING = {
+    "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2}, "ppo.ptx": {"coef": 0.1, "text": None},
+    "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
+    "ppo.reference_sync": {"every": 1, "alpha": 0.5}, "resume.every_seconds": 1e-6,
+}  # fmt: skip
+
+
+class Killed(BaseException):
+    pass
+
+
+Fault = Callable[[pytest.MonkeyPatch], dict[str, Any]]
+"""Plants a fault, and returns the changes of parameters that it needs."""
+
+
+BAD = (3, 5)
+"""The rollouts that a fault is planted in; a rollout that is repeated counts as another one."""
+
+
+CALLS: list[int] = []
+"""The numbers of responses that `planted` was called with."""
+
+
+def planted(prompts: list[str], responses: list[str]) -> list[float]:
+    """A scorer that gives NaN in the bad rollouts."""
+    CALLS.append(len(responses))
+    is_bad = len(responses) == 16 and CALLS.count(16) in BAD
+    return [float("nan") if is_bad else 0.0] * len(responses)
+
+
+def infinite(prompts: list[str], responses: list[str]) -> list[float]:
+    """A scorer whose numbers a weight of 1,000 makes infinite in rollouts."""
+    return [1e38 if len(responses) == 16 else 0.0] * len(responses)
+
+
+def nan_at_the_second_evaluation(prompts: list[str], responses: list[str]) -> list[float]:
+    CALLS.append(len(responses))
+    is_bad = len(responses) == 12 and CALLS.count(12) == 2
+    return [float("nan") if is_bad else 0.0] * len(responses)
+
+
+def scorer(function: Callable[..., Any], weight: float = 1.0) -> dict[str, Any]:
+    return {"kind": "function", "weight": weight, "function": f"{__name__}:{function.__name__}"}
+
+
+def no_fault(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return {}
+
+
+def nan_scores(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    CALLS.clear()
+    return {"ppo.scorers": [{"kind": "reward_model", "weight": 1.0}, scorer(planted)]}
+
+
+def kl_too_high(patch: pytest.MonkeyPatch, bad: Collection[int] = BAD) -> dict[str, Any]:
+    """The guards read a KL of 99 at the bad updates, else of 0.1."""
+    original, calls = Guards.check, list[int]()
+
+    def check(self: Guards, metrics: Mapping[str, float]) -> list[GuardTrip]:
+        calls.append(1)
+        return original(self, {**metrics, "objective/kl_k1": 99.0 if len(calls) in bad else 0.1})
+
+    patch.setattr(Guards, "check", check)
+    return {}
+
+
+def assert_a_kill_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, after: int, changes: Mapping[str, Any], fault: Fault = no_fault
+) -> None:
+    """A run killed `after` so many rollouts and resumed has the bytes and curves of an uninterrupted one."""
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(small.ROOT / name, Path())
+    changes = {"resume.every_seconds": 1e-6, **changes}
+    with monkeypatch.context() as patch:
+        changes |= fault(patch)
+        patch.setenv("RLHF_STATE_DIR", "uninterrupted")
+        metrics, series = run(**changes)
+    weights, samples = contracts.fingerprint(POLICY), pq.read_table(SAMPLES / "samples.parquet")
+    save = resume.Snapshots.save
+
+    def saved(self: resume.Snapshots, step: int, state: State) -> None:
+        save(self, step, state)
+        if step == after:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        fault(patch)
+        patch.setenv("RLHF_STATE_DIR", "killed")
+        with patch.context() as inner:
+            inner.setattr(resume.Snapshots, "save", saved)
+            with pytest.raises(Killed):
+                run(**changes)
+        again, series_again = run(**changes)
+    assert plain([again]) == plain([metrics])
+    assert plain(series_again) == plain(series)
+    assert contracts.fingerprint(POLICY) == weights
+    assert pq.read_table(SAMPLES / "samples.parquet") == samples
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        EVERYTHING,
+        {"ppo.lora": {"r": 4, "alpha": 8.0, "value": True}},
+        {"ppo.value_model": "shared", "ppo.critic_init": "sft"},
+    ],
+    ids=["default", "everything", "lora", "shared"],
+)
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_a_killed_run_resumes_to_the_same_bytes_and_curves(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rollouts: int
+) -> None:
+    assert_a_kill_changes_nothing(monkeypatch, rollouts, changes)
+
+
+FAR = {"ppo.learning_rate": 3e-3, "ppo.kl_coef": 1e-4, "ppo.total_episodes": 96}
+
+
+def guards(**changes: Any) -> dict[str, Any]:
+    shipped: dict[str, Any] = small.params()["ppo"]["guards"]
+    return shipped | {"patience": 1, "kl_max": 1.0, "checkpoint_every": 1} | changes
+
+
+class Events(NullTracker):
+    def __init__(self) -> None:
+        super().__init__("ppo")
+        self.events: list[tuple[str, str]] = []
+
+    def event(self, name: str, text: str, *, step: int) -> None:
+        self.events.append((name, text))
+
+
+def run_guarded(**changes: Any) -> tuple[Events, dict[str, float]]:
+    tracker = Events()
+    view = small.view("ppo", SETTINGS | FAR | {"ppo.guards": guards(**changes)})
+    return tracker, ppo.run(view, Paths(), tracker)
+
+
+def test_a_tripped_guard_stops_the_stage_with_its_cause(models_here: Path) -> None:
+    before = contracts.fingerprint(POLICY)
+    with pytest.raises(GuardTripped, match=r"objective/kl_k1 = .* exceeds 1; likely cause: .*kl_coef"):
+        run_guarded(action="stop")
+    assert contracts.fingerprint(POLICY) == before, "no unfinished policy is written"
+
+
+def test_with_action_warn_training_continues_after_a_trip(
+    models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker, metrics = run_guarded(action="warn")
+    assert metrics["episode"] == 96
+    assert {name for name, _ in tracker.events} == {"guard.kl_high"}
+    assert "guard kl_high: objective/kl_k1" in capsys.readouterr().out
+    assert metrics["guards/trips"] == len(tracker.events)
+    trips = json.loads((SAMPLES / "guards.json").read_text(encoding="utf-8"))["trips"]
+    assert [(f"guard.{trip['guard']}", trip["message"]) for trip in trips] == tracker.events
+    assert all(trip["episode"] % 16 == 0 for trip in trips)
+
+
+def test_a_roll_back_returns_to_the_last_good_state_and_raises_kl_coef(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rollout of update 4 is bad: the state after update 3, which it was sampled from, is not good."""
+    kl_too_high(monkeypatch, bad=(4,))
+    tracker, metrics = run_guarded(action="roll_back", kl_coef_factor=10.0)
+    assert [name for name, _ in tracker.events] == ["guard.kl_high"]
+    rows = tracker.history()
+    assert [row["episode"] for row in rows] == list(range(0, 129, 16)), "no point is overwritten"
+    assert rows[4]["objective/kl_coef"] == pytest.approx(1e-4)
+    assert metrics["episode"] == 128
+    assert metrics["objective/kl_coef"] == pytest.approx(1e-3)
+    assert metrics["guards/trips"] == 1, "trips are not rolled back"
+    assert "Rolled back from update 4 to 2; kl_coef is now 0.001" in capsys.readouterr().out
+
+
+def roll_back() -> dict[str, Any]:
+    """Guards that trip at a planted fault only."""
+    calm = {
+        "kl_min": -99.0,
+        "perplexity_min": 1e-9,
+        "ratio_min": 1e-9,
+        "ratio_max": 1e9,
+        "eos_share_min": 0.0,
+    }
+    planted = guards(action="roll_back", kl_max=50.0, kl_coef_factor=10.0, **calm)
+    return {"ppo.truncation": "none", "ppo.guards": planted}
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "tries", "num_rows"),
+    [(nan_scores, "non_finite", [2, 3, 4], 6), (kl_too_high, "kl_high", [2, 4, 6], 8)],
+    ids=["nan", "kl"],
+)
+def test_the_second_update_is_repeated_after_each_roll_back(
+    fault: Fault,
+    name: str,
+    tries: list[int],
+    num_rows: int,
+    models_here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has the same weights and random numbers, hence the same responses; only kl_coef is higher."""
+    _, history = run(**(roll_back() | fault(monkeypatch)))
+    trips = json.loads((SAMPLES / "guards.json").read_text(encoding="utf-8"))["trips"]
+    assert [trip["guard"] for trip in trips] == [name, name]
+    assert [row["episode"] for row in history] == [16 * n for n in range(num_rows)]
+    kept = ("objective/raw_scores", "objective/entropy", "objective/ref_perplexity", "val/response_length")
+    first, *again = ([history[row][key] for key in kept] for row in tries)
+    assert again == [first, first]
+    assert len({history[row]["objective/entropy"] for row in (1, 2, -1)}) == 3, (
+        "other updates have other responses"
+    )
+    coefs = [history[row]["objective/kl_coef"] for row in tries]
+    assert coefs == pytest.approx([0.03, 0.3, 3.0])
+    weights = models.load_causal(POLICY).state_dict().values()
+    assert all(bool(value.isfinite().all()) for value in weights)
+
+
+@pytest.mark.parametrize("fault", [nan_scores, kl_too_high])
+def test_a_run_killed_after_a_roll_back_resumes_to_the_same_bytes_and_curves(
+    fault: Fault, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_a_kill_changes_nothing(monkeypatch, 3, roll_back(), fault)
+
+
+def test_training_stops_after_max_roll_backs(models_here: Path) -> None:
+    with pytest.raises(GuardTripped, match="after 2 roll backs"):
+        run_guarded(action="roll_back", kl_coef_factor=1.001, max_roll_backs=2)
+
+
+def test_a_rollout_with_infinite_numbers_is_written_out(models_here: Path) -> None:
+    with pytest.raises(
+        GuardTripped, match=r"non_finite: .*infinite scores.*after update 0; see .*\.pt"
+    ) as caught:
+        run(**{"ppo.scorers": [scorer(infinite, 1e3)]})
+    file = str(caught.value).split("see ")[1].split(")")[0]
+    assert len(torch.load(file, weights_only=False)["responses"]) == 16
+
+
+def test_a_policy_with_nan_weights_trips_the_guard(models_here: Path) -> None:
+    wild = {"ppo.learning_rate": 1e30, "ppo.num_mini_batches": 1, "ppo.num_ppo_epochs": 1}
+    with pytest.raises(GuardTripped, match=r"non_finite: the model's logits are NaN"):
+        run(**wild)
+
+
+def test_a_score_that_is_nan_trips_the_guard(models_here: Path) -> None:
+    CALLS.clear()
+    with pytest.raises(GuardTripped, match=r"non_finite: function .*:planted gave nan"):
+        run(**{"ppo.scorers": [scorer(planted)]})
+
+
+def test_nan_at_an_evaluation_trips_the_guard_and_keeps_the_curve(models_here: Path) -> None:
+    """The evaluations are before training and after each update; the second one fails."""
+    CALLS.clear()
+    tracker = Events()
+    changes = {"ppo.scorers": [scorer(nan_at_the_second_evaluation)], "ppo.num_sample_generations": 0}
+    with pytest.raises(GuardTripped, match=r"non_finite: function .* gave nan") as caught:
+        ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker)
+    assert [name for name, _ in tracker.events] == ["guard.non_finite"]
+    file = str(caught.value).split("see ")[1].split(")")[0]
+    assert len(torch.load(file, weights_only=False)["responses"]) == 12
+    updates = [row["episode"] for row in tracker.history() if "objective/kl" in row]
+    assert updates == [16.0], "the update before the failure is on the curve"
