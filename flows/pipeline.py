@@ -26,6 +26,7 @@ from rlhf_tasks.config import Config, Service
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, dvc_files, git, workspace_inputs
+from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
 
 PUSH_TRIES, PUSH_DELAY_SECONDS = 3, 10.0  # the delay doubles
@@ -136,11 +137,11 @@ def _run(
         )  # fmt: skip
         tracked.tags(outcome.tags(folder))
         earlier = saved if saved != chosen else None
-        outcome = replace(outcome, notes=_notes(inputs, outcome, earlier, tracked.trouble()))
-        patience = 0.0 if tracked.trouble() else results.COURIER_SECONDS
-        keys = results.run_keys(folder, list(how))
-        links = results.run_links(values.tracking, keys, tracking.key(run), patience)
-        results.show(outcome, folder, links)
+        undelivered = tracked.last_error()
+        outcome = replace(outcome, notes=_notes(inputs, outcome, earlier, undelivered))
+        keys, patience = results.run_keys(folder, list(how)), 0.0 if undelivered else links.WAIT_SECONDS
+        pages = links.run_links(values.tracking, keys, tracking.key(run), patience)
+        results.show(outcome, folder, pages)
         watch.note(request_, values, inputs.data)
     return outcome.state()
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
 
-from flows import settings
 from flows.outcome import Outcome
 from rlhf_tasks import config
-from rlhf_tasks.config import STAGES, Tracking
+from rlhf_tasks.config import STAGES
 from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -24,8 +20,6 @@ from rlhf_tasks.tracking import catalogue
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
 RESPONSES = "answers.parquet"
 NUM_RESPONSES, RESPONSE_LENGTH = 5, 300  # rows, characters
-MLFLOW_SECONDS = 5.0
-COURIER_SECONDS, POLL_SECONDS = 10.0, 0.25  # until delivery begins, which imports MLflow first
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -67,68 +61,6 @@ def responses(folder: Path) -> list[dict[str, str]]:
     return [{name: str(row[name])[:RESPONSE_LENGTH] for name in names} for row in table.to_pylist()]
 
 
-def mlflow_address(uri: str | None) -> str | None:
-    """The MLflow server to call: the configured one if it is a server, or the service's own."""
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return uri if uri and uri.startswith("http") else os.environ.get(settings.MLFLOW_URL)
-
-
-def run_links(
-    tracking: Tracking, keys: Mapping[str, str], parent: str, seconds: float = COURIER_SECONDS
-) -> dict[str, str]:
-    """`{stage: address}` of the runs in MLflow with these keys, and of the pipeline's own run.
-
-    Waits for the run of the pipeline: a flow with nothing to do may end before delivery begins. Empty if no
-    server is known or if it does not answer: a missing link fails no run. A browser may use other addresses
-    (`RLHF_MLFLOW_URL`), which the links then have.
-    """
-    mlflow, experiment = mlflow_address(tracking.uri), tracking.experiment
-    if mlflow is None or not tracking.enabled:
-        return {}
-    own = {"pipeline": f"tags.`rlhf.pipeline` = '{parent}'"}
-    conditions = {stage: f"tags.`rlhf.run` = '{key}'" for stage, key in keys.items()}
-    deadline = time.monotonic() + seconds
-    try:
-        while not _runs(mlflow, experiment, own) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        runs = _runs(mlflow, experiment, conditions | own)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return {}  # the last ones: the server that answers is not MLflow
-    shown = os.environ.get(settings.MLFLOW_URL, mlflow)
-    return {stage: f"{shown}/#/{place}" for stage, place in runs.items()}
-
-
-def _runs(mlflow: str, experiment: str, conditions: Mapping[str, str]) -> dict[str, str]:
-    """The paths of the runs that meet these conditions; empty if the experiment does not exist yet."""
-    try:
-        known = _call(mlflow, "experiments/get-by-name", {"experiment_name": experiment})
-    except httpx.HTTPStatusError as error:
-        if error.response.status_code == httpx.codes.NOT_FOUND:
-            return {}
-        raise
-    identity, paths = known["experiment"]["experiment_id"], {}
-    for stage, condition in conditions.items():
-        search = {"experiment_ids": [identity], "filter": condition, "max_results": 1}
-        runs = _call(mlflow, "runs/search", search).get("runs", [])
-        if runs:
-            paths[stage] = f"experiments/{identity}/runs/{runs[0]['info']['run_id']}"
-    return paths
-
-
-def _call(mlflow: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    address = f"{mlflow}/api/2.0/mlflow/{path}"
-    user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD"))
-    login = (user, password) if user and password else None
-    with httpx.Client(auth=login, timeout=MLFLOW_SECONDS) as client:
-        if path.endswith("by-name"):
-            response = client.get(address, params=dict(body))
-        else:
-            response = client.post(address, json=dict(body))
-    response.raise_for_status()
-    content: dict[str, Any] = response.json()
-    return content
-
-
 def run_keys(folder: Path, stages: Sequence[str]) -> dict[str, str]:
     """`{stage: key}` of the runs that made what the folder holds, by models/lineage."""
     keys = {}
@@ -146,14 +78,14 @@ def last_metrics() -> dict[str, float]:
     return {row["metric"]: row["value"] for row in rows}
 
 
-def show(outcome: Outcome, folder: Path, links: Mapping[str, str]) -> None:
+def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
     """Create the artifacts: a table of all metrics, and one page."""
     values, last = metrics(folder), last_metrics()
     if rows := metric_rows(values, last):
         create_table_artifact(
             rows, key=METRICS_KEY, description=f"metrics of {outcome.name} and of the run before it"
         )
-    create_markdown_artifact(page(outcome, folder, values, last, links), key=RESULTS_KEY)
+    create_markdown_artifact(page(outcome, folder, values, last, pages), key=RESULTS_KEY)
 
 
 def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -174,13 +106,13 @@ def page(
     folder: Path,
     values: Mapping[str, float],
     last: Mapping[str, float],
-    links: Mapping[str, str],
+    pages: Mapping[str, str],
 ) -> str:
     """The run on one page, in markdown."""
     where = f"commit `{outcome.revision}`"
     if outcome.experiment:
         where += f", experiment `{outcome.name}`: `dvc exp apply {outcome.name}` restores it"
-    mlflow = f" [MLflow]({links['pipeline']})" if "pipeline" in links else ""
+    mlflow = f" [MLflow]({pages['pipeline']})" if "pipeline" in pages else ""
     parts = [f"# {outcome.name}", *(f"> {note}\n" for note in outcome.notes), f"{where}.{mlflow}"]
     if outcome.verdict is not None:
         parts += [f"## Promotion\n\n{outcome.promotion}", *_table(outcome.criteria)]
@@ -188,7 +120,7 @@ def page(
         "Win rates": _table(win_rates(folder), "Ties count half."),
         "Metrics": _table(_headlines(values, last)),
         "Changes": ["\n".join(f"- {_code(change)}" for change in outcome.changes)],
-        "Stages": _table(_stages(outcome, folder, links)),
+        "Stages": _table(_stages(outcome, folder, pages)),
         "Responses": _table(responses(folder)),
     }
     for title, content in sections.items():
@@ -220,13 +152,13 @@ def _headlines(values: Mapping[str, float], last: Mapping[str, float]) -> list[d
     ]
 
 
-def _stages(outcome: Outcome, folder: Path, links: Mapping[str, str]) -> list[dict[str, str]]:
+def _stages(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> list[dict[str, str]]:
     locked = dvc_files.locked(folder)
     return [
         {
             "stage": stage,
             "how": outcome.how.get(stage, "–"),
-            "MLflow": f"[run]({links[stage]})" if stage in links else "–",
+            "MLflow": f"[run]({pages[stage]})" if stage in pages else "–",
             "outs": ", ".join(f"{out} `{locked[out]}`" for out in node.outs if out in locked),
         }
         for stage, node in dvc_files.graph(folder).items()

@@ -28,9 +28,9 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, is_free
-from rlhf_tasks.tracking import dashboard
-from rlhf_tasks.tracking.courier import sync
-from rlhf_tasks.tracking.spool import pending
+from rlhf_tasks.tracking import dashboard, links
+from rlhf_tasks.tracking.outbox import Outbox
+from rlhf_tasks.tracking.uploader import sync
 
 READY_SECONDS = 180.0  # a busy machine needs minutes where a resting one needs seconds
 END_SECONDS = {"worker": 35.0, "mlflow": 5.0, "prefect": 10.0}  # the worker's runs save their state first
@@ -71,7 +71,7 @@ class Service:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """The environment of every program that talks to the servers."""
         own = settings.prefect(self.home, self.url("prefect"))
-        own[settings.MLFLOW_URL] = self.url("mlflow")
+        own[links.MLFLOW_URL] = self.url("mlflow")
         return {**settings.QUIET, **base, **own, "PATH": processes.environment_path(base)}
 
     # -------------------------------------------------------------------------------------- up
@@ -93,7 +93,7 @@ class Service:
             for name in HEALTH:
                 self.wait_for(name)
             deployments.apply(self.root, gpu_slots)
-            if pending(self.home / "spool"):
+            if Outbox.of(self.home).pending():
                 sync(self.home)  # runs whose delivery ended with the service
             addresses = {name: self.url(name) for name in HEALTH}
             if not self.daemon("worker").runs_with(**addresses):

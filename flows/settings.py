@@ -7,7 +7,6 @@ from pathlib import Path
 PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
-MLFLOW_URL = "RLHF_MLFLOW_URL"  # address of the MLflow dashboard in links
 
 QUIET = {
     "DO_NOT_TRACK": "1",

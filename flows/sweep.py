@@ -32,7 +32,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import experiments, git, hashing
 from rlhf_tasks.report import comparison
-from rlhf_tasks.tracking import catalogue
+from rlhf_tasks.tracking import catalogue, links
 from rlhf_tasks.tracking import pipeline as tracking
 
 CURVES = [metric.name for metric in catalogue.headlines("ppo") if metric.curve]
@@ -226,9 +226,9 @@ def with_lost(rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost]) -> list[d
 
 def show_figure(run: str, values: Config) -> None:
     """Show the figure of MLflow in Prefect too; nothing happens if MLflow does not answer."""
-    links = results.run_links(values.tracking, {}, tracking.key(run))
-    if "pipeline" in links:
-        server, _, identity = links["pipeline"].partition("/#/experiments/")
+    pages = links.run_links(values.tracking, {}, tracking.key(run))
+    if "pipeline" in pages:
+        server, _, identity = pages["pipeline"].partition("/#/experiments/")
         identity = identity.rpartition("/")[2]
         address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
-        create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({links['pipeline']})")
+        create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({pages['pipeline']})")

@@ -1,7 +1,7 @@
-"""What a person sees while a stage runs: lines, tables, progress bars.
+"""Prints lines, tables and progress bars while a stage runs.
 
-Plain lines when stdout is no terminal. Ranks other than the first are made quiet by the cli:
-every call is then a no-op.
+It prints plain lines if stdout is not a terminal. The command line makes all ranks but the first quiet:
+their calls do nothing.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import rich.console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-PLAIN_SHARE = 0.1  # without a terminal: a line per tenth of the work …
+PLAIN_SHARE = 0.1  # without a terminal, a line per tenth of the work …
 PLAIN_SECONDS = 5.0  # … and at least this far apart
-ALMOST = 1 - 1e-9  # fractions of an epoch add up to not quite a whole one
+ALMOST = 1 - 1e-9  # the sum of an epoch's fractions is not exactly 1
 
 
 class Meter:
-    """Counts work done; this one shows nothing (quiet ranks). `metrics` are the latest values to show."""
+    """Counts finished work; this class shows nothing, for quiet ranks. `metrics` are the latest values."""
 
     def advance(self, n: float = 1, **metrics: float) -> None:
         pass
 
     def skip(self, n: float) -> None:
-        """Done before, by another process: no part of the rate."""
+        """Count work that another process has done; it does not count for the speed."""
 
 
 class Console:
-    """Writes to `file`, or to whatever stdout is at the time of each call."""
+    """Writes to `file`, by default to the stdout of the moment."""
 
     def __init__(self, file: TextIO | None = None, *, quiet: bool = False) -> None:
         self._rich = rich.console.Console(file=file, markup=False, highlight=False, emoji=False)
@@ -43,7 +43,7 @@ class Console:
             self._rich.print(text, soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """One line a row without a terminal (white space in a cell folded), a drawn table with one."""
+        """Print a table; without a terminal, one line per row."""
         if self.quiet:
             return
         cells = [[show(cell) for cell in row] for row in rows]
@@ -60,7 +60,7 @@ class Console:
 
     @contextmanager
     def progress(self, description: str, total: float, unit: str = "steps") -> Iterator[Meter]:
-        """A meter of `total` units: share done, rate, time left and the latest metrics."""
+        """A meter of `total` units, which shows progress, speed, remaining time and the latest metrics."""
         if self.quiet:
             yield Meter()
         elif self._rich.is_terminal:
@@ -138,7 +138,7 @@ class _Lines(Meter):
 
 
 def _count(number: float) -> str:
-    """Whole numbers as such; parts of an epoch with two decimals."""
+    """A count as text; fractions of an epoch with two decimals."""
     near = round(number)
     return str(near) if abs(number - near) < 1e-6 else f"{number:.2f}"
 

@@ -30,7 +30,7 @@ def test_markup_in_text_is_shown_as_it_is() -> None:
     assert out.getvalue() == "[bold] :smile: " + "long " * 60 + "\n"
 
 
-def test_a_table_without_a_terminal_is_a_line_a_row() -> None:
+def test_a_table_without_a_terminal_has_a_line_per_row() -> None:
     out = io.StringIO()
     Console(out).table("samples", ["query", "score"], [["two\nlines", 0.123456], ["[x]", 2]])
     assert out.getvalue() == "samples\nquery | score\ntwo lines | 0.1235\n[x] | 2\n"
@@ -48,7 +48,7 @@ def test_progress_without_a_terminal_shows_every_tenth_seconds_apart(clock: Cloc
     assert lines[-1] == "sft: 100/100 steps, 1 steps/s, in 1m40s, loss 0.01"
 
 
-def test_fast_progress_without_a_terminal_is_only_its_end(clock: Clock) -> None:
+def test_fast_progress_without_a_terminal_is_one_line(clock: Clock) -> None:
     out = io.StringIO()
     with Console(out).progress("sft", 3, unit="epochs") as bar:
         for _ in range(30):
@@ -57,7 +57,7 @@ def test_fast_progress_without_a_terminal_is_only_its_end(clock: Clock) -> None:
     assert out.getvalue() == "sft: 3/3 epochs, 10 epochs/s, in 0s\n"
 
 
-def test_work_that_breaks_off_is_not_shown_as_done(clock: Clock) -> None:
+def test_interrupted_work_is_not_shown_as_finished(clock: Clock) -> None:
     out = io.StringIO()
 
     def breaks_off() -> None:
@@ -80,7 +80,7 @@ def test_a_quiet_console_writes_nothing() -> None:
     assert out.getvalue() == ""
 
 
-def test_set_quiet_silences_the_module_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_quiet_turns_the_output_off_and_on(capsys: pytest.CaptureFixture[str]) -> None:
     console.set_quiet(True)
     console.say("first")
     console.set_quiet(False)

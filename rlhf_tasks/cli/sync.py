@@ -19,11 +19,11 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rlhf_tasks.tracking.courier import sync
+    from rlhf_tasks.tracking.uploader import sync
 
     delivered, failed = sync(Paths().home)
     console.say(f"{delivered} run(s) delivered to MLflow")
     if failed:
         reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())
-        raise UserError(f"{len(failed)} run(s) could not be delivered, and stay in .rlhf/spool:{reasons}")
+        raise UserError(f"{len(failed)} run(s) could not be delivered, and stay in .rlhf/outbox:{reasons}")
     return 0

@@ -11,10 +11,9 @@ Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% interval
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,7 +21,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 
 Metrics = dict[str, float]
-_WIN_RATE = re.compile(r"[^/]+/[^/]+_vs_[^/]+/win_rate")
 
 
 class _Part(BaseModel):
@@ -105,9 +103,10 @@ class ComparisonResult(_Part):
 
     def metrics(self) -> Metrics:
         rate = self.win_rate
-        values: Metrics = {"win_rate": rate.value, "low": rate.low, "high": rate.high}
-        values |= {"ties": self.ties, "examples": self.examples, "failures": self.failures}
-        values |= {"p_value": self.p_value}
+        values: Metrics = {
+            "win_rate": rate.value, "low": rate.low, "high": rate.high, "p_value": self.p_value,
+            "ties": self.ties, "examples": self.examples, "failures": self.failures,
+        }  # fmt: skip
         values |= self.decisive.metrics("decisive") | self.length_controlled.metrics("length_controlled")
         optional = {"position_bias": self.position_bias, "first_share": self.first_share}
         values |= {name: value for name, value in optional.items() if value is not None}
@@ -240,8 +239,8 @@ class EvaluationResults(_Part):
         It is the inverse of `metrics` for runs of which only flat values are known: MLflow and git keep
         those, but not the document. A comparison whose values are incomplete is left out.
         """
-        stems = [key.removesuffix("/win_rate") for key in metrics if _WIN_RATE.fullmatch(key)]
-        comparisons = (_comparison(stem, metrics) for stem in stems)
+        stems = (key.removesuffix("/win_rate") for key in metrics if key.endswith("/win_rate"))
+        comparisons = (_comparison(stem, metrics) for stem in stems if "_vs_" in stem)
         return cls(comparisons=tuple(one for one in comparisons if one is not None))
 
     def text(self) -> str:
@@ -313,37 +312,16 @@ def _comparison(stem: str, metrics: Mapping[str, float]) -> ComparisonResult | N
     """The inverse of `ComparisonResult.metrics`; None if a value is missing."""
     judge, _, pair = stem.partition("/")
     a, _, b = pair.partition("_vs_")
-    values = {
-        key.removeprefix(f"{stem}/"): value for key, value in metrics.items() if key.startswith(f"{stem}/")
-    }
+    start = f"{stem}/"
+    flat = {key.removeprefix(start): value for key, value in metrics.items() if key.startswith(start)}
+    tree: dict[str, Any] = {key: value for key, value in flat.items() if key in ComparisonResult.model_fields}
+    for name in ("decisive", "length_controlled", "matched_length_gain"):
+        if name in flat:
+            tree[name] = {"value": flat[name], **{end: flat.get(f"{name}/{end}") for end in ("low", "high")}}
+    tree["win_rate"] = {"value": flat["win_rate"], "low": flat.get("low"), "high": flat.get("high")}
+    if "cost/replies" in flat:
+        tree["cost"] = {"replies": flat["cost/replies"], "tokens": flat.get("cost/tokens")}
     try:
-        return ComparisonResult(
-            judge=judge,
-            a=a,
-            b=b,
-            win_rate=Interval(value=values["win_rate"], low=values["low"], high=values["high"]),
-            decisive=_interval(values, "decisive"),
-            length_controlled=_interval(values, "length_controlled"),
-            p_value=values["p_value"],
-            ties=int(values["ties"]),
-            examples=int(values["examples"]),
-            failures=int(values["failures"]),
-            position_bias=values.get("position_bias"),
-            first_share=values.get("first_share"),
-            cost=_cost(values),
-            matched_length_gain=(
-                _interval(values, "matched_length_gain") if "matched_length_gain" in values else None
-            ),
-        )
-    except KeyError:
+        return ComparisonResult.model_validate({"judge": judge, "a": a, "b": b, **tree})
+    except ValidationError:
         return None
-
-
-def _interval(values: Mapping[str, float], key: str) -> Interval:
-    return Interval(value=values[key], low=values[f"{key}/low"], high=values[f"{key}/high"])
-
-
-def _cost(values: Mapping[str, float]) -> Cost | None:
-    if "cost/replies" not in values:
-        return None
-    return Cost(replies=int(values["cost/replies"]), tokens=int(values["cost/tokens"]))

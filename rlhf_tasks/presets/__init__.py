@@ -1,4 +1,4 @@
-"""Presets: files of values that are laid over params.yaml."""
+"""Presets: files of values that replace those of params.yaml."""
 
 from rlhf_tasks.presets.overlays import (
     Request,

@@ -1,4 +1,4 @@
-"""Overlays on params.yaml: each file beside this one holds only what differs from the shipped values."""
+"""Overlays on params.yaml: each file in this folder holds only the values that differ from it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project import atomic
 
 FOLDER = Path(__file__).parent
-PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts that need no quotes in YAML
+PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts without quotes in YAML
 
 
 @dataclass(frozen=True)
 class Request:
-    """The changes of the committed parameters that a run requests: presets, then single values."""
+    """The changes of a run to the committed parameters: a preset, then single values."""
 
     preset: str | None = None
     seed: int | None = None
@@ -46,7 +46,7 @@ class Request:
         """The text of params.yaml with the changes, as a checked config, and the changes.
 
         Raises:
-            ConfigError: with every problem of the request.
+            ConfigError: naming every problem of the result.
         """
         return combined(text, self._presets(), "params.yaml with the run's changes", self._single())
 
@@ -68,15 +68,15 @@ def read(name: str) -> dict[str, Any]:
         UserError: for a name that no preset has.
     """
     if name not in names():
-        raise UserError(f"there is no preset {name!r}; known are {', '.join(names())}")
+        raise UserError(f"there is no preset {name!r}; give one of {', '.join(names())}")
     return YAML(typ="safe", pure=True).load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) or {}
 
 
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:
-    """Write the presets into a parameter file, in order, its comments kept; nothing if the result is invalid.
+    """Apply presets to a parameter file, in order, and keep its comments; an invalid result is not written.
 
-    `settings` are single values on top, each `KEY=VALUE` with a dotted key and a value in YAML.
-    Returns the changes as `key: old → new`, and which section stays null.
+    `settings` are single values that come last, each `KEY=VALUE` with a dotted key and a value in YAML.
+    Returns the changes as `key: old → new`, and the sections that stay null.
     """
     overlays, single = [read(name) for name in chosen], [_setting(words) for words in settings]
     origin = f"params.yaml with {', '.join([*chosen, *settings])}"
@@ -92,15 +92,13 @@ def combined(
     origin: str,
     single: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[str, config.Config, list[str]]:
-    """A parameter file's text with overlays, comments kept; what it says; the changes `key: old → new`.
+    """A parameter file's text with overlays, its config, and the changes as `key: old → new`.
 
-    What a preset changes of a section that is null stays away, and the section off: a preset that loosens
-    the gate makes none. `single` values, on top, are meant as they are given; a section that one of them
-    turns on is on for the presets too.
+    Comments are kept. A preset does not turn on a section that is null: one that loosens the gate does not
+    create a gate. `single` values come last; a section that one of them turns on is on for presets too.
 
     Raises:
-        ConfigError: if the text cannot be read, naming every problem of the result, or a single value of a
-            section that is null.
+        ConfigError: naming every problem of the result, or single values of a section that is null.
     """
     yaml, safe = _round_trip(), YAML(typ="safe", pure=True)
     before, tree = config.parse(text, origin), yaml.load(text)
@@ -112,14 +110,13 @@ def combined(
         fitting = copy.deepcopy(dict(overlay))
         for path, keys in list(_of_null(tree, fitting)):
             _take_out(fitting, path)
-            left_off.append(f"{'.'.join(path)} stays null (a preset would change {', '.join(keys)} of it)")
+            left_off.append(f"{'.'.join(path)} stays null (a preset changes its {', '.join(keys)})")
         overlay_onto(tree, fitting)
     for overlay in single:
         for path, keys in _of_null(tree, overlay):
             raise ConfigError(
-                f"{origin}: {'.'.join(path)} is null, which turns all of it off, so that {', '.join(keys)} "
-                f"alone cannot be set; give {', '.join(config.lacking(path, keys))} too, as one "
-                f"{'.'.join(path)}={{…}}"
+                f"{origin}: {'.'.join(path)} is null, so that {', '.join(keys)} alone cannot be set; give "
+                f"{', '.join(config.lacking(path, keys))} too, as one {'.'.join(path)}={{…}}"
             )
         overlay_onto(tree, overlay)
     written = io.StringIO()
@@ -128,21 +125,21 @@ def combined(
     settings = config.validate(after, origin)
     old, new = config.flatten(before), config.flatten(after)
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    changes = [f"{key}: {_in_yaml(old.get(key))} → {_in_yaml(new.get(key))}" for key in changed]
+    changes = [f"{key}: {in_yaml(old.get(key))} → {in_yaml(new.get(key))}" for key in changed]
     return written.getvalue(), settings, changes + left_off
 
 
-def _in_yaml(value: Any) -> str:
-    """In one line, as it could be given; JSON is YAML."""
+def in_yaml(value: Any) -> str:
+    """A value as one line of YAML; JSON is YAML."""
     is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
     return value if is_plain else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
-    """A parameter file's text with whole sections in place of its own, and what it says.
+    """A parameter file's text with some sections replaced, and its config.
 
     Raises:
-        ConfigError: if the text cannot be read, naming every problem of the result.
+        ConfigError: naming every problem of the text or of the result.
     """
     tree = {**config.parse(text, origin), **sections}
     written = io.StringIO()
@@ -153,7 +150,7 @@ def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, 
 def _of_null(
     tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Sections that are null in a parameter file and of which an overlay has some keys, but not all."""
+    """Sections that are null in a parameter file, and of which an overlay gives only some keys."""
     for key, value in overlay.items():
         here = (*path, key)
         if isinstance(value, Mapping) and isinstance(tree.get(key), Mapping):
@@ -163,7 +160,7 @@ def _of_null(
 
 
 def _turns_on(tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()) -> bool:
-    """Whether an overlay gives a section that is null in a parameter file, with all that it needs."""
+    """Whether an overlay gives all keys of a section that is null in a parameter file."""
     return any(
         _turns_on(tree[key], value, (*path, key))
         if isinstance(tree.get(key), Mapping)
@@ -181,7 +178,7 @@ def _take_out(tree: dict[str, Any], path: Sequence[str]) -> None:
 
 
 def overlay_onto(tree: MutableMapping[str, Any], overlay: Mapping[str, Any]) -> None:
-    """Sections merge key by key; a value, a list, and whatever stands for null or a null replace."""
+    """Merge sections key by key; values and lists replace, and so does a section or a null for the other."""
     for key, value in overlay.items():
         if isinstance(value, Mapping) and isinstance(tree.get(key), MutableMapping):
             overlay_onto(tree[key], value)
@@ -205,14 +202,14 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     tree = value
     for part in reversed(key.split(".")):
         tree = {part: tree}
-    found: dict[str, Any] = tree
-    return found
+    result: dict[str, Any] = tree
+    return result
 
 
 def _round_trip() -> YAML:
     class Representer(RoundTripRepresenter):
         def represent_null(self, data: None) -> ScalarNode:
-            return self.represent_scalar("tag:yaml.org,2002:null", "null")  # not an empty place
+            return self.represent_scalar("tag:yaml.org,2002:null", "null")  # instead of an empty value
 
     Representer.add_representer(type(None), Representer.represent_null)
     yaml = YAML()

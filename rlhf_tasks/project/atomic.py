@@ -1,4 +1,4 @@
-"""Outs that appear whole or not at all: written beside, fsynced, renamed. No torch at import."""
+"""Writes files and folders that appear complete or not at all: fsynced, then renamed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A fresh folder that replaces `path` when the block ends well.
+    """A new folder that replaces `path` at the end of the block.
 
-    On an error the folder is removed and `path` stays as it was. What a killed process left of
-    earlier tries is removed at the start.
+    After an error it is removed and `path` does not change. Folders that killed processes left are removed
+    first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.partial-"
@@ -35,7 +35,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def finish(partial: Path, path: Path) -> None:
-    """Put a folder that is written, down to the disk, in the place of `path`."""
+    """Write a folder to the disk and rename it to `path`, replacing what is there."""
     for file in partial.rglob("*"):
         fsync(file)
     fsync(partial)
@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write one file whole: a reader sees the old content or the new; of two writers the last wins."""
+    """Write one file: a reader sees the old or the new content; of two writers the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -67,9 +67,9 @@ def write_json(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line down to the disk by one write, so that a kill loses none and several writers can share it.
+    """Append a line to a file and write it to the disk; several processes may append to one file.
 
-    It begins a line of its own, also after one that a crash of the machine tore.
+    The line starts after a newline, even if a crash cut the last line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -83,7 +83,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """What is written of a file, or the names in a folder, down to the disk."""
+    """Write the content of a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

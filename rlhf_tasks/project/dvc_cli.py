@@ -1,4 +1,4 @@
-"""The one wrapper for DVC: its commands, and where its cache keeps a file."""
+"""The one wrapper for DVC: its commands and the layout of its cache."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from rlhf_tasks.errors import UserError
 
 
 def cache(root: Path) -> Path:
-    """The DVC cache of the project: what `dvc cache dir` prints, without a process for it.
+    """The DVC cache of the project, as `dvc cache dir` prints it, but without starting a process.
 
     Raises:
-        UserError: if the project is in no DVC repository, or its settings cannot be used.
+        UserError: if the project is in no DVC repository, or DVC's settings are not valid.
     """
     from dvc.config import Config, ConfigError
 
     above = [root.resolve(), *root.resolve().parents]
     own = next((folder / ".dvc" for folder in above if (folder / ".dvc").is_dir()), None)
     if own is None:
-        raise UserError(f"{root} is in no DVC repository; `dvc init` makes one")
+        raise UserError(f"{root} is in no DVC repository; run `dvc init`")
     try:
         return Path(Config(dvc_dir=str(own))["cache"].get("dir") or own / "cache")
     except ConfigError as error:
-        raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) cannot be used: {error}") from None
+        raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
 
 
 def run(folder: Path, *words: str) -> str:
-    """Run DVC in a folder; returns what it prints.
+    """Run DVC in a folder; returns its output.
 
     Raises:
-        UserError: with its own words, if it fails.
+        UserError: with DVC's own message, if it fails.
     """
     command = [sys.executable, "-m", "dvc", *words]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, start_new_session=True
     )
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise UserError(f"`dvc {' '.join(words)}` failed in {folder}: {said}")
+        message = (done.stderr or done.stdout).strip()
+        raise UserError(f"`dvc {' '.join(words)}` failed in {folder}: {message}")
     return done.stdout.strip()
 
 
 def cached_file(cache: Path, md5: str) -> Path:
-    """Where the cache keeps the file, or the listing of a folder (`….dir`), with this md5."""
+    """The path in the cache of the file, or of the listing of a folder (`….dir`), with this md5."""
     return cache / "files" / "md5" / md5[:2] / md5[2:]
 
 

@@ -1,4 +1,4 @@
-"""What dvc.yaml, dvc.lock and params.yaml say: stages, their inputs and outs, recorded hashes."""
+"""Reads dvc.yaml, dvc.lock and params.yaml: stages, their inputs and outs, recorded hashes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlhf_tasks.config import flatten, parse
 from rlhf_tasks.errors import UserError
 
 CODE = (".py", ".html", ".css", ".js")
-PROMPTS = "rlhf_tasks/*.txt"  # texts that code reads; elsewhere a text is data
-KEPT_BY_GIT = ("metrics/", "plots/")  # outs that git keeps, not DVC's cache
+PROMPTS = "rlhf_tasks/*.txt"  # texts that belong to code; other texts are data
+KEPT_BY_GIT = ("metrics/", "plots/")  # outs in git instead of DVC's cache
 
 
 @dataclass(frozen=True)
 class Node:
-    """One stage of dvc.yaml: paths relative to the project's folder, in the order declared."""
+    """One stage of dvc.yaml; paths are relative to the project's folder, in the order of declaration."""
 
     cmd: str
     deps: tuple[str, ...]
@@ -29,7 +29,7 @@ class Node:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The deps that are data, not code."""
+        """The deps that are data and not code."""
         return tuple(path for path in self.deps if not is_code(path))
 
 
@@ -38,10 +38,10 @@ def is_code(dep: str) -> bool:
 
 
 def graph(root: Path) -> dict[str, Node]:
-    """The stages of dvc.yaml in the order written there; `${data.path}` is filled from params.yaml.
+    """The stages of dvc.yaml in their order; `${data.path}` is filled from params.yaml.
 
     Raises:
-        UserError: without a dvc.yaml, and for one, or a params.yaml, that cannot be read.
+        UserError: without a dvc.yaml, or if it or params.yaml cannot be read.
     """
     params = root / "params.yaml"
     try:
@@ -52,10 +52,10 @@ def graph(root: Path) -> dict[str, Node]:
 
 
 def graph_in(text: str, params: str) -> dict[str, Node]:
-    """The same of the texts of a dvc.yaml and a params.yaml."""
+    """The stages in the text of a dvc.yaml, filled from the text of a params.yaml."""
     tree, values = _parsed(text, "dvc.yaml"), flatten(_parsed(params, "params.yaml"))
     if not isinstance(tree.get("stages"), Mapping):
-        raise UserError("dvc.yaml has no `stages`; a pipeline has one or more there")
+        raise UserError("dvc.yaml has no `stages`; give one or more")
     return {
         name: Node(
             cmd=str(stage.get("cmd", "")),
@@ -72,7 +72,7 @@ def graph_in(text: str, params: str) -> dict[str, Node]:
 
 @functools.lru_cache(maxsize=32)
 def _parsed(text: str, origin: str) -> Mapping[str, Any]:
-    """`parse`, which takes a tenth of a second, once a text. Nothing of the tree leaves this module."""
+    """`parse`, cached by text because it takes 0.1 s. The tree must not leave this module."""
     return parse(text, origin)
 
 
@@ -83,12 +83,12 @@ def _paths(entries: list[Any]) -> list[str]:
 def _filled(path: str, values: Mapping[str, Any]) -> str:
     names = re.findall(r"\$\{([\w.]+)\}", path)
     if unknown := [name for name in names if name not in values]:
-        raise UserError(f"dvc.yaml's {path!r} takes {', '.join(unknown)} of params.yaml, which has none")
+        raise UserError(f"{path!r} in dvc.yaml needs {', '.join(unknown)}, which params.yaml does not have")
     return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values[match[1]]), path)
 
 
 def parameters(root: Path) -> dict[str, Any]:
-    """params.yaml as it is written, unchecked.
+    """The values of params.yaml, unchecked.
 
     Raises:
         ConfigError: if it cannot be read.
@@ -97,36 +97,36 @@ def parameters(root: Path) -> dict[str, Any]:
 
 
 def locked(root: Path) -> dict[str, str]:
-    """`{path: md5}` of all outs and deps as dvc.lock has them; empty without one."""
+    """`{path: md5}` of all outs and deps in dvc.lock; empty without one."""
     return locked_in(_lock(root))
 
 
 def locked_by(root: Path, stage: str) -> dict[str, str]:
-    """`{path: md5}` of what one stage read and wrote, as dvc.lock has it; empty where it does not."""
+    """`{path: md5}` of the deps and outs of one stage in dvc.lock; empty if it is not there."""
     entry = _entries(_lock(root)).get(stage, {})
     return _hashes(entry, "deps") | _hashes(entry, "outs")
 
 
 def locked_params(root: Path, stage: str) -> dict[str, Any]:
-    """The parameters that one stage ran with, as dvc.lock has them; empty where it does not."""
+    """The parameters of the last run of one stage, by dvc.lock; empty if it is not there."""
     entry = _entries(_lock(root)).get(stage, {})
     return copy.deepcopy(dict(entry.get("params", {}).get("params.yaml", {})))
 
 
 def locked_in(text: str) -> dict[str, str]:
-    """`{path: md5}` of the text of a dvc.lock: outs as their stage left them, others as they were read.
+    """`{path: md5}` in the text of a dvc.lock: outs as their stage wrote them, inputs as they were read.
 
-    A stage that has not run again since may have read an older one of an out.
+    Another stage may have read an older version of an out.
     """
     both = read_and_written(text).values()
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for hashes in [*(read for read, _ in both), *(written for _, written in both)]:
-        found |= hashes
-    return found
+        result |= hashes
+    return result
 
 
 def read_and_written(text: str) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
-    """Per stage in the text of a dvc.lock, `{path: md5}` of what it read, and of what it wrote."""
+    """For each stage in the text of a dvc.lock, `{path: md5}` of its deps and of its outs."""
     entries = _entries(text).items()
     return {stage: (_hashes(entry, "deps"), _hashes(entry, "outs")) for stage, entry in entries}
 

@@ -17,42 +17,44 @@ WRITTEN_BY_RUNS = (":!metrics", ":!plots", ":!dvc.lock")
 
 
 def check_commit(root: Path) -> None:
-    """Refuse a project that no run can work on a commit of.
+    """Check that an isolated run can work on a commit of the project.
 
     Raises:
-        UserError: if it is in no git repository or has no commit, or git does not know who the user is.
+        UserError: if it is in no git repository or has no commit, or git does not know the user.
     """
     try:
         output(root, "rev-parse", "--verify", "--quiet", "HEAD")
     except UserError:
         raise UserError(
-            f"{root} has no git commit; an isolated run works on one: `git init`, `git add`, `git commit`"
+            f"{root} has no git commit, and an isolated run needs one: `git init`, `git add`, `git commit`"
         ) from None
     try:
         output(root, "config", "user.name")
         output(root, "config", "user.email")
     except UserError:
         raise UserError(
-            "git does not know who you are, and what comes of a run is a commit (a DVC experiment): "
+            "git does not know your name, and a run ends with a commit (a DVC experiment); set "
             "`git config user.name NAME` and `git config user.email ADDRESS`"
         ) from None
 
 
 def resolve(root: Path, revision: str | None) -> str:
-    """The hash of a commit; None: the one checked out.
+    """The hash of a commit; that of HEAD for None.
 
     Raises:
         UserError: if git does not know it, or the project is in no git repository.
     """
     check_commit(root)
-    found = commit(root, revision or "HEAD")
-    if found is None:
-        raise UserError(f"revision={revision!r} is no commit, branch or tag that git knows in {root}")
-    return found
+    result = commit(root, revision or "HEAD")
+    if result is None:
+        raise UserError(
+            f"revision={revision!r} is not a commit, branch or tag of {root}; see `git log` and `git branch`"
+        )
+    return result
 
 
 def commit(root: Path, revision: str) -> str | None:
-    """The commit that git knows by this name."""
+    """The hash of a commit by its name; None for an unknown name."""
     try:
         return output(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     except UserError:
@@ -63,7 +65,7 @@ def committed(root: Path, path: str, revision: str = "HEAD") -> str:
     """The text of a file in a commit.
 
     Raises:
-        UserError: if it is not committed there.
+        UserError: if the commit does not hold it.
     """
     check_commit(root)
     try:
@@ -71,40 +73,44 @@ def committed(root: Path, path: str, revision: str = "HEAD") -> str:
     except UserError:
         where = "" if revision == "HEAD" else f" in {revision}"
         raise UserError(
-            f"{path} is not committed{where}, and an isolated run sees only what is; commit it"
+            f"{path} is not committed{where}, and an isolated run sees only committed files; commit it"
         ) from None
 
 
 def files(root: Path, revision: str, under: str) -> list[str]:
-    """The files of a commit whose path, from the project's folder, is or begins with `under`."""
+    """The files of a commit at the path `under` or below it, relative to the project's folder."""
     return output(root, "ls-tree", "-r", "--name-only", revision, "--", f"./{under}").splitlines()
 
 
 def show(root: Path, revision: str, path: str) -> str:
-    """The text of a file in a commit; UserError if it is not there."""
+    """The text of a file in a commit.
+
+    Raises:
+        UserError: if the commit does not hold it.
+    """
     return output(root, "show", f"{revision}:./{path}", strip=False)
 
 
-def changed(root: Path, *untold: str) -> list[str]:
-    """The files that differ from the commit, new ones too, but for those of the git paths `untold`."""
-    lines = output(root, "status", "--porcelain", "--", ".", *untold, strip=False).splitlines()
+def changed(root: Path, *excluded: str) -> list[str]:
+    """The files that differ from the commit, new ones too, except the git paths `excluded`."""
+    lines = output(root, "status", "--porcelain", "--", ".", *excluded, strip=False).splitlines()
     return [line[2:].strip() for line in lines]
 
 
 def address(root: Path) -> str:
-    """What tells a project from others, wherever it is checked out.
+    """A name of the project that is equal for all its clones.
 
-    The address of its git remote `origin`, without protocol and login, and the project's folder in there;
-    without a remote the folder that it lies in.
+    It is the address of the git remote `origin`, without protocol and login, and the project's folder in the
+    repository; without a remote it is the absolute path of the folder.
     """
     try:
         url = output(root, "remote", "get-url", "origin")
         inside, parts = output(root, "rev-parse", "--show-prefix"), urlsplit(url)
-    except (UserError, FileNotFoundError, ValueError):  # the last for an address that is none
+    except (UserError, FileNotFoundError, ValueError):  # ValueError: the address is not valid
         return str(root.resolve())
     if "://" in url:
         place = f"{parts.hostname or ''}{parts.path}"
-    elif there := re.fullmatch(r"(?:[^@/]+@)?([^@/:]+):/*(.+)", url):  # as ssh takes it
+    elif there := re.fullmatch(r"(?:[^@/]+@)?([^@/:]+):/*(.+)", url):  # the form of ssh
         place = f"{there[1]}/{there[2]}"
     else:
         place = str((root / url).resolve())
@@ -112,10 +118,10 @@ def address(root: Path) -> str:
 
 
 def output(root: Path, *words: str, strip: bool = True) -> str:
-    """What git prints in a folder.
+    """The output of a git command in a folder.
 
     Raises:
-        UserError: with its own words, if it fails.
+        UserError: with git's own message, if it fails.
     """
     done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -124,17 +130,17 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
 
 
 def revision(root: Path) -> str | None:
-    """The commit checked out; None without git or before a first commit."""
+    """The hash of HEAD; None without git or before the first commit."""
     return quiet_output(root, "rev-parse", "--verify", "--quiet", "HEAD") or None
 
 
 def is_dirty(root: Path) -> bool:
-    """True if tracked or new files differ from the commit, apart from what runs write."""
+    """True if files differ from the commit, new ones too, except those that runs write."""
     return bool(quiet_output(root, "status", "--porcelain", "--", ".", *WRITTEN_BY_RUNS))
 
 
 def quiet_output(root: Path, *words: str) -> str:
-    """What git prints in a folder; empty if git fails or is not installed."""
+    """The output of a git command in a folder; empty if git fails or is not installed."""
     try:
         return output(root, *words)
     except (UserError, FileNotFoundError):

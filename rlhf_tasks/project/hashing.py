@@ -11,7 +11,7 @@ from typing import Any
 def dvc_md5(path: Path) -> str:
     """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path.
 
-    As DVC does, it follows a link to a file, and leaves one to a folder out.
+    Like DVC, it follows links to files and skips links to folders.
     """
     if path.is_file():
         with path.open("rb") as file:
@@ -26,7 +26,7 @@ def dvc_md5(path: Path) -> str:
 
 
 def text_md5(text: str) -> str:
-    """DVC's md5 of a file that holds this text."""
+    """DVC's md5 of a file with this text."""
     return hashlib.md5(text.encode()).hexdigest()
 
 
@@ -40,5 +40,5 @@ def file_hash(path: Path) -> str:
 
 
 def json_sha256(content: Any) -> str:
-    """sha256 of a value that JSON can hold, whatever the order of its keys; 64 hex digits."""
+    """sha256 of a value that JSON can hold, regardless of the order of its keys; 64 hex digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

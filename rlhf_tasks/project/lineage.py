@@ -19,7 +19,7 @@ from rlhf_tasks.config import Stage
 from rlhf_tasks.project import atomic, dvc_files, git, hashing
 from rlhf_tasks.project.paths import Paths
 
-INSTALLED = Path(__file__).parents[2]  # where the code runs from, wherever the data is
+INSTALLED = Path(__file__).parents[2]  # the folder of the code that runs
 
 
 @functools.lru_cache(maxsize=16)

@@ -100,12 +100,12 @@ class Paths:
 
     @property
     def ppo_samples(self) -> Path:
-        """The folder of what PPO's evaluations saw: samples, answers, guards."""
+        """The folder of PPO's evaluations: samples, responses, guards."""
         return self.root / "evaluation" / "ppo"
 
     @property
     def judge_results(self) -> Path:
-        """The folder of what stage judge found."""
+        """The folder of the results of stage judge."""
         return self.root / "evaluation" / "judge"
 
     @property

@@ -220,18 +220,17 @@ def _named_by_run(root: Path, name: str) -> str | None:
     if flow := FLOW_ID.fullmatch(name):
         return _experiment_or_commit(root, _flow_tags(root, flow[2]))
     if MLFLOW_ID.fullmatch(name):
-        from rlhf_tasks.tracking import context, records
+        from rlhf_tasks.tracking import context, runs
 
         uri = context.uri(config.load(root / "params.yaml").tracking)
-        tags = records.tags(uri, Paths(root).home, name)
+        tags = runs.tags(uri, Paths(root).home, name)
         return tags.get("rlhf.run") or _experiment_or_commit(root, tags)
     return None
 
 
 def _flow_tags(root: Path, flow: str) -> dict[str, str]:
-    spool = Paths(root).home / "spool"
     tags: dict[str, str] = {}
-    for file in [*spool.glob(f"flow-{flow}*.jsonl"), *spool.glob(f"delivered/flow-{flow}*.jsonl")]:
+    for file in (Paths(root).home / "outbox").glob(f"flow-{flow}*.jsonl"):
         for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             tags |= record["values"] if record["kind"] == "tags" else {}

@@ -1,15 +1,15 @@
-"""Isolated runs: a git worktree of the project that shares its DVC cache. No torch here.
+"""Workspaces of isolated runs: git worktrees of the project that share its DVC cache. No torch here.
 
-    .rlhf/workspaces/NAME            of the main checkout; removed when the run is over
-    .rlhf/workspaces/NAME@HOST.lock  held by the process that works in it: one that vanished is told by it, on
-                                     its own machine only, since not every shared disk tells locks to others
+    .rlhf/workspaces/NAME            in the main checkout; removed at the end of the run
+    .rlhf/workspaces/NAME@HOST.lock  locked by the process that uses it: a free lock of this machine belongs
+                                     to a dead process; shared disks do not always share locks
 
-A workspace holds one commit, the parameters that the run was given, and the data at `data.path` as it
-lies in the main checkout now (it need not be in git: `inputs`). The user's working tree is never written
-to. What comes of a run is a DVC experiment, which `dvc exp show` lists and `dvc exp apply` brings back.
+A workspace holds one commit, the parameters of the run, and the present data at `data.path`, which need not
+be in git (see workspace_inputs). A run never writes to the user's working tree. Its result is a DVC
+experiment, which `dvc exp show` lists and `dvc exp apply` restores.
 
-Where the same was asked of the commit before, a workspace begins with what that experiment left: DVC looks
-at it all the same, and finds in a second what it would take ten to restore stage by stage.
+If the commit has an experiment with the same parameters, a workspace starts from its files. DVC still checks
+them, in a second instead of ten for restoring stage by stage.
 """
 
 from __future__ import annotations
@@ -43,58 +43,58 @@ class Workspace:
     folder: Path
     lock: FileLock
     like: tuple[str, str] | None = None
-    """Commit and name of the experiment that it began with."""
+    """Commit and name of the experiment that it started from."""
 
     @property
     def name(self) -> str:
         return self.top.name
 
     def environment(self) -> dict[str, str]:
-        """So that the stages run the code of this commit, not that of the main checkout."""
+        """Variables that make the stages run the code of this commit instead of the main checkout's."""
         if not (self.folder / "rlhf_tasks").is_dir():
             return {}
         return {"PYTHONPATH": os.pathsep.join([str(self.folder), *_given("PYTHONPATH")])}
 
     def save(self, name: str, dvc: Callable[..., str]) -> str:
-        """Keep the state of the workspace as a DVC experiment of this name; returns its commit.
+        """Save the workspace as a DVC experiment of this name; returns its commit.
 
-        `dvc`: runs the words of a command of DVC in this workspace.
+        `dvc` runs a DVC command, given as words, in this workspace.
         """
-        # DVC keeps its exchange with git under refs/exps/exec, which all worktrees share.
+        # DVC writes to refs/exps/exec meanwhile, which all worktrees share.
         with FileLock(self.root / ".rlhf" / "exp.lock"):
             dvc("exp", "save", "--force", "--name", name, *self._uncached())
         return experiments.find(self.root, name) or ""
 
     def differs(self) -> bool:
-        """Whether anything in it differs from its commit."""
+        """Whether any file differs from the commit."""
         return bool(git.changed(self.folder))
 
     def is_like(self) -> bool:
-        """Whether it is still what the experiment left that it began with."""
+        """Whether dvc.lock is still that of the experiment that it started from."""
         if self.like is None:
             return False
         return git.show(self.root, self.like[0], LOCK) == (self.folder / LOCK).read_text("utf-8")
 
     def _uncached(self) -> list[str]:
-        """Metrics and curves, which git holds: at the first run it does not know them yet."""
+        """Options that add metrics and curves, which belong to git but are new in a first run."""
         outs = [out for node in dvc_files.graph(self.folder).values() for out in node.outs]
         held = [out for out in outs if out.startswith(GIT_HELD) and (self.folder / out).exists()]
         return [word for out in held for word in ("--include-untracked", out)]
 
     def remove(self) -> None:
-        """Take it away, whatever is in it; nothing happens if it is gone."""
+        """Remove the workspace and all in it; nothing happens if it does not exist."""
         remove(self.root, self.name)
         self.lock.release()
 
 
 def create(root: Path, name: str, params: str, settings: Config, revision: str = "HEAD") -> Workspace:
-    """A workspace of a commit, with these parameters and the data of now.
+    """A workspace of a commit, with these parameters and the present data.
 
-    What vanished processes left is removed first, one of the same name with it.
+    Workspaces of dead processes are removed first, one of the same name too.
 
     Raises:
-        UserError: if the project is in no git repository, or has no commit; if its data lies outside by a
-            relative path; for inputs that are here and cannot be carried, by name.
+        UserError: if the project is in no git repository or has no commit, if `data.path` is relative and
+            outside of the project, or for inputs that cannot be copied.
     """
     git.check_commit(root)
     workspace_inputs.check_data(settings.data.path)
@@ -111,9 +111,9 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
 
 @contextmanager
 def visited(root: Path, name: str, params: str, revision: str) -> Iterator[Path]:
-    """The project's folder at a commit, with these parameters and what the DVC cache has of its outs.
+    """The project's folder at a commit, with these parameters and its outs from the DVC cache.
 
-    To look at what a run left: its data is not brought, and the folder is gone when the block ends.
+    It serves to read the results of a run. It has no data, and is removed at the end of the block.
     """
     workspace = _claimed(root, name)
     try:
@@ -124,21 +124,21 @@ def visited(root: Path, name: str, params: str, revision: str) -> Iterator[Path]
 
 
 def _claimed(root: Path, name: str) -> Workspace:
-    """An empty place of this name that is this process's own; what vanished processes left goes first."""
+    """A locked workspace of this name, still empty; workspaces of dead processes are removed first."""
     remove_left(root)
-    top = Paths(root).home / FOLDER / name
+    top = _all(root) / name
     inside = root.resolve().relative_to(Path(git.output(root, "rev-parse", "--show-toplevel")).resolve())
     workspace = Workspace(root, top, top / inside, _lock(root, name))
     with _worktrees(root):
         if _is_held(root, name):
-            raise UserError(f"a process still works in the workspace {name}; wait for its end")
+            raise UserError(f"another process uses the workspace {name}; wait for its end")
         _remove(root, name)
         workspace.lock.acquire(timeout=0)
     return workspace
 
 
 def _furnish(workspace: Workspace, params: str, revision: str) -> None:
-    """The files of a commit, parameters, DVC's settings, and the outs that the cache has."""
+    """Write the files of a commit, parameters, DVC's settings, and the outs in the cache."""
     with _worktrees(workspace.root):
         git.output(workspace.root, "worktree", "add", "--quiet", "--detach", str(workspace.top), revision)
     (workspace.folder / "params.yaml").write_text(params, encoding="utf-8")
@@ -151,16 +151,16 @@ def _furnish(workspace: Workspace, params: str, revision: str) -> None:
 
 
 def remove(root: Path, name: str) -> None:
-    """Take a workspace away by name, and what git knows of it."""
+    """Remove a workspace by name, also from git's list of worktrees."""
     with _worktrees(root):
         _remove(root, name)
 
 
 def remove_left(root: Path) -> list[str]:
-    """Take away all workspaces whose process, one of this machine, has vanished; their names."""
+    """Remove all workspaces of dead processes of this machine; returns their names."""
     own = f"@{platform.node()}.lock"
     with _worktrees(root):
-        names = [path.name.removesuffix(own) for path in sorted((Paths(root).home / FOLDER).glob(f"*{own}"))]
+        names = [path.name.removesuffix(own) for path in sorted(_all(root).glob(f"*{own}"))]
         left = [name for name in names if not _is_held(root, name)]
         _remove(root, *left)
     return left
@@ -168,10 +168,10 @@ def remove_left(root: Path) -> list[str]:
 
 def _remove(root: Path, *names: str) -> None:
     for name in names:
-        shutil.rmtree(Paths(root).home / FOLDER / name, ignore_errors=True)
-        for lock in (Paths(root).home / FOLDER).glob(f"{name}@*.lock"):
+        shutil.rmtree(_all(root) / name, ignore_errors=True)
+        for lock in _all(root).glob(f"{name}@*.lock"):
             lock.unlink(missing_ok=True)
-    git.output(root, "worktree", "prune")  # what was tidied up by hand, too
+    git.output(root, "worktree", "prune")  # of folders that the user removed, too
 
 
 def _is_held(root: Path, name: str) -> bool:
@@ -183,14 +183,16 @@ def _is_held(root: Path, name: str) -> bool:
 
 
 def _configure(root: Path, folder: Path) -> None:
-    """DVC's settings: those of the commit and the user's own, the shared cache, and as absolute paths what
-    they tell relative to the project's folder (a remote in `../store`)."""
+    """Write DVC's settings: those of the commit and of the user, and the shared cache.
+
+    Relative paths in them, as of a remote in `../store`, become absolute.
+    """
     from dvc.config import Config as DvcConfig
     from dvc.config import ConfigError as DvcConfigError
     from dvc.config_schema import RelPath
 
     there, here = root.resolve() / ".dvc", folder.resolve() / ".dvc"
-    if not here.is_dir():  # DVC would look for it further up, and find the main checkout's
+    if not here.is_dir():  # DVC would search the parent folders, and find the main checkout's
         raise UserError(".dvc is not committed beside dvc.yaml; `git add .dvc` and commit it")
     if (there / "config.local").exists():  # the remotes' secrets
         shutil.copy(there / "config.local", here)
@@ -201,23 +203,29 @@ def _configure(root: Path, folder: Path) -> None:
                 for name, remote in config.load_one(level)["remote"].items():
                     for key, value in remote.items():
                         if isinstance(value, RelPath):
-                            told = os.path.relpath(value, here)
-                            own["remote"].setdefault(name, {})[key] = os.path.normpath(there / told)
+                            path = os.path.normpath(there / os.path.relpath(value, here))
+                            own["remote"].setdefault(name, {})[key] = path
             own["cache"]["dir"] = str(dvc_cli.cache(root))
     except DvcConfigError as error:
-        raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) cannot be used: {error}") from None
+        raise UserError(f"DVC's settings (.dvc/config, .dvc/config.local) are not valid: {error}") from None
 
 
 def _worktrees(root: Path) -> FileLock:
-    """Two runs that begin at once must not list and make worktrees at the same time."""
-    Paths(root).home.mkdir(exist_ok=True)
-    return FileLock(Paths(root).home / "worktrees.lock")
+    """The lock of git's worktrees: two runs must not list and create them at the same time."""
+    home = Paths(root).home
+    home.mkdir(exist_ok=True)
+    return FileLock(home / "worktrees.lock")
 
 
 def _lock(root: Path, name: str) -> FileLock:
-    """Held by the process that works in the workspace; changed hands only under `_worktrees`."""
-    (Paths(root).home / FOLDER).mkdir(parents=True, exist_ok=True)
-    return FileLock(Paths(root).home / FOLDER / f"{name}@{platform.node()}.lock", thread_local=False)
+    """The lock of the process that uses a workspace; acquired only while `_worktrees` is locked."""
+    _all(root).mkdir(parents=True, exist_ok=True)
+    return FileLock(_all(root) / f"{name}@{platform.node()}.lock", thread_local=False)
+
+
+def _all(root: Path) -> Path:
+    """The folder of all workspaces."""
+    return Paths(root).home / FOLDER
 
 
 def _given(variable: str) -> list[str]:

@@ -83,6 +83,6 @@ def _pull_if_possible(paths: Paths, path: str, locked: Mapping[str, str], warnin
             console.say(warning)
 
 
-def _missing(paths: Paths, wanted: list[str], locked: Mapping[str, str]) -> list[str]:
+def _missing(paths: Paths, needed: list[str], locked: Mapping[str, str]) -> list[str]:
     """The paths that dvc.lock has and the folder has not."""
-    return [path for path in dict.fromkeys(wanted) if path in locked and not (paths.root / path).exists()]
+    return [path for path in dict.fromkeys(needed) if path in locked and not (paths.root / path).exists()]

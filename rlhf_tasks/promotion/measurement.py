@@ -41,18 +41,18 @@ class Measurer:
         """The pipeline's results, or new ones if `stale` is a reason not to use those."""
         paths = self.candidate.paths
         if stale is None:
-            found = evidence.read(paths)
+            known = evidence.read(paths)
         else:
             console.say(f"the results here {stale}: the policy is judged and measured against SFT now")
-            found = self._measure()
-        optimised = {**found.results.optimised_judges, **self._optimised()}
-        return replace(found, results=found.results.model_copy(update={"optimised_judges": optimised}))
+            known = self._measure()
+        optimised = {**known.results.optimised_judges, **self._optimised()}
+        return replace(known, results=known.results.model_copy(update={"optimised_judges": optimised}))
 
-    def with_champion(self, found: Evidence, champion: Path) -> Evidence:
+    def with_champion(self, known: Evidence, champion: Path) -> Evidence:
         """The evidence, and the comparisons with the champion's weights."""
         model = os.path.relpath(champion, self.candidate.paths.root)
-        comparisons = (*found.results.comparisons, *self._compare(model, "champion"))
-        return replace(found, results=found.results.model_copy(update={"comparisons": comparisons}))
+        comparisons = (*known.results.comparisons, *self._compare(model, "champion"))
+        return replace(known, results=known.results.model_copy(update={"comparisons": comparisons}))
 
     def _measure(self) -> Evidence:
         paths = self.candidate.paths

@@ -52,7 +52,7 @@ def read(root: Path, setting: str, seed: int, name: str) -> Result:
     """Read the experiment `name`.
 
     Raises:
-        UserError: if there is none.
+        UserError: if it does not exist.
     """
     revision = experiments.find(root, name)
     if revision is None:
@@ -67,7 +67,7 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
     has no setting yet: `with_settings` gives it one.
 
     Args:
-        paths: The project in which names are looked up.
+        paths: The project whose experiments and runs are searched.
         name: The run.
         drawn: Ends of the names of the curves that are needed from MLflow.
 
@@ -80,10 +80,10 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
     commit = _experiment(paths.root, name)
     if commit is not None:
         return _of_commit(paths.root, commit, name)
-    from rlhf_tasks.tracking import context, records
+    from rlhf_tasks.tracking import context, runs
 
     uri = context.uri(config.load(paths.params).tracking)
-    record = records.find(uri, paths.home, name, drawn)
+    record = runs.find(uri, paths.home, name, drawn)
     if record is None or not record.metrics:
         reason = "is not a run that MLflow or git has here" if record is None else "has no finished stage"
         raise UserError(

@@ -12,7 +12,7 @@ Table = dict[str, dict[str, str]]
 
 
 def responses(results: EvaluationResults) -> Table:
-    """What was measured of the responses to the judged prompts, by whose they are."""
+    """What was measured of the responses to the judged prompts, by model."""
     table: Table = {}
     for name, statistics in results.responses.items():
         for measure, value in statistics.model_dump().items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 RESPONDERS = ("reference", "sft", "policy")
-"""Whose responses are judged, in the order of the columns."""
+"""The origins of judged responses, in the order of the columns."""
 LANGUAGE_MODELS = ("base", "sft", "policy")
 MODELS: Mapping[str, str] = {"base": "Base", "reference": "Reference", "sft": "SFT", "policy": "Policy"}
 JUDGES: Mapping[str, str] = {"gold": "Gold judge", "reward_model": "Reward model"}

@@ -24,7 +24,7 @@ class Sample:
     """How far the policy is ahead of the reference; negative if it is behind."""
     lead_text: str
     responses: Sequence[tuple[str, str, float | None]]
-    """Whose it is, the response, and its score or None."""
+    """The model or `reference`, its response, and the score or None."""
 
 
 def clearest(inputs: Inputs, judge: str) -> tuple[list[Sample], list[Sample]]:

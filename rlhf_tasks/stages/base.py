@@ -1,4 +1,4 @@
-"""Stage base: the model that SFT starts from; trained from nothing on the task's prompts, or fetched."""
+"""Stage base: the model that SFT starts from, trained from scratch on the prompts or fetched."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
 
 def _texts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
-    """All prompts; no answers among them."""
+    """All prompts, without responses."""
     prompts = {row["prompt"]: None for role in ROLES for row in read_table(paths, role, split)}
     return plain(encode(tokenizer, list(prompts)), tokenizer.pad_token_id)

@@ -1,11 +1,11 @@
-"""Stage preferences: the pairs to compare: those given, and samples of the SFT policy.
+"""Stage preferences: the pairs for the reward model, given ones and samples of the SFT policy.
 
-A reward model that never saw the policy's own kind of answer misjudges it. On the synthetic task the
-gold judge compares two samples to one prompt; elsewhere nothing here can label, so that a sample
-stands as rejected against the prompt's reference. Training labels of the gold judge are flipped with
-`label_noise`, as people err; held-out pairs are labelled right, to measure by.
+A reward model misjudges responses of a kind that it has not seen, so it trains on the policy's samples too.
+On the synthetic task the gold judge compares two samples for one prompt. Other tasks have no labels, so a
+sample is the rejected response and the prompt's reference the chosen one. Training labels of the gold judge
+are flipped with probability `label_noise`, because people err too; held-out labels are correct.
 
-With `reward.train: false` nothing will read the pairs: the tables are empty, and nothing is sampled.
+With `reward.train: false` nothing reads the pairs: the tables are empty, and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Row = dict[str, str]
 
 
 def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write data/comparisons. Metrics: pairs by split and origin, and how many labels were flipped."""
+    """Write data/comparisons. Metrics: pairs by split and origin, and the number of flipped labels."""
     rt = Runtime(config.launch, config.seed)
-    wanted = config.train_reward_model
-    policy = models.place(models.load_causal(paths.sft), rt.device).eval() if wanted else None
+    is_used = config.train_reward_model
+    policy = models.place(models.load_causal(paths.sft), rt.device).eval() if is_used else None
     tokenizer = load_tokenizer(paths.sft)
     metrics: dict[str, float] = {}
     with (
@@ -53,10 +53,10 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
                 )
             if split == "train" and config.data_source == "synthetic":
                 metrics["flipped"] = _flip(rows, config.preferences.label_noise, config.seed)
-            if wanted and not rows and split == "train":
+            if is_used and not rows and split == "train":
                 raise UserError(
                     "there is no pair to train a reward model on: data/preferences is empty and "
-                    "preferences.num_prompts is 0; give pairs or let the SFT policy be sampled"
+                    "preferences.num_prompts is 0; give pairs, or raise preferences.num_prompts"
                 )
             for origin in ("given", "sft_samples"):
                 metrics[f"pairs/{split}/{origin}"] = sum(row["origin"] == origin for row in rows)
@@ -74,35 +74,35 @@ def _sampled(
     split: Split,
     seed: int,
 ) -> list[Row]:
-    """Pairs made with the SFT policy's samples; a quarter as many prompts in each held-out split."""
+    """Pairs with samples of the SFT policy; each held-out split has a quarter as many prompts."""
     settings = config.preferences
     count = settings.num_prompts if split == "train" else -(-settings.num_prompts // 4)
     prompts = read_table(paths, "prompts", split)
     prompts = random.Random(f"preferences-{seed}").sample(prompts, min(count, len(prompts)))
-    asked = [row for row in prompts for _ in range(settings.pairs_per_prompt)]
+    repeated = [row for row in prompts for _ in range(settings.pairs_per_prompt)]
 
     def samples(seed: int) -> list[str]:
         answers = answer(
-            model, tokenizer, [row["prompt"] for row in asked],
+            model, tokenizer, [row["prompt"] for row in repeated],
             max_new_tokens=config.max_completion_tokens, temperature=settings.temperature, seed=seed,
         )  # fmt: skip
         return [text_of(tokenizer, response) for response in answers]
 
     first = samples(2 * seed)
     if config.data_source == "synthetic":
-        pairs = compare_by_gold([row["prompt"] for row in asked], first, samples(2 * seed + 1))
+        pairs = compare_by_gold([row["prompt"] for row in repeated], first, samples(2 * seed + 1))
     else:
-        pairs = [(row["reference"], text) for row, text in zip(asked, first, strict=True)]
+        pairs = [(row["reference"], text) for row, text in zip(repeated, first, strict=True)]
     return [
         {"prompt": row["prompt"], "chosen": pair[0], "rejected": pair[1], "source": row["source"],
          "origin": "sft_samples"}
-        for row, pair in zip(asked, pairs, strict=True)
+        for row, pair in zip(repeated, pairs, strict=True)
         if pair is not None and pair[0].strip() != pair[1].strip()
     ]  # fmt: skip
 
 
 def compare_by_gold(prompts: list[str], first: list[str], second: list[str]) -> list[tuple[str, str] | None]:
-    """(better, worse) of each two summaries; None where the gold judge finds them equal."""
+    """(better, worse) of each two summaries; None where their gold scores are equal."""
     scores = zip(gold_scores(prompts, first), gold_scores(prompts, second), strict=True)
     return [
         None if a == b else (x, y) if a > b else (y, x)
@@ -111,7 +111,7 @@ def compare_by_gold(prompts: list[str], first: list[str], second: list[str]) -> 
 
 
 def _flip(rows: list[Row], share: float, seed: int) -> int:
-    """Exchange chosen and rejected in a random share of the rows, in place; how many."""
+    """Exchange chosen and rejected in a random share of the rows, in place; returns their number."""
     rng = random.Random(f"label-noise-{seed}")
     flipped = [row for row in rows if rng.random() < share]
     for row in flipped:

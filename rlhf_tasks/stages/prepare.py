@@ -1,8 +1,8 @@
-"""Stage `prepare`: any source → checked, split, measured rows and the tokenizer that all stages read.
+"""Stage `prepare`: reads any source, checks and splits its rows, and makes the tokenizer of all stages.
 
-Order: read, check texts, leaks and duplicates; train the tokenizer on the train rows that are good
-(or take the base model's); check lengths; then tell every problem at once. Writes data/sft,
-data/preferences, data/prompts (Parquet by split), data/tokenizer, data/quarantine.
+It checks texts, duplicates and leaks, trains the tokenizer on the good train rows (or copies the base
+model's), checks lengths, and then reports all problems at once. It writes data/sft, data/preferences,
+data/prompts (Parquet by split), data/tokenizer and data/quarantine.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     """Write the data folders and return the counts and lengths.
 
     Raises:
-        UserError: naming every row that cannot be used, under data.on_bad_row: fail; or what whole
-            file, column or split is missing.
+        UserError: naming every bad row, with data.on_bad_row: fail; or a missing file, column or split.
     """
     data: Data = config.data
     ready = _ready_tokenizer(config.model)
@@ -51,7 +50,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         corpus = _fitting(corpus, lengths, data)
     rows.check_lengths(corpus, lengths, data.max_prompt_tokens, data.max_completion_tokens, problems)
     if problems and data.on_bad_row == "fail":
-        advice = "Mend them, or set data.on_bad_row: quarantine to go on without them."
+        advice = "Fix them, or set data.on_bad_row: quarantine to leave them out."
         raise UserError(f"{problems.report()}\n{advice}")
     good = rows.without(corpus, problems)
     kept = cap_train(_complete(good, problems), data.max_rows, config.seed)
@@ -95,7 +94,7 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
         )
     from rlhf_tasks.data import hub
 
-    assert data.hub is not None  # config's rule
+    assert data.hub is not None  # by a rule of config
     return hub.load(data.hub, data.columns, rendering, problems, seed=config.seed, sizes=sizes)
 
 
@@ -107,7 +106,7 @@ def _complete(good: Corpus, problems: Problems) -> Corpus:
 
 
 def _fitting(corpus: Corpus, lengths: Lengths, data: Data) -> Corpus:
-    """The rows within the limits, where the source cut its texts by estimate: no fault of the user's."""
+    """The rows within the limits; the source estimated the lengths, so the others are no bad rows."""
     return {
         role: {
             split: [
@@ -144,7 +143,7 @@ def _train_tokenizer(model: Model, data: Data, good: Corpus) -> PreTrainedTokeni
 
 
 def _unknown_share(words: PreTrainedTokenizerBase, corpus: Corpus) -> float:
-    """Of the held-out demonstrations: what the tokenizer does not know of texts it was not trained on."""
+    """The share of unknown tokens in held-out demonstrations, which did not train the tokenizer."""
     texts = [row[name] for split in HELD_OUT for row in corpus["sft"][split] for name in TEXTS["sft"]]
     return tokenizer.unknown_share(words, texts)
 
@@ -171,11 +170,11 @@ def _arrow(role: Role, table: list[Row]) -> pa.Table:
     return pa.table({name: [row[name] for row in table] for name in names}, schema=schema)
 
 
-# ---------------------------------------------------------------------------------------- telling
+# -------------------------------------------------------------------------------------- reporting
 
 
 def _metrics(corpus: Corpus, good: Corpus, lengths: Lengths, problems: Problems) -> dict[str, float]:
-    """Rows as written; token counts are of the good rows as read (EOS counted), over all roles and splits."""
+    """Counts of the written rows; token counts of all good rows that were read, EOS included."""
     metrics: dict[str, float] = {
         f"rows/{role}/{split}": float(len(corpus[role][split])) for role in ROLES for split in SPLITS
     }
@@ -195,14 +194,14 @@ def _say(paths: Paths, source: str, corpus: Corpus, metrics: Mapping[str, float]
     table: list[list[Any]] = [[role, *(len(corpus[role][split]) for split in SPLITS)] for role in ROLES]
     console.table(f"Rows from {source}", ["role", *SPLITS], table)
     console.say(
-        "Tokens, mean and most: "
+        "Tokens, mean and maximum: "
         f"prompts {metrics['tokens/prompt_mean']:.1f}, {metrics['tokens/prompt_max']:.0f}; "
-        f"answers {metrics['tokens/completion_mean']:.1f}, {metrics['tokens/completion_max']:.0f}."
+        f"responses {metrics['tokens/completion_mean']:.1f}, {metrics['tokens/completion_max']:.0f}."
     )
     if problems:
-        console.say(f"{problems.report()}\nLeft out, and written to {paths.quarantine}.")
+        console.say(f"{problems.report()}\nThey are left out, and written to {paths.quarantine}.")
     if metrics["tokens/unknown"] > MAX_UNKNOWN_SHARE:
         console.say(
-            f"Note: {metrics['tokens/unknown']:.1%} of the tokens are unknown words; a larger "
-            "model.scratch.vocab_size, or tokenizer: bpe, would keep them."
+            f"Note: {metrics['tokens/unknown']:.1%} of the tokens are unknown words; raise "
+            "model.scratch.vocab_size, or set model.scratch.tokenizer to bpe, to keep them."
         )

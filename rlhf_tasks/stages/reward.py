@@ -1,11 +1,11 @@
-"""Stage reward: two reward models, one to optimise and one held out, that PPO never optimises.
+"""Stage reward: two reward models, one that PPO optimises and one held out.
 
     loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
          + centring_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
          + lm_coef · LM loss on the chosen answer                      arXiv 2307.04964, eq. 4
 
-The score is read at the last real token. The mean score of the demonstrations is stored with the
-model and taken off every score, so that a demonstration scores zero on average.
+The score is read at the last real token. The mean score of the demonstrations is stored with the model and
+subtracted from every score, so that demonstrations score zero on average.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rlhf_tasks.training.supervised import Fit, Sums, evaluate, lm_sums, resumed
 NONE_MADE = """\
 # No reward model
 
-None was asked for: `reward.train` is false, since no scorer, critic or judge of params.yaml uses one.
+`reward.train` is false: no scorer, critic or judge of params.yaml uses a reward model.
 """
 Row = dict[str, Any]
 
@@ -49,7 +49,7 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
     Metrics on the test pairs, for the optimised model (and for the other under `heldout/`): accuracy
     with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
-    the folders only say that there is none, and there are no metrics.
+    the folders hold only a README, and there are no metrics.
     """
     rt = Runtime(config.launch, config.seed)
     if not config.reward.train:
@@ -74,12 +74,12 @@ def _outs(paths: Paths) -> dict[str, Path]:
     return {"reward": paths.reward, "reward_heldout": paths.reward_heldout}
 
 
-# ----------------------------------------------------------------------------------- learning
+# ----------------------------------------------------------------------------------- training
 
 
 @dataclass
 class Pairs:
-    """Chosen and rejected answers of each query, token ids; what `supervised.Fit` learns."""
+    """Chosen and rejected responses of each query, as token ids: the task of `supervised.Fit`."""
 
     queries: list[Ids]
     chosen: list[Ids]
@@ -104,7 +104,7 @@ class Pairs:
         chosen, rejected = last_token(per_token, batch).chunk(2)
         sums = pair_sums(chosen, rejected, self.margin, self.centring_coef)
         if self.lm_coef and logits is not None:
-            # a pair's part is the mean over its chosen answer's tokens, so that the sum is over pairs
+            # the mean over the tokens of each chosen response, so that the sum is over pairs
             half = len(rows)
             for i in range(half):
                 one = Batch(
@@ -118,7 +118,7 @@ class Pairs:
 
 
 def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: float) -> Sums:
-    """Σ over pairs of the loss, of right orders (equal scores count half) and of leads; scores (B,)."""
+    """Σ over pairs of loss, correct orders (equal scores count half) and score differences; scores (B,)."""
     lead = chosen - rejected
     loss = -F.logsigmoid(lead - margin) + centring_coef * (chosen + rejected) ** 2
     right = (lead > 0).float() + 0.5 * (lead == 0).float()
@@ -126,7 +126,7 @@ def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: fl
 
 
 class Learner(nn.Module):
-    """The reward model in training, with the policy's LM head beside it where `lm_coef` asks for one."""
+    """The reward model in training, with the policy's LM head if `lm_coef` is not 0."""
 
     def __init__(self, scores: TokenScores, lm_head: nn.Module | None) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def _trained(
     learner = Learner(scores, head).to(rt.device)
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
-        raise UserError(f"no comparison is left to train models/{name} on: there are too few prompts")
+        raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     train = _pairs(tokenizer, rows)
     train.margin, train.centring_coef, train.lm_coef = (
         settings.margin,
@@ -171,14 +171,14 @@ def _trained(
     for step in resumed(paths, config, name, fit, tracker):
         tracker.metrics({prefix + key: value for key, value in step.metrics.items()}, step=step.number)
         if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
-            found = evaluate(rt, learner, validation, settings.micro_batch_tokens)
-            tracker.metrics({f"{prefix}eval/{key}": value for key, value in found.items()}, step=step.number)
+            result = evaluate(rt, learner, validation, settings.micro_batch_tokens)
+            tracker.metrics({f"{prefix}eval/{key}": value for key, value in result.items()}, step=step.number)
     _normalise(rt, paths, scores, tokenizer, settings.micro_batch_tokens)
     return scores
 
 
 def model_of(prompt: str) -> str:
-    """Which model a prompt's pairs train, by its hash: two thirds `reward`, one third `reward_heldout`."""
+    """The model that a prompt's pairs train, by its hash: `reward` in two thirds, else `reward_heldout`."""
     return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 3 else "reward_heldout"
 
 
@@ -194,7 +194,7 @@ def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> Pairs:
 def _normalise(
     rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> None:
-    """Make the mean score of the demonstrations zero; the constant is stored in the model's config."""
+    """Make the mean score of the demonstrations zero; the model's config stores the constant."""
     rows = read_table(paths, "sft", "train")[:1000]
     found = RewardScorer(scores, tokenizer, max_tokens)(
         encode(tokenizer, [row["prompt"] for row in rows]),
@@ -207,7 +207,7 @@ def _normalise(
 
 
 def _none_made(rt: Runtime, paths: Paths) -> dict[str, float]:
-    """Both outs, with a README in place of a model; `contracts.is_made` says False of them."""
+    """Write both outs with a README in place of a model; `contracts.is_made` is False for them."""
     for out in _outs(paths).values():
         if rt.is_main:
             with whole(out) as folder:
@@ -219,7 +219,7 @@ def _none_made(rt: Runtime, paths: Paths) -> dict[str, float]:
 def _fetched(
     paths: Paths, settings: Reward, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenScores, dict[str, str]]:
-    """A ready reward model and its known parents, checked against the SFT model before it is loaded."""
+    """An existing reward model and its known parents, checked against the SFT model before it is loaded."""
     assert settings.source is not None
     where = models.local_tokenizer(settings.source, settings.revision)
     contracts.check_same_tokenizer(paths.sft, where)
@@ -279,7 +279,7 @@ def _save(
                     "data/comparisons": hashing.file_hash(paths.rows("comparisons")),
                     "models/sft": parents.get("sft", "lineage unknown"),
                 },
-                how="One score, read at the last token of query + response + EOS; `score_mean` of the config "
-                "is to be taken off it. `reward_heldout` is trained on other prompts and never optimised.",
+                how="One score, read at the last token of query + response + EOS, minus `score_mean` of the "
+                "config. `reward_heldout` is trained on other prompts and never optimised.",
             ),
         )  # fmt: skip

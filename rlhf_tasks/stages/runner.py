@@ -1,4 +1,4 @@
-"""A stage from its inputs to what every stage leaves behind: metrics, curves, lineage, an MLflow run."""
+"""Runs a stage: checks its inputs, calls it, and writes metrics, curves and lineage."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SUMMARIES: Mapping[Stage, str] = {
     "prepare": "read, check and split the data; make the tokenizer",
     "base": "train a small base model, or fetch one",
     "sft": "supervised fine-tuning on completions",
-    "preferences": "collect pairs for the reward model: given pairs, and compared samples of the SFT policy",
-    "reward": "train the reward model, and the held-out reward model",
+    "preferences": "collect pairs for the reward model: given ones, and samples of the SFT policy",
+    "reward": "train the reward model and the held-out one",
     "ppo": "train the policy against the reward model",
-    "judge": "compute win rates of reference, SFT and policy; with MODEL, of any checkpoint",
-    "verdict": "decide whether the policy may be promoted, by the criteria of `promotion`",
+    "judge": "measure win rates of reference, SFT and policy responses",
+    "verdict": "decide whether the policy passes the criteria of `promotion`",
     "report": "write one page with all results",
 }
 SHOWN_METRICS = 20
@@ -62,7 +62,7 @@ def _run(stage: Stage, paths: Paths) -> int:
     start = time.monotonic()
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with resume.claim(paths, view, main=is_main) as claim:
-        with tracking.open_run(stage, view, key=claim.key) as tracker:
+        with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
             metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, paths, tracker)
             if not is_main:
                 return 0
@@ -74,7 +74,11 @@ def _run(stage: Stage, paths: Paths) -> int:
 
 
 def check_inputs(paths: Paths, stage: Stage) -> None:
-    """Raises UserError naming each missing input and the stage that makes it."""
+    """Check that the stage's inputs exist.
+
+    Raises:
+        UserError: naming each missing input and the stage that makes it.
+    """
     graph = dvc_files.graph(paths.root)
     if stage not in graph:
         raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
@@ -85,7 +89,7 @@ def check_inputs(paths: Paths, stage: Stage) -> None:
         if not (paths.root / path).exists()
     ]
     if missing:
-        advice = "run `dvc repro`, which runs what is needed in order"
+        advice = "run `dvc repro`, which runs all stages that are needed, in order"
         raise UserError(f"stage {stage} lacks {', '.join(missing)}; {advice}")
 
 
@@ -99,11 +103,11 @@ def write_results(
     """metrics/STAGE.json (if declared), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
 
     Raises:
-        ValueError: a metric that is no finite number.
+        ValueError: for a metric that is not a finite number.
     """
     wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
     if wrong:
-        raise ValueError(f"stage {stage} ended with metrics that are no finite numbers: {', '.join(wrong)}")
+        raise ValueError(f"stage {stage} ended with metrics that are not finite numbers: {', '.join(wrong)}")
     if f"metrics/{stage}.json" in dvc_files.graph(paths.root)[stage].outs:
         atomic.write_json(paths.metrics(stage), dict(sorted(metrics.items())))
     if stage in curves.CURVES:

@@ -1,4 +1,4 @@
-"""Stage sft: supervised fine-tuning on completion tokens only, to the validation minimum."""
+"""Stage sft: supervised fine-tuning on completion tokens only, until the validation loss is lowest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
 
 def _fetched(paths: Paths, settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, str]]:
-    """A ready SFT model, its tokenizer and known parents, checked against the data and the base."""
+    """An existing SFT model, its tokenizer and known parents, checked against the data and the base."""
     assert settings.source is not None
     where, name = models.local_tokenizer(settings.source, settings.revision), f"sft.from={settings.source}"
     contracts.check_same_tokenizer(paths.tokenizer, where)
@@ -70,7 +70,7 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     tracker: Tracker,
 ) -> dict[str, float]:
-    """Train in place and go back to the validation minimum."""
+    """Train in place, and restore the weights with the lowest validation loss."""
     settings = config.sft
     train, validation = (
         demonstrations(paths, tokenizer, "train"),
@@ -81,10 +81,10 @@ def _train(
     for step in resumed(paths, config, "sft", fit, tracker, best):
         tracker.metrics(step.metrics, step=step.number)
         if step.number % every == 0 or step.number == step.num_steps:
-            found = evaluate(rt, model, validation, settings.micro_batch_tokens)
-            tracker.metrics({f"eval/{key}": value for key, value in found.items()}, step=step.number)
+            result = evaluate(rt, model, validation, settings.micro_batch_tokens)
+            tracker.metrics({f"eval/{key}": value for key, value in result.items()}, step=step.number)
             with rt.gathered(model):
-                best.offer(model, found["loss"], step.number)
+                best.offer(model, result["loss"], step.number)
     with rt.gathered(model, write=True):
         best.restore(model)
     return {"steps_trained": fit.number, "step_kept": best.step}

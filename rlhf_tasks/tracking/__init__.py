@@ -1,4 +1,4 @@
-"""What a stage logs: a local record first, delivered to MLflow from there. No torch here, nor MLflow."""
+"""What a stage logs: a local record first, delivered to MLflow from there. No torch or MLflow here."""
 
 from rlhf_tasks.tracking.tracker import NullTracker, Tracker, open_run
 

@@ -1,4 +1,4 @@
-"""Who runs a stage, where, and as part of which pipeline. No torch here, nor MLflow."""
+"""Who runs a stage, where, and as part of which pipeline. No torch or MLflow here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -17,58 +16,57 @@ from rlhf_tasks.config.types import store_uri
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git, lineage
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking.events import Header, now
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "deepspeed",
-    "datasets",
-    "tokenizers",
-    "mlflow",
-    "dvc",
-    "prefect",
-)
-SHARED = "shared"  # `courier` in a spool's first line: its parent's courier is to deliver it
-STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of all that its stages start
+    "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "mlflow", "dvc", "prefect",
+)  # fmt: skip
+STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
 HTTP_BOUNDS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
-}  # MLflow's own would block for minutes, and lose traces at the courier's end
+}  # MLflow's defaults block for minutes, and lose traces when the uploader ends
 
 
 def is_main_rank() -> bool:
-    """True in the process that logs and saves; by the launcher's variables, before torch is there."""
+    """True in the process that logs and saves, by the launcher's variables: torch is not loaded yet."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def header(stage: Stage, view: StageView, key: str) -> dict[str, Any]:
-    """All that is known of a run at its start, as the spool's first line."""
+def header(paths: Paths, stage: Stage, view: StageView, key: str) -> Header:
+    """Everything known about a run at its start, as the first line of its record."""
     process = psutil.Process()
-    return {
-        "key": key,
-        "stage": stage,
-        "last": stage == STAGES[-1],
-        "home": str(Paths().home),
-        "uri": uri(view.tracking),
-        "experiment": view.tracking.experiment,
-        "process": process_name(process),
-        "parent": parent(process, key),
-        "courier": SHARED,
-        "parameters": {**view.declared}
-        | {f"launch.{k}": v for k, v in view.launch.model_dump(mode="json").items()},
-        "inputs": dict(lineage.input_hashes(Paths(), stage)),
-        "tags": {"dvc.stage": stage, "dvc.how": "ran", "rlhf.run": key, **_git_tags(), **_environment_tags()},
-    }
+    launch = {f"launch.{name}": value for name, value in view.launch.model_dump(mode="json").items()}
+    return Header(
+        kind="run",
+        time=now(),
+        key=key,
+        stage=stage,
+        last=stage == STAGES[-1],
+        home=str(paths.home),
+        uri=uri(view.tracking),
+        experiment=view.tracking.experiment,
+        process=process_name(process),
+        parent=parent(process, key),
+        parameters={**view.declared, **launch},
+        inputs=dict(lineage.input_hashes(paths, stage)),
+        tags={
+            "dvc.stage": stage,
+            "dvc.how": "ran",
+            "rlhf.run": key,
+            **_git_tags(paths.root),
+            **_environment_tags(),
+        },
+    )
 
 
 def uri(settings: Tracking) -> str | None:
-    """Where MLflow's store is, by params.yaml, else by the environment; None: under `.rlhf/`.
+    """MLflow's store by params.yaml, else by the environment; None is the store under `.rlhf/`.
 
     Raises:
-        UserError: if the environment names one by a relative path.
+        UserError: if the environment names a store by a relative path.
     """
     given = os.environ.get("MLFLOW_TRACKING_URI") or None
     if settings.uri or given is None:
@@ -80,11 +78,11 @@ def uri(settings: Tracking) -> str | None:
 
 
 def parent(process: psutil.Process, key: str) -> dict[str, str]:
-    """The pipeline's run: `id` if MLflow knows it already, else `key` and the `process` it lives by.
+    """The pipeline's run: its `id` if MLflow has it already, else its `key` and the `process` that owns it.
 
-    A flow names it (`RLHF_PARENT_RUN`, or MLflow's id in `MLFLOW_RUN_ID`), and tells itself of the
-    experiment that it saved; stages of one `dvc` process share it, and the experiment that `dvc exp run`
-    is to save at its end; a stage run by hand has one of its own.
+    A flow names it (`RLHF_PARENT_RUN`, or MLflow's id in `MLFLOW_RUN_ID`), and tags it itself with the
+    experiment that it saved. The stages of one `dvc` process share a run, which is tagged with the experiment
+    that `dvc exp run` saves at its end. A stage that is run alone has a pipeline of its own.
     """
     flow_run, experiment = (os.environ.get(name) for name in ("PREFECT__FLOW_RUN_ID", "DVC_EXP_NAME"))
     known = {"prefect.flow_run_id": flow_run} if flow_run else {}
@@ -109,7 +107,7 @@ def _is_dvc(process: psutil.Process) -> bool:
 
 
 def process_name(process: psutil.Process) -> str:
-    """HOST:PID:START, which names one process for good (a pid alone is used again)."""
+    """HOST:PID:START, which names one process only: the system uses a pid again."""
     return f"{platform.node()}:{process.pid}:{int(process.create_time() * 100)}"
 
 
@@ -119,7 +117,7 @@ def is_local(name: str) -> bool:
 
 
 def is_alive(name: str) -> bool:
-    """False only if the process lived on this machine and is gone."""
+    """False only if the process lived on this machine and has ended."""
     if not is_local(name):
         return True
     try:
@@ -130,28 +128,27 @@ def is_alive(name: str) -> bool:
 
 
 def device() -> str:
-    """What the stage computed on; torch is asked only if the stage has loaded it."""
+    """What the stage computed on; a GPU is named only if the stage has loaded torch."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     return f"cpu ({os.cpu_count()} cores, {platform.machine()})"
 
 
-def courier_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Bounded HTTP, one thread; not the launcher's variables, nor a run that is not the courier's."""
+def uploader_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Bounded requests and one thread, without the launcher's variables and the stage's run."""
     others = ("MLFLOW_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", STAGE_RUN)
     kept = {k: v for k, v in environment.items() if k not in others}
     return {"MLFLOW_DISABLE_TELEMETRY": "true", **HTTP_BOUNDS, **kept, "OMP_NUM_THREADS": "1"}
 
 
 def bound_requests() -> None:
-    """A server that does not answer is told within seconds; a variable that is set already stays."""
+    """Let requests to a server that does not answer fail within seconds; variables that are set stay."""
     for name, value in HTTP_BOUNDS.items():
         os.environ.setdefault(name, value)
 
 
-def _git_tags() -> dict[str, str]:
-    root = Paths().root
+def _git_tags(root: Path) -> dict[str, str]:
     return {"git.rev": git.revision(root) or "none", "git.dirty": str(git.is_dirty(root)).lower()}
 
 

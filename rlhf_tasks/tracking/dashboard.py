@@ -12,14 +12,14 @@ from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.processes import HOST, free_port
 from rlhf_tasks.tracking import context
-from rlhf_tasks.tracking.courier import sync
+from rlhf_tasks.tracking.uploader import sync
 
-MODEL_TRAINING = "workflowType=machine_learning"  # which of MLflow's two faces is shown
-UNNAMED = "0"  # MLflow's own experiment, for runs that name none
+MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
+UNNAMED = "0"  # MLflow's default experiment, for runs that name none
 
 
 def serve(home: Path, port: int) -> int:
-    """Deliver what is pending, then serve until Ctrl-C, on `port` or the next free one.
+    """Deliver pending runs, then serve until Ctrl-C, on `port` or the next free one.
 
     Raises:
         UserError: without a store, or without a free port.
@@ -37,26 +37,26 @@ def serve(home: Path, port: int) -> int:
 
 
 def runs_pages(home: Path, address: str) -> dict[str, str]:
-    """Where the dashboard lists the runs of each experiment: it opens on a page for prompts and traces."""
+    """The page with the runs of each experiment: the dashboard's first page shows prompts and traces."""
     from mlflow.tracking import MlflowClient
 
     from rlhf_tasks.tracking.store import embedded_uri
 
-    found = MlflowClient(embedded_uri(home)).search_experiments()
+    experiments = MlflowClient(embedded_uri(home)).search_experiments()
     return {
         one.name: f"{address}/#/experiments/{one.experiment_id}/runs?{MODEL_TRAINING}"
-        for one in found
+        for one in experiments
         if one.experiment_id != UNNAMED
     }
 
 
 def server_command(home: Path, port: int) -> list[str]:
-    """The words that serve the embedded store, and its artifacts, on loopback."""
+    """The command that serves the embedded store and its artifacts on loopback."""
     words = ["-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
     return [sys.executable, *words, *store, "--default-artifact-root", str(home / "mlartifacts")]
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """No telemetry, and no job runners: nothing here gives MLflow jobs."""
-    return {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **context.courier_environment(environment)}
+    """No telemetry, and no job runners: nothing here gives jobs to MLflow."""
+    return {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **context.uploader_environment(environment)}

@@ -1,19 +1,14 @@
-"""The run of a whole flow, under which MLflow shows its stages. No torch here, nor MLflow.
+"""The run of a whole flow, under which MLflow shows its stages. No torch or MLflow here.
 
-Told through a spool of its own, as a stage's: delivered as it grows, later if MLflow cannot be reached,
-and shown as FAILED if the flow's process vanishes. Its courier delivers its stages too, and is started here:
-MLflow is imported by the time that the first stage ends. At its end the flow waits until the courier has
-delivered all of them, with their figures, or has left them for `rlhf sync`.
+It has a record of its own, as a stage has. The flow starts the uploader, so that MLflow is imported early. At
+its end, the flow waits until its runs are delivered or have failed.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
 import psutil
 
@@ -21,69 +16,65 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
 from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import context, rendezvous
-from rlhf_tasks.tracking.rendezvous import Post
-from rlhf_tasks.tracking.spool import Spool
+from rlhf_tasks.tracking import context, uploader
+from rlhf_tasks.tracking.events import PIPELINE, Artifact, Header, Tags, ending, now
+from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record
 
-WAIT_SECONDS, KILLED_WAIT_SECONDS = 10.0, 1.0  # for the courier, at the flow's end
-STAGE = "pipeline"  # in the spool's first line
+WAIT_SECONDS, KILLED_WAIT_SECONDS = 10.0, 1.0  # for the delivery, at the flow's end
 
 
-class Pipeline(Protocol):
+class Pipeline:
+    """What a flow logs. This base logs nothing, for `tracking.enabled: false`."""
+
     def tags(self, values: Mapping[str, str]) -> None:
-        """What is to be found of the run."""
+        """Tag the run."""
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Keep a copy of a file with the run."""
 
-    def trouble(self) -> str | None:
-        """Why MLflow does not have all that was sent of the run and of its stages; None if it does."""
-
-
-class NullPipeline:
-    """For `tracking.enabled: false`."""
-
-    def tags(self, values: Mapping[str, str]) -> None:
-        pass
-
-    def artifact(self, path: Path, folder: str | None = None) -> None:
-        pass
-
-    def trouble(self) -> str | None:
+    def last_error(self) -> str | None:
+        """Why MLflow does not receive the run or one of its stages; None if it receives all of them."""
         return None
 
 
-class SpoolPipeline:
-    def __init__(self, spool: Spool, post: Post) -> None:
-        self._spool, self._post = spool, post
+class RecordPipeline(Pipeline):
+    """Writes the flow's local record, which the uploader delivers."""
+
+    def __init__(self, outbox: Outbox, record: Record, parent: str) -> None:
+        self._outbox, self._record, self._parent = outbox, record, parent
 
     def tags(self, values: Mapping[str, str]) -> None:
-        self._spool.append("tags", values=dict(values))
+        self._record.append(Tags(kind="tags", time=now(), values=dict(values)))
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
-        kept = self._spool.files / path.name
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, kept)
-        self._spool.append("artifact", file=path.name, folder=folder)
+        file = self._record.copy(path, None)
+        artifact = Artifact(kind="artifact", time=now(), file=file, folder=folder, table=False)
+        self._record.append(artifact)
 
-    def trouble(self) -> str | None:
-        for spool, header in self._post.runs():
-            if (reason := spool.reason) is not None:
+    def last_error(self) -> str | None:
+        is_running = uploader.is_running(self._outbox)
+        for record in self.pending():
+            if (reason := record.state().last_error) is not None:
                 return reason
-            if spool != self._spool and not self._is_followed(spool, header):
-                return f"nobody delivers {spool.name}"
+            if not is_running and record != self._record:
+                return f"no uploader runs, and {record.key} is not delivered"
         return None
 
-    def _is_followed(self, spool: Spool, header: Mapping[str, Any]) -> bool:
-        try:
-            manned = rendezvous.has_shared_courier(header) and self._post.is_manned()
-            return manned or spool.is_followed()
-        except OSError:
-            return False  # who cannot lock cannot deliver
+    def pending(self) -> list[Record]:
+        """The records of the run and of its stages that MLflow does not have completely."""
+        return [record for record in self._outbox.pending() if _parent_of(record) == self._parent]
+
+
+def _parent_of(record: Record) -> str | None:
+    try:
+        header = record.header()
+    except DamagedRecordError:
+        return None
+    return None if header is None else header["parent"].get("key")
 
 
 def key(flow_run: str) -> str:
-    """By which stages find their parent (`RLHF_PARENT_RUN`, tag `rlhf.pipeline`)."""
+    """The name by which stages find their pipeline (`RLHF_PARENT_RUN`, tag `rlhf.pipeline`)."""
     return f"prefect-{flow_run}"
 
 
@@ -91,52 +82,45 @@ def key(flow_run: str) -> str:
 def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iterator[Pipeline]:
     """FINISHED when the block ends, FAILED with the reason on an error, KILLED on a signal."""
     if not settings.enabled:
-        yield NullPipeline()
+        yield Pipeline()
         return
-    spool = Spool.next_part(Paths().home / "spool", f"flow-{flow_run}")
-    spool.append("run", **_header(flow_run, settings))
-    post = Post.of(spool)
-    courier = _start_courier(post)
-    pipeline = SpoolPipeline(spool, post)
+    outbox = Outbox.of(Paths().home)
+    record = outbox.record(f"flow-{flow_run}")
+    record.begin(_header(flow_run, settings))
+    process = uploader.start_or_report(outbox, _report)
+    pipeline = RecordPipeline(outbox, record, key(flow_run))
     pipeline.tags(tags)
-    status, reason = "FINISHED", ""
+    error = None
     try:
         yield pipeline
-    except Exception as error:
-        status, reason = "FAILED", f"{type(error).__name__}: {error}"
-        raise
-    except BaseException as error:
-        status, reason = "KILLED", str(error) or "cancelled"
+    except BaseException as raised:
+        error = raised
         raise
     finally:
-        spool.append("end", status=status, reason=reason)
-        seconds = KILLED_WAIT_SECONDS if status == "KILLED" else WAIT_SECONDS
-        rendezvous.await_delivery(lambda: _are_delivered_or_left(post), post, courier, seconds)
+        end = ending(error)
+        record.append(end)
+        seconds = KILLED_WAIT_SECONDS if end["status"] == "KILLED" else WAIT_SECONDS
+        states = [record.state for record in pipeline.pending()]
+        uploader.wait(outbox, lambda: all(s().closed or s().failed for s in states), process, seconds)
 
 
-def _start_courier(post: Post) -> subprocess.Popen[bytes] | None:
-    try:
-        return rendezvous.start_courier(post)
-    except OSError as error:
-        console.say(f"MLflow is told nothing before `rlhf sync`: no courier could be started: {error}")
-        return None
+def _report(reason: str) -> None:
+    console.say(f"MLflow receives nothing before `rlhf sync`: {reason}")
 
 
-def _are_delivered_or_left(post: Post) -> bool:
-    return all(spool.is_left for spool, header in post.runs() if post.delivers(header))
-
-
-def _header(flow_run: str, settings: Tracking) -> dict[str, object]:
-    process = psutil.Process()
-    return {
-        "key": f"flow-{flow_run}",
-        "stage": STAGE,
-        "home": str(Paths().home),
-        "uri": context.uri(settings),
-        "experiment": settings.experiment,
-        "process": context.process_name(process),
-        "parent": {"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
-        "courier": context.SHARED,
-        "parameters": {},
-        "tags": {"git.rev": git.revision(Paths().root) or "none"},
-    }
+def _header(flow_run: str, settings: Tracking) -> Header:
+    return Header(
+        kind="run",
+        time=now(),
+        key=f"flow-{flow_run}",
+        stage=PIPELINE,
+        last=True,
+        home=str(Paths().home),
+        uri=context.uri(settings),
+        experiment=settings.experiment,
+        process=context.process_name(psutil.Process()),
+        parent={"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
+        parameters={},
+        inputs={},
+        tags={"git.rev": git.revision(Paths().root) or "none"},
+    )

@@ -1,4 +1,4 @@
-"""MLflow, seen from the courier: one run per stage, under one run per pipeline. Imports MLflow; no torch."""
+"""All calls of MLflow that write runs: one run per stage, under one run per pipeline. No torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-from filelock import FileLock
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from rlhf_tasks.tracking import context, curves, refusals
-from rlhf_tasks.tracking.spool import Spool
+from rlhf_tasks.tracking import context, curves, rejections
+from rlhf_tasks.tracking.events import PIPELINE, End, Event, Figure, Header, Metrics, Trace
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
 MAX_PARAM, MAX_TAG = 6000, 5000  # characters
-MAX_DIGEST = 36  # `….dir` just fits
-PIPELINE = "pipeline"  # stands for the stage in the spool of a flow
+MAX_DIGEST = 36  # characters, as many as `….dir` has
 REASON = "rlhf.reason"  # why a run was killed or failed
 EXPERIMENT = "dvc.exp"
 TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
-REFUSED_TAG = "rlhf.refused_traces"
-FIGURE_TAG = "rlhf.figure"  # why a run has none
-TABLES_TAG = "mlflow.loggedArtifacts"  # by it the dashboard finds sample tables
+REJECTED_TAG = "rlhf.rejected_traces"
+FIGURE_TAG = "rlhf.figure"  # why a run has no figure
+TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
 
 
 def embedded_uri(home: Path) -> str:
@@ -39,65 +37,50 @@ def embedded_uri(home: Path) -> str:
 class Store:
     client: MlflowClient
     experiment: str
-    lock: FileLock  # over whatever two stages that start at once would both create
 
     @classmethod
-    def open(cls, header: Mapping[str, Any]) -> Store:
-        """Connect; the embedded database and the experiment are made the first time."""
+    def open(cls, header: Header) -> Store:
+        """Connect; the first connection creates the embedded database and the experiment."""
         home = Path(header["home"])
-        home.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(home / "mlflow.lock")
-        with lock:
-            client = MlflowClient(header["uri"] or embedded_uri(home))
-            known = client.get_experiment_by_name(header["experiment"])
-            if known is not None:
-                experiment = known.experiment_id
-            else:
-                location = None if header["uri"] else (home / "mlartifacts").as_uri()
-                experiment = client.create_experiment(header["experiment"], artifact_location=location)
-        store = cls(client, str(experiment), lock)
+        client = MlflowClient(header["uri"] or embedded_uri(home))
+        known = client.get_experiment_by_name(header["experiment"])
+        if known is not None:
+            experiment = known.experiment_id
+        else:
+            location = None if header["uri"] else (home / "mlartifacts").as_uri()
+            experiment = client.create_experiment(header["experiment"], artifact_location=location)
+        store = cls(client, str(experiment))
         store.close_left_parents()
         return store
 
-    def find(self, tag: str, value: str) -> str | None:
-        found = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
-        return found[0].info.run_id if found else None
+    def run(self, header: Header, *, reopen: bool, live: bool) -> RemoteRun:
+        """The run in MLflow. If there is none, it is created with its parameters, tags and inputs.
 
-    def run(self, header: Mapping[str, Any], *, last: bool, live: bool) -> StageRun | PipelineRun:
-        """Whose spool it is: a stage's, or a flow's. `last` and `live` as for a stage."""
-        if header["stage"] != PIPELINE:
-            return self.stage_run(header, last=last, live=live)
-        with self.lock:
-            return PipelineRun(self.client, self._parent(header, live=live))
-
-    def stage_run(self, header: Mapping[str, Any], *, last: bool, live: bool) -> StageRun:
-        """The stage's run, made, with parameters, tags and inputs; or found again.
-
-        `last`: False for what is delivered late of a run that has gone on since; its status stays.
-        `live`: False for what is delivered late of a pipeline that is over: that stays over.
+        `reopen`: set an existing run to RUNNING; False if MLflow has its end already.
+        `live`: set its pipeline to RUNNING too; False for a pipeline that is over.
         """
-        with self.lock:
-            known = self.find("rlhf.run", header["key"])
-            anew = last or known is None
-            parent = self._parent(header, live=live) if anew else self._parent_of(str(known))
-            if known is not None and last:
-                self._reopen(known)
-                self.client.set_tag(known, MLFLOW_PARENT_RUN_ID, parent)
-            run = known or self._create(header, parent)
-        given = header["parent"].get("owner") == "given"
-        return StageRun(self.client, run, parent, header, owns_parent=not given, replay=known is not None)
+        parent = self._parent(header, live=live)
+        if header["stage"] == PIPELINE:
+            return RemoteRun(self.client, parent, parent, header, may_have_points=False)
+        run = known = self._find("rlhf.run", header["key"])
+        if run is None:
+            run = self._create(header, parent)
+        elif reopen:
+            self._reopen(run)
+            self.client.set_tag(run, MLFLOW_PARENT_RUN_ID, parent)
+        return RemoteRun(self.client, run, parent, header, may_have_points=known is not None)
 
-    def _parent_of(self, run: str) -> str:
-        return str(self.client.get_run(run).data.tags[MLFLOW_PARENT_RUN_ID])
+    def _find(self, tag: str, value: str) -> str | None:
+        runs = self.client.search_runs([self.experiment], f"tags.`{tag}` = '{value}'", max_results=1)
+        return runs[0].info.run_id if runs else None
 
     def _reopen(self, run: str) -> None:
-        """RUNNING (again), and no longer why it was not."""
-        known = self.client.get_run(run)
-        if known.info.status != "RUNNING":
+        """Set a run to RUNNING, and remove the reason why it was not."""
+        if self.client.get_run(run).info.status != "RUNNING":
             self.client.update_run(run, status="RUNNING")
         _untag(self.client, run, REASON)
 
-    def _create(self, header: Mapping[str, Any], parent: str) -> str:
+    def _create(self, header: Header, parent: str) -> str:
         tags = {**header["tags"], MLFLOW_PARENT_RUN_ID: parent, MLFLOW_RUN_NAME: header["stage"]}
         run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
         identity = str(run.info.run_id)
@@ -106,26 +89,31 @@ class Store:
             self.client.log_inputs(identity, [_dataset(p, md5) for p, md5 in header["inputs"].items()])
         return identity
 
-    def _parent(self, header: Mapping[str, Any], *, live: bool) -> str:
-        """The pipeline's run, made or found, with the stage's parameters added; RUNNING (again) if `live`."""
+    def _parent(self, header: Header, *, live: bool) -> str:
+        """The pipeline's run, created if there is none, with the stage's parameters added."""
         parent = header["parent"]
         if "id" in parent:
-            return str(parent["id"])
-        identity = self.find("rlhf.pipeline", parent["key"])
-        if identity is None:
-            kept = ("process", EXPERIMENT, "prefect.flow_run_id")
-            tags = {("rlhf.process" if k == "process" else k): parent[k] for k in kept if k in parent}
-            tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"]}
-            tags[MLFLOW_RUN_NAME] = time.strftime(
-                "pipeline-%Y%m%d-%H%M%S", time.localtime(header["time"] / 1000)
-            )
-            run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
-            identity = str(run.info.run_id)
+            return parent["id"]
+        identity = self._find("rlhf.pipeline", parent["key"]) or self._create_parent(header)
         if live:
             self._reopen(identity)
         known = self.client.get_run(identity).data.params
         self._log_params(identity, {k: v for k, v in header["parameters"].items() if k not in known})
         return identity
+
+    def _create_parent(self, header: Header) -> str:
+        parent = header["parent"]
+        names = {
+            "process": "rlhf.process",
+            EXPERIMENT: EXPERIMENT,
+            "prefect.flow_run_id": "prefect.flow_run_id",
+        }
+        tags = {name: parent[key] for key, name in names.items() if key in parent}
+        tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"]}
+        start = time.localtime(header["time"] / 1000)
+        tags[MLFLOW_RUN_NAME] = time.strftime("pipeline-%Y%m%d-%H%M%S", start)
+        run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
+        return str(run.info.run_id)
 
     def _log_params(self, run: str, values: Mapping[str, Any]) -> None:
         params = [
@@ -135,9 +123,9 @@ class Store:
             self.client.log_batch(run, params=params[start : start + BATCH_PARAMS])
 
     def close_left_parents(self) -> None:
-        """Pipelines whose dvc process is gone without a `report` stage (it was cached, or not asked for).
+        """Set pipelines to FINISHED whose dvc process ended without a stage `report`.
 
-        Their end is that of their last stage: one that is delivered later may tell of a later one.
+        They end when their last stage ended: a stage that is delivered later may have ended later.
         """
         running = "attributes.status = 'RUNNING' and tags.`rlhf.pipeline` LIKE '%'"
         for run in self.client.search_runs([self.experiment], running):
@@ -147,62 +135,23 @@ class Store:
                 self.client.set_terminated(run.info.run_id, "FINISHED", end_time=end)
 
     def _last_end(self, parent: str) -> int | None:
-        """In milliseconds, of its stages; None if none has ended."""
-        wanted = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
-        stages = self.client.search_runs([self.experiment], wanted)
+        """When the last of the pipeline's stages ended, in milliseconds; None if none has."""
+        condition = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
+        stages = self.client.search_runs([self.experiment], condition)
         return max((stage.info.end_time for stage in stages if stage.info.end_time), default=None)
 
 
-@dataclass
-class PipelineRun:
-    """A flow's run as an addressee of spool records; sending one twice changes nothing."""
-
-    client: MlflowClient
-    run: str
-
-    def send(self, records: Sequence[Mapping[str, Any]], files: Path, *, last: bool = True) -> bool:
-        """Deliver in order; True once the run's end is among the records. `last` as for a stage."""
-        for record in records:
-            if record["kind"] == "tags":
-                tags = [RunTag(k, str(v)[:MAX_TAG]) for k, v in record["values"].items()]
-                self.client.log_batch(self.run, tags=tags)
-            elif record["kind"] == "artifact":
-                self.client.log_artifact(self.run, str(files / record["file"]), record["folder"])
-            elif record["kind"] == "end":
-                if last:
-                    _terminate(self.client, self.run, record, record["reason"])
-                return True
-        return False
-
-
-def _terminate(client: MlflowClient, run: str, record: Mapping[str, Any], reason: str) -> None:
-    """Close a pipeline's run as a spool's end tells, and with no other reason than that one."""
+def _terminate(client: MlflowClient, run: str, end: End, reason: str) -> None:
     if reason:
         client.set_tag(run, REASON, reason[:MAX_TAG])
     else:
         _untag(client, run, REASON)
-    client.set_terminated(run, record["status"], end_time=record["time"])
+    client.set_terminated(run, end["status"], end_time=end["time"])
 
 
 def _untag(client: MlflowClient, run: str, tag: str) -> None:
     if tag in client.get_run(run).data.tags:
         client.delete_tag(run, tag)
-
-
-def send_figure(addressee: StageRun | PipelineRun, record: Mapping[str, Any], files: Path) -> None:
-    """Draw the curves of a table that is among the artifacts, and deliver the figure.
-
-    Of curves that cannot be drawn there is none: the run's tag `rlhf.figure` says why.
-    """
-    rows = curves.read_csv((files / record["table"]).read_text(encoding="utf-8"))
-    try:
-        curves.draw(rows, record["title"], files / record["file"])
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
-        told = f"{record['file']} cannot be drawn: {type(error).__name__}: {error}"
-        print(f"{record['title']}: {told}")
-        addressee.client.set_tag(addressee.run, FIGURE_TAG, told[:MAX_TAG])
-        return
-    addressee.client.log_artifact(addressee.run, str(files / record["file"]))
 
 
 def _dataset(path: str, md5: str) -> DatasetInput:
@@ -212,114 +161,166 @@ def _dataset(path: str, md5: str) -> DatasetInput:
 
 
 @dataclass
-class StageRun:
-    """One stage's run as an addressee of spool records."""
+class RemoteRun:
+    """The run of a stage or of a pipeline in MLflow."""
 
     client: MlflowClient
     run: str
     parent: str
-    header: Mapping[str, Any]
-    owns_parent: bool
-    replay: bool  # True: some was delivered before; ask for the steps MLflow has, and send the others
-    _held: dict[str, set[int]] = field(default_factory=dict)
+    header: Header
+    may_have_points: bool
+    """True if points may have been sent before: only points are sent whose steps MLflow lacks."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Why MLflow will never accept a trace, by its number."""
+    _steps: dict[str, set[int]] = field(default_factory=dict)
     _tables: list[str] = field(default_factory=list)
-    _traced: set[str] = field(default_factory=set)
+    _traces: dict[str, Trace] = field(default_factory=dict)
+    _sent: set[str] = field(default_factory=set)
+    """The numbers of the traces that were sent."""
 
-    def send(self, records: Sequence[Mapping[str, Any]], files: Path, *, last: bool = True) -> bool:
-        """Deliver in order, `files` holding the artifacts; True once the run's end is among the records.
+    def resume(self, history: Sequence[Event], rejected: Mapping[str, str]) -> None:
+        """Continue after these events were sent, and these traces were rejected."""
+        self.rejected = dict(rejected)
+        self._note(history)
 
-        Figures are for `send_figure`.
+    def _note(self, events: Sequence[Event]) -> None:
+        self._traces |= {event["number"]: event for event in events if event["kind"] == "trace"}
+        tables = [event["file"] for event in events if event["kind"] == "artifact" and event["table"]]
+        self._tables = list(dict.fromkeys([*self._tables, *tables]))
 
-        `last`: False once the run has gone on elsewhere: this was not its end.
-
-        Traces that MLflow refuses for good are set aside in the spool, and never sent again.
+    def send(self, events: Sequence[Event], files: Path) -> None:
+        """Deliver everything but figures; `files` holds the artifacts.
 
         Raises:
-            MlflowException: at the end, if MLflow lacks other traces; all else is delivered by then.
+            MlflowException: at the end, if MLflow lacks traces that it has not rejected.
         """
-        spool = Spool(files.parent, files.name)
-        self._send_metrics([r for r in records if r["kind"] == "metrics"])
-        self._send_traces([r for r in records if r["kind"] == "trace"], spool)
-        for name, record in {r["file"]: r for r in records if r["kind"] == "artifact"}.items():
-            self.client.log_artifact(self.run, str(files / name), record["folder"])
-            if record["table"] and name not in self._tables:
-                self._tables.append(name)
-        for record in records:
-            if record["kind"] == "headlines":
-                metrics = [Metric(k, v, record["time"], 0) for k, v in record["values"].items()]
+        self._send_metrics([event for event in events if event["kind"] == "metrics"])
+        self._note(events)
+        self._send_traces()
+        latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
+        for name, artifact in latest.items():
+            self.client.log_artifact(self.run, str(files / name), artifact["folder"])
+        for event in events:
+            if event["kind"] == "headlines":
+                metrics = [Metric(k, v, event["time"], 0) for k, v in event["values"].items()]
                 self.client.log_batch(self.parent, metrics=metrics)
-            elif record["kind"] == "event":
-                self.client.set_tag(
-                    self.run, record["name"], f"at {record['step']}: {record['text']}"[:MAX_TAG]
-                )
-            elif record["kind"] == "end":
-                if last:
-                    self._end(record)
-                self._check_traces(spool.refusals())
-                return True
-        return False
+            elif event["kind"] == "event":
+                self.client.set_tag(self.run, event["name"], f"at {event['step']}: {event['text']}"[:MAX_TAG])
+            elif event["kind"] == "tags":
+                self._set_tags(event["values"])
+            elif event["kind"] == "end":
+                self._end(event)
+                self._check_traces()
 
-    def _send_metrics(self, records: Sequence[Mapping[str, Any]]) -> None:
-        metrics = [
-            Metric(name, value, record["time"], record["step"])
-            for record in records
-            for name, value in record["values"].items()
-            if not (self.replay and record["step"] in self._steps(name))
-        ]
+    def send_figure(self, figure: Figure, files: Path) -> None:
+        """Draw the curves of a CSV table and deliver the figure. A tag gives the reason if that fails."""
+        rows = curves.read_csv((files / figure["table"]).read_text(encoding="utf-8"))
+        try:
+            curves.draw(rows, figure["stage"], files / figure["file"])
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # matplotlib's
+            self._set_tags({FIGURE_TAG: f"{figure['file']} cannot be drawn: {type(error).__name__}: {error}"})
+            return
+        self.client.log_artifact(self.run, str(files / figure["file"]))
+
+    def _send_metrics(self, events: Sequence[Metrics]) -> None:
+        """Send one point per metric and step: a resumed stage logs some of them again."""
+        metrics = list[Metric]()
+        for event in events:
+            for name, value in event["values"].items():
+                if event["step"] not in self._held_steps(name):
+                    metrics.append(Metric(name, value, event["time"], event["step"]))
+                    self._steps[name].add(event["step"])
         for start in range(0, len(metrics), BATCH_METRICS):
             self.client.log_batch(self.run, metrics=metrics[start : start + BATCH_METRICS])
 
-    def _send_traces(self, records: Sequence[Mapping[str, Any]], spool: Spool) -> None:
-        """Calls of models into the run's experiment."""
-        if not records:
-            return
-        mlflow.set_tracking_uri(self.client.tracking_uri)  # the exporter of traces asks for it globally
-        experiment = self._experiment()
-        done = {*spool.refusals(), *(self._traces() if self.replay else ())}
-        for record in records:
-            number = str(record["number"])
-            self._traced.add(number)
-            if number in done:
-                continue
-            with refusals.heard() as errors:
-                self._send_trace(record, experiment)
-            if reason := next(filter(None, map(refusals.reason, errors)), None):
-                spool.refuse(number, reason)
+    def _held_steps(self, name: str) -> set[int]:
+        if name not in self._steps:
+            history = self.client.get_metric_history(self.run, name) if self.may_have_points else []
+            self._steps[name] = {point.step for point in history}
+        return self._steps[name]
 
-    def _send_trace(self, record: Mapping[str, Any], experiment: str) -> None:
-        """MLflow raises nothing where it does not take it: see `refusals` and `_check_traces`."""
+    def _set_tags(self, tags: Mapping[str, str]) -> None:
+        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
+
+    def _end(self, event: End) -> None:
+        if self.run == self.parent:
+            _terminate(self.client, self.run, event, event["reason"])
+            return
+        tags = {"device": event["device"], **{f"dvc.out.{p}": md5 for p, md5 in event["outs"].items()}}
+        if event["reason"]:
+            tags[REASON] = event["reason"]
+        if self._tables:
+            tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
+        self._set_tags(tags)
+        self.client.set_terminated(self.run, event["status"], end_time=event["time"])
+        owner = self.header["parent"].get("owner")
+        if owner == "given" or self._has_parent_ended_after(event["time"]):
+            return
+        if event["status"] != "FINISHED":
+            _terminate(self.client, self.parent, event, f"{self.header['stage']}: {event['reason']}")
+            if owner == "dvc":
+                _untag(self.client, self.parent, EXPERIMENT)  # `dvc exp run` saves none if a stage fails
+        elif self.header["last"] or owner == "stage":
+            _terminate(self.client, self.parent, event, "")
+
+    def _has_parent_ended_after(self, time: int) -> bool:
+        """Whether the pipeline ended later than this stage, so that this stage does not decide how."""
+        parent = self.client.get_run(self.parent).info
+        return parent.status != "RUNNING" and bool((parent.end_time or 0) > time)
+
+    # ------------------------------------------------------------------------------------ traces
+
+    def _send_traces(self) -> None:
+        """Send each trace once. The exporter raises nothing if one is not accepted: see `_check_traces`."""
+        if self._traces.keys() <= self._sent | self.rejected.keys():
+            return
+        mlflow.set_tracking_uri(self.client.tracking_uri)  # the exporter uses the global address
+        experiment = self._experiment()
+        if self.may_have_points and not self._sent:
+            self._sent = self._held_traces(experiment)
+        for number in [n for n in self._traces if n not in self._sent and n not in self.rejected]:
+            with rejections.logged_errors() as errors:
+                self._send_trace(self._traces[number], experiment)
+            self._sent.add(number)
+            if reason := next(filter(None, map(rejections.reason, errors)), None):
+                self.rejected[number] = reason
+
+    def _send_trace(self, trace: Trace, experiment: str) -> None:
         span = self.client.start_trace(
-            record["name"],
+            trace["name"],
             span_type="LLM",
-            inputs=record["inputs"],
-            tags={TRACE_TAG: str(record["number"])},
+            inputs=dict(trace["inputs"]),
+            tags={TRACE_TAG: trace["number"]},
             experiment_id=experiment,
-            start_time_ns=record["start"] * 1_000_000,
+            start_time_ns=trace["start"] * 1_000_000,
             run_id=self.run,
         )
         self.client.end_trace(
             span.trace_id,
-            outputs=record["outputs"],
-            status="ERROR" if record["outputs"].get("failure") else "OK",
-            end_time_ns=record["end"] * 1_000_000,
+            outputs=dict(trace["outputs"]),
+            status="ERROR" if trace["outputs"].get("failure") else "OK",
+            end_time_ns=trace["end"] * 1_000_000,
         )
 
-    def _check_traces(self, refused: Mapping[str, str]) -> None:
-        if refused:
-            told = f"{len(refused)} of {len(self._traced)}, such as {next(iter(refused.values()))}"
-            self.client.set_tag(self.run, REFUSED_TAG, told[:MAX_TAG])
-        lost = len(self._traced - self._traces() - set(refused)) if self._traced else 0
+    def _check_traces(self) -> None:
+        if not self._traces:
+            return
+        if self.rejected:
+            reason = next(iter(self.rejected.values()))
+            text = f"{len(self.rejected)} of {len(self._traces)}, such as {reason}"
+            self.client.set_tag(self.run, REJECTED_TAG, text[:MAX_TAG])
+        lost = self._traces.keys() - self._held_traces(self._experiment()) - self.rejected.keys()
         if lost:
             raise MlflowException(
-                f"MLflow has not taken {lost} of {len(self._traced)} traces; the courier's log says why"
+                f"MLflow has not accepted {len(lost)} of {len(self._traces)} traces; see the uploader's log"
             )
 
     def _experiment(self) -> str:
         return str(self.client.get_run(self.run).info.experiment_id)
 
-    def _traces(self) -> set[str]:
-        """The numbers of those that MLflow has."""
-        found, token, experiment = set[str](), None, self._experiment()
+    def _held_traces(self, experiment: str) -> set[str]:
+        """The numbers of the traces that MLflow has."""
+        numbers, token = set[str](), None
         while True:
             page = self.client.search_traces(
                 locations=[experiment],
@@ -328,35 +329,7 @@ class StageRun:
                 include_spans=False,
                 page_token=token,
             )
-            found |= {trace.info.tags[TRACE_TAG] for trace in page if TRACE_TAG in trace.info.tags}
+            numbers |= {trace.info.tags[TRACE_TAG] for trace in page if TRACE_TAG in trace.info.tags}
             token = page.token
             if not token:
-                return found
-
-    def _steps(self, name: str) -> set[int]:
-        if name not in self._held:
-            self._held[name] = {point.step for point in self.client.get_metric_history(self.run, name)}
-        return self._held[name]
-
-    def _end(self, record: Mapping[str, Any]) -> None:
-        tags = {"device": record["device"], **{f"dvc.out.{p}": md5 for p, md5 in record["outs"].items()}}
-        if record["reason"]:
-            tags[REASON] = record["reason"]
-        if self._tables:
-            tags[TABLES_TAG] = json.dumps([{"path": path, "type": "table"} for path in self._tables])
-        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
-        self.client.set_terminated(self.run, record["status"], end_time=record["time"])
-        if not self.owns_parent or self._is_of_the_past(record):
-            return
-        if record["status"] != "FINISHED":
-            reason = f"{self.header['stage']}: {record['reason']}"
-            _terminate(self.client, self.parent, record, reason)
-            if self.header["parent"]["owner"] == "dvc":
-                _untag(self.client, self.parent, EXPERIMENT)  # `dvc exp run` saves none of what failed
-        elif self.header["last"] or self.header["parent"]["owner"] == "stage":
-            _terminate(self.client, self.parent, record, "")
-
-    def _is_of_the_past(self, record: Mapping[str, Any]) -> bool:
-        """Whether the pipeline came to its end after this: then it is not this that tells how."""
-        parent = self.client.get_run(self.parent).info
-        return parent.status != "RUNNING" and bool((parent.end_time or 0) > record["time"])
+                return numbers

@@ -362,7 +362,7 @@ def test_the_message_for_an_unknown_preset_lists_the_known_ones(
     project: Path, preset_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main(["preset", "smal"]) == 2
-    assert "known are small, wrong" in capsys.readouterr().err
+    assert "give one of small, wrong" in capsys.readouterr().err
 
 
 def test_presets_are_listed_with_their_first_line(

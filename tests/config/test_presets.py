@@ -26,7 +26,7 @@ def with_preset(name: str) -> config.Config:
     return config.validate(tree, name)
 
 
-def test_values_are_set_on_top_of_presets(project: Path) -> None:
+def test_single_values_come_after_presets(project: Path) -> None:
     words = ["preset", "smoke", "--set", "seed=7", "sft.learning_rate=1.0e-4", "data.max_rows=null"]
     assert main.main(words) == 0
     settings = config.load()
@@ -63,7 +63,7 @@ def test_a_preset_does_not_turn_on_a_gate_that_is_null(
     """`promotion: null` is the user's decision; the rest of the preset applies."""
     assert main.main(["preset", "--set", "promotion=null"]) == 0
     assert main.main(["preset", name]) == 0
-    assert "promotion stays null (a preset would change " in capsys.readouterr().out
+    assert "promotion stays null (a preset changes its " in capsys.readouterr().out
     settings = config.load()
     assert settings.promotion is None
     assert settings.judge == with_preset(name).judge
@@ -114,7 +114,7 @@ def test_setting_one_value_of_a_null_section_is_refused_and_names_the_missing_ke
 ) -> None:
     assert main.main(["preset", "--set", "ppo.ptx=null", "ppo.adaptive_kl.target=3.0"]) == 2
     message = capsys.readouterr().err
-    assert "ppo.adaptive_kl is null, which turns all of it off, so that target alone cannot be set" in message
+    assert "ppo.adaptive_kl is null, so that target alone cannot be set" in message
     assert "give horizon, clip too, as one ppo.adaptive_kl={…}" in message
     whole = "ppo.adaptive_kl={target: 3.0, horizon: 10000, clip: 0.2}"
     assert main.main(["preset", "--set", whole, "ppo.adaptive_kl.target=4.0"]) == 0

@@ -100,7 +100,7 @@ def test_invalid_parameters_fail_before_anything_starts(root: Path) -> None:
         flows_pipeline.pipeline(where="checkout", seed=3)
     with pytest.raises(UserError, match="name cannot be given for a run in the checkout"):
         flows_pipeline.pipeline(where="checkout", name="mine")
-    with pytest.raises(UserError, match="is no commit, branch or tag"):
+    with pytest.raises(UserError, match="is not a commit, branch or tag"):
         flows_pipeline.pipeline(revision="no-such")
     assert not (root / ".rlhf").exists()
 

@@ -248,7 +248,7 @@ def test_down_lets_a_running_stage_save_its_state(fresh: Service) -> None:
 
 @pytest.mark.slow
 def test_a_run_completes_without_mlflow_and_says_so(fresh: Service) -> None:
-    failed = "until ls ../../spool/*.trouble; do sleep 0.2; done"
+    failed = "until grep MlflowException ../../outbox/*.state.json; do sleep 0.2; done"
     toy.write_script(fresh.root, [failed, toy.SECOND.rstrip()])
     identity = fresh.start(seed=61, overrides={"tracking.uri": "http://127.0.0.1:9"})
     assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)

@@ -14,10 +14,9 @@ import pytest
 from filelock import FileLock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import ports, results, settings
+from flows import ports
 from flows.service import Service
 from rlhf_tasks.cli import main as cli
-from rlhf_tasks.config import Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from tests.flows import toy
@@ -142,26 +141,6 @@ def test_a_heartbeat_from_another_programs_server_does_not_count(
     finally:
         for name in ("prefect", "worker"):
             here.daemon(name).stop(0.5)
-
-
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"experiment": 7}', b"{}"])
-def test_a_result_has_no_links_if_another_program_answers_for_mlflow(
-    foreign: Callable[..., int], body: bytes
-) -> None:
-    tracking = Tracking(enabled=True, experiment="rlhf", uri=f"http://{processes.HOST}:{foreign(body)}")
-    assert results.run_links(tracking, {"sft": "k"}, "p") == {}
-
-
-def test_links_wait_for_the_pipelines_own_run_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.MLFLOW_URL, "http://seen")
-    monkeypatch.setattr(results, "POLL_SECONDS", 0.0)
-    tracking = Tracking(enabled=True, experiment="rlhf", uri="http://server")
-    answers = [{}, {}, {"pipeline": "b"}, {"sft": "a", "pipeline": "b"}]
-    monkeypatch.setattr(results, "_runs", lambda *_: answers.pop(0))
-    both = {"sft": "http://seen/#/a", "pipeline": "http://seen/#/b"}
-    assert results.run_links(tracking, {"sft": "k"}, "p") == both
-    answers = [{}, {"sft": "a"}]
-    assert results.run_links(tracking, {"sft": "k"}, "p", 0.0) == {"sft": "http://seen/#/a"}
 
 
 @pytest.mark.parametrize(

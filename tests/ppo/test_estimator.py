@@ -33,8 +33,8 @@ def test_objective_metrics_equal_hand_computed_values() -> None:
 def test_the_standard_error_of_the_kl_is_its_deviation_over_the_root_of_the_episodes() -> None:
     """1.5 and 4.5 nats: 3 ± 1.5 / √2. A single episode shows no spread."""
     rollout = hand_made_rollout()
-    apart = replace(rollout, ref_logprobs=rollout.ref_logprobs - torch.tensor([[0.0], [1.0]]))
-    metrics = trainer().estimator.estimate(apart)[1]
+    spread = replace(rollout, ref_logprobs=rollout.ref_logprobs - torch.tensor([[0.0], [1.0]]))
+    metrics = trainer().estimator.estimate(spread)[1]
     assert metrics["objective/kl_k1"] == pytest.approx(3.0)
     assert metrics["objective/kl_k1_standard_error"] == pytest.approx(1.5 / 2**0.5)
     assert standard_error(-0.4, 0.16, 1.0) == 0.4

@@ -225,7 +225,7 @@ def test_the_content_of_padding_changes_no_weight(ppo_batch: PPOBatch) -> None:
 
 
 def test_without_advantages_only_the_critic_changes_and_only_with_vf_coef(ppo_batch: PPOBatch) -> None:
-    def moved(**changes: Any) -> tuple[bool, bool]:
+    def changed_parts(**changes: Any) -> tuple[bool, bool]:
         one = trainer(**changes)
         before = copy.deepcopy(one.actor_critic.state_dict())
         one.optimiser.optimise(replace(ppo_batch, advantages=torch.zeros_like(ppo_batch.advantages)))
@@ -233,8 +233,8 @@ def test_without_advantages_only_the_critic_changes_and_only_with_vf_coef(ppo_ba
         changed = {key.split(".")[0] for key in after if not torch.equal(after[key], before[key])}
         return "policy" in changed, "value" in changed
 
-    assert moved(vf_coef=0.1) == (False, True)
-    assert moved(vf_coef=0.0) == (False, False)
+    assert changed_parts(vf_coef=0.1) == (False, True)
+    assert changed_parts(vf_coef=0.0) == (False, False)
 
 
 def test_no_step_is_taken_on_a_loss_that_is_nan() -> None:

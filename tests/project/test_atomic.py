@@ -11,7 +11,7 @@ import pytest
 from rlhf_tasks.project import atomic
 
 
-def test_a_folder_appears_whole_with_its_parents(tmp_path: Path) -> None:
+def test_a_folder_appears_complete_with_its_parents(tmp_path: Path) -> None:
     target = tmp_path / "models/sft"
     with atomic.whole(target) as folder:
         (folder / "weights").write_text("w", encoding="utf-8")
@@ -20,7 +20,7 @@ def test_a_folder_appears_whole_with_its_parents(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["sft"]
 
 
-def test_a_folder_replaces_the_old_one_wholly(tmp_path: Path) -> None:
+def test_a_folder_replaces_the_old_one(tmp_path: Path) -> None:
     for name in ("old", "new"):
         with atomic.whole(tmp_path / "out") as folder:
             (folder / name).touch()
@@ -45,7 +45,7 @@ def test_an_error_leaves_the_old_folder_and_no_other(tmp_path: Path, error: type
     ]
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_folders_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".out.partial-dead").mkdir()
     (tmp_path / ".output.partial-other").mkdir()  # of another path
     with atomic.whole(tmp_path / "out"):
@@ -53,7 +53,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".output.partial-other", "out"]
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics/sft.json"
     atomic.write_json(path, {"loss": 1.5})
     atomic.write_json(path, {"loss": 0.5})
@@ -61,7 +61,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["sft.json"]
 
 
-def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+def test_two_writers_of_one_file_use_different_partial_files(tmp_path: Path) -> None:
     path = tmp_path / "answers.json"
     texts = [letter * 200_000 for letter in "abcd"]
     writers = [threading.Thread(target=_write_often, args=(path, text)) for text in texts]

@@ -53,7 +53,7 @@ def test_the_lineage_file_holds_the_run_key_and_input_hashes(project: Path) -> N
     }
 
 
-def test_a_worktree_uses_the_main_checkouts_store(project: Path) -> None:
+def test_a_worktree_uses_the_home_of_the_main_checkout(project: Path) -> None:
     run_git(project, "init", "-q")
     run_git(project, "add", "params.yaml", "dvc.yaml")
     run_git(project, "commit", "-q", "-m", "first")
@@ -62,7 +62,7 @@ def test_a_worktree_uses_the_main_checkouts_store(project: Path) -> None:
     assert Paths(project / "tree").home == project / ".rlhf"
 
 
-def test_what_a_run_writes_itself_makes_no_tree_dirty(project: Path) -> None:
+def test_files_that_a_run_writes_do_not_make_a_tree_dirty(project: Path) -> None:
     run_git(project, "init", "-q")
     run_git(project, "add", ".")
     run_git(project, "commit", "-q", "-m", "first")
@@ -73,13 +73,13 @@ def test_what_a_run_writes_itself_makes_no_tree_dirty(project: Path) -> None:
     assert git.is_dirty(project)
 
 
-def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_dvc_yaml_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist here"):
         dvc_files.graph(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("dvc", "params", "told"),
+    ("dvc", "params", "message"),
     [
         ("stages: [", "{}", "dvc.yaml is not readable as YAML"),
         ("[1]", "{}", "dvc.yaml must hold sections"),
@@ -88,16 +88,16 @@ def test_a_folder_without_dvc_yaml_is_named(tmp_path: Path) -> None:
         (
             "stages: {a: {cmd: x, deps: ['${data.path}/y']}}",
             "data: {}",
-            r"takes data\.path of params\.yaml, which has none",
+            r"needs data\.path, which params\.yaml does not have",
         ),
     ],
 )
-def test_a_graph_that_cannot_be_read_is_the_users_to_mend(dvc: str, params: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_graph_that_cannot_be_read_is_a_user_error(dvc: str, params: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         dvc_files.graph_in(dvc, params)
 
 
-def test_an_out_is_what_its_stage_left_not_what_another_had_read_of_it() -> None:
+def test_the_hash_of_an_out_is_that_of_the_stage_which_wrote_it() -> None:
     lock = """\
 stages:
   sft: {outs: [{path: models/sft, md5: new}], deps: [{path: data/sft, md5: d}]}
@@ -108,8 +108,8 @@ stages:
     assert dvc_files.locked_in("schema: '2.0'") == {}
 
 
-def test_what_is_read_of_a_text_is_the_callers_own_and_told_anew_of_another(project: Path) -> None:
-    """Texts are parsed once a process."""
+def test_callers_may_change_what_they_read_and_a_new_text_is_read_again(project: Path) -> None:
+    """Texts are parsed once per process."""
     lock = (
         "stages:\n  ppo:\n    params: {params.yaml: {ppo: {scorers: [1]}}}\n    outs: [{path: a, md5: '1'}]\n"
     )

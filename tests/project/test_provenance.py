@@ -47,9 +47,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = [sys.executable, "-m", "dvc", "repro", "-q"]
     subprocess.run(words, cwd=made, check=True, start_new_session=True)
     dvc_cli.run(made, "exp", "save", "--force", "--name", "mine", "--include-untracked", "metrics")
-    spool = made / ".rlhf/spool/delivered"
-    spool.mkdir(parents=True)
-    (spool / f"flow-{FLOW}.jsonl").write_text(
+    outbox = made / ".rlhf/outbox"
+    outbox.mkdir(parents=True)
+    (outbox / f"flow-{FLOW}.jsonl").write_text(
         json.dumps({"kind": "tags", "values": {"dvc.exp": "mine"}}) + "\n", encoding="utf-8"
     )
     return made
@@ -69,7 +69,7 @@ def test_every_name_leads_to_the_same_chain(root: Path, name: str) -> None:
 def test_a_flow_run_that_saved_nothing_leads_to_its_commit(root: Path, name: dict[str, str]) -> None:
     head = toy.git(root, "rev-parse", "HEAD").strip()
     record = {"kind": "tags", "values": {"git.rev": head, **name}}
-    file = root / f".rlhf/spool/delivered/flow-{FLOW}.jsonl"
+    file = root / f".rlhf/outbox/flow-{FLOW}.jsonl"
     file.write_text(json.dumps(record) + "\n", encoding="utf-8")
     chain = provenance.find(root, FLOW)
     assert (chain.revision, chain.experiment) == (head, None)
@@ -96,7 +96,7 @@ def test_an_mlflow_run_is_found_in_the_store_of_the_stages(
 def test_an_mlflow_that_does_not_answer_is_a_user_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 cannot be asked"):
+    with pytest.raises(UserError, match=r"cannot be read from MLflow at http://127.0.0.1:9"):
         provenance.find(root, "0" * 32)
 
 

@@ -1,4 +1,4 @@
-"""What git is asked of a project, and what it is told if git cannot say."""
+"""The wrappers for git and DVC, and their errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e]
         ("/srv/git/rlhf.git", "/srv/git/rlhf"),
     ],
 )
-def test_a_project_is_known_by_its_remote_without_protocol_and_login(
+def test_the_address_is_the_remote_without_protocol_and_login(
     tmp_path: Path, remote: str, address: str
 ) -> None:
     toy.git(tmp_path, "init", "-q")
@@ -36,21 +36,19 @@ def test_a_project_is_known_by_its_remote_without_protocol_and_login(
     assert git.address(tmp_path / "part") == f"{address}/part"
 
 
-def test_an_address_that_is_none_leaves_the_folder(tmp_path: Path) -> None:
+def test_the_address_is_the_folder_if_the_remote_is_not_valid(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     toy.git(tmp_path, "remote", "add", "origin", "https://[bad/a")
     assert git.address(tmp_path) == str(tmp_path)
 
 
-def test_a_folder_without_a_commit_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_commit_is_an_error(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     with pytest.raises(UserError, match="has no git commit"):
         git.committed(tmp_path, "params.yaml")
 
 
-def test_a_nameless_user_is_told_before_anything_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_user_without_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = toy.make(tmp_path / "project")
     toy.git(root, "config", "--unset", "user.email")
     for variable in ("HOME", "XDG_CONFIG_HOME"):
@@ -60,21 +58,21 @@ def test_a_nameless_user_is_told_before_anything_runs(
         git.committed(root, "params.yaml")
 
 
-@pytest.mark.parametrize("told", [None, "../shared", "/somewhere/else"])
-def test_the_cache_is_where_dvc_says(tmp_path: Path, told: str | None) -> None:
+@pytest.mark.parametrize("setting", [None, "../shared", "/somewhere/else"])
+def test_the_cache_is_that_of_dvcs_settings(tmp_path: Path, setting: str | None) -> None:
     root = tmp_path / "project"
     (root / "below").mkdir(parents=True)
     dvc_cli.run(root, "init", "-q", "--no-scm")
-    if told is not None:
-        dvc_cli.run(root, "config", "--local", "cache.dir", told)
+    if setting is not None:
+        dvc_cli.run(root, "config", "--local", "cache.dir", setting)
     for folder in (root, root / "below"):
         assert dvc_cli.cache(folder) == Path(dvc_cli.run(folder, "cache", "dir"))
 
 
-def test_no_dvc_repository_and_settings_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+def test_no_dvc_repository_or_invalid_settings_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="in no DVC repository"):
         dvc_cli.cache(tmp_path)
     (tmp_path / ".dvc").mkdir()
     (tmp_path / ".dvc/config").write_text("[cache]\nno_such_key = 1\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"DVC's settings .* cannot be used: .*no_such_key"):
+    with pytest.raises(UserError, match=r"DVC's settings .* are not valid: .*no_such_key"):
         dvc_cli.cache(tmp_path)

@@ -45,7 +45,7 @@ def save(place: Workspace, name: str) -> str:
     return place.save(name, partial(dvc_cli.run, place.folder))
 
 
-def test_a_run_becomes_an_experiment_that_restores_and_touches_nothing(root: Path) -> None:
+def test_a_run_becomes_an_experiment_and_does_not_change_the_working_tree(root: Path) -> None:
     place = create(root, overrides={"ppo.kl_coef": 0.25})
     assert config.load(place.folder / "params.yaml").ppo.kl_coef == 0.25
     repro(place.folder)
@@ -73,12 +73,12 @@ def second_comment(root: Path) -> list[str]:
 def test_a_second_workspace_has_the_first_ones_outs_from_the_shared_cache(root: Path) -> None:
     first, second = create(root, "one"), create(root, "two")
     repro(first.folder)
-    told = dvc_cli.run(second.folder, "repro")
-    assert told.count("is cached - skipping run") == 2
+    output = dvc_cli.run(second.folder, "repro")
+    assert output.count("is cached - skipping run") == 2
     assert (second.folder / "second.txt").read_bytes() == (first.folder / "second.txt").read_bytes()
 
 
-def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
+def test_a_workspace_has_the_present_data_and_other_changes_are_listed(root: Path) -> None:
     (root / "given/rows.txt").write_text("newer\n", encoding="utf-8")
     (root / "second.sh").write_text("exit 1\n", encoding="utf-8")
     assert workspace_inputs.unseen(root, "given") == ["second.sh"]
@@ -87,7 +87,7 @@ def test_data_of_now_is_seen_and_other_changes_are_named(root: Path) -> None:
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
 
 
-def test_what_a_killed_run_left_is_replaced(root: Path) -> None:
+def test_the_workspace_of_a_killed_run_is_replaced(root: Path) -> None:
     left = create(root)
     (left.folder / "rubbish").touch()
     left.lock.release()  # as the kernel does for a killed process
@@ -99,7 +99,7 @@ def test_what_a_killed_run_left_is_replaced(root: Path) -> None:
     create(root).remove()
 
 
-def test_what_vanished_processes_left_goes_and_what_is_worked_in_stays(root: Path) -> None:
+def test_only_workspaces_of_dead_processes_are_removed(root: Path) -> None:
     kept, left = create(root, "kept"), create(root, "left")
     left.lock.release()
     elsewhere = (
@@ -111,22 +111,22 @@ def test_what_vanished_processes_left_goes_and_what_is_worked_in_stays(root: Pat
     assert kept.folder.exists()
     assert elsewhere.exists()
     workspaces.remove(root, "elsewhere")
-    with pytest.raises(UserError, match="a process still works in the workspace kept"):
+    with pytest.raises(UserError, match="another process uses the workspace kept"):
         create(root, "kept")
     kept.remove()
     assert list((root / ".rlhf/workspaces").iterdir()) == []
 
 
-def test_a_run_sees_the_commit_it_is_given(root: Path) -> None:
+def test_a_workspace_has_the_given_commit(root: Path) -> None:
     before = git.resolve(root, None)
     toy.write_script(root, ["exit 1"])
     place = create(root, revision=before)
     assert (place.folder / "second.sh").read_text(encoding="utf-8") == toy.SECOND
-    with pytest.raises(UserError, match="revision='no-such' is no commit, branch or tag"):
+    with pytest.raises(UserError, match="revision='no-such' is not a commit, branch or tag"):
         git.resolve(root, "no-such")
 
 
-def test_a_remote_told_relative_to_the_project_is_the_same_from_a_workspace(root: Path) -> None:
+def test_a_relative_remote_is_the_same_in_a_workspace(root: Path) -> None:
     dvc_cli.run(root, "remote", "add", "--default", "store", "../store")
     dvc_cli.run(root, "remote", "add", "--local", "own", "own-store")
     toy.commit(root)
@@ -153,17 +153,17 @@ def test_links_in_the_data_are_followed(root: Path) -> None:
         assert not (place.folder / "given" / name).is_symlink()
 
 
-def test_data_that_no_copy_can_hold_is_named(root: Path) -> None:
+def test_data_that_cannot_be_copied_is_an_error(root: Path) -> None:
     (root / "given/away.txt").symlink_to("nowhere.txt")
     (root / "given/up").symlink_to("..")
     os.mkfifo(root / "given/pipe")
-    with pytest.raises(UserError, match=r"data.path='given' has up, .*away\.txt.*; take them out") as told:
+    with pytest.raises(UserError, match=r"data.path='given' has up, .*away\.txt.*; remove them") as caught:
         create(root)
-    assert "pipe" in str(told.value)
+    assert "pipe" in str(caught.value)
     assert list((root / ".rlhf/workspaces").iterdir()) == []
 
 
-def test_inputs_that_only_the_working_tree_has_are_named(root: Path) -> None:
+def test_inputs_that_only_the_working_tree_has_are_an_error(root: Path) -> None:
     (root.parent / "shared.sh").write_text(toy.SECOND, encoding="utf-8")
     (root / "second.sh").unlink()
     (root / "second.sh").symlink_to("../shared.sh")
@@ -172,11 +172,11 @@ def test_inputs_that_only_the_working_tree_has_are_named(root: Path) -> None:
     file.write_text(text, encoding="utf-8")
     toy.commit(root)
     (root / "extra.txt").touch()
-    with pytest.raises(UserError, match=r"cannot see extra\.txt, second\.sh: it sees what is in git"):
+    with pytest.raises(UserError, match=r"cannot see extra\.txt, second\.sh: it sees only files in git"):
         create(root)
 
 
-def test_a_project_below_the_repositorys_top_works_too(tmp_path: Path) -> None:
+def test_a_project_may_be_below_the_top_of_the_repository(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)
     inner = tmp_path / "inner"
@@ -199,7 +199,7 @@ def test_stages_run_the_code_of_the_workspaces_commit(root: Path, monkeypatch: p
     assert place.environment() == {"PYTHONPATH": os.pathsep.join([str(place.folder), "given-before"])}
 
 
-def test_data_outside_the_project_is_refused_and_left_alone(root: Path) -> None:
+def test_relative_data_outside_of_the_project_is_an_error(root: Path) -> None:
     outside = root.parent / "corpus"
     outside.mkdir()
     (outside / "sft.jsonl").write_text("the user's own", encoding="utf-8")
@@ -209,7 +209,7 @@ def test_data_outside_the_project_is_refused_and_left_alone(root: Path) -> None:
     assert not (root / ".rlhf/workspaces/one").exists()
 
 
-def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
+def test_a_workspace_starts_from_an_experiment_with_the_same_parameters(root: Path) -> None:
     first = create(root, "one")
     assert first.like is None
     repro(first.folder)
@@ -218,8 +218,8 @@ def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
     first.remove()
     again = create(root, "two")
     assert again.like == (commit, "before")
-    told = dvc_cli.run(again.folder, "repro")
-    assert told.count("didn't change, skipping") == 2, "not restored one by one"
+    output = dvc_cli.run(again.folder, "repro")
+    assert output.count("didn't change, skipping") == 2, "not restored one by one"
     assert again.is_like()
     assert sorted(git.changed(again.folder)) == ran, "as if it had run there"
     (root / "given/rows.txt").write_text("others\n", encoding="utf-8")
@@ -228,7 +228,7 @@ def test_what_was_asked_before_begins_with_what_came_of_it(root: Path) -> None:
     assert not later.is_like(), "other data"
 
 
-def test_other_parameters_or_another_commit_were_not_asked_before(root: Path) -> None:
+def test_an_experiment_with_other_parameters_or_another_commit_is_not_used(root: Path) -> None:
     first = create(root, "one")
     repro(first.folder)
     save(first, "before")

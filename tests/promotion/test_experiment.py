@@ -95,8 +95,8 @@ def tags(root: Path, number: str) -> dict[str, str]:
 
 
 def champion(root: Path) -> str:
-    found = MlflowClient(embedded_uri(root / ".rlhf")).get_registered_model(NAME).aliases
-    return str(found["champion"])
+    aliases = MlflowClient(embedded_uri(root / ".rlhf")).get_registered_model(NAME).aliases
+    return str(aliases["champion"])
 
 
 def seen(root: Path) -> dict[str, str]:
@@ -166,7 +166,7 @@ OWN_FILES: dict[str, Any] = {
 
 
 def write_own_files(root: Path, text: str, score: int) -> None:
-    """What the judges and retention tests of OWN_FILES read, told apart by a text and a score."""
+    """What the judges and retention tests of OWN_FILES read, which a text and a score identify."""
     (root / "elsewhere").mkdir(exist_ok=True)
     texts = {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text}
     for name, content in texts.items():
@@ -244,7 +244,7 @@ def test_results_that_cannot_be_found_are_measured_again(
     md5 = hashing.dvc_md5(root / "given/results.json")
     planted.blob(root / ".dvc/cache", md5).unlink()
     assert main.main(["promote", "one"]) == 0
-    assert "evaluation/judge of one cannot be found: the policy will be judged again" in (
+    assert "evaluation/judge of one cannot be aliases: the policy will be judged again" in (
         capsys.readouterr().out
     )
     assert measured.compared == ["models/sft"]
@@ -255,7 +255,7 @@ def test_a_missing_lineage_is_only_a_warning(root: Path, capsys: pytest.CaptureF
     md5 = hashing.dvc_md5(root / "given/lineage.json")
     planted.blob(root / ".dvc/cache", md5).unlink()
     assert main.main(["promote", "one"]) == 0
-    assert "models/lineage/ppo.json of one cannot be found" in capsys.readouterr().out
+    assert "models/lineage/ppo.json of one cannot be aliases" in capsys.readouterr().out
     assert "rlhf.run" not in tags(root, "1")
 
 

@@ -68,9 +68,9 @@ def test_the_same_bytes_are_registered_once(registry: Registry) -> None:
     again = registry.register("a.dir", "models/policy", {"dvc.exp": "two"}, None)
     other = registry.register("b.dir", "models/policy", {}, None)
     assert (first.number, again.number, other.number) == ("1", "1", "2")
-    found = registry.client.get_model_version(NAME, "1")
-    assert found.source == "dvc:/models/policy/a.dir"
-    assert (found.tags["dvc.md5"], found.tags["dvc.exp"]) == ("a.dir", "two")
+    version = registry.client.get_model_version(NAME, "1")
+    assert version.source == "dvc:/models/policy/a.dir"
+    assert (version.tags["dvc.md5"], version.tags["dvc.exp"]) == ("a.dir", "two")
 
 
 def test_a_version_names_its_run(registry: Registry, home: Path) -> None:
@@ -147,11 +147,11 @@ def test_a_verdict_replaces_the_earlier_one(registry: Registry) -> None:
     registry.record(version, {"": "refused", "kl": "11 <= 10: failed", "old": "x"}, "text")
     again = made(registry, "a.dir")
     registry.record(again, {"": "promoted", "criteria": "kl: 1.5"}, "other text")
-    found = registry.client.get_model_version(NAME, "1")
-    tags = {k: v for k, v in found.tags.items() if k.startswith("verdict")}
+    stored = registry.client.get_model_version(NAME, "1")
+    tags = {k: v for k, v in stored.tags.items() if k.startswith("verdict")}
     assert tags == {"verdict": "promoted", "verdict.criteria": "kl: 1.5"}
-    assert found.description == "other text"
-    assert found.tags["dvc.path"] == "models/policy"
+    assert stored.description == "other text"
+    assert stored.tags["dvc.path"] == "models/policy"
 
 
 @pytest.mark.slow

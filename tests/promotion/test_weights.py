@@ -29,10 +29,10 @@ def test_weights_come_from_the_cache_by_hash(project: Path) -> None:
     planted.cached(POLICY, project / ".dvc/cache")
     assert weights.is_cached(project, md5)
     shutil.rmtree(POLICY)
-    found = restore(project, md5)
-    assert (found / "weights").read_text(encoding="utf-8") == "better"
-    assert hashing.dvc_md5(found) == md5
-    assert restore(project, md5) == found, "the second time it exists"
+    folder = restore(project, md5)
+    assert (folder / "weights").read_text(encoding="utf-8") == "better"
+    assert hashing.dvc_md5(folder) == md5
+    assert restore(project, md5) == folder, "the second time it exists"
 
 
 def test_an_altered_cache_is_not_used(project: Path) -> None:
@@ -60,8 +60,8 @@ def test_weights_come_from_a_commit_if_the_cache_is_empty(project: Path) -> None
     subprocess.run([sys.executable, "-m", "dvc", "push", "-q"], check=True)
     shutil.rmtree(project / ".dvc/cache")
     shutil.rmtree(POLICY)
-    found = restore(project, md5, path=str(POLICY), rev="HEAD")
-    assert hashing.dvc_md5(found) == md5
+    folder = restore(project, md5, path=str(POLICY), rev="HEAD")
+    assert hashing.dvc_md5(folder) == md5
 
 
 def test_weights_come_from_their_first_folder_unless_it_changed(project: Path) -> None:

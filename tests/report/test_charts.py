@@ -17,9 +17,9 @@ def curve(*points: tuple[float, float], name: str = "m") -> Curve:
 
 def drawn(svg: str) -> list[tuple[float, float]]:
     """The points of the first line in a chart."""
-    found = re.search(r'<polyline class="line s0" points="([^"]+)"', svg)
-    assert found
-    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in found[1].split())]
+    match = re.search(r'<polyline class="line s0" points="([^"]+)"', svg)
+    assert match
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in match[1].split())]
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,9 @@ def drawn(svg: str) -> list[tuple[float, float]]:
     ],
 )
 def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: list[float]) -> None:
-    found = charts.ticks(low, high)
-    assert found == pytest.approx(expected)
-    assert found[0] <= low <= high <= found[-1]
+    marks = charts.ticks(low, high)
+    assert marks == pytest.approx(expected)
+    assert marks[0] <= low <= high <= marks[-1]
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_labels_have_the_decimals_their_step_needs(values: list[float], expected
         (math.nan, "not a number"),
     ],
 )
-def test_numbers_are_written_for_reading(value: float, expected: str) -> None:
+def test_numbers_are_rounded_for_people(value: float, expected: str) -> None:
     assert charts.number(value) == expected
 
 
-def test_a_line_runs_from_edge_to_edge_and_up_means_more() -> None:
+def test_a_line_goes_from_edge_to_edge_and_larger_values_are_higher() -> None:
     points = drawn(charts.line_chart("x", "step", [curve((0, 0), (5, 10), (10, 5))]))
     left, right = charts.LEFT, charts.WIDTH - charts.RIGHT
     top, floor = charts.TOP, charts.HEIGHT - charts.BOTTOM
@@ -75,21 +75,21 @@ def test_a_line_runs_from_edge_to_edge_and_up_means_more() -> None:
 
 def test_a_band_covers_its_range_of_the_axis() -> None:
     svg = charts.line_chart("KL", "episode", [curve((0, 1), (1, 20))], band=(0, 10))
-    found = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
-    assert found
-    assert float(found[2]) == pytest.approx((charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2, abs=0.1)
+    match = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
+    assert match
+    assert float(match[2]) == pytest.approx((charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2, abs=0.1)
 
 
-def test_a_long_line_is_its_mean_in_a_band_that_keeps_the_spike() -> None:
+def test_a_long_line_is_drawn_as_means_with_a_band_that_keeps_a_spike() -> None:
     steps = 24_000  # 200 to a bucket
     points = [(float(k), 100.0 if k == 12_345 else float(k % 2)) for k in range(steps)]
     svg = charts.line_chart("x", "step", [curve(*points)])
     line = drawn(svg)
     assert len(line) == charts.MAX_BUCKETS
     assert [x for x, _ in line] == sorted(x for x, _ in line)
-    found = re.search(r'<polygon class="ribbon s0" points="([^"]+)"', svg)
-    assert found
-    heights = [float(pair.split(",")[1]) for pair in found[1].split()]
+    match = re.search(r'<polygon class="ribbon s0" points="([^"]+)"', svg)
+    assert match
+    heights = [float(pair.split(",")[1]) for pair in match[1].split()]
     assert min(heights) == charts.TOP, "100 is the top tick"
     floor, height = charts.HEIGHT - charts.BOTTOM, charts.HEIGHT - charts.BOTTOM - charts.TOP
     spiked, *others = sorted(y for _, y in line)
@@ -98,7 +98,7 @@ def test_a_long_line_is_its_mean_in_a_band_that_keeps_the_spike() -> None:
     assert "highest 100" in svg
 
 
-def test_a_curves_own_band_and_the_diagonal_stand_where_the_numbers_are() -> None:
+def test_a_curves_own_band_and_the_diagonal_are_at_their_values() -> None:
     one = Curve("m", (0.0, 1.0), (0.4, 0.6), low=(0.2, 0.4), high=(0.6, 1.0))
     svg = charts.line_chart("x", "confidence", [one], diagonal=True)
     left, right, floor = charts.LEFT, charts.WIDTH - charts.RIGHT, charts.HEIGHT - charts.BOTTOM
@@ -113,13 +113,13 @@ def test_a_curves_own_band_and_the_diagonal_stand_where_the_numbers_are() -> Non
     assert f'<line class="guide" x1="{left:.1f}" y1="{y(0)}" x2="{right:.1f}" y2="{y(1)}"/>' in svg
 
 
-def test_one_point_is_a_dot_and_none_is_refused() -> None:
+def test_one_point_is_a_dot_and_no_point_is_an_error() -> None:
     assert "<circle" in charts.line_chart("x", "step", [curve((3, 4))])
     with pytest.raises(ValueError, match="nothing to draw"):
         charts.line_chart("x", "step", [curve()])
 
 
-def test_a_bar_and_its_whisker_stand_where_the_numbers_are() -> None:
+def test_a_bar_and_its_whisker_are_at_their_values() -> None:
     svg = charts.rate_bar("A against B", 0.75, 0.5, 1.0, "level")
     assert 'class="bar level" x="8" y="7" width="168.0"' in svg  # ¾ of 224
     assert '<line class="whisker" x1="120.0" y1="14.0" x2="232.0" y2="14.0"/>' in svg

@@ -81,9 +81,9 @@ def test_an_experiment_is_read_without_checking_it_out(tmp_path: Path) -> None:
     toy.commit(root)
     toy.git(root, "update-ref", f"refs/exps/00/{'0' * 38}/mine", "HEAD")
     toy.git(root, "rm", "-q", "-r", "metrics")
-    found = comparison.read(root, "a", 1, "mine")
-    assert found.metrics == {"first/x.y": 2}
-    assert found.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
+    run = comparison.read(root, "a", 1, "mine")
+    assert run.metrics == {"first/x.y": 2}
+    assert run.curves == {"ppo": [{"episode": 64.0, "objective/kl": 0.5}]}
     assert experiments.find(root, "ine") is None, "whole names only"
     with pytest.raises(UserError, match="no experiment 'other'"):
         comparison.read(root, "a", 1, "other")

@@ -58,18 +58,18 @@ def test_pairs_are_scored_at_their_last_real_token(family: Family, pad: int) -> 
 
 
 @pytest.mark.parametrize("pad", [PAD, EOS])
-def test_the_lm_term_is_the_mean_surprise_of_each_chosen_answer(pad: int) -> None:
+def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
     policy = small.causal()
     scores = small.scores()
     scores.model.base_model.load_state_dict(policy.base_model.state_dict())
     learner = Learner(scores, policy.get_output_embeddings())
     plain = pairs(pad).sums(learner, range(6), torch.device("cpu"))["loss"].item()
     found = pairs(pad, lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"].item()
-    surprises = []
+    nlls = []
     for query, answer in zip(QUERIES, CHOSEN, strict=True):
         log_p = small.logits_alone(policy, query, answer).log_softmax(-1)
-        surprises.append(-sum(log_p[t, token].item() for t, token in enumerate(answer)) / len(answer))
-    assert found - plain == pytest.approx(0.3 * sum(surprises), rel=1e-4)
+        nlls.append(-sum(log_p[t, token].item() for t, token in enumerate(answer)) / len(answer))
+    assert found - plain == pytest.approx(0.3 * sum(nlls), rel=1e-4)
 
 
 def test_micro_batches_change_no_sum_of_pairs() -> None:
@@ -101,7 +101,7 @@ def test_no_prompt_trains_both_models() -> None:
 
 
 def mean_score_of_demonstrations(folder: Path) -> float:
-    """With every row alone."""
+    """Every row is scored alone."""
     words, rows = load_tokenizer(folder), read_table(Paths(), "sft", "train")
     queries = encode(words, [row["prompt"] for row in rows])
     answers = encode_answers(words, [row["completion"] for row in rows])
@@ -134,7 +134,7 @@ def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
     assert trained() == trained()
 
 
-def test_a_ready_reward_model_without_its_head_is_refused(models_here: Path) -> None:
+def test_an_existing_reward_model_without_its_head_is_an_error(models_here: Path) -> None:
     with pytest.raises(contracts.ContractError, match="models/base lacks its trained head"):
         reward.run(small.view("reward", {"reward.from": "models/base"}), Paths(), NullTracker())
 
@@ -163,10 +163,8 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here:
     assert OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1
 
 
-def test_no_reward_model_is_made_where_none_is_asked_for(
-    models_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(models, "load_causal", None)  # nothing is loaded
+def test_without_reward_training_the_outs_hold_only_a_readme(models_here: Path) -> None:
+    (Paths().sft / "model.safetensors").unlink()  # nothing loads it
     for out in OUTS.values():
         assert contracts.is_made(out)
     assert reward.run(small.view("reward", small.WITHOUT_REWARD), Paths(), NullTracker()) == {}

@@ -34,7 +34,7 @@ def validation_loss(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("family", small.FAMILIES)
-def test_a_base_is_trained_from_nothing_on_prompts(family: small.Family, models_here: Path) -> None:
+def test_a_base_is_trained_from_scratch_on_prompts(family: small.Family, models_here: Path) -> None:
     before = contracts.fingerprint(Paths().base)
     metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), Paths(), NullTracker())
     model = models.load_causal(Paths().base)
@@ -51,7 +51,7 @@ def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None
     assert contracts.identity_of(Paths().sft)["parents"] == {"base": contracts.fingerprint(Paths().base)}
 
 
-def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:
+def test_sft_keeps_the_weights_with_the_lowest_validation_loss(models_here: Path) -> None:
     tracker = NullTracker("sft")
     settings = SMALL | {"sft.learning_rate": 0.05, "sft.num_epochs": 20.0}  # so fast that it overshoots
     metrics = sft.run(small.view("sft", settings), Paths(), tracker)
@@ -59,7 +59,7 @@ def test_sft_goes_back_to_its_validation_minimum(models_here: Path) -> None:
     assert metrics["step_kept"] == min(tried, key=lambda step: tried[step])
     assert metrics["loss"] == pytest.approx(min(tried.values()), rel=1e-4)
     assert metrics["steps_trained"] == max(tried) > metrics["step_kept"]
-    assert len([step for step in tried if step > metrics["step_kept"]]) == 2  # its patience
+    assert len([step for step in tried if step > metrics["step_kept"]]) == 2  # the patience
 
 
 def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:

@@ -1,34 +1,44 @@
-"""A project with a store of its own, whose runs are delivered when a test says so."""
+"""A project with a store of its own. Runs are delivered by the test, or by a real uploader."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks.tracking import context, courier, rendezvous
+from rlhf_tasks.tracking import context, uploader
 from rlhf_tasks.tracking.store import embedded_uri
 
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with its tables made, which takes seconds, to copy from."""
+    """A store whose tables exist: creating them takes seconds."""
     home = tmp_path_factory.mktemp("store")
     MlflowClient(embedded_uri(home)).search_experiments()
     return home / "mlflow.db"
 
 
 @pytest.fixture
-def home(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The .rlhf folder of a project; couriers wait for `deliver`, so that tests say when."""
+def store(project: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The project's `.rlhf` folder with a store; stages start real uploaders."""
+    for name, value in context.HTTP_BOUNDS.items():
+        monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     folder = project / ".rlhf"
     folder.mkdir()
     shutil.copy(empty_database, folder)
-    monkeypatch.setattr(rendezvous, "start_courier", lambda post: None)
-    monkeypatch.setattr(rendezvous, "await_delivery", lambda *waited: True)
-    monkeypatch.setattr(courier, "RETRY_SECONDS", 0.0)
-    for name, value in context.HTTP_BOUNDS.items():
-        monkeypatch.setenv(name, value if name != "MLFLOW_HTTP_REQUEST_MAX_RETRIES" else "0")
-    return folder
+    yield folder
+    mlflow.set_tracking_uri(None)  # type: ignore[arg-type]  # a delivery of traces sets the global address
+
+
+@pytest.fixture
+def home(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same without uploaders: a test calls `sync`, or `step` of an uploader of its own."""
+    monkeypatch.setattr(uploader, "start", lambda outbox: None)
+    monkeypatch.setattr(uploader, "wait", lambda *_: True)
+    monkeypatch.setattr(uploader, "RETRY_SECONDS", 0.0)
+    return store

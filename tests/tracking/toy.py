@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,32 +16,85 @@ from typing import Any
 import httpx
 from mlflow.tracking import MlflowClient
 
-from rlhf_tasks import config
+from rlhf_tasks import config, tracking
 from rlhf_tasks.config import Stage, StageView
-from rlhf_tasks.tracking import courier, dashboard
-from rlhf_tasks.tracking.spool import pending
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import dashboard
+from rlhf_tasks.tracking.outbox import Outbox, Record
 from rlhf_tasks.tracking.store import embedded_uri
 from tests.flows.toy import until
 
-
-def view(stage: Stage = "sft", **tracked: Any) -> StageView:
-    settings = config.load()
-    section = settings.tracking.model_copy(update=tracked)
-    return config.VIEWS[stage].of(settings.model_copy(update={"tracking": section}))
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port: connections are refused at once
 
 
-def deliver(home: Path) -> None:
-    for spool in pending(home / "spool"):
-        assert courier.deliver(spool) is None
+def view(stage: Stage = "sft", **settings: Any) -> StageView:
+    """The stage's view of the project's parameters, with these settings of `tracking`."""
+    values = config.load()
+    section = values.tracking.model_copy(update=settings)
+    return config.VIEWS[stage].of(values.model_copy(update={"tracking": section}))
+
+
+def log(key: str, losses: Sequence[tuple[int, float]] = (), stage: Stage = "sft", **settings: Any) -> None:
+    """A stage's run with these points of `train/loss`."""
+    with tracking.open_run(Paths(), stage, view(stage, **settings), key=key) as tracker:
+        for step, loss in losses:
+            tracker.metrics({"train/loss": loss}, step=step)
+
+
+def record(home: Path, key: str) -> Record:
+    return Outbox.of(home).record(key)
+
+
+def pending(home: Path) -> set[str]:
+    """The keys of the runs that MLflow does not have completely."""
+    return {record.key for record in Outbox.of(home).pending()}
+
+
+def killed(home: Path, key: str) -> None:
+    """Turn a run's record into that of a process that was killed: it has no end, and the process is gone."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    file = record(home, key).file
+    events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    kept = [event for event in events if event["kind"] not in ("end", "figure")]
+    latest = [event for event in kept if event["kind"] == "run"][-1]
+    latest["process"] = f"{platform.node()}:{gone.pid}:1"
+    file.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
 
 
 def runs(home: Path, uri: str | None = None) -> dict[str, Any]:
-    """The runs of the store by name, the latest of each name."""
+    """The runs of the store by name, the latest of each name; empty before the first delivery."""
     client = MlflowClient(uri or embedded_uri(home))
     experiment = client.get_experiment_by_name("rlhf")
-    assert experiment is not None
-    found = client.search_runs([experiment.experiment_id])
-    return {run.info.run_name.split("-")[0]: run for run in reversed(found)}
+    rows = client.search_runs([experiment.experiment_id]) if experiment is not None else []
+    return {run.info.run_name.split("-")[0]: run for run in reversed(rows)}
+
+
+def status(home: Path, *names: str) -> list[str]:
+    return [runs(home)[name].info.status for name in names]
+
+
+def reason(home: Path, name: str) -> str | None:
+    """Why MLflow shows the run as failed or killed."""
+    text: str | None = runs(home)[name].data.tags.get("rlhf.reason")
+    return text
+
+
+def points(
+    home: Path, stage: str = "sft", name: str = "train/loss", uri: str | None = None
+) -> list[tuple[int, float]]:
+    """What MLflow has of a curve; empty before the run is there."""
+    run = runs(home, uri).get(stage)
+    history = MlflowClient(uri or embedded_uri(home)).get_metric_history(run.info.run_id, name) if run else []
+    return sorted((point.step, point.value) for point in history)
+
+
+def artifact(home: Path, stage: str, path: str) -> Path:
+    return Path(MlflowClient(embedded_uri(home)).download_artifacts(runs(home)[stage].info.run_id, path))
+
+
+def table(home: Path, stage: str, name: str) -> Any:
+    return json.loads(artifact(home, stage, f"tables/{name}.json").read_text(encoding="utf-8"))
 
 
 def answers(url: str) -> bool:

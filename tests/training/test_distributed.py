@@ -115,6 +115,14 @@ def test_ppo_on_two_processes_is_finite_and_written_once(project: Path) -> None:
     assert 0.5 < found["val/ratio"] < 2
     samples = pq.read_table("evaluation/ppo/samples.parquet").to_pylist()
     assert len(samples) == 2 * 4, "before and after, four prompts, one process"
+    answers = pq.read_table("evaluation/ppo/answers.parquet").to_pylist()
+    prompts = pq.read_table("data/prompts/validation.parquet").column("prompt").to_pylist()[:8]
+    assert [(row["episode"], row["prompt"]) for row in answers] == [
+        (at, p) for at in (0, 32) for p in prompts
+    ]
+    assert curve("ppo")[0]["eval/kl"] == "0.0", "before training the policy is the reference"
+    assert float(curve("ppo")[-1]["eval/kl"]) != 0
+    assert {"selected_kl", "selected_kl_standard_error"} <= found.keys()
     models.load_causal("models/policy")
     assert done.stdout.count("ppo: done in") == 1
     assert not list(Path().rglob("*.partial-*"))

@@ -1,4 +1,4 @@
-"""Runs read back from MLflow: a pipeline's with its stages', or one stage's. Imports MLflow; no torch."""
+"""Runs read from MLflow: a pipeline's run with its stages, or one stage's run. Imports MLflow; no torch."""
 
 from __future__ import annotations
 
@@ -24,81 +24,81 @@ IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredRun:
     """What MLflow has of a run, by stage."""
 
     run: str
     """MLflow's id."""
     experiment: str | None
-    """The DVC experiment that came of it (tag `dvc.exp`)."""
+    """The DVC experiment that was saved after it (tag `dvc.exp`)."""
     parameters: Mapping[str, str]
     metrics: Mapping[str, Mapping[str, float]]
-    """The last value of each."""
+    """The last value of each metric."""
     curves: Mapping[str, Sequence[Mapping[str, float]]]
-    """A dict per point, its x axis first; of the metrics that were asked for."""
+    """A dict per point, the x axis first, of the metrics in `drawn`."""
 
 
-def find(uri: str | None, home: Path, asked: str, drawn: Sequence[str]) -> Record | None:
+def find(uri: str | None, home: Path, name: str, drawn: Sequence[str]) -> StoredRun | None:
     """The run of this id, key (`rlhf.run`, `rlhf.pipeline`) or name; the newest of several of one name.
 
-    `drawn` are the ends of the names of metrics whose whole history is wanted.
+    `drawn` are the endings of the names of metrics whose whole history is read.
 
     Raises:
-        UserError: if MLflow cannot be asked.
+        UserError: if MLflow does not answer.
     """
-    if "'" in asked or (uri is None and not (home / "mlflow.db").exists()):
+    if "'" in name or (uri is None and not (home / "mlflow.db").exists()):
         return None
-    with _asking(uri, home, asked) as client:
-        run = _found(client, asked)
-        return None if run is None else _record(client, run, drawn)
+    with _client(uri, home, name) as client:
+        run = _search(client, name)
+        return None if run is None else _stored_run(client, run, drawn)
 
 
-def tags(uri: str | None, home: Path, run: str) -> dict[str, str]:
-    """Those of the run of this id; empty if there is no such run.
+def tags(uri: str | None, home: Path, identity: str) -> dict[str, str]:
+    """The tags of the run of this id; empty if there is no such run.
 
     Raises:
-        UserError: if MLflow cannot be asked.
+        UserError: if MLflow does not answer.
     """
     if uri is None and not (home / "mlflow.db").exists():
         return {}
-    with _asking(uri, home, run) as client:
-        found = _of_identity(client, run)
-        return {} if found is None else dict(found.data.tags)
+    with _client(uri, home, identity) as client:
+        run = _get(client, identity)
+        return {} if run is None else dict(run.data.tags)
 
 
 @contextmanager
-def _asking(uri: str | None, home: Path, asked: str) -> Iterator[MlflowClient]:
-    """Raises UserError if MLflow does not answer what is asked while this lasts."""
+def _client(uri: str | None, home: Path, name: str) -> Iterator[MlflowClient]:
+    """A client; raises UserError if MLflow does not answer inside the block."""
     context.bound_requests()
     try:
         yield MlflowClient(uri or embedded_uri(home))
     except (MlflowException, SQLAlchemyError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         where = uri or home / "mlflow.db"
-        raise UserError(f"MLflow at {where} cannot be asked for {asked}: {reason}") from None
+        raise UserError(f"run {name} cannot be read from MLflow at {where}: {reason}") from None
 
 
-def _found(client: MlflowClient, asked: str) -> Run | None:
-    places = [experiment.experiment_id for experiment in client.search_experiments()]
-    if IDENTITY.fullmatch(asked):
-        return _of_identity(client, asked)
+def _search(client: MlflowClient, name: str) -> Run | None:
+    if IDENTITY.fullmatch(name):
+        return _get(client, name)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     for attribute in NAMED_BY:
-        runs = client.search_runs(places, f"{attribute} = '{asked}'", max_results=1)
+        runs = client.search_runs(experiments, f"{attribute} = '{name}'", max_results=1)
         if runs:
             return runs[0]
     return None
 
 
-def _of_identity(client: MlflowClient, run: str) -> Run | None:
+def _get(client: MlflowClient, identity: str) -> Run | None:
     try:
-        return client.get_run(run)
+        return client.get_run(identity)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise
 
 
-def _record(client: MlflowClient, run: Run, drawn: Sequence[str]) -> Record:
+def _stored_run(client: MlflowClient, run: Run, drawn: Sequence[str]) -> StoredRun:
     inside = f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{run.info.run_id}'"
     children = client.search_runs(
         [run.info.experiment_id], inside, order_by=["attributes.start_time ASC"], max_results=1000
@@ -107,7 +107,7 @@ def _record(client: MlflowClient, run: Run, drawn: Sequence[str]) -> Record:
     parameters = dict(run.data.params)
     for part in parts.values():
         parameters |= part.data.params
-    return Record(
+    return StoredRun(
         run.info.run_id,
         run.data.tags.get("dvc.exp"),
         parameters,
@@ -117,7 +117,7 @@ def _record(client: MlflowClient, run: Run, drawn: Sequence[str]) -> Record:
 
 
 def _final(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A stage's result stands under `final/NAME` where the curve NAME ended elsewhere."""
+    """A stage's result is `final/NAME` if the curve NAME ended at another value."""
     ends = {name: value for name, value in metrics.items() if name.startswith("final/")}
     others = {name: value for name, value in metrics.items() if name not in ends}
     return others | {name.removeprefix("final/"): value for name, value in ends.items()}

@@ -1,0 +1,404 @@
+"""Nothing is lost or doubled, whatever happens to the stage, the uploader or the server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE, REQUEST_LIMIT_EXCEEDED
+from mlflow.tracing.client import TracingClient
+from mlflow.tracking import MlflowClient
+
+from rlhf_tasks import config, tracking
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import context, rejections, uploader
+from rlhf_tasks.tracking import pipeline as tracking_pipeline
+from rlhf_tasks.tracking.delivery import Delivery
+from rlhf_tasks.tracking.outbox import Outbox
+from rlhf_tasks.tracking.store import embedded_uri
+from rlhf_tasks.tracking.uploader import Uploader, sync
+from tests.tracking.toy import (
+    UNREACHABLE,
+    killed,
+    log,
+    pending,
+    points,
+    reason,
+    record,
+    runs,
+    status,
+    table,
+    view,
+)  # fmt: skip
+
+
+@pytest.fixture
+def flow(home: Path, monkeypatch: pytest.MonkeyPatch) -> Uploader:
+    """An uploader in this process; the runs of the test belong to one flow."""
+    monkeypatch.setenv("RLHF_PARENT_RUN", "flow-1")
+    return Uploader(Outbox.of(home))
+
+
+def last_error(home: Path, key: str) -> str | None:
+    return record(home, key).state().last_error
+
+
+# ---------------------------------------------------------------------------------- the server
+
+
+def test_a_run_is_kept_if_the_server_cannot_be_reached_and_that_is_printed_once(
+    home: Path, flow: Uploader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tracking.open_run(Paths(), "sft", view(uri=UNREACHABLE), key="k") as tracker:
+        tracker.metrics({"train/loss": 2.0}, step=1)
+        flow.step()
+        tracker.metrics({"train/loss": 1.0}, step=2)
+        tracker.metrics({"train/loss": 0.5}, step=3)
+    assert capsys.readouterr().out.count("MLflow cannot be reached (MlflowException: ") == 1
+    flow.serve()
+    assert record(home, "k").state().failed
+    delivered, failed = sync(home)
+    assert (delivered, list(failed)) == (0, ["k"])
+    assert failed["k"].startswith("MlflowException")
+
+
+def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests(
+    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, away = MlflowClient.log_batch, list[bool]()
+
+    def log_batch(self: MlflowClient, *args: Any, **options: Any) -> Any:
+        if away:
+            raise MlflowException("away")
+        return real(self, *args, **options)
+
+    def errors() -> list[str | None]:
+        flow.step()
+        return [last_error(home, "sft-1"), last_error(home, "ppo-1")]
+
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    with tracking.open_run(Paths(), "sft", view(), key="sft-1") as sft:
+        with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1") as ppo:
+            sft.metrics({"train/loss": 2.0}, step=1)
+            ppo.metrics({"train/loss": 4.0}, step=1)
+            assert errors() == [None, None]
+            away.append(True)
+            sft.metrics({"train/loss": 1.0}, step=2)
+            ppo.metrics({"train/loss": 3.0}, step=2)
+            assert errors() == ["MlflowException: away"] * 2
+            away.clear()
+            assert errors() == [None, None], "an error that is over is removed"
+            away.append(True)
+        assert errors()[1] == "MlflowException: away"
+        away.clear()
+        assert errors()[1] == "MlflowException: away", "only `rlhf sync` tries again after a run's end"
+    flow.serve()
+    assert pending(home) == {"ppo-1"}
+    assert points(home, "sft") == [(1, 2.0), (2, 1.0)]
+    assert sync(home) == (1, {})
+    assert points(home, "ppo") == [(1, 4.0), (2, 3.0)]
+
+
+def test_a_failure_delays_live_runs_together_and_the_end_of_a_run_not_at_all(
+    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts, real = list[str](), Delivery.step
+
+    def step(self: Delivery) -> Any:
+        attempts.append(self.record.key)
+        if silent:
+            raise MlflowException("API request to http://x/y failed with timeout exception: read")
+        return real(self)
+
+    silent = True
+    monkeypatch.setattr(uploader, "RETRY_SECONDS", 600.0)
+    monkeypatch.setattr(Delivery, "step", step)
+    with (
+        tracking.open_run(Paths(), "sft", view(), key="sft-1"),
+        tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-1"),
+    ):
+        flow.step()
+        assert attempts == ["sft-1"], "the other one waits too"
+        flow.step()
+        assert attempts == ["sft-1"]
+        silent = False
+        log("judge-1", stage="judge")
+        flow.step()
+        assert attempts == ["sft-1", "judge-1"]
+    flow.serve()
+    assert pending(home) == set()
+
+
+def test_an_unexpected_error_with_one_run_does_not_end_the_delivery_of_others(
+    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, faults = Delivery.step, 1
+
+    def step(self: Delivery) -> Any:
+        nonlocal faults
+        if self.record.key == "sft-1" and faults:
+            faults -= 1
+            raise ZeroDivisionError("by zero")
+        return real(self)
+
+    monkeypatch.setattr(Delivery, "step", step)
+    with tracking.open_run(Paths(), "sft", view(), key="sft-1"):
+        log("ppo-1", stage="ppo")
+        flow.step()
+        assert status(home, "ppo") == ["FINISHED"]
+        assert "ZeroDivisionError: by zero" in capsys.readouterr().err
+    flow.serve()
+    assert pending(home) == set(), "a run that is not over is tried again"
+
+
+# ----------------------------------------------------------------------------------- the record
+
+
+def test_only_the_points_that_mlflow_lacks_are_sent_if_an_uploader_was_killed(
+    home: Path, flow: Uploader
+) -> None:
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+        tracker.metrics({"train/loss": 2.0}, step=2)
+        flow.step()
+        record(home, "k").state_file.unlink()  # killed after it had sent them, before it wrote that down
+        tracker.metrics({"train/loss": 3.0}, step=3)
+    assert sync(home) == (1, {})
+    assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert sync(home) == (0, {})
+
+
+def test_sync_leaves_a_running_stage_alone(home: Path) -> None:
+    with tracking.open_run(Paths(), "sft", view()):
+        assert sync(home) == (0, {})
+    assert runs(home) == {}
+
+
+def test_a_run_of_another_machine_is_left_to_its_uploader_and_to_sync(
+    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(context, "process_name", lambda _: "elsewhere:1:1")
+        log("there")
+    log("here")
+    flow.serve()
+    assert pending(home) == {"there"}
+    assert sync(home) == (1, {})
+
+
+def test_a_run_is_sent_before_its_figure_is_drawn(home: Path, flow: Uploader) -> None:
+    log("k", [(1, 1.0)])
+    flow.step()
+    state = record(home, "k").state()
+    assert (state.ended, state.closed, status(home, "sft")) == (True, False, ["FINISHED"])
+    flow.step()
+    assert record(home, "k").state().closed
+
+
+@pytest.mark.parametrize("first_part", ["delivered", "not delivered"])
+def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part: str) -> None:
+    """Killed after step 3, resumed from the snapshot after step 2."""
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        for step in (1, 2):
+            tracker.metrics({"train/loss": float(step)}, step=step)
+        tracker.table("samples", [{"query": "a"}])
+        state = tracker.state_dict()
+        tracker.metrics({"train/loss": 3.0}, step=3)
+        tracker.table("samples", [{"query": "b"}])
+    killed(home, "k")
+    if first_part == "delivered":
+        assert sync(home) == (1, {})
+        assert status(home, "sft", "pipeline") == ["FAILED", "FAILED"]
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        tracker.load_state_dict(json.loads(json.dumps(state)))
+        for step in (3, 4):
+            tracker.metrics({"train/loss": float(step)}, step=step)
+        assert [row["step"] for row in tracker.history()] == [1, 2, 3, 4]
+        tracker.table("samples", [{"query": "c"}])
+    assert sync(home) == (1, {})
+    assert pending(home) == set()
+    assert len(MlflowClient(embedded_uri(home)).search_runs(["1"], "attributes.run_name = 'sft'")) == 1
+    assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert (status(home, "sft"), reason(home, "sft")) == (["FINISHED"], None)
+    assert table(home, "sft", "samples")["data"] == [["a"], ["c"]]
+
+
+def test_a_live_uploader_continues_with_a_resumed_run(home: Path, flow: Uploader) -> None:
+    log("k", [(1, 1.0)])
+    flow.step()
+    log("k", [(2, 2.0)])
+    flow.step()
+    flow.serve()
+    assert pending(home) == set()
+    assert points(home) == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_resumed_run_belongs_to_the_pipeline_that_ends_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pipeline in ("flow-1", "flow-2"):
+        monkeypatch.setenv("RLHF_PARENT_RUN", pipeline)
+        log("k")
+        assert sync(home) == (1, {})
+    parent = MlflowClient(embedded_uri(home)).get_run(runs(home)["sft"].data.tags["mlflow.parentRunId"])
+    assert parent.data.tags["rlhf.pipeline"] == "flow-2"
+
+
+def test_an_unfinished_line_waits_and_a_resumed_run_removes_it(home: Path) -> None:
+    log("k", [(1, 1.0)])
+    killed(home, "k")
+    one = record(home, "k")
+    with one.file.open("ab") as torn:
+        torn.write(b'{"kind": "met')
+    events, offset = one.read()
+    assert [event["kind"] for event in events] == ["run", "metrics", "artifact"]
+    assert sync(home) == (1, {})
+    assert one.state().closed
+    log("k", [(2, 2.0)])
+    assert one.read(offset)[0][0]["kind"] == "run"
+    assert sync(home) == (1, {})
+    assert points(home) == [(1, 1.0), (2, 2.0)]
+
+
+def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
+    home: Path, flow: Uploader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log("sft-1")
+    damaged = {"torn": b'{"kind": "run", "ti{"kind": "metrics"}\n', "bytes": b"\xff\x00\n", "number": b"5\n"}
+    for name, line in damaged.items():
+        (home / f"outbox/{name}.jsonl").write_bytes(line)
+    (home / "outbox/partial.jsonl").write_bytes(b'{"kind": "ru')
+    flow.serve()
+    assert pending(home) == {*damaged, "partial"}
+    log("sft-2")
+    with record(home, "sft-2").file.open("ab") as middle:
+        middle.write(b'{"kind": "metr\n')
+    delivered, failed = sync(home)
+    assert (delivered, set(failed)) == (0, {*damaged, "sft-2"})
+    file = home / "outbox/torn.jsonl"
+    assert failed["torn"].endswith(f"{file} has a damaged line: fix the line, or remove the file")
+    assert capsys.readouterr().err == ""
+
+
+# ----------------------------------------------------------------------------------- the flow
+
+
+def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tracking_pipeline.open_run("1", config.load().tracking, {}) as pipeline:
+        log("alone")
+        assert pipeline.last_error() is None, "this stage belongs to another pipeline"
+        monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
+        log("ppo-1", stage="ppo", uri=UNREACHABLE)
+        assert pipeline.last_error() == "no uploader runs, and ppo-1 is not delivered"
+        with monkeypatch.context() as patch:
+            patch.setattr(uploader, "is_running", lambda _: True)
+            assert pipeline.last_error() is None
+        sync(home)
+        assert str(pipeline.last_error()).startswith("MlflowException")
+
+
+# ------------------------------------------------------------------------------------ traces
+
+
+def judge(home: Path, num_traces: int, uri: str | None = None) -> None:
+    """A run `judge-1` with so many calls of a model."""
+    with tracking.open_run(Paths(), "judge", view("judge", uri=uri), key="judge-1") as tracker:
+        for number in range(num_traces):
+            tracker.trace("judge gpt", {"model": "m"}, {"text": "A"}, start=number, end=number + 1)
+        tracker.metrics({"gold/win_rate": 0.5}, step=1)
+
+
+def traces(home: Path, uri: str | None = None) -> list[Any]:
+    """The traces that MLflow has of stage judge, the first call first."""
+    client, run = MlflowClient(uri or embedded_uri(home)), runs(home, uri)["judge"].info
+    rows = client.search_traces(locations=[run.experiment_id], run_id=run.run_id)
+    return sorted(rows, key=lambda trace: trace.info.request_time)
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> dict[int, MlflowException]:
+    """What the server answers to the trace that starts at this millisecond, if it does not accept it."""
+    real, errors = TracingClient.start_trace, dict[int, MlflowException]()
+
+    def start_trace(self: TracingClient, info: Any) -> Any:
+        if info.request_time in errors:
+            raise errors[info.request_time]
+        return real(self, info)
+
+    monkeypatch.setattr(TracingClient, "start_trace", start_trace)
+    return errors
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")  # MLflow's own modules, when tracing begins
+def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(home: Path, flow: Uploader) -> None:
+    reply = {"text": "A", "first_is_better": 1.0}
+    with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
+        tracker.trace("judge gpt", {"model": "m"}, {"failure": "no winner"}, start=5, end=5)
+        tracker.trace("judge gpt", {"model": "m"}, reply, start=1_700_000_000_000, end=1_700_000_000_250)
+        flow.step()
+        record(home, "judge-1").state_file.unlink()  # that uploader was killed
+        tracker.trace("judge gpt", {"model": "m"}, reply, start=1_700_000_000_300, end=1_700_000_000_310)
+    assert sync(home) == (1, {})
+    rows = traces(home)
+    assert [trace.info.state.value for trace in rows] == ["ERROR", "OK", "OK"]
+    assert (rows[1].info.request_time, rows[1].info.execution_duration) == (1_700_000_000_000, 250)
+    assert rows[1].data.spans[0].outputs == reply
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")
+def test_a_trace_that_was_not_accepted_is_sent_again_and_holds_nothing_else_up(
+    home: Path, answer: dict[int, MlflowException]
+) -> None:
+    answer[1] = MlflowException("too busy")
+    judge(home, 3)
+    delivered, failed = sync(home)
+    assert (delivered, list(failed)) == (0, ["judge-1"])
+    assert "has not accepted 1 of 3 traces" in failed["judge-1"]
+    assert (status(home, "judge"), runs(home)["judge"].data.metrics) == (["FINISHED"], {"gold/win_rate": 0.5})
+    answer.clear()
+    assert sync(home) == (1, {})
+    assert [trace.info.request_time for trace in traces(home)] == [0, 1, 2]
+    assert status(home, "judge") == ["FINISHED"]
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")
+def test_a_rejected_trace_is_reported_once_and_never_sent_again(
+    home: Path, answer: dict[int, MlflowException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two are rejected, and two may be accepted later."""
+    answer[0] = MlflowException("bad tag", error_code=INVALID_PARAMETER_VALUE)
+    answer[1] = MlflowException("API request to endpoint /x failed with error code 413 != 200. Too large")
+    answer[2] = MlflowException("API request to endpoint /x failed with error code 503 != 200. Away")
+    answer[3] = MlflowException("slower", error_code=REQUEST_LIMIT_EXCEEDED)
+    judge(home, 5)
+    assert "has not accepted 2 of 5 traces" in sync(home)[1]["judge-1"]
+    line = "MLflow rejected 2 trace(s) of judge-1 (status 400: MlflowException: bad tag)"
+    assert capsys.readouterr().out.count(line) == 1
+    answer.clear()
+    assert sync(home) == (1, {})
+    assert [trace.info.request_time for trace in traces(home)] == [2, 3, 4]
+    tag = "2 of 5, such as status 400: MlflowException: bad tag"
+    assert runs(home)["judge"].data.tags["rlhf.rejected_traces"] == tag
+    assert sync(home) == (0, {})
+    assert line not in capsys.readouterr().out
+    kept = [event for event in record(home, "judge-1").read()[0] if event["kind"] == "trace"]
+    assert len(kept) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "is_rejection"),
+    [
+        (MlflowException("bad tag", error_code=INVALID_PARAMETER_VALUE), True),
+        (MlflowException("API request to endpoint /x failed with error code 413 != 200. Too large"), True),
+        (MlflowException("API request to endpoint /x failed with error code 403 != 200. Key"), False),
+        (MlflowException("QueuePool limit reached", error_code=BAD_REQUEST), False),
+        (OSError("gone"), False),
+    ],
+)
+def test_an_error_that_another_key_or_a_later_try_can_fix_is_no_rejection(
+    error: BaseException, is_rejection: bool
+) -> None:
+    assert (rejections.reason(error) is not None) is is_rejection
