@@ -225,6 +225,16 @@ def test_parts_of_params_yaml_that_a_page_shows_have_known_keys() -> None:
                     assert set(values) <= set(known[section]), f"{name_of(page)}: {section}"
 
 
+def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
+    quoted = re.findall(
+        r'^\| [^|]*?"([^"|]+)"', text_of(ROOT / "docs/how-to/troubleshooting.md"), re.MULTILINE
+    )
+    files = [ROOT / "Makefile", *(ROOT / "rlhf_tasks").rglob("*.py"), *(ROOT / "flows").rglob("*.py")]
+    code = "".join(map(text_of, files))
+    assert quoted
+    assert [message for message in quoted if message not in code] == []
+
+
 # ------------------------------------------------------------------------------- what the pages hold
 
 
