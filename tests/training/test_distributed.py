@@ -195,7 +195,10 @@ def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, 
     rlhf("ppo")
     after = weights("models/policy")
     assert abs(float(curve("ppo")[1]["objective/kl"])) < 0.01
-    assert any(not torch.equal(after[key].float(), before[key].bfloat16().float()) for key in before)
+    changed = any(not torch.equal(after[key].float(), before[key].bfloat16().float()) for key in before)
+    assert changed == (metrics("ppo")["selected_episode"] > 0), "the weights from before training may be best"
+    assert float(curve("ppo")[0]["eval/kl"]) == 0
+    assert float(curve("ppo")[-1]["eval/kl"]) != 0, "the steps change the policy"
     assert metrics("ppo")["lr"] == 1e-3
     assert all(torch.isfinite(value).all() for value in after.values())
 
