@@ -1,6 +1,7 @@
 # make run: environment, dependencies, the whole pipeline. make test: all checks. make help: the rest.
 PYTHON ?= python3
 PORT ?= 5000
+DOCS_PORT ?= 0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -10,7 +11,7 @@ export DVC_NO_ANALYTICS := 1
 export DO_NOT_TRACK := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run up down test test-slow check mlflow lock clean git
+.PHONY: help run up down test test-slow check docs mlflow lock clean git
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -38,6 +39,11 @@ check: $(INSTALLED) ## format, lint, types
 
 mlflow: $(INSTALLED) ## the dashboard on this machine; PORT=5000
 	@rlhf mlflow --port $(PORT)
+
+docs: $(INSTALLED) ## build the documentation and serve it on this machine; DOCS_PORT=8000
+	@python docs/generate.py
+	@python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs .rlhf/docs
+	@python -u -m http.server $(DOCS_PORT) --bind 127.0.0.1 --directory .rlhf/docs
 
 lock: $(INSTALLED) ## write infra/requirements.lock from what is installed
 	@python infra/lock.py

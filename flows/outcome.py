@@ -48,7 +48,6 @@ class Outcome:
             **({"dvc.exp": self.name, "dvc.exp_rev": self.experiment} if self.experiment else {}),
             **{f"dvc.how.{stage}": result for stage, result in self.how.items()},
             **{f"dvc.out.{out}": locked[out] for out in outs},
-            **({"promotion": self.promotion} if self.verdict else {}),
         }
 
     def state(self) -> State[Any]:

@@ -129,13 +129,14 @@ def _run(
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
             how = run_stages(list(dvc_files.graph(folder)), values.service, dvc)
             saved, experiment = workplace.saved_experiment(place, chosen, name is not None, dvc)
-        unpushed = send(folder) if push else None
-        verdict = promotion.verdict(folder, values, environment)
         outcome = Outcome(
             name=saved, how=how, revision=inputs.revision, experiment=experiment, changes=inputs.changes,
-            unpushed=unpushed, **verdict,
+            unpushed=send(folder) if push else None,
         )  # fmt: skip
         tracked.tags(outcome.tags(folder))
+        outcome = replace(outcome, **promotion.verdict(folder, values, environment))
+        if outcome.verdict:
+            tracked.tags({"promotion": outcome.promotion})
         earlier = saved if saved != chosen else None
         undelivered = tracked.last_error()
         outcome = replace(outcome, notes=_notes(inputs, outcome, earlier, undelivered))

@@ -46,6 +46,7 @@ def main() -> None:
         *project["build-system"]["requires"],
         *project["project"]["dependencies"],
         *project["project"]["optional-dependencies"]["dev"],
+        *project["project"]["optional-dependencies"]["docs"],
     ]
     versions = closure([Requirement(line) for line in lines])
     kept = {n: v for n, v in versions.items() if not n.startswith(("nvidia-", "cuda-")) and n != "triton"}

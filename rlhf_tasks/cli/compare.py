@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlhf_tasks.cli.arguments import add_command, check_output_file
+from rlhf_tasks.cli.arguments import Commands, add_command, check_output_file
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
 
 
 def add(commands: Commands) -> None:

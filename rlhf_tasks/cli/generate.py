@@ -7,13 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlhf_tasks.cli.arguments import add_command, positive_float, positive_int
+from rlhf_tasks.cli.arguments import Commands, add_command, positive_float, positive_int
 from rlhf_tasks.errors import UserError
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
 
 
 def add(commands: Commands) -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf_tasks import config
-from rlhf_tasks.cli.arguments import add_command, check_output_file, positive_int
+from rlhf_tasks.cli.arguments import Commands, add_command, check_output_file, positive_int
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
 
 
 def add(commands: Commands) -> None:

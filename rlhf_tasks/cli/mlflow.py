@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from rlhf_tasks.cli.arguments import add_command, port
+from rlhf_tasks.cli.arguments import Commands, add_command, port
 from rlhf_tasks.project.paths import Paths
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
 
 
 def add(commands: Commands) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
-from rlhf_tasks.cli.arguments import add_command
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
+from rlhf_tasks.cli.arguments import Commands, add_command
 
 
 def add(commands: Commands) -> None:

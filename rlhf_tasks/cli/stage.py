@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.cli.arguments import Commands, add_command
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
 
 
 def add(commands: Commands) -> None:

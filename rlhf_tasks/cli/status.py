@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from rlhf_tasks.cli.arguments import add_command
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
+from rlhf_tasks.cli.arguments import Commands, add_command
 
 
 def add(commands: Commands) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from rlhf_tasks import console
-from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.cli.arguments import Commands, add_command
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
 
 
 def add(commands: Commands) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
-from rlhf_tasks.cli.arguments import add_command, port, positive_int
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
+from rlhf_tasks.cli.arguments import Commands, add_command, port, positive_int
 
 PORTS = {"prefect": 4200, "mlflow": 5000}
 

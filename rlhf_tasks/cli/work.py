@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from rlhf_tasks.cli.arguments import add_command
+from rlhf_tasks.cli.arguments import Commands, add_command
 from rlhf_tasks.cli.deploy import POOL
-
-if TYPE_CHECKING:
-    from rlhf_tasks.cli.arguments import Commands
 
 
 def add(commands: Commands) -> None:
