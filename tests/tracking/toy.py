@@ -51,7 +51,7 @@ def pending(home: Path) -> set[str]:
 
 
 def killed(home: Path, key: str) -> None:
-    """Turn a run's record into that of a process that was killed: it has no end, and the process has ended."""
+    """Make a run's record that of a killed process: it has no end, and the process has ended."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     file = record(home, key).file
