@@ -395,7 +395,7 @@ def test_a_rejected_trace_is_reported_once_and_never_sent_again(
         (MlflowException("API request to endpoint /x failed with error code 413 != 200. Too large"), True),
         (MlflowException("API request to endpoint /x failed with error code 403 != 200. Key"), False),
         (MlflowException("QueuePool limit reached", error_code=BAD_REQUEST), False),
-        (OSError("gone"), False),
+        (OSError("no disk"), False),
     ],
 )
 def test_an_error_that_another_key_or_a_later_try_can_fix_is_no_rejection(

@@ -1,4 +1,4 @@
-"""One uploader for all runs of a machine: started, replaced, and gone when its runs are over."""
+"""One uploader for all runs of a machine: started, replaced, and ended after its runs."""
 
 from __future__ import annotations
 

@@ -51,14 +51,14 @@ def pending(home: Path) -> set[str]:
 
 
 def killed(home: Path, key: str) -> None:
-    """Turn a run's record into that of a process that was killed: it has no end, and the process is gone."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+    """Make a run's record that of a killed process: it has no end, and the process has ended."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
     file = record(home, key).file
     events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     kept = [event for event in events if event["kind"] not in ("end", "figure")]
     latest = [event for event in kept if event["kind"] == "run"][-1]
-    latest["process"] = f"{platform.node()}:{gone.pid}:1"
+    latest["process"] = f"{platform.node()}:{ended.pid}:1"
     file.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
 
 
