@@ -101,11 +101,11 @@ def _check_owner(client: SyncPrefectClient, place: Place, root: Path) -> None:
     """
     name = f"{settings.PIPELINE}/pipeline{place.suffix}"
     try:
-        known = client.read_deployment_by_name(name)
+        existing = client.read_deployment_by_name(name)
     except ObjectNotFound:
         return
-    owners = [tag.removeprefix(OWNER) for tag in known.tags if tag.startswith(OWNER)]
-    folder = known.job_variables.get("working_dir")
+    owners = [tag.removeprefix(OWNER) for tag in existing.tags if tag.startswith(OWNER)]
+    folder = existing.job_variables.get("working_dir")
     if folder is not None and "working_dir" in place.variables:
         owner, is_ours = folder, folder == place.variables["working_dir"]
     else:
@@ -183,10 +183,10 @@ def _automation(client: SyncPrefectClient) -> None:
         name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
     )
     automation = AutomationCore(name=LOST, trigger=trigger, actions=[action])
-    known = client.read_automations_by_name(LOST)
-    if not known:
+    automations = client.read_automations_by_name(LOST)
+    if not automations:
         client.create_automation(automation)
-    for existing in known:
+    for existing in automations:
         current = existing.model_dump(exclude={"id", "owner_resource"})
         updated = current | automation.model_dump(include={"trigger", "actions"})
         if updated != current:  # an update drops the runs whose heartbeats it has seen
@@ -214,21 +214,21 @@ def _deploy(
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     try:
-        known = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
+        existing = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
     except ObjectNotFound:
         made.apply()
         return
-    theirs = [tag for tag in known.tags if not tag.startswith(OWNER) and tag not in made.tags]
+    theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
     own = DeploymentUpdate(
         description=description,
-        parameters=made.parameters | known.parameters,
+        parameters=made.parameters | existing.parameters,
         tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
         work_pool_name=place.pool,
-        job_variables=known.job_variables | place.variables,
+        job_variables=existing.job_variables | place.variables,
         parameter_openapi_schema=flow.parameters.model_dump(),
     )
-    client.update_deployment(known.id, own)
+    client.update_deployment(existing.id, own)
 
 
 def crash_lost_runs() -> None:

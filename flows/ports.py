@@ -27,12 +27,12 @@ def choose(
     for name, daemon in daemons.items():
         if name in chosen:
             continue
-        wanted = daemon.record().get("port") or first[name]
-        holder = next((other for other in chosen if chosen[other] == wanted), None)
-        is_ours = holder is None and daemon.listens(wanted)  # what is left of it is stopped first
-        chosen[name] = wanted if is_ours else free_port(wanted, besides=chosen.values())
-        if chosen[name] != wanted:
-            console.say(f"{taken(name, wanted, holder)}: it gets {chosen[name]}")
+        preferred = daemon.record().get("port") or first[name]
+        holder = next((other for other in chosen if chosen[other] == preferred), None)
+        is_ours = holder is None and daemon.listens(preferred)  # what is left of it is stopped first
+        chosen[name] = preferred if is_ours else free_port(preferred, besides=chosen.values())
+        if chosen[name] != preferred:
+            console.say(f"{taken(name, preferred, holder)}: it gets {chosen[name]}")
     return {name: chosen[name] for name in daemons}
 
 

@@ -131,12 +131,12 @@ def page(
 
 def headlines(names: Iterable[str]) -> list[str]:
     """Those of the metrics `STAGE/NAME` that an overview shows, in the catalogue's order."""
-    known = list(names)
+    logged = list(names)
     return [
         f"{stage}/{name}"
         for stage in STAGES
         for name in catalogue.select_headlines(
-            stage, [name.removeprefix(f"{stage}/") for name in known if name.startswith(f"{stage}/")]
+            stage, [name.removeprefix(f"{stage}/") for name in logged if name.startswith(f"{stage}/")]
         )
     ]
 

@@ -193,8 +193,8 @@ def compare(
 
     The row of a setting names its missing runs, and why they are missing.
     """
-    known = list(dict.fromkeys(key for result in completed for key in result.metrics))
-    default = results.headlines(known) or known
+    logged = list(dict.fromkeys(key for result in completed for key in result.metrics))
+    default = results.headlines(logged) or logged
     rows = comparison.table(completed, default if shown.metrics is None else shown.metrics)
     rows = with_lost(rows, lost)
     columns = {name for r in completed for row in r.curves.get("ppo", ()) for name in row}
@@ -216,13 +216,13 @@ def with_lost(rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost]) -> list[d
     if not lost:
         return [dict(row) for row in rows]
     empty = dict.fromkeys((key for row in rows for key in row), "–")
-    known = {row["setting"]: dict(row) for row in rows}
+    by_setting = {row["setting"]: dict(row) for row in rows}
     for each in lost:
-        known.setdefault(each.cell.setting, {**empty, "setting": each.cell.setting, "seeds": 0})
-    for setting, row in known.items():
+        by_setting.setdefault(each.cell.setting, {**empty, "setting": each.cell.setting, "seeds": 0})
+    for setting, row in by_setting.items():
         own = [f"seed {each.cell.seed}: {each.why}" for each in lost if each.cell.setting == setting]
         row["missing"] = "; ".join(own) or "–"
-    return list(known.values())
+    return list(by_setting.values())
 
 
 def show_figure(run: str, values: Config) -> None:

@@ -6,7 +6,7 @@ defaults: each value is in one place. An optional feature is a section that is n
 
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch
 from rlhf_tasks.config.judge import Judging
-from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, lacking, load, parse, validate
+from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, load, missing_keys, parse, validate
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.promotion import Promotion
 from rlhf_tasks.config.service import Service, TaskPolicy
@@ -63,8 +63,8 @@ __all__ = [
     "VerdictView",
     "flatten",
     "is_hub_id",
-    "lacking",
     "load",
+    "missing_keys",
     "parse",
     "validate",
 ]

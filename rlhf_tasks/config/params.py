@@ -188,7 +188,7 @@ def _sections(annotation: Any) -> list[type[Section]]:
     return [section for inner in get_args(annotation) for section in _sections(inner)]
 
 
-def lacking(path: Sequence[str], keys: Collection[str]) -> list[str]:
+def missing_keys(path: Sequence[str], keys: Collection[str]) -> list[str]:
     """The keys that the section at `path` needs beside the given ones.
 
     Where several kinds of section are allowed, those of the kind that needs the fewest. Empty where there

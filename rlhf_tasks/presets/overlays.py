@@ -116,7 +116,7 @@ def combined(
         for path, keys in _of_null(tree, overlay):
             raise ConfigError(
                 f"{origin}: {'.'.join(path)} is null, so that {', '.join(keys)} alone cannot be set; give "
-                f"{', '.join(config.lacking(path, keys))} too, as one {'.'.join(path)}={{…}}"
+                f"{', '.join(config.missing_keys(path, keys))} too, as one {'.'.join(path)}={{…}}"
             )
         overlay_onto(tree, overlay)
     written = io.StringIO()
@@ -155,7 +155,7 @@ def _of_null(
         here = (*path, key)
         if isinstance(value, Mapping) and isinstance(tree.get(key), Mapping):
             yield from _of_null(tree[key], value, here)
-        elif isinstance(value, Mapping) and key in tree and config.lacking(here, value):
+        elif isinstance(value, Mapping) and key in tree and config.missing_keys(here, value):
             yield here, list(value)
 
 
@@ -164,7 +164,7 @@ def _turns_on(tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[s
     return any(
         _turns_on(tree[key], value, (*path, key))
         if isinstance(tree.get(key), Mapping)
-        else tree.get(key, value) is None and not config.lacking((*path, key), value)
+        else tree.get(key, value) is None and not config.missing_keys((*path, key), value)
         for key, value in overlay.items()
         if isinstance(value, Mapping)
     )

@@ -166,7 +166,7 @@ def _criteria(settings: Config) -> Promotion:
     if settings.promotion is None:
         raise UserError(
             "params.yaml has promotion: null, so there is no gate and no champion; give the section a value "
-            "(docs: Promotion)"
+            "(docs/explanation/promotion.md)"
         )
     return settings.promotion
 
