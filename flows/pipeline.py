@@ -26,6 +26,7 @@ from rlhf_tasks.config import Config, Service
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, dvc_files, git, workspace_inputs
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
 
@@ -121,7 +122,7 @@ def _run(
     tags = {"prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
     with (
         workplace.opened(inputs.root, run, inputs.commit, inputs.text, values, inputs.unseen) as place,
-        tracking.open_run(run, values.tracking, tags) as tracked,
+        tracking.open_run(Paths(inputs.root), run, values.tracking, tags) as tracked,
     ):
         folder = workplace.folder_of(place)
         environment = workplace.stage_environment(place, run)

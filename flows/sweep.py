@@ -31,6 +31,7 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import experiments, git, hashing
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import catalogue, links
 from rlhf_tasks.tracking import pipeline as tracking
@@ -123,7 +124,7 @@ def _run(
     done = [cell for cell in cells if experiments.find(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are already done", len(done), len(cells))
     try:
-        with tracking.open_run(run, values.tracking, {"rlhf.sweep": shown.name}) as tracked:
+        with tracking.open_run(Paths(root), run, values.tracking, {"rlhf.sweep": shown.name}) as tracked:
             todo = [cell for cell in cells if cell not in done]
             lost = sweep_runs.run_cells(todo, Runs(deployment, preset, commit), parallel, data)
             rows = compare(_completed(root, cells, lost), lost, shown, tracked)

@@ -79,14 +79,14 @@ def key(flow_run: str) -> str:
 
 
 @contextmanager
-def open_run(flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iterator[Pipeline]:
+def open_run(paths: Paths, flow_run: str, settings: Tracking, tags: Mapping[str, str]) -> Iterator[Pipeline]:
     """FINISHED when the block ends, FAILED with the reason on an error, KILLED on a signal."""
     if not settings.enabled:
         yield Pipeline()
         return
-    outbox = Outbox.of(Paths().home)
+    outbox = Outbox.of(paths.home)
     record = outbox.record(f"flow-{flow_run}")
-    record.begin(_header(flow_run, settings))
+    record.begin(_header(paths, flow_run, settings))
     process = uploader.start_or_report(outbox, _report)
     pipeline = RecordPipeline(outbox, record, key(flow_run))
     pipeline.tags(tags)
@@ -108,19 +108,19 @@ def _report(reason: str) -> None:
     console.say(f"MLflow receives nothing before `rlhf sync`: {reason}")
 
 
-def _header(flow_run: str, settings: Tracking) -> Header:
+def _header(paths: Paths, flow_run: str, settings: Tracking) -> Header:
     return Header(
         kind="run",
         time=now(),
         key=f"flow-{flow_run}",
         stage=PIPELINE,
         last=True,
-        home=str(Paths().home),
+        home=str(paths.home),
         uri=context.uri(settings),
         experiment=settings.experiment,
         process=context.process_name(psutil.Process()),
         parent={"key": key(flow_run), "owner": "flow", "prefect.flow_run_id": flow_run},
         parameters={},
         inputs={},
-        tags={"git.rev": git.revision(Paths().root) or "none"},
+        tags={"git.rev": git.revision(paths.root) or "none"},
     )

@@ -287,7 +287,7 @@ def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
 
 
 def test_a_flow_knows_why_mlflow_lacks_one_of_its_stages(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tracking_pipeline.open_run("1", config.load().tracking, {}) as pipeline:
+    with tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {}) as pipeline:
         log("alone")
         assert pipeline.last_error() is None, "this stage belongs to another pipeline"
         monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))

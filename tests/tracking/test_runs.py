@@ -196,7 +196,7 @@ def test_a_pipeline_whose_dvc_process_has_ended_is_finished_when_its_last_stage_
 
 def test_a_late_delivery_leaves_a_finished_flow_finished(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
-    flow = tracking_pipeline.open_run("1", config.load().tracking, {})
+    flow = tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {})
     with flow, pytest.raises(RuntimeError), tracking.open_run(Paths(), "sft", view(), key="sft-k"):
         raise RuntimeError("boom")
     assert sync(home) == (2, {})

@@ -57,8 +57,9 @@ for line in sys.stdin:
 FLOW = """\
 import time
 from rlhf_tasks import config
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import pipeline
-with pipeline.open_run("9", config.load().tracking, {}):
+with pipeline.open_run(Paths(), "9", config.load().tracking, {}):
     print("begun", flush=True)
     time.sleep(600)
 """
@@ -151,7 +152,7 @@ def test_a_flow_starts_the_uploader_of_its_stages_and_waits_for_their_figures(
     real: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_PARENT_RUN", tracking_pipeline.key("1"))
-    with tracking_pipeline.open_run("1", config.load().tracking, {"a": "b"}) as pipeline:
+    with tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {"a": "b"}) as pipeline:
         first = the_uploader(real)
         run_stage("sft", "sft-1")
         run_stage("ppo", "ppo-1")
@@ -165,7 +166,7 @@ def test_a_flow_starts_the_uploader_of_its_stages_and_waits_for_their_figures(
 
 
 def test_a_killed_uploader_is_replaced_by_the_next_stage_and_at_a_stage_s_end(real: Path) -> None:
-    with tracking_pipeline.open_run("1", config.load().tracking, {}):
+    with tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {}):
         first = the_uploader(real)
         first.kill()
         until(lambda: uploaders(real) == [], "its end")
@@ -266,7 +267,7 @@ def test_an_uploader_that_cannot_be_started_ends_neither_stage_nor_flow(
     uploader.log_file(Outbox.of(real)).mkdir(parents=True)
     log("sft-1", [(1, 1.0)])
     assert capsys.readouterr().out.count("MLflow cannot be reached (no uploader could be started: ") == 1
-    with tracking_pipeline.open_run("1", config.load().tracking, {}):
+    with tracking_pipeline.open_run(Paths(), "1", config.load().tracking, {}):
         pass
     assert "no uploader could be started: " in capsys.readouterr().out
     assert sync(real) == (2, {})
