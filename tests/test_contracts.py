@@ -50,7 +50,7 @@ NO_RESULT = (
     "errors",
 )
 CATALOGUE = ("tracking.catalogue", "tracking.metrics")  # the report draws its figures by it
-BESIDE = (".html", ".css", ".js", ".txt")  # files that a package reads from its own folder
+BESIDE = (".html", ".css", ".js", ".txt")  # files that a module reads from its own folder, or from one below
 
 
 # -------------------------------------------------------------------------------- code of a stage
@@ -75,13 +75,20 @@ def code_of(stage: Stage) -> list[str]:
     modules |= _imported(own, lambda module: not module.startswith(f"{CONFIG}."))
     files = {file for module in modules if (file := file_of(module)) and _has_code(module)}
     folders = {file.parent for file in files} - {ROOT / "rlhf_tasks"}
-    folders |= {sub for folder in folders for sub in folder.iterdir() if _has_no_code(sub)}
+    folders |= {folder for module in modules for folder in _folders_of_texts(module)}
     files |= {file for folder in folders for file in folder.iterdir() if file.suffix in BESIDE}
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
 
-def _has_no_code(path: Path) -> bool:
-    return path.is_dir() and not any(path.glob("*.py"))
+def _folders_of_texts(module: str) -> list[Path]:
+    """The folders without code beside a module that the module names."""
+    file = file_of(module)
+    if file is None:
+        return []
+    nodes = ast.walk(tree_of(module))
+    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    beside = [folder for folder in file.parent.iterdir() if folder.is_dir() and folder.name in words]
+    return [folder for folder in beside if not any(folder.glob("*.py"))]
 
 
 def _imported(start: Iterable[str], leaves_out: Callable[[str], bool]) -> set[str]:
@@ -132,6 +139,16 @@ def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
     deps = dvc_files.graph(ROOT)[stage].deps
     declared = [dep for dep in deps if dvc_files.is_code(dep) and dep.startswith("rlhf_tasks/")]
     assert sorted(declared) == code_of(stage), "see python -m tests.test_contracts"
+
+
+def test_a_stage_depends_on_texts_only_if_its_code_reads_them() -> None:
+    """Another probe must not train the reward model again, nor another prompt of a judge the SFT model."""
+    readers = {"probes/": "evaluation/probe_texts.py", "prompts/": "evaluation/judges/prompt_templates.py"}
+    for stage in STAGES:
+        code = code_of(stage)
+        for texts, reader in readers.items():
+            has_texts = any(texts in path for path in code)
+            assert has_texts == (f"rlhf_tasks/{reader}" in code), f"{stage}: {texts}"
 
 
 @pytest.mark.parametrize("stage", STAGES)
