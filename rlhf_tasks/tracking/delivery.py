@@ -26,11 +26,15 @@ class Delivery:
     def __init__(self, record: Record, header: Header) -> None:
         self.record, self.header = record, header
         self.store: Store | None = None
+        self.over = False
+        """Whether nothing more will be logged, by the last check."""
         self._run: RemoteRun | None = None
         self._delivered = 0  # bytes that MLflow had when the lines below were read
         self._offset = 0  # bytes that were read
         self._unsent: list[Event] = []
         self._has_end = False
+        self._has_figure = False
+        """Whether the latest process has ordered a figure, perhaps in lines that MLflow has already."""
         self._last_sign = header["time"]  # when the process was last known to live
 
     def is_over(self) -> bool:
@@ -39,18 +43,23 @@ class Delivery:
         Raises:
             DamagedRecordError: if a line of the record is not JSON.
         """
-        alive = context.is_alive(self.header["process"])  # before reading, so that the last lines are read
+        process = self.header["process"]
+        ended = not context.is_alive(process)  # before reading, so that the last lines are read
         self._read()
-        return self._has_end or not alive
+        is_resumed = self.header["process"] != process
+        self.over = self._has_end or (ended and not is_resumed)
+        return self.over
 
     def _read(self) -> None:
         events, self._offset = self.record.read(self._offset)
         self._unsent += events
         for event in events:
             if event["kind"] == "run":  # a process has started the run, or resumed it
-                self.header, self._has_end, self._run = event, False, None
+                self.header, self._has_end, self._has_figure, self._run = event, False, False, None
             elif event["kind"] == "end":
                 self._has_end = True
+            elif event["kind"] == "figure":
+                self._has_figure = True
 
     def step(self) -> State:
         """Send what there is, or the figure once MLflow has everything else; returns the run's new state.
@@ -58,7 +67,7 @@ class Delivery:
         Raises:
             Exception: after the failure was written to the state.
         """
-        over = not context.is_alive(self.header["process"])
+        self.over = not context.is_alive(self.header["process"])
         try:
             over, state = self.is_over(), self.record.state()
             if state.closed:  # another process was faster
@@ -69,7 +78,7 @@ class Delivery:
         except Exception as error:
             rejected = self._run.rejected if self._run is not None else {}
             self._run, state, reason = None, self.record.state(), describe(error)
-            state = replace(state, size=self.record.size(), failed=over, last_error=reason)
+            state = replace(state, size=self.record.size(), failed=self.over, last_error=reason)
             self.record.write_state(replace(state, rejected={**state.rejected, **rejected}))
             raise
         return state
@@ -104,13 +113,12 @@ class Delivery:
         if over and not self._has_end:
             events.append(_vanished(self._last_sign))
         self._run.send(events, self.record.files)
-        has_figure = any(event["kind"] == "figure" for event in self._unsent)
         self._delivered, self._unsent = self._offset, []
         sent = State(
             delivered=self._offset,
             size=self.record.size() if over else self._offset,  # over: a last torn line is never completed
             ended=over,
-            closed=over and not has_figure,
+            closed=over and not self._has_figure,
             rejected=self._run.rejected,
         )
         if over and self.store is not None and not self._is_pipeline_live():

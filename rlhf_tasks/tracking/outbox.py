@@ -7,6 +7,7 @@ Only a process that holds the folder's lock delivers runs and writes their state
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -76,10 +77,19 @@ class Record:
         self.append(header)
 
     def append(self, event: Event) -> None:
+        """Add a line.
+
+        Raises:
+            OSError: if the disk does not take the whole line; the record then ends with the line before.
+        """
+        line = json.dumps(event).encode() + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             # One write, so that a reader sees whole lines or the start of one.
-            os.write(handle, json.dumps(event).encode() + b"\n")
+            missing = len(line) - os.write(handle, line)
+            if missing:  # the disk is full: the next line must not continue this one
+                os.ftruncate(handle, os.fstat(handle).st_size - len(line) + missing)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file))
         finally:
             os.close(handle)
 
@@ -134,13 +144,13 @@ class Record:
         return self.file.stat().st_size
 
     def state(self) -> State:
-        """How much MLflow has of the record as it is now."""
+        """How much MLflow has of the record as it is now; nothing for certain if the file is damaged."""
         try:
             state = State(**json.loads(self.state_file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+            if state.size == self.size():
+                return state
+        except (FileNotFoundError, ValueError, TypeError):
             return State()
-        if state.size == self.size():
-            return state
         return State(state.delivered, last_error=state.last_error, rejected=state.rejected)
 
     def write_state(self, state: State) -> None:
@@ -164,13 +174,21 @@ class Outbox:
         """Held during every delivery, by whoever delivers."""
         return FileLock(self.folder / "uploader.lock", timeout=timeout)
 
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each record by key, the least recently changed first."""
+        if not self.folder.exists():
+            return {}
+        stats = dict[str, os.stat_result]()
+        with os.scandir(self.folder) as entries:  # an uploader does this often: pathlib would be slower
+            for entry in entries:
+                if entry.name.endswith(".jsonl"):
+                    with suppress(FileNotFoundError):  # removed by the user just now
+                        stats[entry.name.removesuffix(".jsonl")] = entry.stat()
+        return {key: stats[key].st_size for key in sorted(stats, key=lambda key: stats[key].st_mtime)}
+
     def records(self) -> list[Record]:
         """All runs, the least recently changed first."""
-        if not self.folder.exists():
-            return []
-        with os.scandir(self.folder) as entries:  # an uploader does this often: pathlib would be slower
-            ages = {entry.name: entry.stat().st_mtime for entry in entries if entry.name.endswith(".jsonl")}
-        return [self.record(name.removesuffix(".jsonl")) for name in sorted(ages, key=ages.__getitem__)]
+        return [self.record(key) for key in self.sizes()]
 
     def pending(self) -> list[Record]:
         """The runs that MLflow does not have completely, or that are still running."""

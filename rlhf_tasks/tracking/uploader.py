@@ -83,21 +83,21 @@ class Uploader:
 
     def _scan(self) -> None:
         """Add the new runs of this machine, except those whose delivery failed: `rlhf sync` delivers them."""
-        for record in self._outbox.records():
-            size = record.size()
-            if record.key in self._open or self._sizes.get(record.key) == size:
+        for key, size in self._outbox.sizes().items():
+            if key in self._open or self._sizes.get(key) == size:
                 continue
-            self._sizes[record.key] = size
-            state = record.state()
-            if state.closed or state.failed:
-                continue
+            self._sizes[key] = size
+            record = self._outbox.record(key)
             try:
+                state = record.state()
+                if state.closed or state.failed:
+                    continue
                 header = record.header()
-            except DamagedRecordError:
-                continue  # `rlhf sync` reports it
+            except (DamagedRecordError, FileNotFoundError):
+                continue  # `rlhf sync` reports it; or the user has removed it
             if header is None or not context.is_local(header["process"]):
                 continue
-            self._open[record.key] = Delivery(record, header)
+            self._open[key] = Delivery(record, header)
             if header["parent"].get("owner") == "dvc":
                 self._owners.add(header["parent"]["process"])
 
@@ -107,16 +107,17 @@ class Uploader:
         try:
             if time.monotonic() < self._due and not delivery.is_over():
                 return  # a silent server costs seconds, which the end of another run must not wait for
-            state = delivery.step()
+            is_done = delivery.step().closed
         except Exception as error:
             if not isinstance(error, known_errors()):
                 traceback.print_exc()
             self._due = time.monotonic() + RETRY_SECONDS
-            state = record.state()
+            # Not by the state, which a full disk may not have taken; the user may have removed the record.
+            is_done = delivery.over or not record.file.exists()
         self._store = delivery.store or self._store
-        if state.closed or state.failed:
+        if is_done:
             del self._open[record.key]
-            self._sizes[record.key] = record.size()
+            self._sizes[record.key] = self._outbox.sizes().get(record.key, 0)
 
 
 def sync(home: Path) -> tuple[int, dict[str, str]]:

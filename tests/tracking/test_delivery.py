@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
+from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, rejections, uploader
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.delivery import Delivery
-from rlhf_tasks.tracking.outbox import Outbox
+from rlhf_tasks.tracking.outbox import Outbox, Record, State
 from rlhf_tasks.tracking.store import embedded_uri
 from rlhf_tasks.tracking.uploader import Uploader, sync
 from tests.tracking.toy import (
@@ -198,6 +200,36 @@ def test_a_run_is_sent_before_its_figure_is_drawn(home: Path, flow: Uploader) ->
     assert record(home, "k").state().closed
 
 
+def test_a_figure_is_drawn_although_its_order_was_delivered_before_the_end(
+    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_hashes(paths: Paths, stage: str) -> dict[str, str]:
+        flow.step()  # hashing a large checkpoint takes longer than the uploader's poll
+        return {}
+
+    monkeypatch.setattr(lineage, "out_hashes", out_hashes)
+    log("k", [(1, 1.0)])
+    flow.serve()
+    files = MlflowClient(embedded_uri(home)).list_artifacts(runs(home)["sft"].info.run_id)
+    assert "curves.png" in [file.path for file in files]
+
+
+def test_a_run_that_was_resumed_while_the_uploader_was_busy_is_not_over(home: Path, flow: Uploader) -> None:
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+    killed(home, "k")
+    header = record(home, "k").header()
+    assert header is not None
+    delivery = Delivery(record(home, "k"), header)
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        tracker.table("samples", [{"query": "a"}])
+        assert not delivery.step().ended
+        assert record(home, "k").files.exists()
+        tracker.table("samples", [{"query": "b"}])
+    flow.serve()
+    assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
+
+
 @pytest.mark.parametrize("first_part", ["delivered", "not delivered"])
 def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part: str) -> None:
     """Killed after step 3, resumed from the snapshot after step 2."""
@@ -261,6 +293,56 @@ def test_an_unfinished_line_waits_and_a_resumed_run_removes_it(home: Path) -> No
     assert one.read(offset)[0][0]["kind"] == "run"
     assert sync(home) == (1, {})
     assert points(home) == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_line_that_a_full_disk_cuts_is_removed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", lambda handle, data: write(handle, data[:9]))
+            with pytest.raises(OSError, match="No space left"):
+                tracker.metrics({"train/loss": 2.0}, step=2)
+        tracker.metrics({"train/loss": 3.0}, step=3)
+    assert sync(home) == (1, {})
+    assert points(home) == [(1, 1.0), (3, 3.0)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"delivered": 5', '{"unknown": 1}'])
+def test_a_damaged_state_is_replaced_and_doubles_nothing(home: Path, text: str) -> None:
+    log("k", [(1, 1.0)])
+    assert sync(home) == (1, {})
+    record(home, "k").state_file.write_text(text, encoding="utf-8")
+    log("k", [(2, 2.0)])
+    record(home, "k").state_file.write_text(text, encoding="utf-8")
+    assert sync(home)[0] == 1
+    assert points(home) == [(1, 1.0), (2, 2.0)]
+
+
+def test_an_uploader_ends_although_the_disk_takes_no_state(
+    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log("k", [(1, 1.0)])
+
+    def write_state(self: Record, state: State) -> None:
+        attempts.append(self.key)
+        assert len(attempts) < 5, "it tries again and again"
+        raise OSError("No space left on device")
+
+    attempts = list[str]()
+    with monkeypatch.context() as full:
+        full.setattr(Record, "write_state", write_state)
+        flow.serve()
+    assert sync(home) == (1, {})
+
+
+def test_an_uploader_survives_the_removal_of_a_record(home: Path, flow: Uploader) -> None:
+    log("k", [(1, 1.0)])
+    flow.step()
+    record(home, "k").file.unlink()
+    log("other")
+    flow.serve()
+    assert record(home, "other").state().closed
 
 
 def test_damaged_records_are_reported_by_sync_and_hold_nothing_up(
