@@ -1,8 +1,9 @@
 """The `rlhf` command: its parser, its errors and its exit status. It loads no torch, MLflow or Prefect.
 
 Exit status: 0 done, 2 a mistake that the user can fix (one message, no traceback), 130 Ctrl-C, 143
-terminated. `rlhf promote` also ends with 3 (the gate refuses) and 4 (MLflow does not answer). Anything else
-is a fault, with its traceback.
+terminated. `rlhf promote` also ends with 3 (the gate refuses), 4 (MLflow does not answer) and 5 (undecided).
+`rlhf status` ends with 1 if not all programs work, and `rlhf flow` with 1 if the run fails. Anything else is a
+fault, with its traceback.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rlhf_tasks.cli.arguments import Commands, add_command, port
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 
 
@@ -21,4 +22,6 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.dashboard import serve
 
-    return serve(Paths().home, options.port)
+    paths = Paths()
+    dvc_files.graph(paths.root)  # refuses a folder without a project
+    return serve(paths.home, options.port)

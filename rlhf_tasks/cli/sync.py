@@ -7,6 +7,7 @@ import argparse
 from rlhf_tasks import console
 from rlhf_tasks.cli.arguments import Commands, add_command
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 
 
@@ -17,7 +18,9 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     from rlhf_tasks.tracking.uploader import sync
 
-    delivered, failed = sync(Paths().home)
+    paths = Paths()
+    dvc_files.graph(paths.root)  # refuses a folder without a project: it has no runs to deliver
+    delivered, failed = sync(paths.home)
     console.say(f"{delivered} run(s) delivered to MLflow")
     if failed:
         reasons = "".join(f"\n  {key}: {reason}" for key, reason in failed.items())

@@ -106,7 +106,7 @@ def address(root: Path) -> str:
     try:
         url = output(root, "remote", "get-url", "origin")
         inside, parts = output(root, "rev-parse", "--show-prefix"), urlsplit(url)
-    except (UserError, FileNotFoundError, ValueError):  # ValueError: the address is not valid
+    except (UserError, ValueError):  # ValueError: the address is not valid
         return str(root.resolve())
     if "://" in url:
         place = f"{parts.hostname or ''}{parts.path}"
@@ -121,9 +121,12 @@ def output(root: Path, *words: str, strip: bool = True) -> str:
     """The output of a git command in a folder.
 
     Raises:
-        UserError: with git's own message, if it fails.
+        UserError: with git's own message, if it fails, or if git is not installed.
     """
-    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError(f"`git {' '.join(words)}` cannot start in {root}; install git") from None
     if done.returncode:
         raise UserError(f"`git {' '.join(words)}` failed in {root}: {done.stderr.strip()}")
     return done.stdout.strip() if strip else done.stdout
@@ -143,5 +146,5 @@ def quiet_output(root: Path, *words: str) -> str:
     """The output of a git command in a folder; empty if git fails or is not installed."""
     try:
         return output(root, *words)
-    except (UserError, FileNotFoundError):
+    except UserError:
         return ""

@@ -61,7 +61,7 @@ class Workspace:
         `dvc` runs a DVC command, given as words, in this workspace.
         """
         # DVC writes to refs/exps/exec meanwhile, which all worktrees share.
-        with FileLock(self.root / ".rlhf" / "exp.lock"):
+        with FileLock(Paths(self.root).home / "exp.lock"):
             dvc("exp", "save", "--force", "--name", name, *self._uncached())
         return experiments.find(self.root, name) or ""
 
@@ -213,7 +213,7 @@ def _configure(root: Path, folder: Path) -> None:
 def _worktrees(root: Path) -> FileLock:
     """The lock of git's worktrees: two runs must not list and create them at the same time."""
     home = Paths(root).home
-    home.mkdir(exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     return FileLock(home / "worktrees.lock")
 
 

@@ -157,6 +157,17 @@ def test_an_output_file_that_cannot_be_written_is_refused_before_anything_runs(
     assert why in message
 
 
+@pytest.mark.parametrize("command", ["sync", "mlflow", "status", "down", "lineage x", "compare x", "label"])
+def test_a_folder_below_the_project_is_refused(
+    quiet_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """`rlhf sync` would otherwise report that it had nothing to deliver."""
+    (quiet_project / "docs").mkdir()
+    monkeypatch.chdir(quiet_project / "docs")
+    assert main.main(command.split()) == 2
+    assert "run from the project's folder" in capsys.readouterr().err
+
+
 def test_a_folder_without_write_permission_is_one_message(
     quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,14 @@ def test_a_folder_without_a_commit_is_an_error(tmp_path: Path) -> None:
         git.committed(tmp_path, "params.yaml")
 
 
+def test_a_missing_git_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="install git"):
+        git.files(tmp_path, "HEAD", "")
+    assert git.revision(tmp_path) is None
+    assert git.address(tmp_path) == str(tmp_path)
+
+
 def test_a_user_without_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = toy.make(tmp_path / "project")
     toy.git(root, "config", "--unset", "user.email")
