@@ -2,8 +2,8 @@
 
 Exit status: 0 done, 2 a mistake that the user can fix (one message, no traceback), 130 Ctrl-C, 143
 terminated. `rlhf promote` also ends with 3 (the gate refuses), 4 (MLflow does not answer) and 5 (undecided).
-`rlhf status` ends with 1 if not all programs work, and `rlhf flow` with 1 if the run fails. Anything else is a
-fault, with its traceback.
+`rlhf status` ends with 1 if not all programs work, and `rlhf flow` with 1 if the run fails. Anything else is
+a fault, with its traceback.
 """
 
 from __future__ import annotations
