@@ -93,16 +93,16 @@ def _reached(module: str) -> set[str]:
 def config_values(module: str) -> set[str]:
     """The modules of `config` whose functions and constants a module uses; its types do not count."""
     used: set[str] = set()
-    for node in _imports_in(tree_of(module), for_types=False):
-        if isinstance(node, ast.ImportFrom) and _source(module, node).startswith(CONFIG):
-            source = _source(module, node)
-            for name in node.names:
-                part = f"{source}.{name.name}"
-                if file_of(part) is not None:
-                    attributes = _attributes_of(module, name.asname or name.name)
-                    used |= {_home(part, attribute) for attribute in attributes if _is_value(part, attribute)}
-                elif _is_value(source, name.name):
-                    used.add(_home(source, name.name))
+    nodes = [n for n in _imports_in(tree_of(module), for_types=False) if isinstance(n, ast.ImportFrom)]
+    for source, name in ((_source(module, node), name) for node in nodes for name in node.names):
+        part = f"{source}.{name.name}"
+        if not f"{part}.".startswith(f"{CONFIG}."):
+            continue
+        if file_of(part) is not None:
+            attributes = _attributes_of(module, name.asname or name.name)
+            used |= {_home(part, attribute) for attribute in attributes if _is_value(part, attribute)}
+        elif _is_value(source, name.name):
+            used.add(_home(source, name.name))
     return used
 
 

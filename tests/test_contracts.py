@@ -141,6 +141,11 @@ def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
     assert sorted(declared) == code_of(stage), "see python -m tests.test_contracts"
 
 
+def test_a_function_of_config_is_found_however_it_is_imported() -> None:
+    assert "rlhf_tasks.config.types" in config_values("rlhf_tasks.project.dvc_files")  # from … import flatten
+    assert "rlhf_tasks.config.params" in config_values("rlhf_tasks.presets.overlays")  # config.load
+
+
 def test_a_stage_depends_on_texts_only_if_its_code_reads_them() -> None:
     """Another probe must not train the reward model again, nor another prompt of a judge the SFT model."""
     readers = {"probes/": "evaluation/probe_texts.py", "prompts/": "evaluation/judges/prompt_templates.py"}
