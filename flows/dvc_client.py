@@ -22,6 +22,7 @@ from prefect import get_run_logger
 from flows import dvc_server
 from flows.programs import DRAIN_SECONDS, Logger, Program
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.training import launch
 
 FAULT = 1  # the status of a server that ended without an answer
@@ -128,6 +129,11 @@ class Dvc:
     def failure(self) -> dict[str, str] | None:
         """Why the last stage failed, as it has written: `kind` (user or fault) and `message`."""
         return launch.reported(self._failure)
+
+    def missing(self, stage: str) -> list[str]:
+        """The deps of a stage that do not exist."""
+        deps = dvc_files.graph(self._folder)[stage].deps
+        return [path for path in deps if not (self._folder / path).exists()]
 
     def changed(self, *stages: str) -> set[str] | None:
         """Those of the stages (by default all) that `dvc repro` would run or restore; None if DVC fails."""

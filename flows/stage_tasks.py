@@ -106,13 +106,15 @@ def reproduce(name: str, dvc: Dvc) -> None:
     """Run `dvc repro` for one stage.
 
     Raises:
-        StageRefused: if the stage has written that the user can fix its failure.
+        StageRefused: if the stage has written that the user can fix its failure, or lacks a dep.
         StageFailed: for any other failure.
     """
     status, lines = dvc.reproduce(name)
     if not status:
         return
     failure = dvc.failure()
+    if failure is None and (missing := dvc.missing(name)):
+        raise StageRefused(f"stage {name} refused: {', '.join(missing)} must exist; restore it")
     if failure is None:  # a stage that is not ours, or one that was killed; or DVC itself failed
         message = "; ".join(lines[-SHOWN_LINES:]) or "it printed nothing"
         raise StageFailed(f"stage {name} failed: {message}")

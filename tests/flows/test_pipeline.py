@@ -64,8 +64,15 @@ def test_a_failed_stage_fails_the_flow_with_its_last_lines_or_its_own_reason(roo
 
 def test_a_failure_of_dvc_itself_has_its_message(root: Path) -> None:
     """No stage ran that could have written a reason."""
+    (root / "dvc.lock").write_text("stages: 5\n", encoding="utf-8")
+    with pytest.raises(stage_tasks.StageFailed, match=r"stage first failed: .*in schema"):
+        run_here()
+
+
+def test_a_missing_input_is_the_users_to_restore_and_is_not_retried(root: Path) -> None:
+    """DVC fails before the stage, which therefore writes no reason."""
     shutil.rmtree(root / "given")
-    with pytest.raises(stage_tasks.StageFailed, match=r"stage first failed: .*given"):
+    with pytest.raises(stage_tasks.StageRefused, match=r"^stage first refused: given must exist"):
         run_here()
 
 
