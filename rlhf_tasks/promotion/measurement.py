@@ -21,9 +21,12 @@ from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
 
 def stale_reason(candidate: Candidate, local: Paths) -> str | None:
     """Why the project's results do not describe the candidate by today's judges; None if they do."""
-    if not evidence.is_judged_here(candidate.paths, candidate.md5):
+    paths = candidate.paths
+    if not evidence.is_judged_here(paths, candidate.md5):
         return f"are not of {candidate.model}"
-    changed = judge_files.changed(candidate.paths.root, local.root)
+    if not paths.evaluation_results.exists():
+        return f"have no {paths.relative(paths.evaluation_results)}: an earlier version of the code wrote them"
+    changed = judge_files.changed(paths.root, local.root)
     return f"were measured with another {', '.join(changed)}" if changed else None
 
 
