@@ -244,7 +244,7 @@ def test_results_that_cannot_be_found_are_measured_again(
     md5 = hashing.dvc_md5(root / "given/results.json")
     planted.blob(root / ".dvc/cache", md5).unlink()
     assert main.main(["promote", "one"]) == 0
-    assert "evaluation/judge of one cannot be aliases: the policy will be judged again" in (
+    assert "evaluation/judge of one cannot be found: the policy will be judged again" in (
         capsys.readouterr().out
     )
     assert measured.compared == ["models/sft"]
@@ -255,7 +255,7 @@ def test_a_missing_lineage_is_only_a_warning(root: Path, capsys: pytest.CaptureF
     md5 = hashing.dvc_md5(root / "given/lineage.json")
     planted.blob(root / ".dvc/cache", md5).unlink()
     assert main.main(["promote", "one"]) == 0
-    assert "models/lineage/ppo.json of one cannot be aliases" in capsys.readouterr().out
+    assert "models/lineage/ppo.json of one cannot be found" in capsys.readouterr().out
     assert "rlhf.run" not in tags(root, "1")
 
 
