@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Config, JudgeView, Promotion
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.project.paths import Paths
@@ -24,10 +25,19 @@ def stale_reason(candidate: Candidate, local: Paths) -> str | None:
     paths = candidate.paths
     if not evidence.is_judged_here(paths, candidate.md5):
         return f"are not of {candidate.model}"
-    if not paths.evaluation_results.exists():
-        return f"have no {paths.relative(paths.evaluation_results)}: an earlier version of the code wrote them"
+    if not _has_readable_results(paths):
+        file = paths.relative(paths.evaluation_results)
+        return f"are of another version of the code ({file} is missing or has another form)"
     changed = judge_files.changed(paths.root, local.root)
     return f"were measured with another {', '.join(changed)}" if changed else None
+
+
+def _has_readable_results(paths: Paths) -> bool:
+    try:
+        EvaluationResults.read(paths.evaluation_results)
+    except UserError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
