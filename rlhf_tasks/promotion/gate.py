@@ -113,7 +113,7 @@ class Verdict:
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> Verdict:
-        """The inverse of `tree`; a value that an earlier version of the code did not write has its default."""
+        """The inverse of `tree`; a value that an earlier version did not write has its default."""
         names = {field.name for field in fields(Criterion)}
         known = [{name: one[name] for name in names & one.keys()} for one in tree["criteria"]]
         return cls(tuple(Criterion(**values) for values in known))
