@@ -11,14 +11,14 @@ from rlhf_tasks.project.paths import Paths
 
 
 def add(commands: Commands) -> None:
-    summary = "write one page that compares runs: results, curves, seeds of one setting as mean and band"
+    summary = "write one page that compares runs: results and curves; seeds of one setting as mean and band"
     compare = add_command(commands, "compare", run, summary)
     compare.add_argument(
         "runs",
         nargs="+",
         metavar="RUN",
-        help="an MLflow run's id or name, a key (`rlhf.run`, `rlhf.pipeline`), an experiment of `dvc exp "
-        "list`, or a folder that holds metrics/ (. is this project)",
+        help="an MLflow run's id or name, a run key (MLflow's tag `rlhf.run` or `rlhf.pipeline`), an "
+        "experiment of `dvc exp list`, or a folder that holds metrics/ (. is this project)",
     )
     compare.add_argument(
         "--out",

@@ -13,18 +13,20 @@ from rlhf_tasks.errors import UserError
 
 
 def add(commands: Commands) -> None:
-    summary = "print responses of a checkpoint to --prompt, to stdin, or to each line you type"
+    summary = "sample responses of a checkpoint to --prompt, to standard input, or to each line that you type"
     generate = add_command(commands, "generate", run, summary)
-    generate.add_argument("model", type=Path, metavar="MODEL", help="a folder such as models/policy")
+    generate.add_argument(
+        "model", type=Path, metavar="MODEL", help="a checkpoint's folder, such as models/policy"
+    )
     generate.add_argument("--prompt", metavar="TEXT", help="the exact text that the model continues")
     generate.add_argument(
-        "--temperature", type=positive_float, default=1.0, help="sampling temperature (default: 1.0)"
+        "--temperature", type=positive_float, default=1.0, help="temperature of the sampling (default: 1.0)"
     )
     generate.add_argument(
         "--max-new-tokens", type=positive_int, default=64, help="longest response, in tokens (default: 64)"
     )
     generate.add_argument(
-        "--num-samples", type=positive_int, default=1, help="responses per prompt (default: 1)"
+        "--num-samples", type=positive_int, default=1, help="number of responses per prompt (default: 1)"
     )
     generate.add_argument("--seed", type=int, default=1, help="seed of the sampling (default: 1)")
 

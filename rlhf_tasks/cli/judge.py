@@ -17,17 +17,19 @@ from rlhf_tasks.stages import runner
 def add(commands: Commands) -> None:
     judge = add_command(
         commands, "judge", run, runner.SUMMARIES["judge"],
-        "Without MODEL, run the stage: compare reference, SFT and policy. With MODEL, compute the win "
+        "Without MODEL, run the stage judge: compare reference, SFT and policy. With MODEL, compute the win "
         "rate of a checkpoint or a file of responses on the test prompts, by the judges of params.yaml.",
     )  # fmt: skip
     kinds = "a checkpoint folder, HUB/ID@COMMIT, or a .jsonl file with `prompt` and `completion`"
     judge.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
-    judge.add_argument("--against", metavar="MODEL", help="the other side; also `reference` (default)")
+    judge.add_argument(
+        "--against", metavar="MODEL", help="the second contender: a MODEL, or `reference` (default)"
+    )
     judge.add_argument(
         "--num-examples",
         type=positive_int,
         metavar="N",
-        help="number of test prompts (default: judge.num_examples)",
+        help="number of test prompts to use (default: judge.num_examples)",
     )
     judge.add_argument(
         "--judge",

@@ -11,15 +11,15 @@ from rlhf_tasks.project.paths import Paths
 
 
 def add(commands: Commands) -> None:
-    summary = "label pairs of responses yourself, blind, to measure how well the judges agree with you"
+    summary = "label pairs of responses without seeing their authors, to measure how well the judges agree"
     label = add_command(commands, "label", run, summary)
     label.add_argument(
         "--pairs",
         action="append",
         default=[],
         metavar="A_vs_B",
-        help="A and B are policy, sft or reference; may be repeated (default: policy_vs_reference, "
-        "policy_vs_sft)",
+        help="pairs to label; A and B are policy, sft or reference; may be repeated (default: "
+        "policy_vs_reference, policy_vs_sft)",
     )
     label.add_argument(
         "--num-examples",
@@ -28,7 +28,9 @@ def add(commands: Commands) -> None:
         help="number of pairs to label; skipped ones do not count (default: all)",
     )
     label.add_argument("--seed", type=int, default=1, help="seed of the order and the sides (default: 1)")
-    label.add_argument("--by", metavar="NAME", help="write who labelled, and when (default: neither)")
+    label.add_argument(
+        "--by", metavar="NAME", help="also write this name and the time with each label (default: neither)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,12 +10,12 @@ from rlhf_tasks.project import dvc_files
 
 
 def add(commands: Commands) -> None:
-    summary = "show what a model or a run was made from, its verdict, and how to restore it"
+    summary = "show the data, code and runs that made a model, its verdict, and how to restore it"
     add_command(commands, "lineage", run, summary).add_argument(
         "target",
         metavar="MODEL_OR_RUN",
-        help="a path such as models/policy, an experiment, a git revision, or a run (its key `rlhf.run`, a "
-        "flow run's id, an MLflow run's id)",
+        help="a path such as models/policy, an experiment, a git revision, or a run (its run key, a "
+        "Prefect flow run's id, or an MLflow run's id)",
     )
 
 

@@ -10,9 +10,11 @@ from rlhf_tasks.cli.arguments import Commands, add_command
 
 
 def add(commands: Commands) -> None:
-    preset = add_command(commands, "preset", run, "write presets into params.yaml and keep its comments")
+    preset = add_command(
+        commands, "preset", run, "change params.yaml by presets or single values, and keep its comments"
+    )
     preset.add_argument(
-        "names", nargs="*", metavar="NAME", help="presets; a later one overrides earlier ones"
+        "names", nargs="*", metavar="NAME", help="presets to apply; a later one overrides earlier ones"
     )
     preset.add_argument(
         "--set",
@@ -20,9 +22,11 @@ def add(commands: Commands) -> None:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="single values, written after the presets",
+        help="values to set by dotted key, such as ppo.kl_coef=0.05; they override the presets",
     )
-    preset.add_argument("--list", action="store_true", help="list all presets (also: give no name)")
+    preset.add_argument(
+        "--list", action="store_true", help="list all presets; `rlhf preset` alone does the same"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

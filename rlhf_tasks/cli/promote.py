@@ -17,13 +17,13 @@ def add(commands: Commands) -> None:
         nargs="?",
         default="models/policy",
         metavar="MODEL",
-        help="a folder, or an experiment of `dvc exp list` (default: models/policy)",
+        help="a checkpoint's folder, or an experiment of `dvc exp list` (default: models/policy)",
     )
     promote.add_argument("--again", action="store_true", help="also promote a policy that was rolled back")
     promote.add_argument(
         "--unless-judging",
         action="store_true",
-        help="decide only if no model has to be judged for it (exit status 5: undecided)",
+        help="do nothing if a judge would have to run first (exit status 5: undecided)",
     )
 
 

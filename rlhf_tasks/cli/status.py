@@ -8,7 +8,9 @@ from rlhf_tasks.cli.arguments import Commands, add_command
 
 
 def add(commands: Commands) -> None:
-    summary = "show the servers, the worker and the flow runs in progress (exit status 1: not all work)"
+    summary = (
+        "show whether servers and worker work, and the runs in progress (exit status 1: one does not work)"
+    )
     add_command(commands, "status", run, summary)
 
 

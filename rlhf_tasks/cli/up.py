@@ -8,6 +8,7 @@ import sys
 from rlhf_tasks.cli.arguments import Commands, add_command, port, positive_int
 
 PORTS = {"prefect": 4200, "mlflow": 5000}
+TITLES = {"prefect": "Prefect", "mlflow": "MLflow"}
 
 
 def add(commands: Commands) -> None:
@@ -17,13 +18,14 @@ def add(commands: Commands) -> None:
             f"--{name}-port",
             type=port,
             metavar="PORT",
-            help=f"port of the {name} server (default: its last one, at first {first}, or the next free one)",
+            help=f"port of the {TITLES[name]} server (default: the port of its last start, {first} at the "
+            "first start; the next free one if that is taken)",
         )
     up.add_argument(
         "--gpu-slots",
         type=positive_int,
         metavar="N",
-        help="size of the concurrency limit `gpu` (default: unchanged, at first 1)",
+        help="size of the concurrency limit `gpu` (default: unchanged; 1 at the first start)",
     )
 
 

@@ -42,7 +42,7 @@ class HubSources(Section):
 
     sft: HubSet = Field(description="data set of demonstrations")
     preferences: HubSet | None = Field(
-        description="data set of preference pairs; null: pairs are made from samples of the SFT policy"
+        description="data set of preference pairs; null: pairs are made from samples of the SFT model"
     )
 
 
@@ -70,7 +70,10 @@ class Data(Section):
         description="number of validation prompts, if the source has no validation split"
     )
     num_test: PositiveInt = Field(description="number of test prompts, if the source has no test split")
-    max_rows: PositiveInt | None = Field(description="number of train rows kept per role; null: all of them")
+    max_rows: PositiveInt | None = Field(
+        description="largest number of train rows kept per role (sft, preferences, prompts); null: all of "
+        "them"
+    )
 
     @model_validator(mode="after")
     def _hub_goes_with_its_source(self) -> Data:

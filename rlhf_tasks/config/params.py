@@ -72,7 +72,7 @@ class Config(Section):
     model: Model = Field(description="the base model, trained or fetched")
     prepare: Prepare = Field(description="sizes of generated or mined data")
     base: Base = Field(description="training of the base model")
-    sft: Sft = Field(description="training of the SFT policy")
+    sft: Sft = Field(description="training of the SFT model")
     preferences: Preferences = Field(description="pairs made from samples")
     reward: Reward = Field(description="training of the reward models")
     ppo: Ppo = Field(description="training of the PPO policy")

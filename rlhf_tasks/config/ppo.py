@@ -78,14 +78,14 @@ class Ppo(Section):
         description="the critic: a separate model, or a value head on the policy's own trunk"
     )
     critic_init: Literal["reward", "sft", "base"] = Field(
-        description="initial weights of the critic: the reward model, the SFT policy or the base model"
+        description="initial weights of the critic: the reward model, the SFT model or the base model"
     )
     critic_warmup: CriticWarmup | None = Field(
         description="training of the critic alone before the first update; null: none"
     )
     lora: PolicyLora | None = Field(
-        description="low-rank adapters; the reference is the policy without them; they need about ten times "
-        "the learning rate; null: full training"
+        description="low-rank adapters; the reference is the policy without them, and the learning rate "
+        "should be about ten times higher; null: full training"
     )
     gradient_checkpointing: bool = Field(
         description="whether activations are computed again in the backward pass, to save memory"
@@ -178,16 +178,18 @@ class Ppo(Section):
     guards: Guards | None = Field(description="checks that warn, stop or roll back; null: no checks")
 
     num_sample_generations: Count = Field(
-        description="times that a few responses to validation prompts are shown and stored: before training, "
-        "at its end and evenly in between; 1: only at the end"
+        description="number of times that a few responses to validation prompts are shown and stored: before "
+        "training, at its end and evenly in between; 1: only at the end"
     )
     num_selections: PositiveInt = Field(
-        description="times that the policy is evaluated on the selection prompts; the best weights are kept"
+        description="number of evaluations of the policy on the selection prompts; the best weights are kept"
     )
-    num_selection_prompts: PositiveInt = Field(description="number of validation prompts for this evaluation")
+    num_selection_prompts: PositiveInt = Field(
+        description="number of selection prompts, taken from the validation split"
+    )
     select_by: Selection | None = Field(
         description="judge whose win rate over the references selects the weights; null: the mean score of "
-        "models/reward_heldout, or the last weights without reward models"
+        "models/reward_heldout selects them, or the last weights are kept if there is no reward model"
     )
 
     @model_validator(mode="before")

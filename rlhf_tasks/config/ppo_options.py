@@ -32,7 +32,7 @@ class KlPenalty(Section):
 
 
 class ReferenceSync(Section):
-    """The reference policy follows the policy: ref ← (1 − alpha) · ref + alpha · policy."""
+    """The reference model follows the policy: ref ← (1 − alpha) · ref + alpha · policy."""
 
     every: PositiveInt = Field(description="number of updates between two steps of the reference")
     alpha: Annotated[float, Field(gt=0, le=1)] = Field(

@@ -17,17 +17,19 @@ class Promotion(Section):
     """The gate's criteria; null turns a criterion off. None of them reads the reward that PPO optimised."""
 
     model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = Field(
-        description="the name of the registered model in MLflow"
+        description="name of the registered model in MLflow"
     )
-    judge: str = Field(description="the judge, of judge.judges, whose win rates decide")
+    judge: str = Field(description="name of the judge in judge.judges whose win rates decide")
     second_judge: str | None = Field(
-        description="a judge that must confirm it with the same bounds; null: one judge decides"
+        description="name of a second judge whose win rates must exceed the same bounds; null: one judge "
+        "decides"
     )
     over_sft: Fraction = Field(
-        description="lower bound of the 95% interval of the win rate over SFT (exclusive)"
+        description="bound that the lower end of the 95% interval of the win rate over SFT must exceed"
     )
     over_champion: Fraction | None = Field(
-        description="the same for the win rate over the champion, if there is one"
+        description="the same bound for the win rate over the champion, if there is one; null: it is not "
+        "compared"
     )
     max_kl: PositiveFloat | None = Field(
         description="largest KL from SFT of the checkpoint that PPO kept, in nats per response"
@@ -42,7 +44,7 @@ class Promotion(Section):
         description="largest share of failures among the comparisons of the gate's judges"
     )
     min_examples: PositiveInt = Field(
-        description="smallest number of comparisons per judge and pair, failures not counted"
+        description="smallest number of comparisons per judge and pair, without failures"
     )
 
     @property

@@ -12,13 +12,15 @@ from rlhf_tasks.config.types import Count, NonNegativeFloat, PositiveFloat, Sect
 class TaskPolicy(Section):
     """How the Prefect task of one stage is retried, timed out and queued."""
 
-    retries: Count = Field(description="tries after a fault; a user's mistake is never retried")
+    retries: Count = Field(description="number of retries after a fault; a user's mistake is never retried")
     retry_delay_seconds: NonNegativeFloat = Field(
-        description="wait before the first retry; each later wait is twice as long"
+        description="wait before the first retry, in seconds; each later wait is twice as long"
     )
-    timeout_seconds: PositiveFloat | None = Field(description="limit of one try; null: no limit")
+    timeout_seconds: PositiveFloat | None = Field(
+        description="longest time of one try, in seconds; null: no limit"
+    )
     gpu_slots: Count = Field(
-        description="slots of the concurrency limit `gpu` that the stage holds while it runs; 0: none"
+        description="number of slots of the concurrency limit `gpu` that the stage holds while it runs"
     )
 
 
@@ -26,10 +28,12 @@ class Service(TaskPolicy):
     """How the Prefect flow runs the stages: one policy for all, and exceptions by stage."""
 
     grace_seconds: Annotated[float, Field(gt=0, le=25)] = Field(
-        description="time from the interrupt of a cancelled stage to its kill; Prefect itself kills after 30"
+        description="time that a cancelled stage has to save its state before it is killed, in seconds; "
+        "Prefect itself kills after 30"
     )
     stages: dict[str, dict[str, Any]] = Field(
-        description="by the name of a stage, the four values above that differ for it"
+        description="values that differ for a stage, by its name: retries, retry_delay_seconds, "
+        "timeout_seconds, gpu_slots"
     )
 
     @model_validator(mode="after")

@@ -85,9 +85,11 @@ class Sft(Optimisation):
         alias="from", description="folder or hub id of a ready SFT model; null: the stage trains one"
     )
     revision: Revision | None = Field(description="commit hash of a hub id in `from`; null otherwise")
-    evals_per_epoch: PositiveInt = Field(description="evaluations on the validation split per epoch")
+    evals_per_epoch: PositiveInt = Field(
+        description="number of evaluations on the validation split per epoch"
+    )
     patience: PositiveInt = Field(
-        description="evaluations in a row without a lower validation loss after which training ends"
+        description="number of evaluations in a row without a lower validation loss after which training ends"
     )
 
     @model_validator(mode="after")
@@ -97,13 +99,18 @@ class Sft(Optimisation):
 
 
 class Preferences(Section):
-    """Preference pairs made from samples of the SFT policy, beside the pairs of the data."""
+    """Preference pairs made from samples of the SFT model, beside the pairs of the data.
+
+    The chosen response is the reference, the rejected one is a sample. In the synthetic task both are
+    samples, and the gold judge chooses.
+    """
 
     num_prompts: Count = Field(
-        description="train prompts to which the SFT policy samples responses; 0: only the pairs of the data"
+        description="number of train prompts to which the SFT model samples responses; 0: only the pairs "
+        "of the data"
     )
-    pairs_per_prompt: PositiveInt = Field(description="pairs made for each of those prompts")
-    temperature: PositiveFloat = Field(description="sampling temperature of the SFT policy")
+    pairs_per_prompt: PositiveInt = Field(description="number of pairs made for each of those prompts")
+    temperature: PositiveFloat = Field(description="sampling temperature of the SFT model")
     label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         description="share of the gold judge's train labels that are flipped, for `data.source: synthetic`"
     )
@@ -120,7 +127,8 @@ class Reward(Optimisation):
     )
     revision: Revision | None = Field(description="commit hash of a hub id in `from`; null otherwise")
     margin: NonNegativeFloat = Field(
-        description="lead that the chosen response needs: the loss is −log σ(r_chosen − r_rejected − margin)"
+        description="margin by which r_chosen should exceed r_rejected: the loss is −log σ(r_chosen − "
+        "r_rejected − margin)"
     )
     centring_coef: NonNegativeFloat = Field(
         description="weight of (r_chosen + r_rejected)² in the loss (arXiv 2312.09244); 0: no such term"

@@ -29,12 +29,12 @@ MODULES: Mapping[Stage, str] = {
 SUMMARIES: Mapping[Stage, str] = {
     "prepare": "read, check and split the data; make the tokenizer",
     "base": "train a small base model, or fetch one",
-    "sft": "supervised fine-tuning on completions",
-    "preferences": "collect pairs for the reward model: given ones, and samples of the SFT policy",
-    "reward": "train the reward model and the held-out one",
+    "sft": "fine-tune the base model on the completions of demonstrations",
+    "preferences": "collect the pairs of the reward models: given ones, and samples of the SFT model",
+    "reward": "train the reward model that PPO optimises, and a held-out one",
     "ppo": "train the policy against the reward model",
     "judge": "measure win rates of reference, SFT and policy responses",
-    "verdict": "decide whether the policy passes the criteria of `promotion`",
+    "verdict": "decide whether the policy passes the gate (section `promotion`)",
     "report": "write one page with all results",
 }
 SHOWN_METRICS = 20

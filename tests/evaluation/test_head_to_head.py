@@ -230,6 +230,6 @@ def test_the_command_without_a_model_runs_the_stage(
     assert main.main(["judge", "models/sft", "--judge", "best"]) == 2
     assert "judge.judges has no judge best; it has gold, reward_model" in capsys.readouterr().err
     assert main.main(["judge", "--against", "models/sft"]) == 2
-    assert "go with a MODEL" in capsys.readouterr().err
+    assert "need a MODEL" in capsys.readouterr().err
     assert main.main(["judge"]) == 2
     assert "dvc.yaml declares no stage 'judge'" in capsys.readouterr().err

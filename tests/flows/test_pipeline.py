@@ -117,10 +117,10 @@ def test_a_refused_workspace_is_one_message_in_log_and_state(root: Path, log: Lo
 
 def test_the_engine_of_a_worker_does_not_log_a_mistake_again(root: Path, log: Log) -> None:
     engine = logging.getLogger("prefect.flow_runs")
-    with pytest.raises(UserError, match="is no commit"):
+    with pytest.raises(UserError, match="is not a commit"):
         run_flow(flows_pipeline.pipeline, parameters={"revision": "no-such"}, error_logger=engine)
     (message,) = log.errors()
-    assert message.startswith("revision='no-such' is no commit")
+    assert message.startswith("revision='no-such' is not a commit")
     assert [record for record in log.records if record.exc_info] == []
     engine.error("a fault", exc_info=ValueError("logged"))
     assert log.errors()[-1] == "a fault", "faults are still logged"

@@ -33,14 +33,14 @@ METRICS = (
     _final(
         name="JUDGE/A_vs_B/p_value", unit="probability",
         formula="two-sided exact sign test on wins and losses",
-        reading="Small: the difference is unlikely to be chance.",
+        reading="A small value: the difference is unlikely to be chance.",
     ),
     _final(
         name="JUDGE/A_vs_B/length_controlled", unit="share", interval=True,
         formula="win rate at equal length in characters: σ(θ) of the logistic regression "
         "P(A wins) = σ(θ + φ·tanh(d / s)), d the length difference and s its standard deviation",
-        reading="Far below the win rate: A wins by length. AlpacaEval 2 (arXiv 2404.04475) without its terms "
-        "for other models and for instructions.",
+        reading="If it is far below the win rate, A wins by length. AlpacaEval 2 (arXiv 2404.04475) "
+        "without its terms for other models and for instructions.",
     ),
     _final(
         name="JUDGE/A_vs_B/matched_length_gain", unit="score", interval=True,
@@ -57,7 +57,7 @@ METRICS = (
     ),
     _final(
         name="JUDGE/A_vs_B/position_bias", unit="share", when=_COMPARES, shipped=False,
-        formula="pairs whose outcome turns with the order of the two responses / all pairs",
+        formula="pairs whose outcome changes with the order of the two responses / all pairs",
         reading="Such a pair is a tie. A high value means a judge that cannot distinguish the responses.",
     ),
     _final(
@@ -141,7 +141,7 @@ METRICS = (
         name="perplexity/TEXT/MODEL", headline=True, when="`judge.retention`",
         formula="exp of the mean −log p of a token: of test completions given their prompts (`sft_text`), or "
         "of other text (`general`)",
-        reading="The policy's value over the SFT policy's is what RLHF cost. `promotion."
+        reading="The policy's value / the SFT model's is what RLHF cost. `promotion."
         "max_perplexity_growth` bounds it.",
     ),
     _final(
@@ -165,7 +165,7 @@ METRICS = (
     ),
     _final(
         name="reward_gap/win_rate_by_reward", unit="share", when="PPO optimised models/reward",
-        formula="win rate of the policy over the SFT policy by models/reward",
+        formula="win rate of the policy over the SFT model by models/reward",
     ),
     _final(
         name="reward_gap/JUDGE", unit="share", when="PPO optimised models/reward",

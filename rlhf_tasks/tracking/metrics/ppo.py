@@ -1,6 +1,6 @@
 """Metrics of stage ppo. An episode is one prompt with one sampled response.
 
-π is the policy in training, π_old the policy of the rollout, π_ref the reference policy.
+π is the policy in training, π_old the policy of the rollout, π_ref the reference model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ METRICS = (
         name="objective/kl", unit="nats per response", panel="KL from the reference", headline=True,
         formula="mean over episodes of Σₜ kl[t] by `ppo.kl_estimator`, from π_ref",
         reading="0 to 10 is usual. Above, raise `ppo.kl_coef`. With `ppo.reference_sync`, the reference is "
-        "not the SFT policy.",
+        "not the SFT model.",
     ),
     _curve(
         name="eval/kl", unit="nats per response", panel="KL from the reference",
@@ -264,7 +264,7 @@ _panel = partial(Panel, stage="ppo")
 PANELS = (
     _panel(
         title="KL from the reference", band=(0.0, 10.0),
-        note="Nats per response, from the SFT policy unless `ppo.reference_sync` is set. Above the band the "
+        note="Nats per response, from the SFT model unless `ppo.reference_sync` is set. Above the band the "
         "reward model scores responses that are unlike its training data.",
     ),
     _panel(

@@ -10,11 +10,11 @@ _criterion = partial(Metric, stage="verdict")
 METRICS = (
     _criterion(
         name="gate/passed", headline=True, formula="1 if every criterion is met, else 0",
-        reading="1: the policy may be promoted.",
+        reading="With 1 the policy may be promoted.",
     ),
     _criterion(
         name="over_sft/JUDGE/PART", unit="share",
-        formula="lower end of the 95% interval of the win rate over the SFT policy > `promotion.over_sft`",
+        formula="lower end of the 95% interval of the win rate over the SFT model > `promotion.over_sft`",
     ),
     _criterion(
         name="over_champion/JUDGE/PART", unit="share", shipped=False,
@@ -27,7 +27,7 @@ METRICS = (
     ),
     _criterion(
         name="perplexity/TEXT/PART", when="`promotion.max_perplexity_growth`",
-        formula="perplexity of the policy / perplexity of the SFT policy ≤ `promotion.max_perplexity_growth`",
+        formula="perplexity of the policy / perplexity of the SFT model ≤ `promotion.max_perplexity_growth`",
     ),
     _criterion(
         name="choice_drop/PART", unit="share", when="`promotion.max_choice_drop`",
@@ -47,7 +47,7 @@ METRICS = (
     ),
     _criterion(
         name="withheld/PART", shipped=False,
-        when="`rlhf promote` refuses for a reason besides the measured values",
-        formula="1 ≤ 0: always missed",
+        when="`rlhf promote` refuses the policy for another reason, such as an earlier rollback",
+        formula="1 ≤ 0, which never holds",
     ),
 )  # fmt: skip
