@@ -1,8 +1,9 @@
 """The results document of stage judge, `evaluation/judge/results.json`, as typed values. No torch, no numpy.
 
 Stage judge writes it, and derives metrics/judge.json from it by `EvaluationResults.metrics`. The gate, the
-report, the comparison of runs, the flows and `rlhf show` read it. `rlhf judge MODEL` and `rlhf promote`
-return and use the same type for policies that the pipeline did not train.
+report and the flows read it. The comparison of runs and `rlhf lineage` make its type from those metrics,
+which git and MLflow keep. `rlhf judge MODEL` and `rlhf promote` return and use the same type for policies
+that the pipeline did not train.
 
 Contenders are `sft`, `policy` and `reference` in the stage; `rlhf judge MODEL` uses the names it is given.
 Models of `retention` are `base`, `sft` and `policy`. Intervals are 95% intervals.

@@ -132,8 +132,14 @@ def _module(name: str, root: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules.setdefault(name, module)  # never in place of an installed module of that name
+    # while it runs, because dataclasses and relative imports look there; an installed module keeps its name
+    is_first = sys.modules.setdefault(name, module) is module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if is_first:
+            del sys.modules[name]
+        raise
     return module
 
 

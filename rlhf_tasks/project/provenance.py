@@ -160,8 +160,11 @@ def _results(
 
 
 def _changed(link: Link, written: Mapping[str, str]) -> list[str]:
-    """The inputs that other stages have written again since the stage read them."""
-    return [dep for dep, md5 in link.inputs.items() if written.get(dep, md5) != md5]
+    """The inputs that other stages have written again since the stage read them.
+
+    An input without a hash is not one: the stage did not read it yet when the commit was made.
+    """
+    return [dep for dep, md5 in link.inputs.items() if md5 is not None and written.get(dep, md5) != md5]
 
 
 def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:

@@ -23,14 +23,12 @@ DISPLAY_ONLY = ("labels", "num_traces", "num_samples_shown")  # keys of `judge` 
 
 
 def read(paths: Paths) -> Evidence:
-    """The evidence in a project's files. A file that does not exist is missing evidence.
+    """The evidence in a project's files. A KL that metrics/ppo.json does not have is missing evidence.
 
     Raises:
-        UserError: for a file that exists and cannot be read.
+        UserError: for a file that cannot be read, or without the results document.
     """
-    file = paths.evaluation_results
-    results = EvaluationResults.read(file) if file.exists() else EvaluationResults()
-    return Evidence(results=results, kl=selected_kl(paths))
+    return Evidence(results=EvaluationResults.read(paths.evaluation_results), kl=selected_kl(paths))
 
 
 def selected_kl(paths: Paths) -> Kl | None:

@@ -113,9 +113,10 @@ class Verdict:
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> Verdict:
-        """The inverse of `tree`."""
-        names = [field.name for field in fields(Criterion)]
-        return cls(tuple(Criterion(**{name: one[name] for name in names}) for one in tree["criteria"]))
+        """The inverse of `tree`; a value that an earlier version did not write has its default."""
+        names = {field.name for field in fields(Criterion)}
+        known = [{name: one[name] for name in names & one.keys()} for one in tree["criteria"]]
+        return cls(tuple(Criterion(**values) for values in known))
 
     def metrics(self) -> dict[str, float]:
         """`gate/passed`, and of each criterion `KEY/value`, `KEY/bound`, `KEY/margin` and `KEY/passed`."""

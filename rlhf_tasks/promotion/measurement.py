@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Config, JudgeView, Promotion
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults
 from rlhf_tasks.project.paths import Paths
@@ -21,10 +22,22 @@ from rlhf_tasks.promotion.gate import Evidence, Kl, Opponent
 
 def stale_reason(candidate: Candidate, local: Paths) -> str | None:
     """Why the project's results do not describe the candidate by today's judges; None if they do."""
-    if not evidence.is_judged_here(candidate.paths, candidate.md5):
+    paths = candidate.paths
+    if not evidence.is_judged_here(paths, candidate.md5):
         return f"are not of {candidate.model}"
-    changed = judge_files.changed(candidate.paths.root, local.root)
+    if not _has_readable_results(paths):
+        file = paths.relative(paths.evaluation_results)
+        return f"are of another version of the code ({file} is missing or has another form)"
+    changed = judge_files.changed(paths.root, local.root)
     return f"were measured with another {', '.join(changed)}" if changed else None
+
+
+def _has_readable_results(paths: Paths) -> bool:
+    try:
+        EvaluationResults.read(paths.evaluation_results)
+    except UserError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

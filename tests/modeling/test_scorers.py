@@ -131,6 +131,33 @@ def test_a_module_below_the_root_may_import_its_neighbours(tmp_path: Path) -> No
     assert scorer(QUERIES, RESPONSES).tolist() == [2.0, 2.0, 2.0]
 
 
+DATACLASS = """\
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Weight:
+    value: float = 2.0
+def score(p, r):
+    return [Weight().value for _ in r]
+"""
+
+
+def test_a_module_may_define_dataclasses(module: Callable[[str], str]) -> None:
+    """They look up their module in `sys.modules` while it is imported."""
+    scorer = function(f"{module(DATACLASS)}:score")
+    assert scorer(QUERIES, RESPONSES).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_module_that_failed_is_imported_again(module: Callable[[str], str]) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match="ZeroDivisionError"):
+            function(f"{module('1 / 0')}:score")
+    name = module("def score(p, r):\n    return [0.0 for _ in r]\n1 / 0\n")
+    with pytest.raises(UserError, match="ZeroDivisionError"):
+        function(f"{name}:score")
+    assert name not in sys.modules
+
+
 def test_each_root_has_its_own_module_of_one_name(tmp_path: Path) -> None:
     for number in (1, 2):
         folder = tmp_path / str(number)

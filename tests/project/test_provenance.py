@@ -148,6 +148,16 @@ def test_a_stage_that_must_run_again_is_noted_and_its_win_rates_are_not_shown(ro
     ]
 
 
+def test_an_input_that_a_stage_got_later_is_not_a_change(root: Path) -> None:
+    """The experiment was saved before dvc.yaml had this input."""
+    text = (root / "dvc.yaml").read_text(encoding="utf-8")
+    (root / "dvc.yaml").write_text(text.replace("[first.txt, ", "[first.txt, metrics/first.json, "))
+    chain = provenance.find(root, "mine")
+    assert chain.links[1].inputs["metrics/first.json"] is None
+    assert list(chain.notes) == []
+    assert len(chain.results.comparisons) == 1
+
+
 def test_win_rates_of_an_altered_file_are_not_shown(root: Path) -> None:
     dvc_cli.run(root, "exp", "remove", "mine")
     (root / "metrics/judge.json").write_text("<<<<<<< HEAD", encoding="utf-8")

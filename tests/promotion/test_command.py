@@ -205,6 +205,24 @@ def test_a_policy_without_results_of_its_own_is_judged_now(
     assert main.main(["promote", "elsewhere/"]) == 0
 
 
+@pytest.mark.parametrize("form", [None, '{"verdicts": []}'])
+def test_results_of_another_version_of_the_code_are_measured_again(
+    form: str | None, project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have no results document or another one, and no KL, though dvc.lock describes them."""
+    planted.pipeline(project, kl=None)
+    document = project / "evaluation/judge/results.json"
+    if form is None:
+        document.rename(document.with_name("verdicts.parquet"))
+    else:
+        document.write_text(form, encoding="utf-8")
+    planted.lock(project)
+    assert main.main(["promote"]) == 0
+    assert measured.compared == ["models/sft"]
+    assert measured.costs == 1
+    assert "are of another version of the code" in capsys.readouterr().out
+
+
 def test_criteria_that_are_null_are_not_measured(project: Path, measured: Measured) -> None:
     off = ("promotion.max_kl", "promotion.max_perplexity_growth", "promotion.max_choice_drop")
     planted.params(project, dict.fromkeys(off))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence
@@ -16,7 +15,6 @@ from tests.promotion import planted
 
 
 def test_evidence_is_the_results_document_and_the_kl_of_the_kept_checkpoint(tmp_path: Path) -> None:
-    assert evidence.read(Paths(tmp_path)) == Evidence(results=EvaluationResults(), kl=None)
     planted.pipeline(tmp_path, kl=3.25)
     kl = Kl(mean=3.25, standard_error=planted.KL_ERROR)
     assert evidence.read(Paths(tmp_path)) == Evidence(results=planted.BETTER, kl=kl)
@@ -34,6 +32,14 @@ def test_a_broken_results_document_is_a_user_error(tmp_path: Path, content: str)
     planted.pipeline(tmp_path)
     (tmp_path / "evaluation/judge/results.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"evaluation/judge/results\.json is not .* `rlhf judge`"):
+        evidence.read(Paths(tmp_path))
+
+
+def test_a_missing_results_document_is_a_user_error(tmp_path: Path) -> None:
+    """The gate would refuse the policy for comparisons that were never made."""
+    planted.pipeline(tmp_path)
+    (tmp_path / "evaluation/judge/results.json").unlink()
+    with pytest.raises(UserError, match=r"results\.json cannot be read .*; run `rlhf judge` to write it"):
         evidence.read(Paths(tmp_path))
 
 

@@ -173,6 +173,15 @@ def test_a_verdict_survives_json_and_its_metrics_agree_with_it() -> None:
     assert criteria["kl"]["value"] is None
 
 
+def test_a_verdict_of_an_earlier_version_is_read() -> None:
+    """It had no standard errors."""
+    tree = decide().tree()
+    for criterion in tree["criteria"]:
+        del criterion["standard_error"]
+    rows = {row["criterion"]: row for row in gate.Verdict.of_tree(tree).rows()}
+    assert rows["KL"]["value"] == "1.5"
+
+
 # -------------------------------------------------------------------------------- configuration
 
 GOLD = {"kind": "gold", "name": "gold"}
