@@ -45,152 +45,123 @@ StopToken = Annotated[Literal["eos"] | int, BeforeValidator(_eos_or_id)]
 class Ppo(Section):
     """PPO training of the policy. An episode is one prompt with one sampled response."""
 
-    total_episodes: PositiveInt = Field(
-        description="episodes of the whole training; only whole updates are taken"
-    )
-    rollout_batch_size: PositiveInt = Field(description="episodes per update, over all processes")
-    num_mini_batches: PositiveInt = Field(description="optimiser steps per epoch")
-    num_ppo_epochs: PositiveInt = Field(description="passes over the rollout in each update")
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
+    total_episodes: PositiveInt
+    """Episodes of the whole training; only whole updates are taken."""
+    rollout_batch_size: PositiveInt
+    """Episodes per update, over all processes."""
+    num_mini_batches: PositiveInt
+    """Optimiser steps per epoch."""
+    num_ppo_epochs: PositiveInt
+    """Passes over the rollout in each update."""
+    micro_batch_tokens: PositiveInt
+    """Padded tokens per forward pass and process."""
 
-    scorers: tuple[Scorer, ...] = Field(
-        strict=False, description="list of scorers by kind; their scores are added up by weight"
-    )
+    scorers: tuple[Scorer, ...] = Field(strict=False)
+    """List of scorers by kind; their scores are added up by weight."""
 
-    learning_rate: PositiveFloat = Field(description="highest learning rate of AdamW for the policy")
-    value_learning_rate: PositiveFloat | None = Field(
-        description="highest learning rate for the critic; null: the same as the policy's"
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        description="shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero"
-    )
-    warmup_fraction: Fraction = Field(
-        description="share of the updates in which the learning rate rises linearly from zero"
-    )
-    adam_betas: tuple[Decay, Decay] = Field(
-        strict=False, description="decays of AdamW's two moments; its eps is 1e-5"
-    )
-    max_grad_norm: PositiveFloat | None = Field(
-        description="largest L2 norm of a gradient; a larger one is scaled down; null: no clipping"
-    )
+    learning_rate: PositiveFloat
+    """Highest learning rate of AdamW for the policy."""
+    value_learning_rate: PositiveFloat | None
+    """Highest learning rate for the critic; null: the same as the policy's."""
+    schedule: Literal["constant", "linear", "cosine"]
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
+    warmup_fraction: Fraction
+    """Share of the updates in which the learning rate rises linearly from zero."""
+    adam_betas: tuple[Decay, Decay] = Field(strict=False)
+    """Decays of AdamW's two moments; its eps is 1e-5."""
+    max_grad_norm: PositiveFloat | None
+    """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
 
-    value_model: Literal["separate", "shared"] = Field(
-        description="the critic: a separate model, or a value head on the policy's own trunk"
-    )
-    critic_init: Literal["reward", "sft", "base"] = Field(
-        description="initial weights of the critic: the reward model, the SFT model or the base model"
-    )
-    critic_warmup: CriticWarmup | None = Field(
-        description="training of the critic alone before the first update; null: none"
-    )
-    lora: PolicyLora | None = Field(
-        description="low-rank adapters; the reference is the policy without them, and the learning rate "
-        "should be about ten times higher; null: full training"
-    )
-    gradient_checkpointing: bool = Field(
-        description="whether activations are computed again in the backward pass, to save memory"
-    )
+    value_model: Literal["separate", "shared"]
+    """The critic: a separate model, or a value head on the policy's own trunk."""
+    critic_init: Literal["reward", "sft", "base"]
+    """Initial weights of the critic: the reward model, the SFT model or the base model."""
+    critic_warmup: CriticWarmup | None
+    """Training of the critic alone before the first update; null: none."""
+    lora: PolicyLora | None
+    """Low-rank adapters; the reference is the policy without them, and the learning rate should be about ten
+    times higher; null: full training."""
+    gradient_checkpointing: bool
+    """Whether activations are computed again in the backward pass, to save memory."""
 
-    response_length: PositiveInt = Field(description="longest response, in tokens, stop token included")
-    temperature: PositiveFloat = Field(description="sampling temperature; all log-probabilities use it too")
-    sampling_batch_size: PositiveInt | None = Field(
-        description="responses that a process samples at the same time; null: its whole share of the rollout"
-    )
-    stop_token: StopToken = Field(description="token that ends a response: `eos`, or the id of a token")
-    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"] = (
-        Field(
-            description="score of a response without the stop token: missing_eos_score in place of the score "
-            "(`eos_trick_replace`) or added to it (`eos_trick_subtract`), γ·V of the last state "
-            "(`bootstrap`), score + γ·V (`bootstrap_add`), or the score itself (`none`)"
-        )
-    )
-    missing_eos_score: FiniteFloat = Field(
-        description="score for a missing stop token, for the two EOS tricks of `truncation`"
-    )
+    response_length: PositiveInt
+    """Longest response, in tokens, stop token included."""
+    temperature: PositiveFloat
+    """Sampling temperature; all log-probabilities use it too."""
+    sampling_batch_size: PositiveInt | None
+    """Responses that a process samples at the same time; null: its whole share of the rollout."""
+    stop_token: StopToken
+    """Token that ends a response: `eos`, or the id of a token."""
+    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
+    """Score of a response without the stop token: missing_eos_score in place of the score
+    (`eos_trick_replace`) or added to it (`eos_trick_subtract`), γ·V of the last state (`bootstrap`), score +
+    γ·V (`bootstrap_add`), or the score itself (`none`)."""
+    missing_eos_score: FiniteFloat
+    """Score for a missing stop token, for the two EOS tricks of `truncation`."""
 
-    kl_coef: NonNegativeFloat = Field(
-        description="weight of the KL penalty, in score units per nat; 0: no penalty"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        description="estimator of a token's KL: `k1` = log π/π_ref, `k2` = ½·k1², `k3` = π_ref/π − 1 + k1"
-    )
-    kl_in: Literal["reward", "loss"] = Field(
-        description="place of the KL penalty: each token's reward, or the loss (`k2` or `k3` only, because "
-        "the expected gradient of `k1` is zero)"
-    )
-    adaptive_kl: AdaptiveKl | None = Field(
-        description="controller that adapts kl_coef to a KL target; null: kl_coef is constant"
-    )
-    kl_penalty: KlPenalty | None = Field(
-        description="penalty on the KL from the policy of the rollout; null: no penalty"
-    )
-    target_kl: PositiveFloat | None = Field(
-        description="largest policy/approxkl_avg of an epoch, in nats per token; above it the update takes "
-        "no further epoch; null: no limit"
-    )
-    reference_sync: ReferenceSync | None = Field(
-        description="movement of the reference towards the policy; null: the reference is fixed"
-    )
-    ratio_from: Literal["rollout", "reference"] = Field(
-        description="denominator of the probability ratio: the policy of the rollout, or the reference "
-        "(PPO-max's importance sampling)"
-    )
+    kl_coef: NonNegativeFloat
+    """Weight of the KL penalty, in score units per nat; 0: no penalty."""
+    kl_estimator: Literal["k1", "k2", "k3"]
+    """Estimator of a token's KL: `k1` = log π/π_ref, `k2` = ½·k1², `k3` = π_ref/π − 1 + k1."""
+    kl_in: Literal["reward", "loss"]
+    """Place of the KL penalty: each token's reward, or the loss (`k2` or `k3` only, because the expected
+    gradient of `k1` is zero)."""
+    adaptive_kl: AdaptiveKl | None
+    """Controller that adapts kl_coef to a KL target; null: kl_coef is constant."""
+    kl_penalty: KlPenalty | None
+    """Penalty on the KL from the policy of the rollout; null: no penalty."""
+    target_kl: PositiveFloat | None
+    """Largest policy/approxkl_avg of an epoch, in nats per token; above it the update takes no further epoch;
+    null: no limit."""
+    reference_sync: ReferenceSync | None
+    """Movement of the reference towards the policy; null: the reference is fixed."""
+    ratio_from: Literal["rollout", "reference"]
+    """Denominator of the probability ratio: the policy of the rollout, or the reference (PPO-max's importance
+    sampling)."""
 
-    cliprange: Annotated[float, Field(gt=0, lt=1)] = Field(
-        description="clip range ε of the probability ratio: 1 − ε to 1 + ε"
-    )
-    cliprange_high: PositiveFloat | None = Field(
-        description="clip range above 1; null: the same as cliprange"
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        description="bound on the loss of a token with a negative advantage: dual_clip · |A| (arXiv "
-        "1912.09729); null: no bound"
-    )
-    cliprange_value: PositiveFloat | None = Field(
-        description="clip range of a value around its value in the rollout; null: no clipping"
-    )
-    advantage_clip: PositiveFloat | None = Field(
-        description="largest absolute advantage, after whitening; null: no clipping"
-    )
+    cliprange: Annotated[float, Field(gt=0, lt=1)]
+    """Clip range ε of the probability ratio: 1 − ε to 1 + ε."""
+    cliprange_high: PositiveFloat | None
+    """Clip range above 1; null: the same as cliprange."""
+    dual_clip: Annotated[float, Field(gt=1)] | None
+    """Bound on the loss of a token with a negative advantage: dual_clip · |A| (arXiv 1912.09729); null: no
+    bound."""
+    cliprange_value: PositiveFloat | None
+    """Clip range of a value around its value in the rollout; null: no clipping."""
+    advantage_clip: PositiveFloat | None
+    """Largest absolute advantage, after whitening; null: no clipping."""
 
-    vf_coef: NonNegativeFloat = Field(description="weight of the value loss")
-    entropy_coef: NonNegativeFloat = Field(description="weight of the entropy bonus; 0: no bonus")
-    ptx: Ptx | None = Field(
-        description="language-model loss on other text beside PPO's (PPO-ptx); null: no such loss"
-    )
-    gamma: Fraction = Field(
-        description="discount γ of future rewards; set it below 1 if `truncation` bootstraps, because with 1 "
-        "an endless response can keep any value"
-    )
-    lam: Fraction = Field(
-        description="λ of generalised advantage estimation; a lower value gives less variance and more bias"
-    )
-    whiten_rewards: bool = Field(
-        description="whether token rewards are scaled to variance 1, their mean unchanged"
-    )
-    whiten_advantages: bool = Field(
-        description="whether advantages are shifted and scaled to mean 0 and variance 1"
-    )
-    score_scaling: ScoreScaling | None = Field(
-        description="division of the scores by their running standard deviation; null: raw scores"
-    )
+    vf_coef: NonNegativeFloat
+    """Weight of the value loss."""
+    entropy_coef: NonNegativeFloat
+    """Weight of the entropy bonus; 0: no bonus."""
+    ptx: Ptx | None
+    """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
+    gamma: Fraction
+    """Discount γ of future rewards; set it below 1 if `truncation` bootstraps, because with 1 an endless
+    response can keep any value."""
+    lam: Fraction
+    """λ of generalised advantage estimation; a lower value gives less variance and more bias."""
+    whiten_rewards: bool
+    """Whether token rewards are scaled to variance 1, their mean unchanged."""
+    whiten_advantages: bool
+    """Whether advantages are shifted and scaled to mean 0 and variance 1."""
+    score_scaling: ScoreScaling | None
+    """Division of the scores by their running standard deviation; null: raw scores."""
 
-    guards: Guards | None = Field(description="checks that warn, stop or roll back; null: no checks")
+    guards: Guards | None
+    """Checks that warn, stop or roll back; null: no checks."""
 
-    num_sample_generations: Count = Field(
-        description="number of times that a few responses to validation prompts are shown and stored: before "
-        "training, at its end and evenly in between; 1: only at the end"
-    )
-    num_selections: PositiveInt = Field(
-        description="number of evaluations of the policy on the selection prompts; the best weights are kept"
-    )
-    num_selection_prompts: PositiveInt = Field(
-        description="number of selection prompts, taken from the validation split"
-    )
-    select_by: Selection | None = Field(
-        description="judge whose win rate over the references selects the weights; null: the mean score of "
-        "models/reward_heldout selects them, or the last weights are kept if there is no reward model"
-    )
+    num_sample_generations: Count
+    """Number of times that a few responses to validation prompts are shown and stored: before training, at
+    its end and evenly in between; 1: only at the end."""
+    num_selections: PositiveInt
+    """Number of evaluations of the policy on the selection prompts; the best weights are kept."""
+    num_selection_prompts: PositiveInt
+    """Number of selection prompts, taken from the validation split."""
+    select_by: Selection | None
+    """Judge whose win rate over the references selects the weights; null: the mean score of
+    models/reward_heldout selects them, or the last weights are kept if there is no reward model."""
 
     @model_validator(mode="before")
     @classmethod
