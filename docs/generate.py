@@ -241,7 +241,7 @@ def metrics() -> Lines:
     yield ""
     yield from (f"- `{word}`: {meaning}" for word, (_, meaning) in catalogue.PLACEHOLDERS.items())
     for stage in STAGES:
-        own = [metric for metric in catalogue.METRICS if metric.stage == stage]
+        own = catalogue.metrics(stage)
         if own:
             yield ""
             yield f"## {stage}"
@@ -387,7 +387,7 @@ def dvc_yaml() -> str:
     text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
     before, heading, _ = text.partition("\nplots:")
     assert heading, "dvc.yaml has no section `plots:`"
-    return f"{before}{heading} # by `python docs/generate.py`, from rlhf_tasks/tracking/catalogue.py\n" + (
+    return f"{before}{heading} # by `python docs/generate.py`, from rlhf_tasks/tracking/metrics/*.toml\n" + (
         "\n".join(line for stage in curves.CURVES for line in _plots(stage)) + "\n"
     )
 

@@ -36,7 +36,7 @@ from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import catalogue, links
 from rlhf_tasks.tracking import pipeline as tracking
 
-CURVES = [metric.name for metric in catalogue.headlines("ppo") if metric.curve]
+CURVES = [metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve]
 TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
 
 Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]

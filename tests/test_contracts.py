@@ -49,8 +49,8 @@ NO_RESULT = (
     "project.paths",
     "errors",
 )
-CATALOGUE = ("tracking.catalogue", "tracking.metrics")  # the report draws its figures by it
-BESIDE = (".html", ".css", ".js", ".txt")  # files that a module reads from its own folder, or from one below
+CATALOGUE = "tracking.catalogue"  # the report draws its figures by it
+BESIDE = (".html", ".css", ".js", ".toml", ".txt")  # texts that a module reads from its folder, or below
 
 
 # -------------------------------------------------------------------------------- code of a stage

@@ -11,10 +11,11 @@ import pytest
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.config.judge import RESERVED
 from rlhf_tasks.tracking import catalogue, curves
-from rlhf_tasks.tracking.catalogue import METRICS, PLACEHOLDERS, Metric
+from rlhf_tasks.tracking.catalogue import PLACEHOLDERS, Metric
 from tests.plain_english import BANNED
 
 ROOT = Path(__file__).parents[2]
+METRICS = [metric for stage in STAGES for metric in catalogue.metrics(stage)]
 
 
 def results(stage: Stage) -> list[str]:
@@ -32,7 +33,7 @@ def columns(stage: Stage) -> list[str]:
 
 def entries(stage: Stage, name: str) -> list[Metric]:
     """All entries that match a name; one without placeholders comes before a pattern."""
-    own = [metric for metric in METRICS if metric.stage == stage and metric.matches(name)]
+    own = [metric for metric in catalogue.metrics(stage) if metric.matches(name)]
     exact = [metric for metric in own if not metric.placeholders]
     return exact or own
 
@@ -119,7 +120,7 @@ def test_every_placeholder_is_explained_and_used() -> None:
 
 
 def test_judges_cannot_be_named_like_other_judge_metrics() -> None:
-    own = [metric.name.partition("/")[0] for metric in METRICS if metric.stage == "judge"]
+    own = [metric.name.partition("/")[0] for metric in catalogue.metrics("judge")]
     firsts = {first for first in own if not first.startswith("JUDGE")}
     assert {first for first in firsts if not first.startswith("rouge")} == set(RESERVED)
 
