@@ -20,6 +20,7 @@ from rlhf_tasks import config, presets
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.tracking import catalogue
+from tests.plain_english import BANNED
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -30,13 +31,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PLACE = re.compile(r"(?:rlhf_tasks|flows|infra|tests|docs)/[\w./-]*")
-BANNED = re.compile(
-    r"\b(?:told|tells?|telling|says?|said|asked for|is asked|goes on|gone on|go on from|mend(?:s|ed|ing)?"
-    r"|knobs?|look(?:s|ed|ing)? at|watch(?:es|ed|ing)?|liked|your own word|crown(?:s|ed)?|gives? back|untold"
-    r"|of here|manned|troubles?|couriers?|lessons?|teachers?|referees?|cares?|settle[sd]?|is none"
-    r"|what stands|lies|begins anew|by hand|put to the gate)\b",
-    re.IGNORECASE,
-)
 PLACEHOLDERS = {
     "rlhf_tasks/presets/NAME.yaml",
     "rlhf_tasks/stages/STAGE.py",

@@ -225,13 +225,21 @@ def load(path: Path = Path("params.yaml")) -> Config:
     Raises:
         ConfigError: if it cannot be read or has any problem.
     """
+    return validate(parse(read_text(path), str(path)), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a parameter file.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; run from the project's folder") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not readable as YAML: {error}") from None
-    return validate(parse(text, str(path)), str(path))
 
 
 def parse(text: str, origin: str) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -192,103 +192,88 @@ class Ppo(Section):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Ppo:
         """Refuse values that have no effect, or a wrong one, with the other values."""
-        problems = [message for wrong, message in self._conflicts() if wrong]
+        problems = list(self._conflicts())
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
-    def _idle(self) -> list[tuple[bool, str]]:
-        """Values that could have no effect, or the opposite one: (is wrong, message)."""
+    def _conflicts(self) -> Iterator[str]:
+        """Values that have no effect, or the wrong one, beside the other values."""
         adaptive, sync = self.adaptive_kl, self.reference_sync
-        return [
-            (
-                adaptive is not None and self.kl_coef == 0,
-                "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value",
-            ),
-            (
-                adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon,
-                "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative",
-            ),
-            (
-                sync is not None and sync.every > self.total_episodes // self.rollout_batch_size,
-                "reference_sync.every exceeds the number of updates, so it would never happen; lower it, or "
-                "set reference_sync to null",
-            ),
-            (
-                self.target_kl is not None and self.num_ppo_epochs == 1,
-                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; raise it, or set "
-                "target_kl to null",
-            ),
-            (
-                self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1,
-                "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
-                "gradient is zero; use more minibatches or epochs",
-            ),
-            (
-                self.critic_warmup is not None and self.vf_coef == 0,
-                "critic_warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set "
-                "critic_warmup to null",
-            ),
-            (
-                self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None,
-                "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward",
-            ),
-            (
-                self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0,
-                "eos_trick_subtract adds missing_eos_score: a positive value would reward unfinished "
-                "responses; set it to a negative one",
-            ),
-        ]
-
-    def _conflicts(self) -> list[tuple[bool, str]]:
         shared, kinds = self.value_model == "shared", [scorer.kind for scorer in self.scorers]
-        return [
-            (
-                self.kl_in == "loss" and self.kl_estimator == "k1",
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
                 "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so the penalty "
-                "would have no effect; use k2 or k3",
-            ),
-            *self._idle(),
-            (
-                self.select_by is not None
-                and self.select_by.judge.kind == "function"
-                and self.select_by.judge.function
-                in {s.function for s in self.scorers if s.kind == "function"},
+                "would have no effect; use k2 or k3"
+            )
+        if adaptive is not None and self.kl_coef == 0:
+            yield "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value"
+        if adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon:
+            yield "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative"
+        if sync is not None and sync.every > self.total_episodes // self.rollout_batch_size:
+            yield (
+                "reference_sync.every exceeds the number of updates, so it would never happen; lower it, or "
+                "set reference_sync to null"
+            )
+        if self.target_kl is not None and self.num_ppo_epochs == 1:
+            yield (
+                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; raise it, or set "
+                "target_kl to null"
+            )
+        if self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1:
+            yield (
+                "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
+                "gradient is zero; use more minibatches or epochs"
+            )
+        if self.critic_warmup is not None and self.vf_coef == 0:
+            yield (
+                "critic_warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set "
+                "critic_warmup to null"
+            )
+        if self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None:
+            yield "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward"
+        if self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0:
+            yield (
+                "eos_trick_subtract adds missing_eos_score: a positive value would reward unfinished "
+                "responses; set it to a negative one"
+            )
+        if (
+            self.select_by is not None
+            and self.select_by.judge.kind == "function"
+            and self.select_by.judge.function in {s.function for s in self.scorers if s.kind == "function"}
+        ):
+            yield (
                 "select_by: its function is also a scorer, and PPO does not select by what it optimises; "
-                "name another judge",
-            ),
-            (not kinds, "scorers is empty; add at least one, such as {kind: dummy}"),
-            (
-                shared and self.critic_init != "sft",
+                "name another judge"
+            )
+        if not kinds:
+            yield "scorers is empty; add at least one, such as {kind: dummy}"
+        if shared and self.critic_init != "sft":
+            yield (
                 f"value_model=shared uses the policy's trunk: critic_init={self.critic_init!r} would be "
-                "ignored; set it to sft",
-            ),
-            (
-                shared and self.value_learning_rate is not None,
+                "ignored; set it to sft"
+            )
+        if shared and self.value_learning_rate is not None:
+            yield (
                 "value_model=shared trains one trunk, so it can have no value_learning_rate of its own; set "
-                "it to null",
-            ),
-            (
-                shared and self.critic_warmup is not None,
+                "it to null"
+            )
+        if shared and self.critic_warmup is not None:
+            yield (
                 "value_model=shared: a warm-up of the critic would move the policy's trunk; set "
-                "critic_warmup to null, or value_model to separate",
-            ),
-            (
-                shared and self.lora is not None and self.lora.value,
-                "value_model=shared has no trunk of its own for lora.value; set it to false",
-            ),
-            (
-                self.lora is not None and self.reference_sync is not None,
+                "critic_warmup to null, or value_model to separate"
+            )
+        if shared and self.lora is not None and self.lora.value:
+            yield "value_model=shared has no trunk of its own for lora.value; set it to false"
+        if self.lora is not None and self.reference_sync is not None:
+            yield (
                 "lora: the reference is the policy without its adapter and cannot move; set reference_sync "
-                "to null",
-            ),
-            (
-                self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back",
+                "to null"
+            )
+        if self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back":
+            yield (
                 "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
-                "set it to a small value",
-            ),
-            (
-                len(set(kinds)) < len(kinds) and kinds.count("reward_model") + kinds.count("dummy") > 1,
-                "scorers: reward_model and dummy are allowed once each",
-            ),
-        ]
+                "set it to a small value"
+            )
+        if len(set(kinds)) < len(kinds) and kinds.count("reward_model") + kinds.count("dummy") > 1:
+            yield "scorers: reward_model and dummy are allowed once each"

@@ -75,13 +75,14 @@ def read(name: str) -> dict[str, Any]:
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:
     """Apply presets to a parameter file, in order, and keep its comments; an invalid result is not written.
 
+    The file itself may be invalid, so that a value can be repaired.
+
     `settings` are single values that come last, each `KEY=VALUE` with a dotted key and a value in YAML.
     Returns the changes as `key: old → new`, and the sections that stay null.
     """
     overlays, single = [read(name) for name in chosen], [_setting(words) for words in settings]
     origin = f"params.yaml with {', '.join([*chosen, *settings])}"
-    config.load(path)
-    text, _, changes = combined(path.read_text(encoding="utf-8"), overlays, origin, single)
+    text, _, changes = combined(config.read_text(path), overlays, origin, single)
     atomic.write_text(path, text)
     return changes
 

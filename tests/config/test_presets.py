@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_a_value_that_cannot_be_set_changes_nothing(
     assert main.main(["preset", "--set", words]) == 2
     assert message in capsys.readouterr().err
     assert Path("params.yaml").read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize("broken", ["kl_coef: -1.0", "kl_coef: high", "kl_coef: {a: 1}"])
+def test_a_value_can_be_set_to_repair_an_invalid_file(project: Path, broken: str) -> None:
+    path = Path("params.yaml")
+    before = path.read_text(encoding="utf-8")
+    valid = re.search(r"kl_coef: [\d.]+", before)
+    assert valid is not None
+    path.write_text(before.replace(valid[0], broken), encoding="utf-8")
+    assert main.main(["preset", "--set", f"ppo.{valid[0].replace(': ', '=')}"]) == 0
+    assert config.load(path) == config.validate(config.parse(before, "before"), "before")
 
 
 @pytest.mark.parametrize("name", ["smoke", "docstrings"])
