@@ -156,7 +156,7 @@ def _of_null(
         here = (*path, key)
         if isinstance(value, Mapping) and isinstance(tree.get(key), Mapping):
             yield from _of_null(tree[key], value, here)
-        elif isinstance(value, Mapping) and key in tree and config.missing_keys(here, value):
+        elif isinstance(value, Mapping) and tree.get(key, value) is None and config.missing_keys(here, value):
             yield here, list(value)
 
 

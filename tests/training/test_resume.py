@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,12 @@ def loaded(view: SftView) -> State | None:
         return snapshots.load()
 
 
+def step_of(view: SftView) -> int | None:
+    """The step of the snapshot that would be resumed."""
+    found = loaded(view)
+    return None if found is None else found["step"]
+
+
 def snapshots_of(project: Path) -> list[Path]:
     return sorted((project / ".rlhf/state/sft").glob("*/loop/*"))
 
@@ -211,9 +218,7 @@ def test_a_damaged_snapshot_is_reported_and_the_one_before_is_used(
 ) -> None:
     kept(view, 1, 2)
     tear(snapshots_of(project)[-1])
-    found = loaded(view)
-    assert found is not None
-    assert found["step"] == 1
+    assert step_of(view) == 1
     assert "step-000000002 is damaged" in capsys.readouterr().out
     tear(snapshots_of(project)[-1])
     assert loaded(view) is None
@@ -224,9 +229,7 @@ def test_a_half_written_snapshot_is_not_used(project: Path, view: SftView) -> No
     half = snapshots_of(project)[0].with_name(".step-000000002.partial")
     half.mkdir()
     (half / "rank-0.pt").write_bytes(b"half")
-    found = loaded(view)
-    assert found is not None
-    assert found["step"] == 1
+    assert step_of(view) == 1
     kept(view, 3)
     assert not half.exists()
 
@@ -336,10 +339,9 @@ def test_a_resumed_run_keeps_its_key_until_its_outs_are_complete(view: SftView) 
     assert second.key == third.key != fourth.key
 
 
-def test_a_second_process_with_the_same_training_waits_for_the_first(
-    view: SftView, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order = []
+@contextmanager
+def claimed_elsewhere(view: SftView, order: list[str]) -> Iterator[threading.Event]:
+    """Another thread trains the same until the event is set, at the latest at the end of the block."""
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -351,10 +353,21 @@ def test_a_second_process_with_the_same_training_waits_for_the_first(
     thread = threading.Thread(target=other)
     thread.start()
     assert entered.wait(10)
-    threading.Timer(0.3, leave.set).start()
-    with resume.claim(Paths(), view, main=True):
-        order.append("this")
-    thread.join()
+    try:
+        yield leave
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_a_second_process_with_the_same_training_waits_for_the_first(
+    view: SftView, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order: list[str] = []
+    with claimed_elsewhere(view, order) as leave:
+        threading.Timer(0.3, leave.set).start()
+        with resume.claim(Paths(), view, main=True):
+            order.append("this")
     assert order == ["other", "this"]
     assert "another process trains with the same parameters, code and inputs" in capsys.readouterr().out
 
@@ -363,25 +376,12 @@ def test_a_launched_worker_does_not_wait_for_the_same_training(
     view: SftView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with resume.claim(Paths(), view, main=True):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert entered.wait(10)
-    try:
-        with (
-            pytest.raises(UserError, match="another process trains sft with the same parameters"),
-            resume.claim(Paths(), view, main=True, worker_wait_seconds=0.0),
-        ):
-            pass
-    finally:
-        leave.set()
-        thread.join()
+    with (
+        claimed_elsewhere(view, []),
+        pytest.raises(UserError, match="another process trains sft with the same parameters"),
+        resume.claim(Paths(), view, main=True, worker_wait_seconds=0.0),
+    ):
+        pass
 
 
 # ------------------------------------------------------------------------------------- signals
@@ -424,9 +424,7 @@ def loop_with_signals(view: SftView, *at: int) -> list[str]:
 
 def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(view: SftView, handled: None) -> None:
     assert loop_with_signals(view, 2) == ["step 1", "step 2", "save 2", "ended"]
-    found = loaded(view)
-    assert found is not None
-    assert found["step"] == 2
+    assert step_of(view) == 2
 
 
 def test_the_second_signal_does_not_wait(view: SftView, handled: None) -> None:
@@ -488,8 +486,8 @@ def _untimed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "eps" and not key.startswith("time/")}
 
 
-def terminate_after_another_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    before = newest(folder)
+def terminate_after(folder: Path, process: subprocess.Popen[bytes], before: str) -> None:
+    """Send SIGTERM after a newer snapshot than `before`."""
     while newest(folder) == before:
         assert process.poll() is None
         time.sleep(0.005)
@@ -528,7 +526,7 @@ def test_sft_killed_or_terminated_ends_with_the_same_bytes(
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process = start("sft", folder)
-    terminate_after_another_snapshot(folder, process)
+    terminate_after(folder, process, newest(folder))
     assert not (folder / "metrics/sft.json").exists()
     assert finish("sft", folder) == uninterrupted("sft")
 
@@ -586,11 +584,7 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     with FileLock(lock, timeout=60):
         before = newest(folder)
     process = start("sft", folder)
-    while newest(folder) == before:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.terminate()
-    assert process.wait(60) == 143
+    terminate_after(folder, process, before)
     assert finish("sft", folder) == expected
 
 
@@ -624,7 +618,7 @@ def test_ppo_on_two_processes_is_resumed_to_the_same_bytes(
     workers[1].kill()
     assert process.wait(60) != 0
     process = start("ppo", folder)
-    terminate_after_another_snapshot(folder, process)
+    terminate_after(folder, process, newest(folder))
     assert finish("ppo", folder) == expected
 
 
