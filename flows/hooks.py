@@ -20,6 +20,7 @@ from rlhf_tasks.project import processes, workspaces
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 GRACE_SECONDS = 10.0
+ENDED = "it ended with its run"
 
 
 def workspace_name(flow_run: str) -> str:
@@ -33,7 +34,7 @@ def workspace_name(flow_run: str) -> str:
 def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Clean up after a cancelled or crashed run. MLflow needs nothing: delivery closes the run."""
     cancelled = state.is_cancelling() or state.is_cancelled()
-    clean_run(flow_run.id, Cancelled() if cancelled else Crashed())
+    clean_run(flow_run.id, Cancelled(message=ENDED) if cancelled else Crashed(message=ENDED))
 
 
 def clean_run(flow_run: UUID, end: State[Any]) -> None:

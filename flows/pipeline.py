@@ -159,7 +159,7 @@ def run_stages(names: Sequence[str], service: Service, dvc: Dvc) -> dict[str, st
     Raises:
         StageFailed: if a stage fails; the later ones do not start.
     """
-    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description=", ".join(names))
+    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description="comparing")
     how = dict[str, str]()
 
     def show(*doing: str) -> None:

@@ -22,6 +22,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
     FlowRunFilterStateName,
+    FlowRunFilterStateType,
     TaskRunFilter,
     TaskRunFilterState,
     TaskRunFilterStateType,
@@ -34,10 +35,12 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Pending, Running
 
 from flows import settings
+from rlhf_tasks.errors import UserError
 
 LEASE_SECONDS = 60.0  # after which a slot is free whose holder vanished
 POLL_SECONDS = 1.0
 WAITING = f"Waiting for {settings.SLOTS}"  # the name of the state of a run in the queue
+AT_WORK = [StateType.RUNNING, StateType.CANCELLING]
 
 
 class Slots(ExitStack):
@@ -56,9 +59,10 @@ class Slots(ExitStack):
                 return False
             self.release()
             shown = ""
-            while queue.ahead() or not self._try(number):
-                line = queue.line()
-                if line != shown:
+            while queue.ahead() or not queue.has_free(number) or not self._try(number):
+                names = queue.names()
+                line = f"waiting for {settings.SLOTS}" + (f", behind {', '.join(names)}" if names else "")
+                if line != shown and (names or not shown):  # no name: the other is between two stages
                     get_run_logger().info("%s", line)
                     queue.wait(line)
                     show(line)
@@ -74,7 +78,7 @@ class Slots(ExitStack):
         self.close()
 
     def _try(self, number: int) -> bool:
-        """Take the slots if they are free now."""
+        """Take the slots; False if another run was faster."""
         lease = concurrency(
             settings.SLOTS,
             occupy=number,
@@ -113,21 +117,38 @@ class Queue:
         own = self._rank(self.run)[0]
         return any(self._rank(other)[0] < own for other in self._waiting())
 
+    def has_free(self, number: int) -> bool:
+        """Whether so many are free, or there is no limit. Prefect logs a request in vain as an error.
+
+        Raises:
+            UserError: if the limit never has as many.
+        """
+        try:
+            limit = self.client.read_global_concurrency_limit_by_name(settings.SLOTS)
+        except ObjectNotFound:
+            return True
+        if number > limit.limit:
+            raise UserError(
+                f"gpu_slots={number} is more than the limit `{settings.SLOTS}`, which is {limit.limit}: change "
+                f"the section `service`, or run `rlhf up --gpu-slots {number}`"
+            )
+        return limit.active_slots + number <= limit.limit
+
     def ahead(self) -> list[FlowRun]:
         """The waiting runs that get slots before this one."""
         own = self._rank(self.run)
         return [other for other in self._waiting() if self._rank(other) < own]
 
-    def line(self) -> str:
-        """`waiting for gpu, behind RUN`: the runs that have slots, and those ahead."""
-        tags, at_work = (
-            TaskRunFilterTags(all_=[settings.SLOTS]),
-            TaskRunFilterStateType(any_=[StateType.RUNNING]),
+    def names(self) -> list[str]:
+        """The names of the runs that have slots, and of those ahead."""
+        at_work = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=AT_WORK)))
+        holding = TaskRunFilter(
+            tags=TaskRunFilterTags(all_=[settings.SLOTS]),
+            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=[StateType.RUNNING])),
         )
-        holding = TaskRunFilter(tags=tags, state=TaskRunFilterState(type=at_work))
-        runs = [*self.client.read_flow_runs(task_run_filter=holding), *self.ahead()]
-        names = dict.fromkeys(run.name for run in runs if run.id != self.run.id)
-        return f"waiting for {settings.SLOTS}" + (f", behind {', '.join(names)}" if names else "")
+        have = self.client.read_flow_runs(flow_run_filter=at_work, task_run_filter=holding)
+        runs = [*have, *self.ahead()]
+        return list(dict.fromkeys(run.name for run in runs if run.id != self.run.id))
 
     def wait(self, message: str) -> None:
         """Show the run as waiting. Its time in this state is no run time, since the state is of type PENDING.

@@ -158,10 +158,12 @@ class Runs:
 
     def doing(self, identity: Any) -> str:
         """What a run that has not ended does, by its own progress: `ppo: running`."""
-        of_run = {"flow_run_id": ArtifactFilterFlowRunId(any_=[identity])}
-        key = {"key": ArtifactFilterKey(any_=[results.PROGRESS_KEY])}
+        progress = ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[identity]),
+            key=ArtifactFilterKey(any_=[results.PROGRESS_KEY]),
+        )
         with get_client(sync_client=True) as client:
-            found = client.read_artifacts(artifact_filter=ArtifactFilter(**of_run, **key))
+            found = client.read_artifacts(artifact_filter=progress)
         return (found[0].description or "").rpartition("; ")[2] if found else "scheduled"
 
     def cancel(self, identity: Any) -> None:
