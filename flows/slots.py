@@ -129,8 +129,8 @@ class Queue:
             return True
         if number > limit.limit:
             raise UserError(
-                f"gpu_slots={number} is more than the limit `{settings.SLOTS}`, which is {limit.limit}: change "
-                f"the section `service`, or run `rlhf up --gpu-slots {number}`"
+                f"gpu_slots={number} is more than the limit `{settings.SLOTS}`, which is {limit.limit}: "
+                f"change the section `service`, or run `rlhf up --gpu-slots {number}`"
             )
         return limit.active_slots + number <= limit.limit
 
