@@ -18,17 +18,8 @@ from uuid import UUID
 import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateName,
-    FlowRunFilterStateType,
-    TaskRunFilter,
-    TaskRunFilterState,
-    TaskRunFilterStateType,
-    TaskRunFilterTags,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment, flow_run
@@ -40,7 +31,11 @@ from rlhf_tasks.errors import UserError
 LEASE_SECONDS = 60.0  # after which a slot is free whose holder vanished
 POLL_SECONDS = 1.0
 WAITING = f"Waiting for {settings.SLOTS}"  # the name of the state of a run in the queue
-AT_WORK = [StateType.RUNNING, StateType.CANCELLING]
+QUEUED = FlowRunFilter.model_validate({"state": {"name": {"any_": [WAITING]}}})
+AT_WORK = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}})
+HOLDING = TaskRunFilter.model_validate(
+    {"tags": {"all_": [settings.SLOTS]}, "state": {"type": {"any_": ["RUNNING"]}}}
+)
 
 
 class Slots(ExitStack):
@@ -90,11 +85,8 @@ class Slots(ExitStack):
         try:
             self.enter_context(lease)
         except Exception as error:
-            reason = error.__cause__
-            if (
-                isinstance(reason, httpx.HTTPStatusError)
-                and reason.response.status_code == httpx.codes.LOCKED
-            ):
+            cause = error.__cause__
+            if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.LOCKED:
                 return False
             raise
         self._number = number
@@ -141,12 +133,7 @@ class Queue:
 
     def names(self) -> list[str]:
         """The names of the runs that have slots, and of those ahead."""
-        at_work = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=AT_WORK)))
-        holding = TaskRunFilter(
-            tags=TaskRunFilterTags(all_=[settings.SLOTS]),
-            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=[StateType.RUNNING])),
-        )
-        have = self.client.read_flow_runs(flow_run_filter=at_work, task_run_filter=holding)
+        have = self.client.read_flow_runs(flow_run_filter=AT_WORK, task_run_filter=HOLDING)
         runs = [*have, *self.ahead()]
         return list(dict.fromkeys(run.name for run in runs if run.id != self.run.id))
 
@@ -164,14 +151,10 @@ class Queue:
             self.client.set_flow_run_state(self.run.id, waiting, force=True)
 
     def _waiting(self) -> list[FlowRun]:
-        named = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[WAITING])))
-        return [run for run in self.client.read_flow_runs(flow_run_filter=named) if run.id != self.run.id]
+        return [run for run in self.client.read_flow_runs(flow_run_filter=QUEUED) if run.id != self.run.id]
 
     def _rank(self, run: FlowRun) -> tuple[float, float]:
         """The smallest is the first of the queue; a run without a work queue comes last."""
+        queue = self.client.read_work_queue(run.work_queue_id) if run.work_queue_id else None
         start = run.start_time.timestamp() if run.start_time is not None else math.inf
-        try:
-            priority = self.client.read_work_queue(run.work_queue_id).priority if run.work_queue_id else None
-        except ObjectNotFound:
-            priority = None
-        return (math.inf if priority is None else priority, start)
+        return (math.inf if queue is None or queue.priority is None else queue.priority, start)

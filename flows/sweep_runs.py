@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
@@ -158,12 +158,9 @@ class Runs:
 
     def doing(self, identity: Any) -> str:
         """What a run that has not ended does, by its own progress: `ppo: running`."""
-        progress = ArtifactFilter(
-            flow_run_id=ArtifactFilterFlowRunId(any_=[identity]),
-            key=ArtifactFilterKey(any_=[results.PROGRESS_KEY]),
-        )
+        of_run = {"flow_run_id": {"any_": [identity]}, "key": {"any_": [results.PROGRESS_KEY]}}
         with get_client(sync_client=True) as client:
-            found = client.read_artifacts(artifact_filter=progress)
+            found = client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(of_run))
         return (found[0].description or "").rpartition("; ")[2] if found else "scheduled"
 
     def cancel(self, identity: Any) -> None:
