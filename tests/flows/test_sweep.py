@@ -89,7 +89,7 @@ def test_a_refused_policy_is_a_result_of_the_sweep(root: Path) -> None:
 
 
 def test_a_cell_is_named_by_what_distinguishes_it() -> None:
-    names = {
+    names: dict[str, dict[str, Any]] = {
         "kl_coef=0.01 seed=2": {"ppo.kl_coef": 0.01},
         "sft.num_epochs=1 reward.num_epochs=2 gamma=1 seed=2": {
             "sft.num_epochs": 1, "reward.num_epochs": 2, "ppo.gamma": 1,
