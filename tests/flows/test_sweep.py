@@ -77,6 +77,7 @@ def test_each_cell_has_a_line_that_says_what_it_does(root: Path) -> None:
         run_cells(runs, 2, first_data(root))
     refused = "seed=1: Refused: KL 12 > 10; seed=2: Refused: KL 12 > 10; seed=3: not started"
     assert runs.shown == [(refused, 2)]
+    (root / "given/rows.txt").write_text("rows\n", encoding="utf-8")
     runs = FakeRuns(root, reads=1)
     with pytest.raises(SweepFailed):
         run_cells(runs, 2, first_data(root))
