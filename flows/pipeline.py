@@ -8,7 +8,7 @@ lineage. Prefect shows the run, logs it and can cancel it. By default a run has 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from prefect.runtime import flow_run
 
 from flows import hooks, promotion, request, results, settings, stage_tasks, watch, workplace
 from flows.dvc_client import Dvc
-from flows.outcome import Outcome
+from flows.outcome import Outcome, has_results
+from flows.slots import Slots
 from rlhf_tasks.config import Config, Service
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -31,6 +32,7 @@ from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
 
 PUSH_TRIES, PUSH_DELAY_SECONDS = 3, 10.0  # the delay doubles
+DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "restoring", "run": "running"}
 
 
 @flow(
@@ -48,6 +50,7 @@ def pipeline(
     revision: request.Revision | None = None,
     name: request.ExperimentName | None = None,
     push: bool = False,
+    promote: bool = True,
 ) -> State[Any]:
     """Bring every stage of dvc.yaml up to date, one after the other.
 
@@ -63,9 +66,10 @@ def pipeline(
         revision: The commit of the workspace, by hash, branch or tag. The default is the last commit.
         name: The name of the workspace's DVC experiment. The default is the name of the flow run.
         push: Send the results to the DVC remote at the end.
+        promote: Let the gate decide at the end whether the policy becomes the champion.
     """
     try:
-        return _run(Request(preset, seed, overrides), where, revision, name, push)
+        return _run(Request(preset, seed, overrides), where, revision, name, push, promote)
     except (UserError, stage_tasks.StageFailed) as error:
         return request.refused(error)
 
@@ -109,7 +113,7 @@ def _read_inputs(request_: Request, where: request.Where, revision: str | None, 
 
 
 def _run(
-    request_: Request, where: request.Where, revision: str | None, name: str | None, push: bool
+    request_: Request, where: request.Where, revision: str | None, name: str | None, push: bool, promote: bool
 ) -> State[Any]:
     """The final state of a run in which no stage fails.
 
@@ -135,7 +139,8 @@ def _run(
             unpushed=send(folder) if push else None,
         )  # fmt: skip
         tracked.tags(outcome.tags(folder))
-        outcome = replace(outcome, **promotion.verdict(folder, values, environment))
+        if promote:
+            outcome = replace(outcome, **promotion.verdict(folder, values, environment))
         if outcome.verdict:
             tracked.tags({"promotion": outcome.promotion})
         earlier = saved if saved != chosen else None
@@ -154,18 +159,36 @@ def run_stages(names: Sequence[str], service: Service, dvc: Dvc) -> dict[str, st
     Raises:
         StageFailed: if a stage fails; the later ones do not start.
     """
-    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description=", ".join(names))
-    how, unchanged = {}, stage_tasks.unchanged(names, dvc)
-    for done, name in enumerate(names, start=1):
-        # Called, not submitted: the thread of a submitted task would train on after a cancellation.
-        state: Any = stage_tasks.stage_task(name, service.policy(name))(
-            name, dvc, service, name in unchanged, return_state=True
-        )
-        if not state.is_completed():
-            raise _failure(name, state)
-        how[name] = "cached" if state.name == "Cached" else "ran"
-        description = ", ".join(f"{stage}: {result}" for stage, result in how.items())
-        update_progress_artifact(progress, 100.0 * done / len(names), description=description)
+    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description="comparing")
+    how = dict[str, str]()
+
+    def show(*doing: str) -> None:
+        """The share of the stages that are done; how each of them ended, and what the run does now."""
+        description = "; ".join([*(f"{stage}: {result}" for stage, result in how.items()), *doing])
+        update_progress_artifact(progress, 100.0 * len(how) / len(names), description=description)
+
+    unchanged = stage_tasks.unchanged(names, dvc)
+    policies = [service.policy(name) for name in names]
+    with Slots() as slots:
+        for number, (name, policy) in enumerate(zip(names, policies, strict=True)):
+            try:
+                plan: stage_tasks.Plan = (
+                    "unchanged" if name in unchanged else stage_tasks.make_plan(name, dvc)
+                )
+                if plan == "run" and policy.gpu_slots and slots.hold(policy.gpu_slots, show):
+                    plan = stage_tasks.make_plan(name, dvc)  # another run may have made the same meanwhile
+                show(f"{name}: {DOING[plan]}")
+                # Called, not submitted: the thread of a submitted task would train on after a cancellation.
+                state: Any = stage_tasks.stage_task(name, policy)(name, dvc, plan, return_state=True)
+                if not state.is_completed():
+                    raise _failure(name, state)
+            except BaseException as error:
+                show(f"{name}: {'failed' if isinstance(error, Exception) else 'stopped'}")
+                raise
+            how[name] = "cached" if state.name == "Cached" else "ran"
+            if not any(later.gpu_slots for later in policies[number + 1 :]):
+                slots.release()
+    show()
     return how
 
 
@@ -228,7 +251,7 @@ def run_in_checkout() -> int:
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
     state: State[Any] = pipeline(where="checkout", return_state=True)
-    if state.is_completed():
+    if has_results(state):
         return 0
     reason = state.result(raise_on_failure=False)
     return 2 if isinstance(reason, UserError | stage_tasks.StageRefused) else 1

@@ -95,12 +95,16 @@ def check_name(name: str | None) -> None:
 def refused(error: Exception) -> State[Any]:
     """The failed state for a mistake that the user can fix: one message, in the log and in the state.
 
-    The caller of the flow gets the error itself. Prefect's engine gets it too, and would log it a second
-    time, with its traceback: a filter stops that.
+    The caller of the flow gets the error itself.
     """
     get_run_logger().error("%s", error)
+    silence(error)
+    return Failed(message=str(error), data=error)
+
+
+def silence(error: Exception) -> None:
+    """Keep Prefect's engine, which gets the error of a final state, from logging it with a traceback."""
     for name in ENGINE_LOGS:
         logging.getLogger(name).addFilter(
             lambda record: record.exc_info is None or record.exc_info[1] is not error
         )
-    return Failed(message=str(error), data=error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -229,9 +230,35 @@ class Service:
         An `up` in progress finishes first: it would restart what was just stopped.
         """
         with self._lock():
+            if self.is_healthy("worker"):
+                self.cancel_runs()
             self.end_runs()
             ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
         console.say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
+
+    def cancel_runs(self) -> None:
+        """Let the worker cancel the runs in progress, and call them Stopped: nobody cancelled them."""
+        with suppress(*NO_ANSWER):  # `end_runs` sends signals to those that are left
+            for run in self._runs_in_progress():
+                self._set_state(run, type="CANCELLING", name="Cancelling")
+            deadline, left = time.monotonic() + END_SECONDS["worker"], self._runs_in_progress()
+            stopped = list(left)
+            while left and time.monotonic() < deadline:
+                time.sleep(processes.POLL_SECONDS)
+                left = self._runs_in_progress()
+            for run in stopped:
+                if run not in left:
+                    message = "the service was stopped; Retry resumes the run"
+                    self._set_state(run, type="CANCELLED", name=settings.STOPPED, message=message)
+
+    def _runs_in_progress(self) -> list[str]:
+        """The ids of the flow runs of this worker."""
+        states = {"flow_runs": {"state": {"type": {"any_": list(IN_PROGRESS)}}}}
+        pool = {"work_pools": {"name": {"any_": [settings.POOL]}}}
+        return [str(run["id"]) for run in self._post("flow_runs/filter", states | pool)]
+
+    def _set_state(self, run: str, **state: str) -> None:
+        self._post(f"flow_runs/{run}/set_state", {"state": state})
 
     def end_runs(self) -> None:
         """End the flow runs before their worker, which would kill them before they have saved their state."""

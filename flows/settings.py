@@ -7,6 +7,8 @@ from pathlib import Path
 PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
+URGENT = "urgent"  # the work queue whose runs get slots first
+STOPPED = "Stopped"  # the state of a run that ended because the service was stopped
 
 QUIET = {
     "DO_NOT_TRACK": "1",

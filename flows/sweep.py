@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
-from prefect.artifacts import create_image_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_image_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
@@ -62,6 +67,7 @@ def sweep(
     metrics: list[str] | None = None,
     curves: list[str] = list(CURVES),  # noqa: B006
     parallel: Annotated[int, Field(ge=1)] = 2,
+    promote: bool = False,
     deployment: str = f"{settings.PIPELINE}/pipeline",
 ) -> State[Any]:
     """Run every setting with every seed, skip the runs that are done, and compare all of them.
@@ -77,12 +83,14 @@ def sweep(
         metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
         curves: The panels of the figure: columns of plots/ppo.csv.
         parallel: The number of runs at once; the limit `gpu` applies as well.
+        promote: Let the gate decide at the end of each run whether its policy becomes the champion.
         deployment: The deployment that runs them; one of another work pool uses other machines.
     """
     try:
         request.check_name(name)
         shown = Shown(name, metrics, curves)
-        return _run(combinations(grid, settings_list), seeds, preset, revision, parallel, deployment, shown)
+        listed = combinations(grid, settings_list)
+        return _run(listed, seeds, preset, revision, parallel, promote, deployment, shown)
     except (UserError, SweepFailed) as error:
         return request.refused(error)
 
@@ -102,6 +110,7 @@ def _run(
     preset: str | None,
     revision: str | None,
     parallel: int,
+    promote: bool,
     deployment: str,
     shown: Shown,
 ) -> State[Any]:
@@ -126,7 +135,8 @@ def _run(
     try:
         with tracking.open_run(Paths(root), run, values.tracking, {"rlhf.sweep": shown.name}) as tracked:
             todo = [cell for cell in cells if cell not in done]
-            lost = sweep_runs.run_cells(todo, Runs(deployment, preset, commit), parallel, data)
+            runs, show = Runs(deployment, preset, commit, promote), progress(cells, done)
+            lost = sweep_runs.run_cells(todo, runs, parallel, data, show)
             rows = compare(_completed(root, cells, lost), lost, shown, tracked)
             if lost:
                 raise SweepIncomplete(
@@ -139,6 +149,28 @@ def _run(
     show_figure(run, values)
     Variable.unset(key)
     return Completed(message=f"{len(rows)} setting(s), {len(cells)} runs, {len(done)} of them done before")
+
+
+def progress(cells: Sequence[Cell], done: Sequence[Cell]) -> sweep_runs.Show:
+    """Makes the sweep's progress artifact, a line per cell; returns what updates it and logs the changes."""
+    lines = {cell.name: "done before" if cell in done else "not started" for cell in cells}
+
+    def values(ended: int) -> tuple[float, str]:
+        text = "\n".join(f"- `{name}`: {doing}" for name, doing in lines.items())
+        return 100.0 * (len(done) + ended) / len(cells), text
+
+    percent, text = values(0)
+    artifact: Any = create_progress_artifact(percent, key=results.PROGRESS_KEY, description=text)
+
+    def show(doing: Mapping[str, str], ended: int) -> None:
+        changed = [name for name in doing if lines[name] != doing[name]]
+        lines.update(doing)
+        for name in changed:
+            get_run_logger().info("%s: %s", name, doing[name])
+        if changed:
+            update_progress_artifact(artifact, *values(ended))
+
+    return show
 
 
 def _completed(root: Path, cells: Sequence[Cell], lost: Sequence[Lost]) -> list[comparison.Result]:

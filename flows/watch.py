@@ -15,14 +15,14 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from prefect.variables import Variable
 
-from flows import request, settings
+from flows import outcome, request, settings
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -142,16 +142,17 @@ def start_run(
             as_subflow=False,
             idempotency_key=f"{change}-try-{number}",
         )
-        if run.state is not None and run.state.type in (StateType.CANCELLED, StateType.CANCELLING):
+        state = run.state
+        if state is None or outcome.has_results(state) or not (state.is_final() or state.is_cancelling()):
+            again = f", after {', '.join(failed)} failed" if failed else ""
+            return Completed(message=f"the data changed: its run is {run.name}{again}")
+        if (state.is_cancelling() or state.is_cancelled()) and state.name != settings.STOPPED:
             given = "".join(f" --param {name}={value}" for name, value in parameters.items())
             return Failed(
                 message=f"the data changed, but its run {run.name} was cancelled and is not repeated. Start "
                 f"one with `prefect deployment run {deployment}{given}`; checks succeed again after it "
                 "completes, or after the next change of the data"
             )
-        if run.state is None or run.state.type not in (StateType.FAILED, StateType.CRASHED):
-            again = f", after {', '.join(failed)} failed" if failed else ""
-            return Completed(message=f"the data changed: its run is {run.name}{again}")
         failed.append(run.name)
     return Failed(
         message=f"the data changed, and its runs {', '.join(failed)} failed. Retry one of them in Prefect; "

@@ -120,7 +120,8 @@ def ending(error: BaseException | None, *, device: str = "", outs: Mapping[str, 
     if error is None:
         return End(kind="end", time=now(), status="FINISHED", reason="", device=device, outs=outs or {})
     if isinstance(error, Exception | SystemExit):
-        reason = f"{type(error).__name__}: {error}"
+        words = f"the process ended with exit status {error}"
+        reason = words if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
         return End(kind="end", time=now(), status="FAILED", reason=reason, device=device, outs={})
     reason = str(error) or "interrupted"
     return End(kind="end", time=now(), status="KILLED", reason=reason, device=device, outs={})

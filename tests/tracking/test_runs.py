@@ -73,6 +73,7 @@ def test_a_stage_run_names_its_parameters_inputs_commit_and_pipeline(home: Path,
         (RuntimeError("boom"), "FAILED", "RuntimeError: boom"),
         (UserError("fix it"), "FAILED", "UserError: fix it"),
         (KeyboardInterrupt(), "KILLED", "interrupted"),
+        (SystemExit(1), "FAILED", "the process ended with exit status 1"),
     ],
 )
 def test_a_stage_that_does_not_finish_shows_why(home: Path, error: BaseException, end: str, why: str) -> None:

@@ -192,6 +192,24 @@ def test_a_run_is_resumed_from_the_newest_of_the_last_k_snapshots(project: Path,
     assert [path.name for path in snapshots_of(project)] == ["step-000000002", "step-000000010"]
 
 
+def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parameters(
+    project: Path, view: SftView
+) -> None:
+    assert resume.point(Paths(), "sft") is None
+    kept(view, 3, 7)
+    assert resume.point(Paths(), "sft") == "step 7 of loop"
+    assert resume.point(Paths(), "ppo") is resume.point(Paths(), "report") is None
+    snapshots = snapshots_of(project)
+    os.utime(snapshots[0], (time.time() + 9, time.time() + 9))
+    assert resume.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
+    yaml = YAML()
+    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
+    params["sft"]["learning_rate"] *= 2
+    with Path("params.yaml").open("w", encoding="utf-8") as file:
+        yaml.dump(params, file)
+    assert resume.point(Paths(), "sft") is None
+
+
 def _cut_short(snapshot: Path) -> None:
     file = snapshot / "shared.pt"
     file.write_bytes(file.read_bytes()[:-10])

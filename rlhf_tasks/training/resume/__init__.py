@@ -16,6 +16,7 @@ once. A worker whose launcher was killed ends in the same way. No torch at impor
 """
 
 from rlhf_tasks.training.resume.claims import Claim, claim
+from rlhf_tasks.training.resume.manifests import point
 from rlhf_tasks.training.resume.snapshots import Loop, Snapshots, open
 
-__all__ = ["Claim", "Loop", "Snapshots", "claim", "open"]
+__all__ = ["Claim", "Loop", "Snapshots", "claim", "open", "point"]
