@@ -26,7 +26,7 @@ from filelock import FileLock
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config
-from rlhf_tasks.config import SftView, Stage
+from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
@@ -323,15 +323,20 @@ def test_a_change_starts_from_the_beginning_and_prints_the_differences(
 # ------------------------------------------------------------------------------ claims and locks
 
 
-def test_a_resumed_run_keeps_its_key_until_its_outs_are_complete(view: SftView) -> None:
+def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: SftView) -> None:
+    """Another stage starts only after that; DVC that is killed earlier runs the same stage again."""
     with resume.claim(Paths(), view, main=True) as first:
         pass
     with resume.claim(Paths(), view, main=True) as second:
         kept(view, 1)
-    with resume.claim(Paths(), view, main=True) as third:
-        third.clear()
-    with resume.claim(Paths(), view, main=True) as fourth:
+    for _ in range(2):
+        with resume.claim(Paths(), view, main=True) as third:
+            assert loaded(view) is not None
+            third.finish()
+    with resume.claim(Paths(), VIEWS["report"].of(config.load()), main=True):
         assert loaded(view) is None
+    with resume.claim(Paths(), view, main=True) as fourth:
+        pass
     assert first.key != second.key, "the first saved no snapshot"
     assert second.key == third.key != fourth.key
 

@@ -18,13 +18,14 @@ HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 def state_folder(paths: Paths, stage: str, identity: Mapping[str, Any]) -> Path:
-    """The folder of a stage's snapshots, by the digest of all that decides what the stage writes.
+    """The folder of a stage's snapshots, by the digest of all that decides what the stage writes."""
+    return states(paths) / stage / hashing.json_sha256(identity)[:32]
 
-    It is below $RLHF_STATE_DIR, by default below .rlhf/state.
-    """
+
+def states(paths: Paths) -> Path:
+    """The folder of all snapshots: $RLHF_STATE_DIR, by default .rlhf/state."""
     given = os.environ.get("RLHF_STATE_DIR")
-    states = Path(given).absolute() if given else paths.home / "state"
-    return states / stage / hashing.json_sha256(identity)[:32]
+    return Path(given).absolute() if given else paths.home / "state"
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any] | None:
