@@ -362,6 +362,7 @@ def stages() -> Lines:
             "Reads": [f"`{path}`" for path in stage["deps"] if not path.startswith(CODE)],
             "Writes": [f"`{path}`" for path in _outs(stage.get("outs", []))],
             "Metrics": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("metrics", []))],
+            "Curves": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("plots", []))],
         }
         for title, those in parts.items():
             if those:

@@ -68,7 +68,7 @@ def _run(stage: Stage, paths: Paths) -> int:
                 return 0
             write_results(paths, stage, claim.key, metrics, tracker.history())
             tracker.final(metrics)
-        claim.clear()
+        claim.finish()
     _say_summary(paths, stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
     return 0
 

@@ -447,14 +447,6 @@ def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated() -> None:
     assert keys == ["a-try-1"] * 2
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT works as in a foreground shell, wherever the tests run."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_a_stage_gets_interrupts_though_its_parent_ignores_them(root: Path) -> None:
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     (root / "handler.py").write_text(code, encoding="utf-8")
