@@ -127,7 +127,7 @@ class Runs:
     def start(self, cell: Cell) -> Any:
         """Start the run of one cell; returns its id."""
         parameters = {
-            "preset": self.preset, "seed": cell.seed, "overrides": dict(cell.overrides),
+            "preset": self.preset or request.DEFAULT, "seed": cell.seed, "overrides": dict(cell.overrides),
             "name": cell.experiment, "revision": self.commit,
         }  # fmt: skip
         run: Any = run_deployment(self.deployment, parameters=parameters, timeout=0, as_subflow=True)
