@@ -231,6 +231,6 @@ def show_figure(run: str, values: Config) -> None:
     pages = links.run_links(values.tracking, {}, tracking.key(run))
     if "pipeline" in pages:
         server, _, identity = pages["pipeline"].partition("/#/experiments/")
-        identity = identity.rpartition("/")[2]
+        identity = identity.partition("?")[0].rpartition("/")[2]
         address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
         create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({pages['pipeline']})")

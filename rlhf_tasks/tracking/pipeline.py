@@ -120,10 +120,13 @@ def log_repro(paths: Paths, outbox: Outbox, header: Header) -> Record:
     pipeline = RecordPipeline(outbox, record, header["parent"]["key"])
     pipeline.results(paths)
     commit, is_changed = header["tags"]["git.rev"], header["tags"]["git.dirty"] == "true"
+    verdict = paths.metrics("verdict")
+    passed = json.loads(verdict.read_text(encoding="utf-8")).get("gate/passed") if verdict.exists() else None
     text = note(
         seed=str(config.load(paths.params).seed),
         commit=f"{commit}, with uncommitted changes" if is_changed else commit,
         DVC_experiment=header["parent"].get("dvc.exp"),
+        verdict=None if passed is None else "the gate " + ("accepts it" if passed else "refuses it"),
         report=True,
     )
     pipeline.tags({NOTE: text})

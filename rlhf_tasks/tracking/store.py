@@ -47,6 +47,17 @@ def embedded_uri(home: Path) -> str:
     return f"sqlite:///{home / 'mlflow.db'}"
 
 
+def open_experiment(client: MlflowClient, name: str, location: str | None) -> str:
+    """The id of the experiment, which is created if there is none; its page of runs has our view."""
+    tags = {KIND_TAG: KIND, view.TAG: view.text(curves.HEADLINES)}
+    known = client.get_experiment_by_name(name)
+    if known is None:
+        return str(client.create_experiment(name, location, tags))
+    for tag in tags.keys() - known.tags.keys():
+        client.set_experiment_tag(known.experiment_id, tag, tags[tag])
+    return str(known.experiment_id)
+
+
 @dataclass(frozen=True)
 class Store:
     client: MlflowClient
@@ -57,14 +68,8 @@ class Store:
         """Connect; the first connection creates the embedded database and the experiment."""
         home = Path(header["home"])
         client = MlflowClient(header["uri"] or embedded_uri(home))
-        known = client.get_experiment_by_name(header["experiment"])
-        if known is not None:
-            experiment = known.experiment_id
-        else:
-            location = None if header["uri"] else (home / "mlartifacts").as_uri()
-            tags = {KIND_TAG: KIND, view.TAG: view.text(curves.HEADLINES)}
-            experiment = client.create_experiment(header["experiment"], location, tags)
-        store = cls(client, str(experiment))
+        location = None if header["uri"] else (home / "mlartifacts").as_uri()
+        store = cls(client, open_experiment(client, header["experiment"], location))
         store.close_left_parents()
         return store
 
