@@ -124,7 +124,7 @@ def _run(
     title = request.name_run(run, chosen)
     facts = _facts(inputs, title, run)
     tags = {"prefect.flow_run_id": run, "prefect.flow_run": title}
-    tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(**facts)}
+    tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
     with (
         workplace.opened(inputs.root, run, inputs.commit, inputs.text, values, inputs.unseen) as place,
         tracking.open_run(Paths(inputs.root), run, values.tracking, tags) as tracked,
@@ -143,9 +143,9 @@ def _run(
         outcome = replace(outcome, **promotion.verdict(folder, values, environment))
         if outcome.verdict:
             tracked.tags({"promotion": outcome.promotion})
-        facts |= {"DVC_experiment": saved if outcome.experiment else None}
+        facts |= {"DVC experiment": saved if outcome.experiment else None}
         facts |= {"verdict": outcome.promotion if outcome.verdict else None}
-        tracked.tags({tracking.NOTE: tracking.note(**facts, report=True)})
+        tracked.tags({tracking.NOTE: tracking.note(facts, has_report=True)})
         earlier = saved if saved != chosen else None
         undelivered = tracked.last_error()
         outcome = replace(outcome, notes=_notes(inputs, outcome, earlier, undelivered))
@@ -164,7 +164,7 @@ def _facts(inputs: Inputs, title: str, run: str) -> dict[str, str | None]:
         "seed": str(inputs.values.seed),
         "changes": ", ".join(f"`{change}`" for change in inputs.changes),
         "commit": inputs.revision,
-        "Prefect_run": f"[{title}]({page})" if page else None,
+        "Prefect run": f"[{title}]({page})" if page else None,
     }
 
 

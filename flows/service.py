@@ -118,7 +118,7 @@ class Service:
             console.say(f"report: {report.as_uri()}")
 
     def _experiment(self) -> str | None:
-        """The experiment of params.yaml if the service's own MLflow has it; None, too, for an invalid file."""
+        """The experiment of params.yaml, if its runs go to the service's own MLflow."""
         with suppress(UserError):
             tracking = config.load(self.root / "params.yaml").tracking
             is_ours = tracking.enabled and context.uri(tracking) is None

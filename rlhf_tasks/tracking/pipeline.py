@@ -17,7 +17,7 @@ import psutil
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import STAGES, Tracking
-from rlhf_tasks.project import dvc_files, git
+from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, uploader
 from rlhf_tasks.tracking.events import (
@@ -69,7 +69,6 @@ class RecordPipeline(Pipeline):
         self._record.append(artifact)
 
     def results(self, paths: Paths) -> None:
-        outs = {out for node in dvc_files.graph(paths.root).values() for out in node.outs}
         if (table := paths.curves("ppo")).exists():
             for row in curves.read_csv(table.read_text(encoding="utf-8")):
                 values = {name: row[name] for name in curves.HEADLINES if name in row}
@@ -80,8 +79,7 @@ class RecordPipeline(Pipeline):
             )
             self._record.append(figure)
         for stage in STAGES:
-            file = paths.metrics(stage)
-            if file.exists() and f"metrics/{file.name}" in outs:
+            if (file := paths.metrics(stage)).exists():
                 values = config.flatten(json.loads(file.read_text(encoding="utf-8")))
                 self._headlines(None, curves.results(stage, values))
         if (report := paths.reports / "index.html").exists():
@@ -105,10 +103,10 @@ class RecordPipeline(Pipeline):
         return [record for record in self._outbox.pending() if _parent_of(record) == self._parent]
 
 
-def note(*, report: bool = False, **facts: str | None) -> str:
+def note(facts: Mapping[str, str | None], *, has_report: bool = False) -> str:
     """The description of a run in MLflow: what it is, and where the rest of it is found."""
-    facts |= {"report": f"[open the report]({REPORT_PAGE})" if report else None}
-    lines = [f"- **{name.replace('_', ' ')}:** {text}" for name, text in facts.items() if text]
+    report = {"report": f"[open the report]({REPORT_PAGE})"} if has_report else {}
+    lines = [f"- **{name}:** {text}" for name, text in {**facts, **report}.items() if text]
     return "\n".join(["One run of the pipeline: SFT, reward model, PPO, judge.\n", *lines])
 
 
@@ -122,14 +120,13 @@ def log_repro(paths: Paths, outbox: Outbox, header: Header) -> Record:
     commit, is_changed = header["tags"]["git.rev"], header["tags"]["git.dirty"] == "true"
     verdict = paths.metrics("verdict")
     passed = json.loads(verdict.read_text(encoding="utf-8")).get("gate/passed") if verdict.exists() else None
-    text = note(
-        seed=str(config.load(paths.params).seed),
-        commit=f"{commit}, with uncommitted changes" if is_changed else commit,
-        DVC_experiment=header["parent"].get("dvc.exp"),
-        verdict=None if passed is None else "the gate " + ("accepts it" if passed else "refuses it"),
-        report=True,
-    )
-    pipeline.tags({NOTE: text})
+    facts = {
+        "seed": str(config.load(paths.params).seed),
+        "commit": f"{commit}, with uncommitted changes" if is_changed else commit,
+        "DVC experiment": header["parent"].get("dvc.exp"),
+        "verdict": None if passed is None else f"the gate {'accepts' if passed else 'refuses'} the policy",
+    }
+    pipeline.tags({NOTE: note(facts, has_report=True)})
     record.append(ending(None))
     return record
 
