@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -82,7 +81,3 @@ def printed(service: Service, word: str) -> str:
     """The address that `rlhf up` prints on the line that begins with this word."""
     lines = (service.command("up").stdout).splitlines()
     return next(line.split()[-1] for line in lines if line.startswith(word))
-
-
-def folder(service: Service) -> Path:
-    return service.root
