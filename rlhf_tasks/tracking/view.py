@@ -51,6 +51,7 @@ def _chart(number: int, name: str) -> dict[str, Any]:
     """A line per run over PPO's episodes, which are the steps."""
     return {
         "uuid": f"{KEY}-{number}", "type": "LINE", "metricSectionId": KEY, "metricKey": name,
-        "selectedMetricKeys": [name], "displayName": name, "runsCountToCompare": 10, "xAxisKey": "step",
+        "selectedMetricKeys": [name], "displayName": name.rpartition("/")[2], "runsCountToCompare": 10,
+        "xAxisKey": "step",
         "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True, "isGenerated": False, "deleted": False,
     }  # fmt: skip
