@@ -28,7 +28,7 @@ RUNS = "rlhf-pipeline/pipeline"
 TYPED: dict[str, dict[str, Any]] = {
     RUNS: {
         "preset": "smoke", "seed": 7, "overrides": {"ppo.kl_coef": 0.5}, "where": "checkout",
-        "revision": "HEAD", "name": "typed", "push": True,
+        "revision": "HEAD", "name": "typed",
     },
     "rlhf-sweep/sweep": {
         "grid": {"ppo.kl_coef": [0.1, 0.2]}, "settings_list": [{"ppo.gamma": 0.9}], "seeds": [4],
@@ -46,16 +46,21 @@ DEFAULTS = {"seeds": [1, 2, 3], "curves": ["objective/kl", "objective/rlhf_rewar
 def test_every_field_can_be_set(running: Service, reader: Reader, interface: str, deployment: str) -> None:
     running.call("PATCH", "/work_pools/rlhf", {"is_paused": True})  # the runs are not to start
     made = running.call("GET", f"/deployments/name/{deployment}")
-    assert set(made["parameter_openapi_schema"]["properties"]) == set(TYPED[deployment])
+    fields = made["parameter_openapi_schema"]["properties"]
+    switched = {
+        name: not field["default"] for name, field in fields.items() if field.get("type") == "boolean"
+    }
+    typed = TYPED[deployment] | switched
+    assert set(fields) == set(typed)
     reader.open(f"{running.url('prefect')}{interface}/deployments/deployment/{made['id']}/run")
-    for name, value in TYPED[deployment].items():
+    for name, value in typed.items():
         forms.fill(reader.page, interface, name, value)
     before = runs_of(running, made["id"])
     reader.page.get_by_role("button", name="Submit").click()
     new = toy.until(lambda: [run for run in runs_of(running, made["id"]) if run not in before], "the run")
     expected = {
         name: DEFAULTS.get(name, []) + value if isinstance(value, list) else value
-        for name, value in TYPED[deployment].items()
+        for name, value in typed.items()
     }
     assert running.run(new[0])["parameters"] == expected
 
