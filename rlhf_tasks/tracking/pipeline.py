@@ -64,7 +64,7 @@ class RecordPipeline(Pipeline):
         self._record.append(Tags(kind="tags", time=now(), values=dict(values)))
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
-        file = self._record.copy(path, None)
+        file = self._record.copy(path, folder)
         artifact = Artifact(kind="artifact", time=now(), file=file, folder=folder, table=False)
         self._record.append(artifact)
 
