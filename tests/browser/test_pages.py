@@ -88,7 +88,7 @@ def test_three_runs_are_overlaid_where_the_printed_address_opens(running: Servic
 
 def test_one_run_s_kl_curve_is_two_clicks_from_the_printed_address(running: Service, reader: Reader) -> None:
     reader.open(printed(running, "MLflow"))
-    reader.click(reader.page.get_by_role("link", name="two", exact=True).first)
+    reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
     description = reader.page.get_by_text("One run of the pipeline").first
     description.wait_for()
     reader.click(reader.page.get_by_role("tab", name="Model metrics"))
