@@ -222,7 +222,8 @@ def _deploy(
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
     own = DeploymentUpdate(
         description=description,
-        parameters=made.parameters | existing.parameters,
+        # A null is of an earlier form, where it stood for the default.
+        parameters=made.parameters | {k: v for k, v in existing.parameters.items() if v is not None},
         tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
         work_pool_name=place.pool,

@@ -18,6 +18,7 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
 from flows import hooks, promotion, request, results, settings, stage_tasks, watch, workplace
 from flows.dvc_client import Dvc
@@ -43,9 +44,9 @@ DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "res
     on_crashed=[hooks.clean],
 )
 def pipeline(
-    preset: request.PresetName | None = None,
+    preset: request.PresetName = request.DEFAULT,
     seed: request.Seed | None = None,
-    overrides: request.Overrides | None = None,
+    overrides: request.Overrides = {},  # noqa: B006  Prefect shows it in the form
     where: request.Where = "workspace",
     revision: request.Revision | None = None,
     name: request.ExperimentName | None = None,
@@ -58,7 +59,7 @@ def pipeline(
     that the user can fix, also ends it as Failed, with one message in the state and in the log.
 
     Args:
-        preset: Changes of params.yaml for this run; `rlhf preset` lists the presets.
+        preset: Changes of params.yaml for this run; `rlhf preset` lists the presets. default: no preset.
         seed: Replaces the seed of params.yaml. The same seed gives the same result.
         overrides: Single values by dotted key, for any key of params.yaml; they replace the preset's values.
         where: workspace: a git worktree of a commit, whose result becomes a DVC experiment. checkout: the
@@ -69,7 +70,8 @@ def pipeline(
         promote: Let the gate decide at the end whether the policy becomes the champion.
     """
     try:
-        return _run(Request(preset, seed, overrides), where, revision, name, push, promote)
+        asked = Request(request.preset_of(preset), seed, overrides)
+        return _run(asked, where, revision, name, push, promote)
     except (UserError, stage_tasks.StageFailed) as error:
         return request.refused(error)
 
@@ -123,14 +125,17 @@ def _run(
     """
     inputs, run = _read_inputs(request_, where, revision, name), str(flow_run.get_id())
     values = inputs.values
-    tags = {"prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
+    chosen = name or request.default_name(str(flow_run.get_name()), run)
+    title = request.name_run(run, chosen)
+    facts = _facts(inputs, title, run)
+    tags = {"prefect.flow_run_id": run, "prefect.flow_run": title}
+    tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
     with (
         workplace.opened(inputs.root, run, inputs.commit, inputs.text, values, inputs.unseen) as place,
         tracking.open_run(Paths(inputs.root), run, values.tracking, tags) as tracked,
     ):
         folder = workplace.folder_of(place)
         environment = workplace.stage_environment(place, run)
-        chosen = name or request.default_name(str(flow_run.get_name()), run)
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
             how = run_stages(list(dvc_files.graph(folder)), values.service, dvc)
             saved, experiment = workplace.saved_experiment(place, chosen, name is not None, dvc)
@@ -138,11 +143,15 @@ def _run(
             name=saved, how=how, revision=inputs.revision, experiment=experiment, changes=inputs.changes,
             unpushed=send(folder) if push else None,
         )  # fmt: skip
+        tracked.results(Paths(folder))
         tracked.tags(outcome.tags(folder))
         if promote:
             outcome = replace(outcome, **promotion.verdict(folder, values, environment))
         if outcome.verdict:
             tracked.tags({"promotion": outcome.promotion})
+        facts |= {"DVC experiment": saved if outcome.experiment else None}
+        facts |= {"verdict": outcome.promotion if outcome.verdict else None}
+        tracked.tags({tracking.NOTE: tracking.note(facts, has_report=True)})
         earlier = saved if saved != chosen else None
         undelivered = tracked.last_error()
         outcome = replace(outcome, notes=_notes(inputs, outcome, earlier, undelivered))
@@ -151,6 +160,18 @@ def _run(
         results.show(outcome, folder, pages)
         watch.note(request_, values, inputs.data)
     return outcome.state()
+
+
+def _facts(inputs: Inputs, title: str, run: str) -> dict[str, str | None]:
+    """What the description in MLflow says of a run at its start."""
+    page = url_for("flow-run", run)
+    return {
+        "preset": inputs.request.preset or "none",
+        "seed": str(inputs.values.seed),
+        "changes": ", ".join(f"`{change}`" for change in inputs.changes),
+        "commit": inputs.revision,
+        "Prefect run": f"[{title}]({page})" if page else None,
+    }
 
 
 def run_stages(names: Sequence[str], service: Service, dvc: Dvc) -> dict[str, str]:

@@ -23,13 +23,13 @@ import httpx
 import psutil
 from filelock import FileLock
 
-from flows import ports, settings, worker
-from rlhf_tasks import console
+from flows import pages, ports, settings, worker
+from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, is_free
-from rlhf_tasks.tracking import dashboard, links
+from rlhf_tasks.tracking import context, dashboard, links
 from rlhf_tasks.tracking.outbox import Outbox
 from rlhf_tasks.tracking.uploader import sync
 
@@ -93,6 +93,7 @@ class Service:
 
             for name in HEALTH:
                 self.wait_for(name)
+            pages.keep_local(self.home / "prefect" / "ui")
             deployments.apply(self.root, gpu_slots)
             if Outbox.of(self.home).pending():
                 sync(self.home)  # runs whose delivery ended with the service
@@ -106,9 +107,24 @@ class Service:
                 self.daemon("worker").start(command, self.environment(os.environ), self.root, **addresses)
             workspaces.remove_left(self.root)
             self.wait_for("worker")
-        console.say(f"Prefect: {self.url('prefect')}")
-        console.say(f"MLflow:  {self.url('mlflow')}")
+        self._show_addresses()
         console.say(f"logs: {self.home / 'service'}; `rlhf status` shows what runs, `rlhf down` stops it")
+
+    def _show_addresses(self) -> None:
+        console.say(f"Prefect: {self.url('prefect')}")
+        own = self._experiment()
+        for name, page in dashboard.runs_pages(self.home, self.url("mlflow"), own).items():
+            console.say(f"MLflow, runs of {name}: {page}")
+        if (report := Paths(self.root).reports / "index.html").exists():
+            console.say(f"report: {report.as_uri()}")
+
+    def _experiment(self) -> str | None:
+        """The experiment of params.yaml, if its runs go to the service's own MLflow."""
+        with suppress(UserError):
+            tracking = config.load(self.root / "params.yaml").tracking
+            is_ours = tracking.enabled and context.uri(tracking) is None
+            return tracking.experiment if is_ours else None
+        return None
 
     def _lock(self) -> FileLock:
         folder = self.home / "service"
@@ -178,11 +194,8 @@ class Service:
     def _show_runs(self) -> None:
         states = {"flow_runs": {"state": {"type": {"any_": list(IN_PROGRESS)}}}, "sort": "START_TIME_ASC"}
         try:
-            runs = self._post("flow_runs/filter", states)
-            lines = [
-                f"run {run['name']}: {run['state_name']}, {self.url('prefect')}/runs/flow-run/{run['id']}"
-                for run in runs
-            ]
+            runs, page = self._post("flow_runs/filter", states), f"{self.url('prefect')}{settings.UI}/runs"
+            lines = [f"run {run['name']}: {run['state_name']}, {page}/flow-run/{run['id']}" for run in runs]
         except NO_ANSWER:
             lines = ["the Prefect server does not list its flow runs"]
         for line in lines or ["no flow run is in progress"]:

@@ -58,13 +58,13 @@ class SweepIncomplete(SweepFailed):
     persist_result=False,
 )
 def sweep(
-    grid: Grid | None = None,
-    settings_list: list[dict[str, Any]] | None = None,
-    seeds: Seeds = [1, 2, 3],  # noqa: B006  Prefect shows it in the form
-    preset: request.PresetName | None = None,
+    grid: Grid = {},  # noqa: B006  Prefect shows it in the form
+    settings_list: list[dict[str, Any]] = [],  # noqa: B006
+    seeds: Seeds = [1, 2, 3],  # noqa: B006
+    preset: request.PresetName = request.DEFAULT,
     name: request.ExperimentName = "sweep",
     revision: request.Revision | None = None,
-    metrics: list[str] | None = None,
+    metrics: list[str] = [],  # noqa: B006
     curves: list[str] = list(CURVES),  # noqa: B006
     parallel: Annotated[int, Field(ge=1)] = 2,
     promote: bool = False,
@@ -76,7 +76,7 @@ def sweep(
         grid: Values per dotted key of params.yaml; every combination is one setting.
         settings_list: In place of a grid: the overrides of each setting.
         seeds: Every setting is run with each of these seeds.
-        preset: Changes of params.yaml for all runs.
+        preset: Changes of params.yaml for all runs. default: no preset.
         name: The name of the sweep; its experiments have this name and a digest.
         revision: The commit of all runs, by hash, branch or tag. The default is the commit of an unfinished
             sweep of this name, or the last commit.
@@ -89,18 +89,18 @@ def sweep(
     try:
         request.check_name(name)
         shown = Shown(name, metrics, curves)
-        listed = combinations(grid, settings_list)
-        return _run(listed, seeds, preset, revision, parallel, promote, deployment, shown)
+        name_of_preset, listed = request.preset_of(preset), combinations(grid, settings_list)
+        return _run(listed, seeds, name_of_preset, revision, parallel, promote, deployment, shown)
     except (UserError, SweepFailed) as error:
         return request.refused(error)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The comparison: its title, the columns of its table (None: the default) and its curves."""
+    """The comparison: its title, the columns of its table (empty: the default) and its curves."""
 
     name: str
-    metrics: Sequence[str] | None
+    metrics: Sequence[str]
     curves: Sequence[str]
 
 
@@ -132,8 +132,9 @@ def _run(
         get_run_logger().warning("all runs use commit %s; `revision: HEAD` uses the last one", commit)
     done = [cell for cell in cells if experiments.find(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are already done", len(done), len(cells))
+    tags = {tracking.NAME: shown.name, "rlhf.sweep": shown.name}
     try:
-        with tracking.open_run(Paths(root), run, values.tracking, {"rlhf.sweep": shown.name}) as tracked:
+        with tracking.open_run(Paths(root), run, values.tracking, tags) as tracked:
             todo = [cell for cell in cells if cell not in done]
             runs, show = Runs(deployment, preset, commit, promote), progress(cells, done)
             lost = sweep_runs.run_cells(todo, runs, parallel, data, show)
@@ -179,18 +180,17 @@ def _completed(root: Path, cells: Sequence[Cell], lost: Sequence[Lost]) -> list[
 
 
 def combinations(
-    grid: Mapping[str, Sequence[Any]] | None, listed: Sequence[Mapping[str, Any]] | None
+    grid: Mapping[str, Sequence[Any]], listed: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The overrides of each setting.
 
     Raises:
         UserError: if both or neither are given.
     """
-    if (grid is None) == (listed is None):
+    if bool(grid) == bool(listed):
         raise UserError("give either grid (values per key) or settings_list (overrides of each setting)")
-    if listed is not None:
+    if listed:
         return [dict(overrides) for overrides in listed]
-    assert grid is not None
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -227,7 +227,7 @@ def compare(
     """
     logged = list(dict.fromkeys(key for result in completed for key in result.metrics))
     default = results.headlines(logged) or logged
-    rows = comparison.table(completed, default if shown.metrics is None else shown.metrics)
+    rows = comparison.table(completed, shown.metrics or default)
     rows = with_lost(rows, lost)
     columns = {name for r in completed for row in r.curves.get("ppo", ()) for name in row}
     drawn = [curve for curve in shown.curves if curve in columns]
@@ -262,6 +262,6 @@ def show_figure(run: str, values: Config) -> None:
     pages = links.run_links(values.tracking, {}, tracking.key(run))
     if "pipeline" in pages:
         server, _, identity = pages["pipeline"].partition("/#/experiments/")
-        identity = identity.rpartition("/")[2]
+        identity = identity.partition("?")[0].rpartition("/")[2]
         address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
         create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({pages['pipeline']})")

@@ -144,7 +144,7 @@ class Runs:
     def start(self, cell: Cell) -> Any:
         """Start the run of one cell, which has its name; returns its id."""
         parameters = {
-            "preset": self.preset, "seed": cell.seed, "overrides": dict(cell.overrides),
+            "preset": self.preset or request.DEFAULT, "seed": cell.seed, "overrides": dict(cell.overrides),
             "name": cell.experiment, "revision": self.commit, "promote": self.promote,
         }  # fmt: skip
         run: Any = run_deployment(

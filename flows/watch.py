@@ -69,16 +69,16 @@ def note(request_: Request, values: Config, data: str) -> None:
     persist_result=False,
 )
 def data_watch(
-    preset: request.PresetName | None = None, deployment: str = f"{settings.PIPELINE}/pipeline"
+    preset: request.PresetName = request.DEFAULT, deployment: str = f"{settings.PIPELINE}/pipeline"
 ) -> State[Any]:
     """Check the data once. A failed run of a change is repeated at the next check, up to three times in all.
 
     Args:
-        preset: Changes of params.yaml, for the check and the run. The default is the deployment's preset.
+        preset: Changes of params.yaml, for the check and the run. default: the preset of the deployment.
         deployment: The deployment that a change runs, with its own parameters.
     """
     try:
-        return _check({"preset": preset} if preset else {}, deployment)
+        return _check({} if preset == request.DEFAULT else {"preset": preset}, deployment)
     except UserError as error:
         return request.refused(error)
 
@@ -87,7 +87,7 @@ def _check(parameters: dict[str, Any], deployment: str) -> State[Any]:
     """Raises UserError if the parameters of the deployment are invalid."""
     root = Path.cwd()
     given = parameters_of(deployment) | parameters
-    request_ = Request(given.get("preset"), given.get("seed"), given.get("overrides"))
+    request_ = Request(request.preset_of(given.get("preset")), given.get("seed"), given.get("overrides"))
     commit = request.commit_of(
         root, given.get("where", "workspace"), given.get("revision"), given.get("name")
     )

@@ -13,7 +13,8 @@ from typing import Any, Literal, TypedDict
 
 from rlhf_tasks.config import Stage
 
-PIPELINE = "pipeline"  # the `stage` of a flow's own run
+PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
+REPORT_PAGE = "{report}"  # in a tag: the address of the run's report, which the uploader knows
 
 
 class Header(TypedDict):
@@ -48,10 +49,12 @@ class Metrics(TypedDict):
 
 
 class Headlines(TypedDict):
-    """Results that the pipeline's run shows too."""
+    """Points and results that the pipeline's run shows too."""
 
     kind: Literal["headlines"]
     time: int
+    step: int | None
+    """None for a result, which is no point of a curve."""
     values: Mapping[str, float]
 
 

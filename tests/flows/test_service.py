@@ -412,7 +412,7 @@ def test_up_twice_starts_nothing_new_and_down_leaves_nothing(tmp_path: Path) -> 
         again = service.up()
         assert again.returncode == 0
         assert f"Prefect: {service.url('prefect')}" in again.stdout
-        assert f"MLflow:  {service.url('mlflow')}" in again.stdout
+        assert f"MLflow, runs of rlhf: {service.url('mlflow')}/#/experiments/" in again.stdout
         assert {name: service.daemon(name).record() for name in before} == before
         elsewhere = before["worker"] | {"prefect": "http://127.0.0.1:9"}
         service.daemon("worker").file.write_text(json.dumps(elsewhere), encoding="utf-8")
