@@ -14,7 +14,10 @@ from rlhf_tasks.config import Stage
 from rlhf_tasks.tracking.metrics import data, judge, ppo, supervised, verdict
 from rlhf_tasks.tracking.metrics.kinds import PLACEHOLDERS, Metric, Panel
 
-__all__ = ["METRICS", "PLACEHOLDERS", "Metric", "Panel", "find", "headlines", "panels", "select_headlines"]
+__all__ = [
+    "METRICS", "PLACEHOLDERS", "Metric", "Panel", "find", "headlines", "in_words", "ordered", "panels",
+    "select_headlines",
+]  # fmt: skip
 
 METRICS: tuple[Metric, ...] = (
     *data.PREPARE,
@@ -50,6 +53,21 @@ def select_headlines(stage: Stage, names: Iterable[str]) -> list[str]:
     """Those of a stage's logged names that overview tables show, in the catalogue's order."""
     known = list(names)
     return [name for metric in headlines(stage) for name in metric.select(known)]
+
+
+def ordered(stage: Stage, names: Iterable[str]) -> list[str]:
+    """A stage's logged names: the headlines first, then the others in the catalogue's order."""
+    known = sorted(names)
+    chosen = select_headlines(stage, known)
+    places = {name: METRICS.index(metric) for name in known if (metric := find(stage, name))}
+    others = sorted({*known} - {*chosen}, key=lambda name: (places.get(name, len(METRICS)), name))
+    return [*chosen, *others]
+
+
+def in_words(stage: Stage, name: str) -> str:
+    """What people read instead of a logged name; the name itself if the catalogue does not have it."""
+    metric = find(stage, name)
+    return name if metric is None else metric.in_words(name)
 
 
 def find(stage: Stage, name: str) -> Metric | None:

@@ -39,14 +39,14 @@ def quiet_project(project: Path) -> Path:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
-    """Replaces the stages sft and prepare by a function."""
+    """Replaces the stages prepare, sft and report by a function."""
     before = signal.getsignal(signal.SIGTERM)
 
     def install(run: Run) -> None:
         module = types.ModuleType("stage_of_the_test")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "stage_of_the_test", module)
-        modules = dict.fromkeys(("sft", "prepare"), "stage_of_the_test")
+        modules = dict.fromkeys(("sft", "prepare", "report"), "stage_of_the_test")
         monkeypatch.setattr(runner, "MODULES", modules)
 
     yield install
@@ -72,6 +72,61 @@ def test_a_stage_writes_metrics_plots_and_lineage(
     shown = capsys.readouterr().out
     assert "loss | 1.5" in shown
     assert "wrote models/sft, models/lineage/sft.json, metrics/sft.json" in shown
+
+
+def test_the_last_table_begins_with_the_headlines_and_counts_what_it_leaves_out(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = {f"a/{i:02}": float(i) for i in range(23)}
+    stage(lambda view, paths, tracker: {**others, "perplexity": 4.0, "step_kept": 7.0})
+    assert main.main(["sft"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("metric | value") + 1 :]
+    assert table[:3] == ["perplexity | 4", "step_kept | 7", "a/00 | 0"]
+    assert table[19:21] == ["a/17 | 17", "and 5 more in metrics/sft.json"]
+
+
+@pytest.mark.parametrize(
+    ("dvc", "environment", "said"),
+    [
+        (True, {}, "more: reports/index.html; `dvc metrics show`\n"),
+        (True, {"RLHF_STAGE_RUN": "a flow, whose workspace is removed"}, ""),
+        (False, {}, ""),
+    ],
+)
+def test_the_last_stage_says_where_results_are_if_they_stay_there(
+    quiet_project: Path,
+    stage: Callable[[Run], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    dvc: bool,
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if dvc:
+        Path(".dvc").mkdir()
+    stage(trained)
+    assert main.main(["sft"]) == 0
+    assert "more: " not in capsys.readouterr().out, "once, at the end of the pipeline"
+    stage(lambda view, paths, tracker: {})
+    assert main.main(["report"]) == 0
+    assert capsys.readouterr().out.partition("more: ")[1:] == (("more: ", said[6:]) if said else ("", ""))
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"), [(None, "curves: `rlhf mlflow`"), ("http://team:5000", "curves: http://team:5000")]
+)
+def test_curves_are_where_the_run_was_tracked(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, uri: str, shown: str
+) -> None:
+    monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
+    Path(".dvc").mkdir()
+    tracking = config.load(Path("params.yaml")).tracking.model_copy(update={"uri": uri})
+    runner._say_where_results_are(Paths(), tracking)
+    assert shown in capsys.readouterr().out
 
 
 def test_a_stage_without_curves_writes_no_plot(quiet_project: Path, stage: Callable[[Run], None]) -> None:
