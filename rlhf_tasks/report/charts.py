@@ -116,7 +116,7 @@ def line_chart(
         label: The figure's text for readers who do not see it; the ends of the curves are appended.
         axis: The name of the x axis.
         curves: Each is drawn with its own band, if it has one.
-        band: A range of y that is shaded.
+        band: A range of y that is shaded, as far as it is among the values.
         guide: The y of a dashed line.
         diagonal: Whether to draw a dashed line on which y equals x.
 
@@ -127,7 +127,7 @@ def line_chart(
     ys = [y for curve in curves for y in (*curve.y, *curve.low, *curve.high)]
     if not xs:
         raise ValueError(f"nothing to draw in {label!r}")
-    shown = [*ys, *(band or ()), *([guide] if guide is not None else [])]
+    shown = [*ys, *([guide] if guide is not None else [])]
     shown += [min(xs), max(xs)] if diagonal else []
     y_ticks = ticks(min(shown), max(shown))
     frame = _Frame(min(xs), max(xs), y_ticks[0], y_ticks[-1])
@@ -153,8 +153,8 @@ def _background(
 ) -> list[Markup]:
     """The shaded band, both axes, and the guide."""
     parts = []
-    if band:
-        top, bottom = frame.y(band[1]), frame.y(band[0])
+    if band and band[0] < frame.high_y and band[1] > frame.low_y:
+        top, bottom = frame.y(min(band[1], frame.high_y)), frame.y(max(band[0], frame.low_y))
         rectangle = Markup('<rect class="band" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>')
         parts.append(rectangle.format(LEFT, top, WIDTH - LEFT - RIGHT, bottom - top))
     parts += _y_axis([(frame.y(y), text) for y, text in zip(y_ticks, tick_labels(y_ticks), strict=True)])

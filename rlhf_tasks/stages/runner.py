@@ -131,7 +131,7 @@ def _say_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], secon
 
 
 def _say_where_results_are(paths: Paths, settings: Tracking) -> None:
-    """Name what shows all results at the end of a pipeline. A flow shows them itself, and removes its folder."""
+    """Say at a pipeline's end what shows its results. A flow shows them itself, and removes its folder."""
     if context.STAGE_RUN in os.environ or not (paths.root / ".dvc").is_dir():
         return
     curves_in = f"; curves: {context.uri(settings) or '`rlhf mlflow`'}" if settings.enabled else ""

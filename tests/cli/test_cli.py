@@ -13,10 +13,12 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
+from rlhf_tasks.cli import generate, main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import overlays
@@ -360,6 +362,44 @@ def test_generate_answers_a_prompt(
     assert main.main([*words, "--max-new-tokens", "5", "--seed", "3"]) == 0
     assert capsys.readouterr().out == "HELLO\nHELLO\n"
     assert answers == [("hello", {"temperature": 0.7, "max_new_tokens": 5, "num_samples": 2, "seed": 3})]
+
+
+def test_generate_shows_a_prompt_of_the_data_once_beside_prompts_unlike_it(
+    tmp_path: Path,
+    answers: list[tuple[str, dict[str, object]]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"POST: my {thing} isn't here\nTL;DR:"} for thing in ("boat", "car")]
+    Path("data/prompts").mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "data/prompts/test.parquet")
+    typed = iter(["hello", "POST: my car isn't here\\nTL;DR:", "hello"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or _end())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main.main(["generate", "."]) == 0
+    shown = capsys.readouterr()
+    assert "the prompt looks unlike those of data/prompts" in shown.err
+    assert shown.err.count("$'POST: my boat isn\\'t here\\nTL;DR:'") == 1
+    assert shown.out.splitlines()[1:] == ["HELLO", "POST: MY CAR ISN'T HERE", "TL;DR:", "HELLO"]
+
+
+def _end() -> str:
+    raise EOFError
+
+
+@pytest.mark.parametrize(
+    ("prompt", "unlike"),
+    [
+        ("POST: my car is here\nTL;DR:", False),
+        ("POST: my car is here", True),
+        ("my car is here\nTL;DR:", True),
+        ("POST: quantum chromodynamics confines quarks\nTL;DR:", True),
+    ],
+)
+def test_a_prompt_is_unlike_the_data_by_its_frame_or_its_words(prompt: str, unlike: bool) -> None:
+    prompts = ["POST: my boat is here\nTL;DR:", "POST: a car is there\nTL;DR:"]
+    assert generate.is_unlike(prompt, prompts) is unlike
 
 
 def test_generate_names_the_missing_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

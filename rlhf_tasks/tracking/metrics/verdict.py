@@ -32,9 +32,9 @@ METRICS = (
         formula="perplexity of the policy / perplexity of the SFT model ≤ `promotion.max_perplexity_growth`",
     ),
     _criterion(
-        name="choice_drop/PART", label="Multiple-choice accuracy, change from SFT: PART",
+        name="choice_change/PART", label="Multiple-choice accuracy, change from SFT: PART",
         unit="share", when="`promotion.max_choice_drop`",
-        formula="`choice/sft` − `choice/policy` ≤ `promotion.max_choice_drop`",
+        formula="`choice/policy` − `choice/sft` ≥ −`promotion.max_choice_drop`",
     ),
     _criterion(
         name="failure_share/PART", label="Share of failed comparisons: PART",
