@@ -20,6 +20,7 @@ from rlhf_tasks.report.numbers import number, percent
 
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 38
+ROUNDING = 1e-4  # of a step: a value this far outside of a tick, such as a KL of −1e-7, needs no other
 MAX_BUCKETS = 120  # of a line with more than twice as many points
 
 
@@ -41,7 +42,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first, last = math.floor(low / step + ROUNDING), math.ceil(high / step - ROUNDING)
     return [k * step for k in range(first, last + 1)]
 
 
