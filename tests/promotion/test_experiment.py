@@ -312,7 +312,9 @@ def test_an_experiment_that_the_local_judges_cannot_judge_comes_with_the_remedy(
 ) -> None:
     """The gold judge of the working tree knows the built-in task only."""
     text = (toy.ROOT / "params.yaml").read_text(encoding="utf-8")
-    given = None if preset else {"data.source": "docstrings", "judge.judges": [], "promotion": None}
+    heldout = {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}
+    other = {"data.source": "docstrings", "judge.judges": [heldout], "promotion": None}
+    given = None if preset else other
     changed, _, _ = Request(preset, None, given).resolve(text)
     (root / "params.yaml").write_text(changed, encoding="utf-8")
     toy.git(root, "commit", "-qam", "another task")

@@ -114,7 +114,7 @@ def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.Capt
     assert main.main(["compare", str(one), str(two), str(one), "--out", "both.html"]) == 0
     assert "2 run(s), 1 setting(s)" in capsys.readouterr().out
     text = Document(Path("both.html").read_text(encoding="utf-8")).text
-    assert "KL of the rollouts 2 ± 1.4" in text
+    assert "KL of the rollouts ppo 2 ± 1.4" in text
 
 
 def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

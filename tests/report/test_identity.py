@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_tasks import config
 from rlhf_tasks.report import identity
 from rlhf_tasks.report.identity import Origin
 from tests import small
 from tests.flows import toy
 
+HELDOUT = [{"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}]
 LINEAGE = {
     "ppo": {"rlhf.run": "ppo-20260102T030405-aa", "git.rev": "a" * 40, "git.dirty": False},
     "prepare": {"rlhf.run": "prepare-20260101T000000-bb", "git.rev": "b" * 40, "git.dirty": True},
@@ -43,8 +45,8 @@ def test_the_facts_are_those_of_the_parameters_and_what_is_not_known_is_left_out
 @pytest.mark.parametrize(
     ("changes", "data"),
     [
-        ({"data.source": "files", "data.path": "mine/rows", "judge.judges": []}, "mine/rows"),
-        ({"data.source": "docstrings", "judge.judges": []}, "docstrings of installed packages"),
+        ({"data.source": "files", "data.path": "mine/rows", "judge.judges": HELDOUT}, "mine/rows"),
+        ({"data.source": "docstrings", "judge.judges": HELDOUT}, "docstrings of installed packages"),
     ],
 )
 def test_the_path_of_the_data_is_named_only_where_it_is_read(
@@ -59,7 +61,8 @@ def test_changes_are_those_to_the_params_yaml_of_the_commit(tmp_path: Path) -> N
     toy.identify(tmp_path)
     toy.commit(tmp_path)
     origin = Origin(commit=toy.git(tmp_path, "rev-parse", "HEAD").strip(), dirty=True)
-    view = small.view("report", {"seed": 2, "ppo.kl_coef": 0.5}, gate=True)
+    tree = small.params({"seed": 2, "ppo.kl_coef": 0.5}, gate=True)
+    view = config.ReportView.of(config.validate(tree, "test"))
     facts = identity.facts(view, origin, tmp_path)
     assert facts["Commit"].endswith(" with uncommitted changes")
     assert facts["Changes of params.yaml"] == "ppo.kl_coef: 0.03 → 0.5; seed: 1 → 2"
