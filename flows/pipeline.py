@@ -135,7 +135,7 @@ def _run(
         tracking.open_run(Paths(inputs.root), run, values.tracking, tags) as tracked,
     ):
         folder = workplace.folder_of(place)
-        environment = workplace.stage_environment(place, run)
+        environment = workplace.stage_environment(place, run, chosen)
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
             how = run_stages(list(dvc_files.graph(folder)), values.service, dvc)
             saved, experiment = workplace.saved_experiment(place, chosen, name is not None, dvc)

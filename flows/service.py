@@ -93,7 +93,9 @@ class Service:
 
             for name in HEALTH:
                 self.wait_for(name)
+                console.say(f"{name}: ready")
             pages.keep_local(self.home / "prefect" / "ui")
+            console.say("deployments: are brought up to date")
             deployments.apply(self.root, gpu_slots)
             if Outbox.of(self.home).pending():
                 sync(self.home)  # runs whose delivery ended with the service
@@ -103,10 +105,12 @@ class Service:
                 self.end_runs()
                 self.daemon("worker").stop(END_SECONDS["worker"])
                 deployments.crash_lost_runs()
+                console.say("worker: starts")
                 command = [*worker.command(settings.POOL), "--name", WORKER]
                 self.daemon("worker").start(command, self.environment(os.environ), self.root, **addresses)
             workspaces.remove_left(self.root)
             self.wait_for("worker")
+            console.say("worker: ready")
         self._show_addresses()
         console.say(f"logs: {self.home / 'service'}; `rlhf status` shows what runs, `rlhf down` stops it")
 
@@ -136,6 +140,7 @@ class Service:
         if daemon.is_running():
             return
         daemon.stop(END_SECONDS[name])  # what is left of it
+        console.say(f"{name}: starts on port {port}, which takes up to a minute")
         if name == "mlflow":
             command = dashboard.server_command(self.home, port)
             environment = dashboard.server_environment(os.environ)

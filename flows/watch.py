@@ -95,7 +95,7 @@ def _check(parameters: dict[str, Any], deployment: str) -> State[Any]:
     now, key = fingerprint(root, values), variable(request_, values)
     last: Any = Variable.get(key, {})
     before = last.get("data")
-    get_run_logger().info("data %s: %s; at the last completed run: %s", values.data.path, now, before)
+    get_run_logger().info("data (%s): %s; at the last completed run: %s", values.data.in_words, now, before)
     if now == before:
         return Completed(message="the data is that of the last completed run")
     return start_run(deployment, parameters, f"{key}-{now}-after-{last.get('flow_run')}")

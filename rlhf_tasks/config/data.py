@@ -79,6 +79,21 @@ class Data(Section):
     max_rows: PositiveInt | None
     """Largest number of train rows kept per role (sft, preferences, prompts); null: all of them."""
 
+    @property
+    def in_words(self) -> str:
+        """The source as people read it; `path` only where it is read."""
+        match self.source:
+            case "synthetic":
+                return "the built-in task"
+            case "docstrings":
+                return "docstrings of installed packages"
+            case "files":
+                return self.path
+            case "hub":
+                assert self.hub is not None, "checked below"
+                sets = (one for one in (self.hub.sft, self.hub.preferences) if one is not None)
+                return ", ".join(f"{one.id} at {one.revision[:10]}" for one in sets)
+
     @model_validator(mode="after")
     def _hub_goes_with_its_source(self) -> Data:
         if (self.source == "hub") != (self.hub is not None):

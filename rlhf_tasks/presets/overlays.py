@@ -72,6 +72,19 @@ def read(name: str) -> dict[str, Any]:
     return YAML(typ="safe", pure=True).load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) or {}
 
 
+def matching(values: Mapping[str, Any]) -> list[str]:
+    """The presets whose values are all among these, by dotted key; a section that is null stays null."""
+
+    def has(key: str, value: Any) -> bool:
+        parts = key.split(".")
+        null = any(values.get(".".join(parts[:n]), "") is None for n in range(1, len(parts)))
+        return null or (key in values and values[key] == value)
+
+    return [
+        name for name in names() if all(has(key, value) for key, value in config.flatten(read(name)).items())
+    ]
+
+
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:
     """Apply presets to a parameter file, in order, and keep its comments; an invalid result is not written.
 

@@ -51,6 +51,13 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
 }
 """Words in capitals in a metric's name: what they match, and what they stand for."""
 _PLACEHOLDER = re.compile(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])")
+WORDS: Mapping[str, str] = {
+    "sft": "SFT", "gold": "the gold judge", "reward_model": "the reward model",
+    "reward": "the reward model that PPO optimises", "reward_heldout": "the held-out reward model",
+    "given": "given pairs", "sft_samples": "SFT samples", "sft_text": "SFT text", "general": "general text",
+}  # fmt: skip
+"""How people read what stands for a placeholder; other values are words already."""
+ENDS: Mapping[str, str] = {"low": ", low end of the interval", "high": ", high end of the interval"}
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -58,6 +65,8 @@ class Metric:
     """One metric, or a family of metrics whose name has placeholders in capitals."""
 
     name: str
+    label: str
+    """What people read instead of the name; it has the same placeholders."""
     stage: Stage
     formula: str
     reading: str = ""
@@ -86,13 +95,24 @@ class Metric:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         pieces = re.split(f"({_PLACEHOLDER.pattern})", self.name)
-        body = "".join(f"(?:{PLACEHOLDERS[p][0]})" if p in PLACEHOLDERS else re.escape(p) for p in pieces)
-        prefix, suffix = "(?:heldout/)?" * self.heldout, "(?:/(?:low|high))?" * self.interval
+        body = "".join(
+            f"(?P<{p}>{PLACEHOLDERS[p][0]})" if p in PLACEHOLDERS else re.escape(p) for p in pieces
+        )
+        prefix, suffix = "(?P<heldout>heldout/)?" * self.heldout, "(?:/(?P<end>low|high))?" * self.interval
         return re.compile(prefix + body + suffix)
 
     def matches(self, name: str) -> bool:
         """Whether a logged name is this metric, an end of its interval, or its held-out counterpart."""
         return self._pattern.fullmatch(name) is not None
+
+    def in_words(self, name: str) -> str:
+        """The label of a logged name that matches: `policy_vs_sft` is `Policy against SFT`."""
+        match = self._pattern.fullmatch(name)
+        assert match, f"{name} is not {self.name}"
+        values = match.groupdict()
+        text = _PLACEHOLDER.sub(lambda word: placeholder_in_words(values.get(word[0]) or word[0]), self.label)
+        heldout = " (held-out reward model)" if values.get("heldout") else ""
+        return f"{text[0].upper()}{text[1:]}{heldout}{ENDS.get(values.get('end') or '', '')}"
 
     def select(self, names: Iterable[str]) -> list[str]:
         """Those of the logged names that are this metric's values: no interval ends, held-out ones last."""
@@ -147,6 +167,26 @@ def select_headlines(stage: Stage, names: Iterable[str]) -> list[str]:
     """Those of a stage's logged names that overview tables show, in the catalogue's order."""
     known = list(names)
     return [name for metric in metrics(stage) if metric.headline for name in metric.select(known)]
+
+
+def ordered(stage: Stage, names: Iterable[str]) -> list[str]:
+    """A stage's logged names: the headlines first, then the others in the catalogue's order."""
+    known, own = sorted(names), metrics(stage)
+    chosen = select_headlines(stage, known)
+    places = {name: own.index(metric) for name in known if (metric := find(stage, name))}
+    others = sorted({*known} - {*chosen}, key=lambda name: (places.get(name, len(own)), name))
+    return [*chosen, *others]
+
+
+def placeholder_in_words(value: str) -> str:
+    """A placeholder's value as people read it: `sft_samples` is `SFT samples`."""
+    return WORDS.get(value, value.replace("_", " "))
+
+
+def in_words(stage: Stage, name: str) -> str:
+    """What people read instead of a logged name; the name itself if the catalogue does not have it."""
+    metric = find(stage, name)
+    return name if metric is None else metric.in_words(name)
 
 
 def find(stage: Stage, name: str) -> Metric | None:

@@ -280,3 +280,22 @@ def test_overrides_of_a_request_are_checked_by_the_config_types(
 ) -> None:
     with pytest.raises(errors.ConfigError, match=message):
         Request(overrides=overrides).resolve(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        (None, {}, []),
+        ("over_optimised", {}, ["over_optimised"]),
+        ("over_optimised", {"seed": 7}, ["over_optimised"]),
+        ("over_optimised", {"ppo.kl_coef": 0.5}, []),
+        ("docstrings", {"promotion": None}, ["docstrings"]),
+    ],
+)
+def test_the_preset_of_a_run_is_found_by_its_values(
+    name: str | None, changes: dict[str, Any], found: list[str]
+) -> None:
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    _, settings, _ = Request(name, None, changes).resolve(text)
+    view = config.ReportView.of(settings)
+    assert presets.matching(view.declared) == found

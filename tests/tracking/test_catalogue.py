@@ -139,3 +139,39 @@ def test_a_panel_selects_logged_names_in_its_order() -> None:
 def test_headlines_leave_out_the_ends_of_intervals() -> None:
     names = ["accuracy", "accuracy/low", "heldout/accuracy", "margin"]
     assert catalogue.select_headlines("reward", names) == ["accuracy", "heldout/accuracy"]
+
+
+def test_a_stages_names_are_ordered_with_headlines_first() -> None:
+    names = ["warmup/x", "loss/policy_avg", "episode", "policy/clipfrac_avg", "objective/kl", "val/ratio"]
+    assert catalogue.ordered("ppo", names) == [
+        "objective/kl", "policy/clipfrac_avg", "loss/policy_avg", "val/ratio", "episode", "warmup/x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "words"),
+    [
+        ("judge", "gold/policy_vs_sft/win_rate", "Policy against SFT by the gold judge: win rate"),
+        ("judge", "my_gpt/sft_vs_reference/ties", "SFT against reference by my gpt: ties"),
+        ("judge", "reward_gap/win_rate_by_reward", "Policy against SFT by the optimised reward: win rate"),
+        ("judge", "choice/base/low", "Multiple-choice accuracy: base, low end of the interval"),
+        ("reward", "heldout/margin", "Margin on test pairs (held-out reward model)"),
+        ("ppo", "selected_kl", "KL of the kept checkpoint"),
+        ("ppo", "objective/luck", "objective/luck"),
+    ],
+)  # fmt: skip
+def test_a_name_is_shown_in_words(stage: Stage, name: str, words: str) -> None:
+    assert catalogue.in_words(stage, name) == words
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_two_names_of_a_stage_have_the_same_words(stage: Stage) -> None:
+    """The curve of a metric and its final value share both."""
+    words = [catalogue.in_words(stage, name) for name in {*results(stage), *columns(stage)}]
+    assert sorted(word for word in words if words.count(word) > 1) == []
+    assert [word for word in words if "/" in word or "_" in word] == []
+
+
+def test_a_label_has_the_placeholders_of_its_name() -> None:
+    for metric in METRICS:
+        assert {*re.findall(r"\b[A-Z]+\b", metric.label)} >= {*metric.placeholders}, metric.name
