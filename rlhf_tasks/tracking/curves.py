@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")
 """The stages with a plots/STAGE.csv."""
-HEADLINES = (*(metric.name for metric in catalogue.headlines("ppo") if metric.curve), "val/ratio")
+HEADLINES = (
+    *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),
+    "val/ratio",
+)
 """The curves of PPO that the run of the pipeline has too."""
 
 
