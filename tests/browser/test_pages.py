@@ -38,8 +38,10 @@ TYPED: dict[str, dict[str, Any]] = {
     },
     "rlhf-data-watch/on-data-change": {"preset": "smoke", "deployment": "rlhf-pipeline/nightly"},
 }  # fmt: skip
-DEFAULTS: dict[str, list[Any]] = {"seeds": [1, 2, 3], "curves": ["objective/kl", "objective/rlhf_reward", "objective/scores",
-                                           "policy/clipfrac_avg"]}  # fmt: skip
+DEFAULTS: dict[str, list[Any]] = {
+    "seeds": [1, 2, 3],
+    "curves": ["objective/kl", "objective/rlhf_reward", "objective/scores", "policy/clipfrac_avg"],
+}
 
 
 @pytest.mark.parametrize("interface", forms.INTERFACES)
