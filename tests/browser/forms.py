@@ -29,7 +29,7 @@ def fill(page: Any, interface: str, name: str, value: Any) -> None:
     elif isinstance(value, list):
         _fill_list(page, one, value)
     elif (choice := one.locator('[aria-label^="Select "], .p-select-button__control')).count():
-        choice.click()
+        choice.click() if interface else choice.press("ArrowDown")  # which opens the old one's list
         page.locator("[role=option], .p-select-option").get_by_text(value, exact=True).click()
     else:
         one.locator("input, textarea").last.fill(str(value))

@@ -12,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from rlhf_tasks.project.paths import Paths
@@ -37,14 +38,18 @@ TYPED: dict[str, dict[str, Any]] = {
     },
     "rlhf-data-watch/on-data-change": {"preset": "smoke", "deployment": "rlhf-pipeline/nightly"},
 }  # fmt: skip
-DEFAULTS = {"seeds": [1, 2, 3], "curves": ["objective/kl", "objective/rlhf_reward", "objective/scores",
-                                           "policy/clipfrac_avg"]}  # fmt: skip
+DEFAULTS: dict[str, list[Any]] = {
+    "seeds": [1, 2, 3],
+    "curves": ["objective/kl", "objective/rlhf_reward", "objective/scores", "policy/clipfrac_avg"],
+}
 
 
 @pytest.mark.parametrize("interface", forms.INTERFACES)
 @pytest.mark.parametrize("deployment", TYPED)
 def test_every_field_can_be_set(running: Service, reader: Reader, interface: str, deployment: str) -> None:
-    running.call("PATCH", "/work_pools/rlhf", {"is_paused": True})  # the runs are not to start
+    pool = f"{running.url('prefect')}/api/work_pools/rlhf"
+    paused = {"is_paused": True}  # the runs are not to start
+    toy.until(lambda: httpx.patch(pool, json=paused, timeout=60).is_success, "the pause")
     made = running.call("GET", f"/deployments/name/{deployment}")
     fields = made["parameter_openapi_schema"]["properties"]
     switched = {
@@ -81,7 +86,7 @@ def test_three_runs_are_overlaid_where_the_printed_address_opens(running: Servic
     reader.open(printed(running, "MLflow"))
     for name in NAMES:
         reader.page.get_by_role("link", name=name, exact=True).first.wait_for()
-    reader.page.get_by_text("PPO (").first.wait_for()
+    reader.page.get_by_text("(objective/kl)").first.wait_for(state="attached")
     toy.until(lambda: len(strokes(reader)) == 3, "a curve per run")
     assert reader.clicks <= 4
 
