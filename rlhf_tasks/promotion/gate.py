@@ -196,7 +196,7 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
         )
         title = f"perplexity on {name} over SFT's"
         yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
-    change = _combined(lambda p, s: p - s, *(_multiple_choice(results, who) for who in ("policy", "sft")))
+    change = _combined(lambda s, p: p - s, *(_multiple_choice(results, who) for who in ("sft", "policy")))
     bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
     yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
 

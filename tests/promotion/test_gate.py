@@ -237,11 +237,12 @@ def test_criteria_that_cannot_hold_are_config_errors(changes: dict[str, Any], pr
     assert problem in str(caught.value)
 
 
-def test_only_stage_verdict_reads_the_criteria() -> None:
+def test_only_verdict_and_report_read_the_criteria() -> None:
+    """A change of the gate runs no training and no judge again."""
     readers = [
         name for name, reads in config.VIEWS.items() if any("promotion" in key for key in reads.reads())
     ]
-    assert readers == ["verdict"]
+    assert readers == ["verdict", "report"]
 
 
 def test_promotion_null_turns_the_gate_off() -> None:
