@@ -27,6 +27,7 @@ from rlhf_tasks.data.batches import Batch, Ids, collate, encode, encode_answers,
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.head import head_logprobs
 from rlhf_tasks.modeling.models import TokenScores, last_token
 from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.project import hashing
@@ -34,7 +35,7 @@ from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import Fit, Sums, evaluate, lm_sums, resumed
+from rlhf_tasks.training.supervised import Fit, Sums, evaluate, resumed
 
 NONE_MADE = """\
 # No reward model
@@ -100,20 +101,11 @@ class Pairs:
         queries = [self.queries[i] for i in rows]
         answers = [self.chosen[i] for i in rows] + [self.rejected[i] for i in rows]
         batch = collate(queries * 2, answers, self.pad).to(device)
-        per_token, logits = model(batch)
+        per_token, means = model(batch)
         chosen, rejected = last_token(per_token, batch).chunk(2)
         sums = pair_sums(chosen, rejected, self.margin, self.centring_coef)
-        if self.lm_coef and logits is not None:
-            # the mean over the tokens of each chosen response, so that the sum is over pairs
-            half = len(rows)
-            for i in range(half):
-                one = Batch(
-                    batch.query_response[i : i + 1],
-                    batch.attention_mask[i : i + 1],
-                    batch.response_mask[i : i + 1],
-                )
-                nll = lm_sums(logits[i : i + 1], one)["loss"] / one.response_mask.sum()
-                sums["loss"] = sums["loss"] + self.lm_coef * nll
+        if means is not None:
+            sums["loss"] = sums["loss"] - self.lm_coef * means[: len(rows)].sum()
         return sums
 
 
@@ -133,11 +125,12 @@ class Learner(nn.Module):
         self.scores, self.lm_head = scores, lm_head
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """((B, T) scores, (B, R, V) logits or None)."""
-        hidden = self.scores.hidden_states(batch)
-        width = batch.num_response_columns
-        logits = None if self.lm_head is None else self.lm_head(hidden[:, -width - 1 : -1])
-        return self.scores.scored(hidden), logits
+        """((B, T) scores, (B,) mean log-probs of the response tokens or None)."""
+        hidden, mask = self.scores.hidden_states(batch), batch.response_mask
+        if self.lm_head is None:
+            return self.scores.scored(hidden), None
+        logprobs = head_logprobs(self.lm_head, hidden[:, -batch.num_response_columns - 1 :], batch)
+        return self.scores.scored(hidden), logprobs.sum(1) / mask.sum(1)
 
 
 def _trained(
