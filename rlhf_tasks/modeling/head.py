@@ -180,20 +180,21 @@ class _LabelStats(torch.autograd.Function):
         """∂ log p(label) / ∂z = [label] − p and ∂H / ∂z = −p · (z − Σ p·z), z being the logits."""
         hidden, weight, bias, labels, log_total, mean = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        g = torch.zeros_like(mean) if of_logprob is None else of_logprob
+        g = torch.zeros_like(mean) if of_logprob is None else of_logprob / ctx.temperature
+        g_entropy = None if of_entropy is None else of_entropy / ctx.temperature
         d_hidden = torch.zeros_like(hidden, dtype=mean.dtype) if needs_hidden else None
         d_weight = torch.empty_like(weight) if needs_weight else None
         d_bias = torch.empty_like(bias) if needs_bias else None
         for start, z in _slices(hidden, weight, bias, ctx.temperature):
             stop = start + z.shape[1]
             local, inside = _within(labels, start, z)
-            if of_entropy is None:
+            if g_entropy is None:
                 d_z = z.sub_(log_total[:, None]).exp_().mul_(-g[:, None])
             else:
                 p = (z - log_total[:, None]).exp_()
-                d_z = p.mul_(z.sub_(mean[:, None]).mul_(of_entropy[:, None]).add_(g[:, None])).neg_()
+                d_z = p.mul_(z.sub_(mean[:, None]).mul_(g_entropy[:, None]).add_(g[:, None])).neg_()
             d_z.scatter_add_(1, local, torch.where(inside, g, 0)[:, None])
-            d_z = d_z.div_(ctx.temperature).to(hidden.dtype)
+            d_z = d_z.to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden += d_z @ weight[start:stop]
             if d_weight is not None:

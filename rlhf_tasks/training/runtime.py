@@ -262,7 +262,7 @@ def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5, fused=True)
 
 
 def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> float:
