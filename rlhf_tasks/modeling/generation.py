@@ -130,7 +130,7 @@ class _Preallocated(DynamicLayer):
     def __init__(self, room: int) -> None:
         super().__init__()
         self._room, self._length = room, 0
-        self._all: tuple[Tensor, Tensor] | None = None
+        self._all: tuple[Tensor, ...] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Add the new states; all so far, as views."""

@@ -111,7 +111,7 @@ def _in_place_of(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterat
 
 
 def _stats_of_states(
-    head: nn.Module, states: Tensor, batch: Batch, temperature: float, entropy_gradient: bool
+    head: nn.Linear, states: Tensor, batch: Batch, temperature: float, entropy_gradient: bool
 ) -> Tensor:
     mask = batch.response_mask
     found = label_stats(head, states[:, :-1][mask], batch.responses[mask], temperature)
@@ -127,10 +127,12 @@ def _spread(stats: tuple[Tensor, Tensor, Tensor], batch: Batch, entropy_gradient
 
 
 def label_stats(
-    head: nn.Module, hidden: Tensor, labels: Tensor, temperature: float = 1.0
+    head: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`stats_of_logits` of a linear head's logits over the temperature: (N, H), (N,) → (N,) each."""
-    weight, bias, kind = head.weight, head.bias, hidden.device.type
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # the backward pass has no autocast of its own
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -176,8 +178,9 @@ class _LabelStats(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """∂ log p(label) / ∂z = [label] − p and ∂H / ∂z = −p · (z − Σ p·z), z being the logits."""
+        of_logprob, of_entropy, _ = gradients
         hidden, weight, bias, labels, log_total, mean = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         g = torch.zeros_like(mean) if of_logprob is None else of_logprob / ctx.temperature

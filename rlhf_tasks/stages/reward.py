@@ -120,7 +120,7 @@ def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: fl
 class Learner(nn.Module):
     """The reward model in training, with the policy's LM head if `lm_coef` is not 0."""
 
-    def __init__(self, scores: TokenScores, lm_head: nn.Module | None) -> None:
+    def __init__(self, scores: TokenScores, lm_head: nn.Linear | None) -> None:
         super().__init__()
         self.scores, self.lm_head = scores, lm_head
 
