@@ -81,17 +81,12 @@ class Collector:
         return fail_together(self._rt, lambda: self._sampled(queries), {"queries": queries})
 
     def _sampled(self, queries: list[Ids]) -> Samples:
-        size = self._settings.sampling_batch_size or len(queries)
-        whole = Samples([], [])
-        for start in range(0, len(queries), size):
-            with self._rt.autocast():
-                part = sample(
-                    self._actor_critic.policy, queries[start : start + size],
-                    max_new_tokens=self._settings.response_length, temperature=self._settings.temperature,
-                    stop=self._stop, pad=self._pad, generator=self.generator,
-                )  # fmt: skip
-            whole = Samples(whole.responses + part.responses, whole.logprobs + part.logprobs)
-        return whole
+        with self._rt.autocast():
+            return sample(
+                self._actor_critic.policy, queries, max_new_tokens=self._settings.response_length,
+                temperature=self._settings.temperature, stop=self._stop, pad=self._pad,
+                generator=self.generator, batch_size=self._settings.sampling_batch_size,
+            )  # fmt: skip
 
     @torch.no_grad()
     def score(self, queries: list[Ids], samples: Samples) -> Rollout:

@@ -1,6 +1,6 @@
 """The epochs on one PPO batch: shuffled minibatches, each one optimiser step made of micro-batches.
 
-B batch · R response · V vocabulary.
+B batch · R response.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate, padded_tokens
-from rlhf_tasks.modeling.tensors import NonFiniteError, entropy_from_logits, gather_logprobs
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import PPOBatch, merged
 from rlhf_tasks.ppo.kl import PenaltyController
 from rlhf_tasks.ppo.losses import Coefficients, Outputs, Sums, ppo_loss, ptx_loss
@@ -161,18 +161,14 @@ class Optimiser:
         rollout = batch.rollout
         padded = collate([rollout.queries[i] for i in rows], [rollout.responses[i] for i in rows], self._pad)
         padded = padded.to(self._rt.device)
-        outputs = self._outputs(padded, with_entropy=coefficients.entropy_coef > 0)
+        outputs = self._outputs(padded, entropy_gradient=coefficients.entropy_coef > 0)
         return ppo_loss(outputs, batch.micro_batch(rows, padded.response_mask), coefficients)
 
-    def _outputs(self, padded: Batch, *, with_entropy: bool) -> Outputs:
-        """(B, R) log-probs, values and entropy; the entropy has a gradient only `with_entropy`."""
+    def _outputs(self, padded: Batch, *, entropy_gradient: bool) -> Outputs:
+        """(B, R) log-probs, values and entropy."""
         with self._rt.autocast():
-            logits, states = self.model(padded)
-        logits = logits.float() / self._settings.temperature
-        logprobs = torch.where(padded.response_mask, gather_logprobs(logits, padded.responses), 0)
-        with torch.set_grad_enabled(with_entropy and torch.is_grad_enabled()):
-            entropy = entropy_from_logits(logits)
-        return Outputs(logprobs, states[:, :-1], entropy)
+            stats, states = self.model(padded, self._settings.temperature, entropy_gradient=entropy_gradient)
+        return Outputs(stats.logprobs, states[:, :-1], stats.entropy)
 
     def _ptx_rows(self) -> list[int] | None:
         """The next demonstrations, as many as a minibatch has rows."""
@@ -194,8 +190,8 @@ class Optimiser:
         assert self._settings.ptx is not None
         batch = demonstrations.batch(rows).to(self._rt.device)
         with self._rt.autocast():
-            logits, states = self.model(batch)
-        nll = lm_sums(logits, batch)["loss"]
+            stats, states = self.model(batch)
+        nll = lm_sums(stats)["loss"]
         loss = ptx_loss(nll, num_tokens, self._settings.ptx.coef)
         # the critic's weights need a gradient too under data parallelism
         return loss + 0 * states.sum(), {"loss": nll.detach(), "num_tokens": batch.response_mask.sum()}

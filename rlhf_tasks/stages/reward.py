@@ -38,6 +38,7 @@ from rlhf_tasks.data.batches import (
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.head import head_logprobs
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.project import hashing
@@ -46,7 +47,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.beside import beside
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import Fit, Sums, evaluate, lm_sums, resumed
+from rlhf_tasks.training.supervised import Fit, Sums, evaluate, resumed
 
 NONE_MADE = """\
 # No reward model
@@ -168,19 +169,10 @@ class Pairs:
             scores = per_token.gather(1, pairs.ends_of_chosen[:, None]).squeeze(1), per_token[:, -1]
             return pair_sums(*scores, self.margin, self.centring_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
-        per_token, logits = model(batch)
+        per_token, means = model(batch)
         sums = pair_sums(*per_token[:, -1].chunk(2), self.margin, self.centring_coef)
-        if self.lm_coef and logits is not None:
-            # the mean over the tokens of each chosen response, so that the sum is over pairs
-            half = len(rows)
-            for i in range(half):
-                one = Batch(
-                    batch.query_response[i : i + 1],
-                    batch.attention_mask[i : i + 1],
-                    batch.response_mask[i : i + 1],
-                )
-                nll = lm_sums(logits[i : i + 1], one)["loss"] / one.response_mask.sum()
-                sums["loss"] = sums["loss"] + self.lm_coef * nll
+        if means is not None:
+            sums["loss"] = sums["loss"] - self.lm_coef * means[: len(rows)].sum()
         return sums
 
 
@@ -200,11 +192,12 @@ class Learner(nn.Module):
         self.scores, self.lm_head = scores, lm_head
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """((B, T) scores, (B, R, V) logits or None)."""
-        hidden = self.scores.hidden_states(batch)
-        width = batch.num_response_columns
-        logits = None if self.lm_head is None else self.lm_head(hidden[:, -width - 1 : -1])
-        return self.scores.scored(hidden), logits
+        """((B, T) scores, (B,) mean log-probs of the response tokens or None)."""
+        hidden, mask = self.scores.hidden_states(batch), batch.response_mask
+        if self.lm_head is None:
+            return self.scores.scored(hidden), None
+        logprobs = head_logprobs(self.lm_head, hidden[:, -batch.num_response_columns - 1 :], batch)
+        return self.scores.scored(hidden), logprobs.sum(1) / mask.sum(1)
 
 
 def _trained(

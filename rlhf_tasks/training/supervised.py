@@ -29,8 +29,7 @@ from rlhf_tasks.data.batches import (
     read_table,
     sizes,
 )
-from rlhf_tasks.modeling.models import response_logits
-from rlhf_tasks.modeling.tensors import gather_logprobs, masked_sum
+from rlhf_tasks.modeling.head import TokenStats, token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
@@ -72,7 +71,7 @@ class LanguageModelling:
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         batch = self.batch(rows).to(device)
-        return lm_sums(response_logits(model, batch), batch)
+        return lm_sums(token_stats(model, batch))
 
 
 def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
@@ -90,11 +89,9 @@ def plain(texts: Sequence[Ids], pad: int) -> LanguageModelling:
     return LanguageModelling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
 
 
-def lm_sums(logits: Tensor, batch: Batch) -> Sums:
-    """Σ of −log p and of correct predictions over the real response tokens; logits (B, R, V)."""
-    right = (logits.argmax(-1) == batch.responses) & batch.response_mask
-    nll = -masked_sum(gather_logprobs(logits, batch.responses), batch.response_mask)
-    return {"loss": nll, "token_accuracy": right.sum().float()}
+def lm_sums(stats: TokenStats) -> Sums:
+    """Σ of −log p and of correct predictions over the real response tokens."""
+    return {"loss": -stats.logprobs.sum(), "token_accuracy": stats.likeliest.sum()}
 
 
 @dataclass(frozen=True)
