@@ -127,7 +127,7 @@ class LocalModel(Section):
     prompt: str = Field(
         description="prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}"
     )
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass")
+    micro_batch_tokens: PositiveInt = Field(description="most padded tokens per forward pass")
 
     @model_validator(mode="after")
     def _origin(self) -> Self:
@@ -202,7 +202,7 @@ class Retention(Section):
     """What the language model retains: base, SFT and policy on the same texts and questions."""
 
     num_examples: PositiveInt = Field(description="largest number of texts, and of questions")
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass")
+    micro_batch_tokens: PositiveInt = Field(description="most padded tokens per forward pass")
     general: str | None = Field(
         description="general text for perplexity: `english` (a dozen shipped paragraphs), or a text file "
         "with one text per paragraph; null: only completions of demonstrations"

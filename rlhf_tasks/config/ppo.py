@@ -51,7 +51,7 @@ class Ppo(Section):
     rollout_batch_size: PositiveInt = Field(description="episodes per update, over all processes")
     num_mini_batches: PositiveInt = Field(description="optimiser steps per epoch")
     num_ppo_epochs: PositiveInt = Field(description="passes over the rollout in each update")
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
+    micro_batch_tokens: PositiveInt = Field(description="most padded tokens per forward pass and process")
 
     scorers: tuple[Scorer, ...] = Field(
         strict=False, description="list of scorers by kind; their scores are added up by weight"

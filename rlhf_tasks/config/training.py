@@ -36,7 +36,7 @@ class Optimisation(Section):
         description="largest L2 norm of a gradient; a larger one is scaled down; null: no clipping"
     )
     batch_size: PositiveInt = Field(description="rows per optimiser step, over all processes")
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
+    micro_batch_tokens: PositiveInt = Field(description="most padded tokens per forward pass and process")
     num_epochs: PositiveFloat = Field(description="passes over the train rows; may be a fraction")
 
 

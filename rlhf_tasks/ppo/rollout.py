@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import Batch, Ids, Size, sizes
+from rlhf_tasks.data.batches import Batch, Ids, sizes
 from rlhf_tasks.modeling.head import TokenStats, head_states, token_stats
 from rlhf_tasks.modeling.models import TokenScores
 
@@ -33,7 +33,7 @@ class Rollout:
     parts: dict[str, Tensor]  # each scorer's own, (B,)
 
     @property
-    def sizes(self) -> list[Size]:
+    def sizes(self) -> list[int]:
         return sizes(self.queries, self.responses)
 
 

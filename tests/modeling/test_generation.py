@@ -41,7 +41,7 @@ def test_logprobs_equal_those_of_the_training_forward_pass(family: Family) -> No
     with torch.no_grad():
         again = logprobs_of(small.causal(family), collate(QUERIES, found.responses, PAD), 0.7)
     for row, logprobs in enumerate(found.logprobs):
-        torch.testing.assert_close(logprobs, again[row, : len(logprobs)], atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs, again[row, -len(logprobs) :], atol=1e-5, rtol=0)
 
 
 def test_a_response_ends_at_its_first_eos_or_at_the_limit() -> None:

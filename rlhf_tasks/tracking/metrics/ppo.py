@@ -216,6 +216,14 @@ METRICS = (
         reading="Fewer than `ppo.num_ppo_epochs` if `ppo.target_kl` ended them.",
     ),
     _curve(
+        name="train/micro_batch_tokens", unit="tokens", when="the GPU was out of memory", shipped=False,
+        formula="the bound on a micro-batch's padded tokens, once the GPU was out of memory",
+    ),
+    _curve(
+        name="time/padding_share", unit="share",
+        formula="padding / all tokens of the forward passes of the epochs",
+    ),
+    _curve(
         name="time/generate_seconds", unit="seconds", formula="time in which the responses were sampled"
     ),
     _curve(

@@ -20,6 +20,11 @@ def _optimizer(stage: Stage, *, heldout: bool = False) -> tuple[Metric, ...]:
             name="lr", stage=stage, curve=True, heldout=heldout, formula="learning rate of the step",
             reading="It follows `schedule` and `warmup_fraction`.",
         ),
+        Metric(
+            name="train/micro_batch_tokens", stage=stage, curve=True, heldout=heldout, unit="tokens",
+            formula="the bound on a micro-batch's padded tokens, once the GPU was out of memory",
+            when="the GPU was out of memory", shipped=False,
+        ),
     )  # fmt: skip
 
 
