@@ -129,7 +129,7 @@ class LocalModel(Section):
     prompt: str
     """Prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}."""
     micro_batch_tokens: PositiveInt
-    """Padded tokens per forward pass."""
+    """Most padded tokens per forward pass."""
 
     @model_validator(mode="after")
     def _origin(self) -> Self:
@@ -205,7 +205,7 @@ class Retention(Section):
     num_examples: PositiveInt
     """Largest number of texts, and of questions."""
     micro_batch_tokens: PositiveInt
-    """Padded tokens per forward pass."""
+    """Most padded tokens per forward pass."""
     general: str | None
     """General text for perplexity: `english` (a dozen shipped paragraphs), or a text file with one text per
     paragraph; null: only completions of demonstrations."""

@@ -54,7 +54,7 @@ class Ppo(Section):
     num_ppo_epochs: PositiveInt
     """Passes over the rollout in each update."""
     micro_batch_tokens: PositiveInt
-    """Padded tokens per forward pass and process."""
+    """Most padded tokens per forward pass and process."""
 
     scorers: tuple[Scorer, ...] = Field(strict=False)
     """List of scorers by kind; their scores are added up by weight."""

@@ -37,7 +37,7 @@ class Optimisation(Section):
     batch_size: PositiveInt
     """Rows per optimiser step, over all processes."""
     micro_batch_tokens: PositiveInt
-    """Padded tokens per forward pass and process."""
+    """Most padded tokens per forward pass and process."""
     num_epochs: PositiveFloat
     """Passes over the train rows; may be a fraction."""
 

@@ -153,7 +153,7 @@ def test_the_tldr_preset_has_the_sizes_of_the_benchmark() -> None:
     """512 episodes per update = 16 rows × 4 accumulated × 8 processes; a row has 512 + 53 tokens."""
     settings = with_preset("tldr-pythia-1b")
     own = settings.ppo.rollout_batch_size // settings.launch.num_processes
-    longest = (settings.data.max_prompt_tokens, settings.ppo.response_length)
+    longest = settings.data.max_prompt_tokens + settings.ppo.response_length
     cut = micro_batches([longest] * own, settings.ppo.micro_batch_tokens)
     assert [len(rows) for rows in cut] == [16, 16, 16, 16]
     assert (settings.ppo.num_ppo_epochs, settings.ppo.num_mini_batches) == (4, 1)
