@@ -87,7 +87,7 @@ def measure(workload: Workload, precision: str) -> Measurement:
 
 
 def estimate(found: Measurement, settings: Ppo) -> dict[str, float]:
-    """The seconds of a whole PPO stage by `settings`: its updates, and its evaluations on selection prompts."""
+    """The seconds of a whole stage ppo: its updates, and its evaluations on the selection prompts."""
     updates = settings.total_episodes // settings.rollout_batch_size
     evaluation = (found.generate_seconds + found.score_seconds) / settings.rollout_batch_size
     training = updates * found.seconds_per_update

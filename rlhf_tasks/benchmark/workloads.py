@@ -40,22 +40,21 @@ class Workload:
 
 def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
     """PPO of random models: four epochs of one optimiser step, otherwise by `settings`."""
-    settings = settings.model_copy(
-        update={
-            "total_episodes": shape.batch * num_updates,
-            "rollout_batch_size": shape.batch,
-            "num_mini_batches": 1,
-            "num_ppo_epochs": 4,
-            "learning_rate": 3e-6,
-            "temperature": 0.7,
-            "response_length": shape.response,
-            "critic_warmup": None,
-            "ptx": None,
-            "lora": None,
-            "value_model": "separate",
-            "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
-        }  # fmt: skip
-    )
+    changes = {
+        "total_episodes": shape.batch * num_updates,
+        "rollout_batch_size": shape.batch,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 4,
+        "learning_rate": 3e-6,
+        "temperature": 0.7,
+        "response_length": shape.response,
+        "critic_warmup": None,
+        "ptx": None,
+        "lora": None,
+        "value_model": "separate",
+        "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
+    }
+    settings = settings.model_copy(update=changes)
     tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
     for model in made:
         models.place(model, rt.device)
