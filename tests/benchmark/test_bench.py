@@ -113,7 +113,7 @@ def test_the_projects_own_checkpoints_are_used(
 def test_a_named_shape_has_no_estimate(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "A", TINY)  # type: ignore[arg-type]
+    monkeypatch.setitem(shapes.SHAPES, "A", TINY)
     found = bench(capsys, project, "A")
     assert found["models"] == "random models of a named shape"
     assert found["estimate"] is None

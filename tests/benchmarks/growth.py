@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -53,9 +54,14 @@ def measure(
 ) -> dict[str, dict[int, measurement.Measurement]]:
     """A measurement for every value of every axis, with `base` in the other sizes."""
     return {
-        axis: {value: _point(replace(base, **{axis: value}), updates) for value in values}
+        axis: {value: _point(changed(base, axis, value), updates) for value in values}
         for axis, values in axes.items()
     }
+
+
+def changed(base: Shape, axis: str, value: int) -> Shape:
+    sizes: dict[str, Any] = {axis: value}
+    return replace(base, **sizes)
 
 
 def _point(shape: Shape, updates: int) -> measurement.Measurement:

@@ -29,6 +29,7 @@ from tests.benchmarks import seeds, speed
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[2]
 LEDGER, FIGURE = ROOT / "docs/results/ledger.csv", ROOT / "docs/pictures/ledger.png"
@@ -155,13 +156,13 @@ def _points(rows: Sequence[Row], column: str) -> tuple[list[int], list[float]]:
     return [x for x, _ in found], [y for _, y in found]
 
 
-def _line(panel: plt.Axes, rows: Sequence[Row], column: str, label: str, scale: float = 1.0) -> None:
+def _line(panel: Axes, rows: Sequence[Row], column: str, label: str, scale: float = 1.0) -> None:
     x, y = _points(rows, column)
     if x:
         panel.plot(x, [value * scale for value in y], marker="o", label=label)
 
 
-def _rates(panel: plt.Axes, rows: Sequence[Row], seed: int) -> None:
+def _rates(panel: Axes, rows: Sequence[Row], seed: int) -> None:
     (x, y), (_, low), (_, high) = (
         _points(rows, f"seed{seed}_vs_reference{end}") for end in ("", "_low", "_high")
     )
