@@ -8,11 +8,14 @@ catalogue too. The pages name no version and no path of a machine, so that the s
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -68,14 +71,28 @@ def _yaml(path: str) -> Any:
 
 
 def _sentence(text: str) -> str:
-    """A description as a sentence: a full stop, a capital unless it starts with a name or a formula."""
+    """A description as one line: a full stop, a capital unless it starts with a name or a formula."""
+    text = " ".join(text.split())
     capital = text[:1].upper() if re.match(r"[a-z-]+[ ,:]", text) else text[:1]
     return f"{capital}{text[1:].rstrip('.')}."
 
 
-def _described(text: str) -> str:
+@cache
+def descriptions(section: type[Section]) -> Mapping[str, str]:
+    """The docstrings below the fields of a section, by field; Python does not keep them at run time."""
+    found: dict[str, str] = {}
+    for owner in reversed(section.__mro__):
+        if issubclass(owner, Section):
+            body = ast.parse(inspect.getsource(owner)).body[0].body  # type: ignore[attr-defined]
+            for field, below in pairwise(body):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    found[ast.unparse(field.target)] = ast.literal_eval(below.value)
+    return found
+
+
+def _described(section: type[Section], key: str) -> str:
     """A parameter's description as a sentence, `null` as code."""
-    pieces = _sentence(text).split("`")
+    pieces = _sentence(descriptions(section)[key]).split("`")
     pieces[::2] = [re.sub(r"\bnull\b", "`null`", piece) for piece in pieces[::2]]
     return "`".join(pieces)
 
@@ -104,23 +121,24 @@ def parameters() -> Lines:
         yield f"## {name}"
         yield ""
         if section is None:
-            yield from _entry(field, values[name])
+            yield from _entry(Config, name, values[name])
             continue
         yield _prose(section)
         if NoneType in get_args(field.annotation):
             yield ""
-            yield _described(field.description or "")
+            yield _described(Config, name)
         for key, inner in section.model_fields.items():
             shown = inner.alias or key
             yield ""
             yield f"### `{name}.{shown}`"
             yield ""
-            yield from _entry(inner, (values[name] or {}).get(shown))
+            yield from _entry(section, key, (values[name] or {}).get(shown))
 
 
-def _entry(field: FieldInfo, value: Any) -> Lines:
+def _entry(owner: type[Section], key: str, value: Any) -> Lines:
     """One parameter: meaning, type, shipped value, and what is inside it."""
-    yield _described(field.description or "")
+    field = owner.model_fields[key]
+    yield _described(owner, key)
     inside = [*_sections(field.annotation)]
     if field.annotation not in inside:
         shipped = f" Shipped value: `{_value(value)}`." if value is None or not inside else ""
@@ -141,7 +159,7 @@ def _bullets(section: type[Section], values: Mapping[str, Any]) -> Lines:
             continue
         shipped = f" Shipped value: `{_value(values[key])}`." if key in values else ""
         kind = f"Type: {_type(field.annotation, field.metadata)}."
-        yield f"- `{key}`: {_described(field.description or '')} {kind}{shipped}"
+        yield f"- `{key}`: {_described(section, key)} {kind}{shipped}"
         for inner in _sections(field.annotation):
             if not _kinds(inner):
                 yield from (f"  {line}" for line in _bullets(inner, values.get(key) or {}))
@@ -223,7 +241,7 @@ def metrics() -> Lines:
     yield ""
     yield from (f"- `{word}`: {meaning}" for word, (_, meaning) in catalogue.PLACEHOLDERS.items())
     for stage in STAGES:
-        own = [metric for metric in catalogue.METRICS if metric.stage == stage]
+        own = catalogue.metrics(stage)
         if own:
             yield ""
             yield f"## {stage}"
@@ -344,6 +362,7 @@ def stages() -> Lines:
             "Reads": [f"`{path}`" for path in stage["deps"] if not path.startswith(CODE)],
             "Writes": [f"`{path}`" for path in _outs(stage.get("outs", []))],
             "Metrics": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("metrics", []))],
+            "Curves": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("plots", []))],
         }
         for title, those in parts.items():
             if those:
@@ -369,7 +388,7 @@ def dvc_yaml() -> str:
     text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
     before, heading, _ = text.partition("\nplots:")
     assert heading, "dvc.yaml has no section `plots:`"
-    return f"{before}{heading} # by `python docs/generate.py`, from rlhf_tasks/tracking/catalogue.py\n" + (
+    return f"{before}{heading} # by `python docs/generate.py`, from rlhf_tasks/tracking/metrics/*.toml\n" + (
         "\n".join(line for stage in curves.CURVES for line in _plots(stage)) + "\n"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +35,7 @@ from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import hooks, settings
+from flows import hooks, outcome, settings
 from flows.pipeline import pipeline
 from flows.sweep import sweep
 from flows.watch import data_watch
@@ -47,7 +48,7 @@ FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
 OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
 LOST = "rlhf: a run that is silent has crashed"
 HEARTBEAT = "prefect.flow-run.heartbeat"
-ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, *outcome.VERDICTS)
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
@@ -144,10 +145,10 @@ def _place(client: SyncPrefectClient, root: Path, pool: str) -> Place:
 
 def _pool(client: SyncPrefectClient, name: str) -> None:
     template = ProcessWorker.get_default_base_job_template()
-    try:
+    with suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-    except ObjectAlreadyExists:
-        return
+    with suppress(ObjectAlreadyExists):  # priority 1 moves the pool's default queue to 2
+        client.create_work_queue(settings.URGENT, work_pool_name=name, priority=1)
 
 
 def _limit(client: SyncPrefectClient, slots: int | None) -> None:
@@ -221,7 +222,8 @@ def _deploy(
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
     own = DeploymentUpdate(
         description=description,
-        parameters=made.parameters | existing.parameters,
+        # A null is of an earlier form, where it stood for the default.
+        parameters=made.parameters | {k: v for k, v in existing.parameters.items() if v is not None},
         tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
         work_pool_name=place.pool,
@@ -240,6 +242,6 @@ def crash_lost_runs() -> None:
     states = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=OPEN)))
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=states, work_pool_filter=where):
-            hooks.clean_run(str(run.id))
             lost: State[Any] = Crashed(message="its worker is gone; retry the run to resume it")
+            hooks.clean_run(run.id, lost)
             client.set_flow_run_state(run.id, lost, force=True)

@@ -96,7 +96,7 @@ class Dvc:
         """`logger`: by default that of the Prefect run which reproduces a stage."""
         self._scratch = tempfile.TemporaryDirectory(prefix="rlhf-flow-")
         self._failure = Path(self._scratch.name) / "failure.json"
-        self._folder, self._grace, self._logger = folder, grace_seconds, logger
+        self.folder, self._grace, self._logger = folder, grace_seconds, logger
         self._environment = {**environment, launch.FAILURE: str(self._failure)}
         self._server: Server | None = None
 
@@ -106,7 +106,7 @@ class Dvc:
             self._close_server()
             # By its path: the commit in `folder` may not have this file. -P: no module of that folder.
             command = [sys.executable, "-P", dvc_server.__file__]
-            self._server = Server(command, self._folder, self._environment, self._grace)
+            self._server = Server(command, self.folder, self._environment, self._grace)
         status = self._server.call(words, (self._logger or get_run_logger()) if logged else None)
         return status, [line for line in self._server.lines if line]
 
@@ -132,8 +132,8 @@ class Dvc:
 
     def missing(self, stage: str) -> list[str]:
         """The deps of a stage that do not exist."""
-        deps = dvc_files.graph(self._folder)[stage].deps
-        return [path for path in deps if not (self._folder / path).exists()]
+        deps = dvc_files.graph(self.folder)[stage].deps
+        return [path for path in deps if not (self.folder / path).exists()]
 
     def changed(self, *stages: str) -> set[str] | None:
         """Those of the stages (by default all) that `dvc repro` would run or restore; None if DVC fails."""

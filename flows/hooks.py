@@ -1,18 +1,26 @@
-"""What cleans up after a run whose own process could not. Idempotent; no torch here."""
+"""What cleans up after a run whose own process could not. Idempotent; no torch here.
+
+A hook of Prefect gets its arguments by their names: flow, flow_run and state.
+"""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from prefect import Flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Cancelled, Crashed
 
 from rlhf_tasks.project import processes, workspaces
 from rlhf_tasks.tracking.context import STAGE_RUN
 
 GRACE_SECONDS = 10.0
+ENDED = "it ended with its run"
 
 
 def workspace_name(flow_run: str) -> str:
@@ -24,15 +32,24 @@ def workspace_name(flow_run: str) -> str:
 
 
 def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """End the stages that the run left running, and remove its workspace.
-
-    Prefect prescribes the names of the arguments. MLflow needs nothing here: delivery closes the run.
-    """
-    clean_run(str(flow_run.id))
+    """Clean up after a cancelled or crashed run. MLflow needs nothing: delivery closes the run."""
+    cancelled = state.is_cancelling() or state.is_cancelled()
+    clean_run(flow_run.id, Cancelled(message=ENDED) if cancelled else Crashed(message=ENDED))
 
 
-def clean_run(flow_run: str) -> None:
-    """The same by the id of the run, in the project's folder."""
-    processes.end(STAGE_RUN, flow_run, signal.SIGINT, GRACE_SECONDS)
+def clean_run(flow_run: UUID, end: State[Any]) -> None:
+    """End the stages that the run left running, and its tasks in the same way, and remove its workspace."""
+    processes.end(STAGE_RUN, str(flow_run), signal.SIGINT, GRACE_SECONDS)
+    end_tasks(flow_run, end)
     if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
-        workspaces.remove(Path.cwd(), workspace_name(flow_run))
+        workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))
+
+
+def end_tasks(flow_run: UUID, end: State[Any]) -> None:
+    """Give this end to the tasks that have none, and to those that a cancellation made crash."""
+    ids = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    with get_client(sync_client=True) as client:
+        for task in client.read_task_runs(flow_run_filter=ids):
+            state = task.state
+            if state is None or not state.is_final() or (state.is_crashed() and end.is_cancelled()):
+                client.set_task_run_state(task.id, end.fresh_copy(), force=True)

@@ -7,10 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from prefect.client.schemas.objects import State, StateType
 
+from flows import request
 from rlhf_tasks.project import dvc_files
+
+VERDICTS = {"Promoted": StateType.COMPLETED, "Refused": StateType.FAILED, "Deferred": StateType.CANCELLED}
+"""The types of the states in which the gate ends: Prefect shows them in green, red and grey."""
+
+
+class NotPromoted(Exception):
+    """The gate refused the policy, or could not decide. The results of the run are there."""
+
+
+def ended(name: str, message: str) -> State[Any]:
+    """The final state of this name: the type of a verdict fits it, any other end is completed."""
+    kind, error = VERDICTS.get(name, StateType.COMPLETED), NotPromoted(message)
+    if kind != StateType.COMPLETED:
+        request.silence(error)
+    return State(type=kind, name=name, message=message, data=None if kind == StateType.COMPLETED else error)
+
+
+def has_results(state: State[Any]) -> bool:
+    """Whether a run ended with its results, whatever the gate says of them."""
+    return state.is_completed() or state.name in VERDICTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +71,11 @@ class Outcome:
         }
 
     def state(self) -> State[Any]:
-        """The final state of the flow run: always completed."""
+        """The final state of the flow run."""
         ran = [stage for stage, result in self.how.items() if result == "ran"]
         what = f"ran {', '.join(ran)}" if ran else "nothing had to run"
         kept = f"; experiment {self.name}" if self.experiment else ""
         gate = f"{self.promotion}; " if self.verdict else ""
-        if self.unpushed:
-            return Completed(name="Unpushed", message=f"{gate}{what}{kept}; not pushed: {self.unpushed}")
-        return Completed(name=self.verdict or "Completed", message=f"{gate}{what}{kept}")
+        missing = f"; not pushed: {self.unpushed}" if self.unpushed else ""
+        name = "Unpushed" if self.unpushed and self.verdict in (None, "Promoted") else self.verdict
+        return ended(name or "Completed", f"{gate}{what}{kept}{missing}")

@@ -8,7 +8,7 @@ lineage. Prefect shows the run, logs it and can cancel it. By default a run has 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
 from flows import hooks, promotion, request, results, settings, stage_tasks, watch, workplace
 from flows.dvc_client import Dvc
-from flows.outcome import Outcome
+from flows.outcome import Outcome, has_results
+from flows.slots import Slots
 from rlhf_tasks.config import Config, Service
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -31,6 +33,7 @@ from rlhf_tasks.tracking import links
 from rlhf_tasks.tracking import pipeline as tracking
 
 PUSH_TRIES, PUSH_DELAY_SECONDS = 3, 10.0  # the delay doubles
+DOING: Mapping[stage_tasks.Plan, str] = {"unchanged": "checked", "restore": "restoring", "run": "running"}
 
 
 @flow(
@@ -41,13 +44,14 @@ PUSH_TRIES, PUSH_DELAY_SECONDS = 3, 10.0  # the delay doubles
     on_crashed=[hooks.clean],
 )
 def pipeline(
-    preset: request.PresetName | None = None,
+    preset: request.PresetName = request.DEFAULT,
     seed: request.Seed | None = None,
-    overrides: request.Overrides | None = None,
+    overrides: request.Overrides = {},  # noqa: B006  Prefect shows it in the form
     where: request.Where = "workspace",
     revision: request.Revision | None = None,
     name: request.ExperimentName | None = None,
     push: bool = False,
+    promote: bool = True,
 ) -> State[Any]:
     """Bring every stage of dvc.yaml up to date, one after the other.
 
@@ -55,7 +59,7 @@ def pipeline(
     that the user can fix, also ends it as Failed, with one message in the state and in the log.
 
     Args:
-        preset: Changes of params.yaml for this run; `rlhf preset` lists the presets.
+        preset: Changes of params.yaml for this run; `rlhf preset` lists the presets. default: no preset.
         seed: Replaces the seed of params.yaml. The same seed gives the same result.
         overrides: Single values by dotted key, for any key of params.yaml; they replace the preset's values.
         where: workspace: a git worktree of a commit, whose result becomes a DVC experiment. checkout: the
@@ -63,9 +67,11 @@ def pipeline(
         revision: The commit of the workspace, by hash, branch or tag. The default is the last commit.
         name: The name of the workspace's DVC experiment. The default is the name of the flow run.
         push: Send the results to the DVC remote at the end.
+        promote: Let the gate decide at the end whether the policy becomes the champion.
     """
     try:
-        return _run(Request(preset, seed, overrides), where, revision, name, push)
+        asked = Request(request.preset_of(preset), seed, overrides)
+        return _run(asked, where, revision, name, push, promote)
     except (UserError, stage_tasks.StageFailed) as error:
         return request.refused(error)
 
@@ -109,7 +115,7 @@ def _read_inputs(request_: Request, where: request.Where, revision: str | None, 
 
 
 def _run(
-    request_: Request, where: request.Where, revision: str | None, name: str | None, push: bool
+    request_: Request, where: request.Where, revision: str | None, name: str | None, push: bool, promote: bool
 ) -> State[Any]:
     """The final state of a run in which no stage fails.
 
@@ -119,14 +125,17 @@ def _run(
     """
     inputs, run = _read_inputs(request_, where, revision, name), str(flow_run.get_id())
     values = inputs.values
-    tags = {"prefect.flow_run_id": run, "prefect.flow_run": str(flow_run.get_name())}
+    chosen = name or request.default_name(str(flow_run.get_name()), run)
+    title = request.name_run(run, chosen)
+    facts = _facts(inputs, title, run)
+    tags = {"prefect.flow_run_id": run, "prefect.flow_run": title}
+    tags |= {tracking.NAME: title, tracking.NOTE: tracking.note(facts)}
     with (
         workplace.opened(inputs.root, run, inputs.commit, inputs.text, values, inputs.unseen) as place,
         tracking.open_run(Paths(inputs.root), run, values.tracking, tags) as tracked,
     ):
         folder = workplace.folder_of(place)
-        environment = workplace.stage_environment(place, run)
-        chosen = name or request.default_name(str(flow_run.get_name()), run)
+        environment = workplace.stage_environment(place, run, chosen)
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
             how = run_stages(list(dvc_files.graph(folder)), values.service, dvc)
             saved, experiment = workplace.saved_experiment(place, chosen, name is not None, dvc)
@@ -134,10 +143,15 @@ def _run(
             name=saved, how=how, revision=inputs.revision, experiment=experiment, changes=inputs.changes,
             unpushed=send(folder) if push else None,
         )  # fmt: skip
+        tracked.results(Paths(folder))
         tracked.tags(outcome.tags(folder))
-        outcome = replace(outcome, **promotion.verdict(folder, values, environment))
+        if promote:
+            outcome = replace(outcome, **promotion.verdict(folder, values, environment))
         if outcome.verdict:
             tracked.tags({"promotion": outcome.promotion})
+        facts |= {"DVC experiment": saved if outcome.experiment else None}
+        facts |= {"verdict": outcome.promotion if outcome.verdict else None}
+        tracked.tags({tracking.NOTE: tracking.note(facts, has_report=True)})
         earlier = saved if saved != chosen else None
         undelivered = tracked.last_error()
         outcome = replace(outcome, notes=_notes(inputs, outcome, earlier, undelivered))
@@ -148,24 +162,54 @@ def _run(
     return outcome.state()
 
 
+def _facts(inputs: Inputs, title: str, run: str) -> dict[str, str | None]:
+    """What the description in MLflow says of a run at its start."""
+    page = url_for("flow-run", run)
+    return {
+        "preset": inputs.request.preset or "none",
+        "seed": str(inputs.values.seed),
+        "changes": ", ".join(f"`{change}`" for change in inputs.changes),
+        "commit": inputs.revision,
+        "Prefect run": f"[{title}]({page})" if page else None,
+    }
+
+
 def run_stages(names: Sequence[str], service: Service, dvc: Dvc) -> dict[str, str]:
     """Run these stages, in this order; returns `ran` or `cached` for each.
 
     Raises:
         StageFailed: if a stage fails; the later ones do not start.
     """
-    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description=", ".join(names))
-    how, unchanged = {}, stage_tasks.unchanged(names, dvc)
-    for done, name in enumerate(names, start=1):
-        # Called, not submitted: the thread of a submitted task would train on after a cancellation.
-        state: Any = stage_tasks.stage_task(name, service.policy(name))(
-            name, dvc, service, name in unchanged, return_state=True
-        )
-        if not state.is_completed():
-            raise _failure(name, state)
-        how[name] = "cached" if state.name == "Cached" else "ran"
-        description = ", ".join(f"{stage}: {result}" for stage, result in how.items())
-        update_progress_artifact(progress, 100.0 * done / len(names), description=description)
+    progress: Any = create_progress_artifact(0.0, key=results.PROGRESS_KEY, description="comparing")
+    how = dict[str, str]()
+
+    def show(*doing: str) -> None:
+        """The share of the stages that are done; how each of them ended, and what the run does now."""
+        description = "; ".join([*(f"{stage}: {result}" for stage, result in how.items()), *doing])
+        update_progress_artifact(progress, 100.0 * len(how) / len(names), description=description)
+
+    unchanged = stage_tasks.unchanged(names, dvc)
+    policies = [service.policy(name) for name in names]
+    with Slots() as slots:
+        for number, (name, policy) in enumerate(zip(names, policies, strict=True)):
+            try:
+                plan: stage_tasks.Plan = (
+                    "unchanged" if name in unchanged else stage_tasks.make_plan(name, dvc)
+                )
+                if plan == "run" and policy.gpu_slots and slots.hold(policy.gpu_slots, show):
+                    plan = stage_tasks.make_plan(name, dvc)  # another run may have made the same meanwhile
+                show(f"{name}: {DOING[plan]}")
+                # Called, not submitted: the thread of a submitted task would train on after a cancellation.
+                state: Any = stage_tasks.stage_task(name, policy)(name, dvc, plan, return_state=True)
+                if not state.is_completed():
+                    raise _failure(name, state)
+            except BaseException as error:
+                show(f"{name}: {'failed' if isinstance(error, Exception) else 'stopped'}")
+                raise
+            how[name] = "cached" if state.name == "Cached" else "ran"
+            if not any(later.gpu_slots for later in policies[number + 1 :]):
+                slots.release()
+    show()
     return how
 
 
@@ -228,7 +272,7 @@ def run_in_checkout() -> int:
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
     state: State[Any] = pipeline(where="checkout", return_state=True)
-    if state.is_completed():
+    if has_results(state):
         return 0
     reason = state.result(raise_on_failure=False)
     return 2 if isinstance(reason, UserError | stage_tasks.StageRefused) else 1

@@ -12,9 +12,9 @@ from typing import Any, TypedDict
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
 
-from flows import programs, stage_tasks
+from flows import outcome, programs
+from flows.slots import Slots
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -40,7 +40,7 @@ def verdict(folder: Path, values: Config, environment: dict[str, str]) -> Verdic
         return Verdict(verdict=None, reason="", criteria=[])
     bound: Any = promote.with_options(timeout_seconds=values.service.timeout_seconds)
     state: State[Any] = bound(folder, environment, values, return_state=True)
-    if not state.is_completed():
+    if not outcome.has_results(state):
         error = state.result(raise_on_failure=False)
         return Verdict(verdict="Deferred", reason=f"the gate did not run ({error})", criteria=[])
     name = str(state.name)
@@ -58,9 +58,9 @@ def is_due(values: Config, folder: Path) -> bool:
 def promote(
     folder: Path, environment: dict[str, str], values: Config, logger: programs.Logger | None = None
 ) -> State[Any]:
-    """Promoted, Refused or Deferred. The state is always completed: the policy exists whatever the gate says.
+    """Promoted, Refused or Deferred, which it is also if the gate cannot run.
 
-    It is Deferred, too, if the gate cannot run. The message names no command that decides later: the
+    The message names no command that decides later: the
     notes of the run do, since they know the experiment. The task waits for a slot only if it has to judge.
     """
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
@@ -73,13 +73,15 @@ def promote(
     )
     status, lines = run([*command, "--unless-judging"])
     if status == UNDECIDED:
-        with stage_tasks.slots(service.gpu_slots):
+        with Slots() as slots:
+            if service.gpu_slots:
+                slots.hold(service.gpu_slots, lambda line: None)
             status, lines = run(command)
     message = next((line for line in reversed(lines) if line), "it printed nothing")
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:
         message = f"the gate did not run ({message.removeprefix('rlhf: ')})"
-    return Completed(name=name, message=message.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))
+    return outcome.ended(name, message.removeprefix(f"{name}: ").removesuffix(RETRY_HINT))
 
 
 def criteria(folder: Path) -> list[dict[str, str]]:

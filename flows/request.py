@@ -9,9 +9,12 @@ import logging
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from uuid import UUID
 
 from prefect import get_run_logger
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.states import Failed
 from pydantic import Field
 
@@ -24,13 +27,20 @@ from rlhf_tasks.project import dvc_files, git
 ENGINE_LOGS = ("prefect.flow_runs", "prefect.engine")  # where Prefect logs the error of a failed run
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 
-# The docstrings of the flows describe the fields: Prefect takes the form's descriptions from there.
-PresetName = Annotated[str, Field(json_schema_extra={"enum": presets.names()})]
+# The docstrings of the flows describe the fields: Prefect takes the form's descriptions from there. Its form
+# has no editor for a nullable object or list and no choice for a nullable enum, so that no field is one.
+DEFAULT = "default"
+PresetName = Annotated[str, Field(json_schema_extra={"enum": [DEFAULT, *presets.names()]})]
 Seed = Annotated[int, Field(ge=0)]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
 Where = Literal["workspace", "checkout"]
 ExperimentName = Annotated[str, Field(pattern=NAME)]
 Revision = Annotated[str, Field(min_length=1, examples=["HEAD", "v1.0", "3f2a9c1"])]
+
+
+def preset_of(name: str | None) -> str | None:
+    """The preset of the form's field; None for params.yaml as it is."""
+    return None if name == DEFAULT else name
 
 
 def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Config, list[str]]:
@@ -62,10 +72,25 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
     return text, values, changes
 
 
-def default_name(flow_run: str, run: str) -> str:
-    """An experiment's name: that of the flow run, which may hold any characters, and the end of its id."""
-    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", flow_run).strip("-_")
-    return f"{slug or 'run'}-{run[-4:]}"
+def default_name(given: str, run: str) -> str:
+    """An experiment's name: that of the flow run, which may hold any characters, and the end of its id.
+
+    A flow run that already has that name keeps it.
+    """
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", given).strip("-_") or "run"
+    return slug if slug.endswith(f"-{run[-4:]}") else f"{slug}-{run[-4:]}"
+
+
+def name_run(run: str, name: str) -> str:
+    """The name of a flow run in Prefect and MLflow: that of its experiment, which it gets here.
+
+    A run of a sweep keeps the name that the sweep gave it.
+    """
+    if flow_run.get_parent_flow_run_id():
+        return str(flow_run.get_name())
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(run), name=name)
+    return name
 
 
 def commit_of(root: Path, where: Where, revision: str | None, name: str | None) -> str | None:
@@ -95,12 +120,16 @@ def check_name(name: str | None) -> None:
 def refused(error: Exception) -> State[Any]:
     """The failed state for a mistake that the user can fix: one message, in the log and in the state.
 
-    The caller of the flow gets the error itself. Prefect's engine gets it too, and would log it a second
-    time, with its traceback: a filter stops that.
+    The caller of the flow gets the error itself.
     """
     get_run_logger().error("%s", error)
+    silence(error)
+    return Failed(message=str(error), data=error)
+
+
+def silence(error: Exception) -> None:
+    """Keep Prefect's engine, which gets the error of a final state, from logging it with a traceback."""
     for name in ENGINE_LOGS:
         logging.getLogger(name).addFilter(
             lambda record: record.exc_info is None or record.exc_info[1] is not error
         )
-    return Failed(message=str(error), data=error)

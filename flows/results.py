@@ -89,15 +89,16 @@ def show(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> None:
 
 
 def metric_rows(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A row per metric: its value, that of the last run, and the change."""
+    """A row per metric, headlines first: its value, that of the last run, and the change."""
+    chosen = headlines(values)
     return [
         {
             "metric": name,
-            "value": value,
+            "value": values[name],
             "last run": last.get(name),
-            "change": value - last[name] if name in last else None,
+            "change": values[name] - last[name] if name in last else None,
         }
-        for name, value in sorted(values.items())
+        for name in [*chosen, *sorted({*values} - {*chosen})]
     ]
 
 
@@ -118,7 +119,7 @@ def page(
         parts += [f"## Promotion\n\n{outcome.promotion}", *_table(outcome.criteria)]
     sections = {
         "Win rates": _table(win_rates(folder), "Ties count half."),
-        "Metrics": _table(_headlines(values, last)),
+        "Metrics": _metrics(values, last),
         "Changes": ["\n".join(f"- {_code(change)}" for change in outcome.changes)],
         "Stages": _table(_stages(outcome, folder, pages)),
         "Responses": _table(responses(folder)),
@@ -141,8 +142,9 @@ def headlines(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _headlines(values: Mapping[str, float], last: Mapping[str, float]) -> list[dict[str, str]]:
-    return [
+def _metrics(values: Mapping[str, float], last: Mapping[str, float]) -> list[str]:
+    """The headlines as a table, and how many metrics it leaves out."""
+    rows = [
         {
             "metric": name,
             "this run": f"{values[name]:.4g}",
@@ -150,6 +152,8 @@ def _headlines(values: Mapping[str, float], last: Mapping[str, float]) -> list[d
         }
         for name in headlines(values)
     ]
+    others = len(values) - len(rows)
+    return [*_table(rows), *([f"{others} more: artifact `{METRICS_KEY}`"] if others else [])]
 
 
 def _stages(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> list[dict[str, str]]:

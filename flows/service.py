@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ import httpx
 import psutil
 from filelock import FileLock
 
-from flows import ports, settings, worker
-from rlhf_tasks import console
+from flows import pages, ports, settings, worker
+from rlhf_tasks import config, console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files, processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import HOST, Daemon, is_free
-from rlhf_tasks.tracking import dashboard, links
+from rlhf_tasks.tracking import context, dashboard, links
 from rlhf_tasks.tracking.outbox import Outbox
 from rlhf_tasks.tracking.uploader import sync
 
@@ -92,6 +93,9 @@ class Service:
 
             for name in HEALTH:
                 self.wait_for(name)
+                console.say(f"{name}: ready")
+            pages.keep_local(self.home / "prefect" / "ui")
+            console.say("deployments: are brought up to date")
             deployments.apply(self.root, gpu_slots)
             if Outbox.of(self.home).pending():
                 sync(self.home)  # runs whose delivery ended with the service
@@ -101,13 +105,30 @@ class Service:
                 self.end_runs()
                 self.daemon("worker").stop(END_SECONDS["worker"])
                 deployments.crash_lost_runs()
+                console.say("worker: starts")
                 command = [*worker.command(settings.POOL), "--name", WORKER]
                 self.daemon("worker").start(command, self.environment(os.environ), self.root, **addresses)
             workspaces.remove_left(self.root)
             self.wait_for("worker")
-        console.say(f"Prefect: {self.url('prefect')}")
-        console.say(f"MLflow:  {self.url('mlflow')}")
+            console.say("worker: ready")
+        self._show_addresses()
         console.say(f"logs: {self.home / 'service'}; `rlhf status` shows what runs, `rlhf down` stops it")
+
+    def _show_addresses(self) -> None:
+        console.say(f"Prefect: {self.url('prefect')}")
+        own = self._experiment()
+        for name, page in dashboard.runs_pages(self.home, self.url("mlflow"), own).items():
+            console.say(f"MLflow, runs of {name}: {page}")
+        if (report := Paths(self.root).reports / "index.html").exists():
+            console.say(f"report: {report.as_uri()}")
+
+    def _experiment(self) -> str | None:
+        """The experiment of params.yaml, if its runs go to the service's own MLflow."""
+        with suppress(UserError):
+            tracking = config.load(self.root / "params.yaml").tracking
+            is_ours = tracking.enabled and context.uri(tracking) is None
+            return tracking.experiment if is_ours else None
+        return None
 
     def _lock(self) -> FileLock:
         folder = self.home / "service"
@@ -119,6 +140,7 @@ class Service:
         if daemon.is_running():
             return
         daemon.stop(END_SECONDS[name])  # what is left of it
+        console.say(f"{name}: starts on port {port}, which takes up to a minute")
         if name == "mlflow":
             command = dashboard.server_command(self.home, port)
             environment = dashboard.server_environment(os.environ)
@@ -177,11 +199,8 @@ class Service:
     def _show_runs(self) -> None:
         states = {"flow_runs": {"state": {"type": {"any_": list(IN_PROGRESS)}}}, "sort": "START_TIME_ASC"}
         try:
-            runs = self._post("flow_runs/filter", states)
-            lines = [
-                f"run {run['name']}: {run['state_name']}, {self.url('prefect')}/runs/flow-run/{run['id']}"
-                for run in runs
-            ]
+            runs, page = self._post("flow_runs/filter", states), f"{self.url('prefect')}{settings.UI}/runs"
+            lines = [f"run {run['name']}: {run['state_name']}, {page}/flow-run/{run['id']}" for run in runs]
         except NO_ANSWER:
             lines = ["the Prefect server does not list its flow runs"]
         for line in lines or ["no flow run is in progress"]:
@@ -229,9 +248,35 @@ class Service:
         An `up` in progress finishes first: it would restart what was just stopped.
         """
         with self._lock():
+            if self.is_healthy("worker"):
+                self.cancel_runs()
             self.end_runs()
             ended = [name for name in END_SECONDS if self.daemon(name).stop(END_SECONDS[name])]
         console.say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
+
+    def cancel_runs(self) -> None:
+        """Let the worker cancel the runs in progress, and call them Stopped: nobody cancelled them."""
+        with suppress(*NO_ANSWER):  # `end_runs` sends signals to those that are left
+            for run in self._runs_in_progress():
+                self._set_state(run, type="CANCELLING", name="Cancelling")
+            deadline, left = time.monotonic() + END_SECONDS["worker"], self._runs_in_progress()
+            stopped = list(left)
+            while left and time.monotonic() < deadline:
+                time.sleep(processes.POLL_SECONDS)
+                left = self._runs_in_progress()
+            for run in stopped:
+                if run not in left:
+                    message = "the service was stopped; Retry resumes the run"
+                    self._set_state(run, type="CANCELLED", name=settings.STOPPED, message=message)
+
+    def _runs_in_progress(self) -> list[str]:
+        """The ids of the flow runs of this worker."""
+        states = {"flow_runs": {"state": {"type": {"any_": list(IN_PROGRESS)}}}}
+        pool = {"work_pools": {"name": {"any_": [settings.POOL]}}}
+        return [str(run["id"]) for run in self._post("flow_runs/filter", states | pool)]
+
+    def _set_state(self, run: str, **state: str) -> None:
+        self._post(f"flow_runs/{run}/set_state", {"state": state})
 
     def end_runs(self) -> None:
         """End the flow runs before their worker, which would kill them before they have saved their state."""

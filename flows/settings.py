@@ -7,6 +7,9 @@ from pathlib import Path
 PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
+URGENT = "urgent"  # the work queue whose runs get slots first
+STOPPED = "Stopped"  # the state of a run that ended because the service was stopped
+UI = "/v2"  # the path of Prefect's pages that open by default
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -24,6 +27,8 @@ def prefect(home: Path, url: str) -> dict[str, str]:
         "PREFECT_HOME": str(folder),
         "PREFECT_PROFILES_PATH": str(folder / "profiles.toml"),
         "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_UI_URL": f"{url}{UI}",  # in links
+        "PREFECT_UI_STATIC_DIRECTORY": str(folder / "ui"),  # pages: see `pages`
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / 'prefect.db'}",
         # Leases in memory are not freed after a restart of the server.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

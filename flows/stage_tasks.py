@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
-from prefect import Task, task
+from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.concurrency.sync import concurrency
-from prefect.runtime import deployment
+from prefect.runtime import task_run
 from prefect.states import Completed
 
 from flows import settings
 from flows.dvc_client import Dvc
-from rlhf_tasks.config import Service, TaskPolicy
+from rlhf_tasks.config import TaskPolicy
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import resume
 
-LEASE_SECONDS = 60.0  # after which a slot is free whose holder vanished
 SHOWN_LINES = 2  # of a stage that wrote no reason: its last words, and DVC's error
 
 Plan = Literal["unchanged", "restore", "run"]
@@ -53,26 +53,29 @@ def _is_fault(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, log_prints=False)
-def stage(name: str, dvc: Dvc, service: Service, unchanged: bool) -> State[Any]:
-    """Run one stage if anything it depends on has changed; its output becomes log lines.
-
-    `unchanged`: the flow already knows that nothing has. The state is `Cached` if nothing had to run. A slot
-    of the limit is held only while the stage runs.
+def stage(name: str, dvc: Dvc, plan: Plan) -> State[Any]:
+    """Run or restore one stage; its output becomes log lines. The state is `Cached` if nothing had to run.
 
     Raises:
         StageFailed: if the stage fails.
     """
-    plan = "unchanged" if unchanged else make_plan(name, dvc)
     if plan == "unchanged":
         return Completed(name="Cached", message="nothing it depends on has changed")
-    number = service.policy(name).gpu_slots if plan == "run" else 0
-    with slots(number):
-        if number and dvc.is_restorable(name):  # another run may have made the same while this one waited
-            plan = "restore"
-        reproduce(name, dvc)
+    begin = beginning(name, dvc.folder, int(task_run.get_run_count())) if plan == "run" else ""
+    if begin:
+        get_run_logger().info("%s", begin)
+    reproduce(name, dvc)
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")
-    return Completed(message="ran")
+    return Completed(message=f"ran; {begin}" if begin else "ran")
+
+
+def beginning(name: str, folder: Path, attempt: int) -> str:
+    """What a try of a stage begins with, if that is worth a word: `attempt 2 resumes from update 12`."""
+    point = resume.point(Paths(folder), name)
+    if attempt > 1:
+        return f"attempt {attempt} " + (f"resumes from {point}" if point else "starts from the beginning")
+    return f"resumes from {point} of an earlier run" if point else ""
 
 
 def make_plan(name: str, dvc: Dvc) -> Plan:
@@ -87,19 +90,6 @@ def unchanged(names: Sequence[str], dvc: Dvc) -> list[str]:
     """The first stages, in dvc.yaml's order, that need not run. DVC answers once for all of them."""
     changed = dvc.changed()
     return [] if changed is None else list(itertools.takewhile(lambda name: name not in changed, names))
-
-
-def slots(number: int) -> AbstractContextManager[Any]:
-    """Slots of the concurrency limit `gpu`. A run outside the service has no such limit."""
-    if not number:
-        return nullcontext()
-    return concurrency(
-        settings.SLOTS,
-        occupy=number,
-        strict=deployment.id is not None,
-        lease_duration=LEASE_SECONDS,
-        raise_on_lease_renewal_failure=False,  # or else a restart of the server would end the training
-    )
 
 
 def reproduce(name: str, dvc: Dvc) -> None:

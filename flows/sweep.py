@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
-from prefect.artifacts import create_image_artifact, create_table_artifact
+from prefect.artifacts import (
+    create_image_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
@@ -36,7 +41,7 @@ from rlhf_tasks.report import comparison
 from rlhf_tasks.tracking import catalogue, links
 from rlhf_tasks.tracking import pipeline as tracking
 
-CURVES = [metric.name for metric in catalogue.headlines("ppo") if metric.curve]
+CURVES = [metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve]
 TABLE_KEY, FIGURE_KEY = "rlhf-sweep", "rlhf-sweep-curves"
 
 Grid = Annotated[dict[str, list[Any]], Field(examples=[{"ppo.kl_coef": [0.01, 0.05]}])]
@@ -53,15 +58,16 @@ class SweepIncomplete(SweepFailed):
     persist_result=False,
 )
 def sweep(
-    grid: Grid | None = None,
-    settings_list: list[dict[str, Any]] | None = None,
-    seeds: Seeds = [1, 2, 3],  # noqa: B006  Prefect shows it in the form
-    preset: request.PresetName | None = None,
+    grid: Grid = {},  # noqa: B006  Prefect shows it in the form
+    settings_list: list[dict[str, Any]] = [],  # noqa: B006
+    seeds: Seeds = [1, 2, 3],  # noqa: B006
+    preset: request.PresetName = request.DEFAULT,
     name: request.ExperimentName = "sweep",
     revision: request.Revision | None = None,
-    metrics: list[str] | None = None,
+    metrics: list[str] = [],  # noqa: B006
     curves: list[str] = list(CURVES),  # noqa: B006
     parallel: Annotated[int, Field(ge=1)] = 2,
+    promote: bool = False,
     deployment: str = f"{settings.PIPELINE}/pipeline",
 ) -> State[Any]:
     """Run every setting with every seed, skip the runs that are done, and compare all of them.
@@ -70,29 +76,31 @@ def sweep(
         grid: Values per dotted key of params.yaml; every combination is one setting.
         settings_list: In place of a grid: the overrides of each setting.
         seeds: Every setting is run with each of these seeds.
-        preset: Changes of params.yaml for all runs.
+        preset: Changes of params.yaml for all runs. default: no preset.
         name: The name of the sweep; its experiments have this name and a digest.
         revision: The commit of all runs, by hash, branch or tag. The default is the commit of an unfinished
             sweep of this name, or the last commit.
         metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
         curves: The panels of the figure: columns of plots/ppo.csv.
         parallel: The number of runs at once; the limit `gpu` applies as well.
+        promote: Let the gate decide at the end of each run whether its policy becomes the champion.
         deployment: The deployment that runs them; one of another work pool uses other machines.
     """
     try:
         request.check_name(name)
         shown = Shown(name, metrics, curves)
-        return _run(combinations(grid, settings_list), seeds, preset, revision, parallel, deployment, shown)
+        name_of_preset, listed = request.preset_of(preset), combinations(grid, settings_list)
+        return _run(listed, seeds, name_of_preset, revision, parallel, promote, deployment, shown)
     except (UserError, SweepFailed) as error:
         return request.refused(error)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The comparison: its title, the columns of its table (None: the default) and its curves."""
+    """The comparison: its title, the columns of its table (empty: the default) and its curves."""
 
     name: str
-    metrics: Sequence[str] | None
+    metrics: Sequence[str]
     curves: Sequence[str]
 
 
@@ -102,6 +110,7 @@ def _run(
     preset: str | None,
     revision: str | None,
     parallel: int,
+    promote: bool,
     deployment: str,
     shown: Shown,
 ) -> State[Any]:
@@ -123,10 +132,12 @@ def _run(
         get_run_logger().warning("all runs use commit %s; `revision: HEAD` uses the last one", commit)
     done = [cell for cell in cells if experiments.find(root, cell.experiment)]
     get_run_logger().info("%d of %d runs are already done", len(done), len(cells))
+    tags = {tracking.NAME: shown.name, "rlhf.sweep": shown.name}
     try:
-        with tracking.open_run(Paths(root), run, values.tracking, {"rlhf.sweep": shown.name}) as tracked:
+        with tracking.open_run(Paths(root), run, values.tracking, tags) as tracked:
             todo = [cell for cell in cells if cell not in done]
-            lost = sweep_runs.run_cells(todo, Runs(deployment, preset, commit), parallel, data)
+            runs, show = Runs(deployment, preset, commit, promote), progress(cells, done)
+            lost = sweep_runs.run_cells(todo, runs, parallel, data, show)
             rows = compare(_completed(root, cells, lost), lost, shown, tracked)
             if lost:
                 raise SweepIncomplete(
@@ -141,24 +152,45 @@ def _run(
     return Completed(message=f"{len(rows)} setting(s), {len(cells)} runs, {len(done)} of them done before")
 
 
+def progress(cells: Sequence[Cell], done: Sequence[Cell]) -> sweep_runs.Show:
+    """Makes the sweep's progress artifact, a line per cell; returns what updates it and logs the changes."""
+    lines = {cell.name: "done before" if cell in done else "not started" for cell in cells}
+
+    def values(ended: int) -> tuple[float, str]:
+        text = "\n".join(f"- `{name}`: {doing}" for name, doing in lines.items())
+        return 100.0 * (len(done) + ended) / len(cells), text
+
+    percent, text = values(0)
+    artifact: Any = create_progress_artifact(percent, key=results.PROGRESS_KEY, description=text)
+
+    def show(doing: Mapping[str, str], ended: int) -> None:
+        changed = [name for name in doing if lines[name] != doing[name]]
+        lines.update(doing)
+        for name in changed:
+            get_run_logger().info("%s: %s", name, doing[name])
+        if changed:
+            update_progress_artifact(artifact, *values(ended))
+
+    return show
+
+
 def _completed(root: Path, cells: Sequence[Cell], lost: Sequence[Lost]) -> list[comparison.Result]:
     failed = [each.cell for each in lost]
     return [comparison.read(root, c.setting, c.seed, c.experiment) for c in cells if c not in failed]
 
 
 def combinations(
-    grid: Mapping[str, Sequence[Any]] | None, listed: Sequence[Mapping[str, Any]] | None
+    grid: Mapping[str, Sequence[Any]], listed: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The overrides of each setting.
 
     Raises:
         UserError: if both or neither are given.
     """
-    if (grid is None) == (listed is None):
+    if bool(grid) == bool(listed):
         raise UserError("give either grid (values per key) or settings_list (overrides of each setting)")
-    if listed is not None:
+    if listed:
         return [dict(overrides) for overrides in listed]
-    assert grid is not None
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
@@ -195,7 +227,7 @@ def compare(
     """
     logged = list(dict.fromkeys(key for result in completed for key in result.metrics))
     default = results.headlines(logged) or logged
-    rows = comparison.table(completed, default if shown.metrics is None else shown.metrics)
+    rows = comparison.table(completed, shown.metrics or default)
     rows = with_lost(rows, lost)
     columns = {name for r in completed for row in r.curves.get("ppo", ()) for name in row}
     drawn = [curve for curve in shown.curves if curve in columns]
@@ -230,6 +262,6 @@ def show_figure(run: str, values: Config) -> None:
     pages = links.run_links(values.tracking, {}, tracking.key(run))
     if "pipeline" in pages:
         server, _, identity = pages["pipeline"].partition("/#/experiments/")
-        identity = identity.rpartition("/")[2]
+        identity = identity.partition("?")[0].rpartition("/")[2]
         address = f"{server}/get-artifact?path=comparison.png&run_uuid={identity}"
         create_image_artifact(address, key=FIGURE_KEY, description=f"[in MLflow]({pages['pipeline']})")

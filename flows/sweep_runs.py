@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelling
 
-from flows import request, watch
+from flows import request, results, watch
+from flows.outcome import has_results
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -23,6 +25,9 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.report import comparison
 
 POLL_SECONDS = 1.0
+
+Show = Callable[[Mapping[str, str], int], None]
+"""Gets what each cell does, by its name, and how many of them have ended."""
 
 
 class SweepFailed(Exception):
@@ -38,6 +43,17 @@ class Cell:
     overrides: Mapping[str, Any]
     experiment: str
 
+    @property
+    def name(self) -> str:
+        """`kl_coef=0.01 seed=2`: the last words of the keys, as far as they differ."""
+        short = {key: key.rpartition(".")[2] for key in self.overrides}
+        names = list(short.values())
+        parts = [
+            f"{short[key] if names.count(short[key]) == 1 else key}={value}"
+            for key, value in self.overrides.items()
+        ]
+        return " ".join([*parts, f"seed={self.seed}"])
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -47,7 +63,7 @@ class Lost:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.cell.setting}, seed {self.cell.seed}: {self.why}"
+        return f"{self.cell.name}: {self.why}"
 
 
 class Data:
@@ -123,19 +139,29 @@ class Runs:
     deployment: str
     preset: str | None
     commit: str
+    promote: bool
 
     def start(self, cell: Cell) -> Any:
-        """Start the run of one cell; returns its id."""
+        """Start the run of one cell, which has its name; returns its id."""
         parameters = {
-            "preset": self.preset, "seed": cell.seed, "overrides": dict(cell.overrides),
-            "name": cell.experiment, "revision": self.commit,
+            "preset": self.preset or request.DEFAULT, "seed": cell.seed, "overrides": dict(cell.overrides),
+            "name": cell.experiment, "revision": self.commit, "promote": self.promote,
         }  # fmt: skip
-        run: Any = run_deployment(self.deployment, parameters=parameters, timeout=0, as_subflow=True)
+        run: Any = run_deployment(
+            self.deployment, flow_run_name=cell.name, parameters=parameters, timeout=0, as_subflow=True
+        )
         return run.id
 
     def state(self, identity: Any) -> State[Any] | None:
         with get_client(sync_client=True) as client:
             return client.read_flow_run(identity).state
+
+    def doing(self, identity: Any) -> str:
+        """What a run that has not ended does, by its own progress: `ppo: running`."""
+        of_run = {"flow_run_id": {"any_": [identity]}, "key": {"any_": [results.PROGRESS_KEY]}}
+        with get_client(sync_client=True) as client:
+            found = client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(of_run))
+        return (found[0].description or "").rpartition("; ")[2] if found else "scheduled"
 
     def cancel(self, identity: Any) -> None:
         with get_client(sync_client=True) as client, suppress(ObjectNotFound):
@@ -143,9 +169,14 @@ class Runs:
 
 
 def run_cells(
-    cells: Sequence[Cell], runs: Runs, parallel: int, data: Data, poll_seconds: float = POLL_SECONDS
+    cells: Sequence[Cell],
+    runs: Runs,
+    parallel: int,
+    data: Data,
+    show: Show,
+    poll_seconds: float = POLL_SECONDS,
 ) -> list[Lost]:
-    """Run the cells, `parallel` at once, and return those that failed.
+    """Run the cells, `parallel` at once, and return those that failed. `show` gets what each of them does.
 
     A sweep that ends early cancels its runs.
 
@@ -153,6 +184,7 @@ def run_cells(
         SweepFailed: if the data changed.
     """
     waiting, running, lost = list(cells), dict[Any, Cell](), list[Lost]()
+    doing = {cell.name: "not started" for cell in cells}
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
@@ -163,12 +195,16 @@ def run_cells(
             completed = list[Cell]()
             for identity in list(running):
                 state = runs.state(identity)
-                if state is not None and state.is_final():
-                    cell = running.pop(identity)
-                    if state.is_completed():
-                        completed.append(cell)
-                    else:
-                        lost.append(Lost(cell, _why(state)))
+                if state is None or not state.is_final():
+                    doing[running[identity].name] = runs.doing(identity)
+                    continue
+                cell = running.pop(identity)
+                doing[cell.name] = _why(state)
+                if has_results(state):
+                    completed.append(cell)
+                else:
+                    lost.append(Lost(cell, _why(state)))
+            show(doing, len(cells) - len(waiting) - len(running))
             if completed:
                 data.check(completed)
     except BaseException:

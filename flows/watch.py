@@ -15,14 +15,14 @@ from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from prefect.variables import Variable
 
-from flows import request, settings
+from flows import outcome, request, settings
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
@@ -69,16 +69,16 @@ def note(request_: Request, values: Config, data: str) -> None:
     persist_result=False,
 )
 def data_watch(
-    preset: request.PresetName | None = None, deployment: str = f"{settings.PIPELINE}/pipeline"
+    preset: request.PresetName = request.DEFAULT, deployment: str = f"{settings.PIPELINE}/pipeline"
 ) -> State[Any]:
     """Check the data once. A failed run of a change is repeated at the next check, up to three times in all.
 
     Args:
-        preset: Changes of params.yaml, for the check and the run. The default is the deployment's preset.
+        preset: Changes of params.yaml, for the check and the run. default: the preset of the deployment.
         deployment: The deployment that a change runs, with its own parameters.
     """
     try:
-        return _check({"preset": preset} if preset else {}, deployment)
+        return _check({} if preset == request.DEFAULT else {"preset": preset}, deployment)
     except UserError as error:
         return request.refused(error)
 
@@ -87,7 +87,7 @@ def _check(parameters: dict[str, Any], deployment: str) -> State[Any]:
     """Raises UserError if the parameters of the deployment are invalid."""
     root = Path.cwd()
     given = parameters_of(deployment) | parameters
-    request_ = Request(given.get("preset"), given.get("seed"), given.get("overrides"))
+    request_ = Request(request.preset_of(given.get("preset")), given.get("seed"), given.get("overrides"))
     commit = request.commit_of(
         root, given.get("where", "workspace"), given.get("revision"), given.get("name")
     )
@@ -95,7 +95,7 @@ def _check(parameters: dict[str, Any], deployment: str) -> State[Any]:
     now, key = fingerprint(root, values), variable(request_, values)
     last: Any = Variable.get(key, {})
     before = last.get("data")
-    get_run_logger().info("data %s: %s; at the last completed run: %s", values.data.path, now, before)
+    get_run_logger().info("data (%s): %s; at the last completed run: %s", values.data.in_words, now, before)
     if now == before:
         return Completed(message="the data is that of the last completed run")
     return start_run(deployment, parameters, f"{key}-{now}-after-{last.get('flow_run')}")
@@ -142,16 +142,17 @@ def start_run(
             as_subflow=False,
             idempotency_key=f"{change}-try-{number}",
         )
-        if run.state is not None and run.state.type in (StateType.CANCELLED, StateType.CANCELLING):
+        state = run.state
+        if state is None or outcome.has_results(state) or not (state.is_final() or state.is_cancelling()):
+            again = f", after {', '.join(failed)} failed" if failed else ""
+            return Completed(message=f"the data changed: its run is {run.name}{again}")
+        if (state.is_cancelling() or state.is_cancelled()) and state.name != settings.STOPPED:
             given = "".join(f" --param {name}={value}" for name, value in parameters.items())
             return Failed(
                 message=f"the data changed, but its run {run.name} was cancelled and is not repeated. Start "
                 f"one with `prefect deployment run {deployment}{given}`; checks succeed again after it "
                 "completes, or after the next change of the data"
             )
-        if run.state is None or run.state.type not in (StateType.FAILED, StateType.CRASHED):
-            again = f", after {', '.join(failed)} failed" if failed else ""
-            return Completed(message=f"the data changed: its run is {run.name}{again}")
         failed.append(run.name)
     return Failed(
         message=f"the data changed, and its runs {', '.join(failed)} failed. Retry one of them in Prefect; "

@@ -18,7 +18,7 @@ from rlhf_tasks.project import processes, workspaces
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.workspaces import Workspace
 from rlhf_tasks.tracking import pipeline as tracking
-from rlhf_tasks.tracking.context import STAGE_RUN
+from rlhf_tasks.tracking.context import EXPERIMENT_NAME, STAGE_RUN
 
 PREFECT_ENGINE = "PREFECT__"  # begins the variables that Prefect sets for its engine, not for stages
 
@@ -41,7 +41,8 @@ def opened(
             yield root
         return
     logger = get_run_logger()
-    logger.info("the run works on commit %s, with the data at %s as it is now", commit, values.data.path)
+    data = f", with the data at {values.data.path} as it is now" if values.data.source == "files" else ""
+    logger.info("the run works on commit %s%s", commit, data)
     if unseen:
         logger.warning("the run does not see the uncommitted changes of %s", ", ".join(unseen))
     workspace = workspaces.create(root, hooks.workspace_name(run), text, values, commit)
@@ -70,8 +71,8 @@ def folder_of(place: Place) -> Path:
     return place.folder if isinstance(place, Workspace) else place
 
 
-def stage_environment(place: Place, run: str) -> dict[str, str]:
-    """The environment of the stages: `rlhf` on the path, and the flow run as their parent in MLflow."""
+def stage_environment(place: Place, run: str, name: str) -> dict[str, str]:
+    """The environment of the stages: `rlhf` on the path, the flow run as their parent in MLflow, its name."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(PREFECT_ENGINE)}
     return {
         **settings.QUIET,
@@ -81,6 +82,7 @@ def stage_environment(place: Place, run: str) -> dict[str, str]:
         "RLHF_PARENT_RUN": tracking.key(run),
         "PREFECT__FLOW_RUN_ID": run,
         STAGE_RUN: run,
+        EXPERIMENT_NAME: name,
         **(place.environment() if isinstance(place, Workspace) else {}),
     }
 

@@ -21,7 +21,7 @@ from rlhf_tasks.config import STAGES, VIEWS, Config, Section, Stage
 from rlhf_tasks.config.stage_views import RUNTIME_SECTIONS
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.stages import runner
-from rlhf_tasks.tracking import curves
+from rlhf_tasks.tracking import catalogue, curves
 from tests.imports import (
     CONFIG,
     ROOT,
@@ -49,8 +49,8 @@ NO_RESULT = (
     "project.paths",
     "errors",
 )
-CATALOGUE = ("tracking.catalogue", "tracking.metrics")  # the report draws its figures by it
-BESIDE = (".html", ".css", ".js", ".txt")  # files that a module reads from its own folder, or from one below
+CATALOGUE = "tracking.catalogue"  # the report draws its figures by it
+BESIDE = (".html", ".css", ".js", ".toml", ".txt")  # texts that a module reads from its folder, or below
 
 
 # -------------------------------------------------------------------------------- code of a stage
@@ -177,12 +177,18 @@ def test_a_stage_declares_what_the_cli_writes_for_it(stage: config.Stage) -> Non
     assert (f"metrics/{stage}.json" in outs) == (stage != "report")
 
 
-def test_metrics_and_plots_are_kept_by_git_and_all_else_by_dvc() -> None:
-    for stage in STAGES:
-        for kind in ("outs", "metrics", "plots"):
-            for entry in dvc_stage(stage).get(kind, ()):
-                path, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
-                assert options == ({"cache": False} if path.startswith(("metrics/", "plots/")) else {})
+@pytest.mark.parametrize("stage", STAGES)
+def test_metrics_and_plots_are_kept_by_git_and_all_else_by_dvc(stage: config.Stage) -> None:
+    """DVC restores no stage that has an uncached out, unless it is declared as a metric or a plot."""
+    for kind, folder in {"outs": "", "metrics": "metrics/", "plots": "plots/"}.items():
+        for entry in dvc_stage(stage).get(kind, ()):
+            path, options = next(iter(entry.items())) if isinstance(entry, dict) else (entry, {})
+            assert path.startswith(folder or ("data/", "models/", "evaluation/", "reports"))
+            assert options.pop("cache", True) == (folder == "")
+            if kind == "plots":
+                assert options.pop("x") == curves.axis(stage)
+                assert catalogue.find(stage, options.pop("y")) is not None
+            assert options == {}
 
 
 def test_only_the_report_depends_on_lineage() -> None:

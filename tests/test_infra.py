@@ -264,6 +264,19 @@ esac
 RLHF = '#!/bin/bash\necho "rlhf $MACHINE_RANK $1 $MASTER_ADDR" >> "$CALLS"\n'
 
 
+def test_the_slurm_file_is_valid_and_needs_no_gpu_unless_an_option_requests_one() -> None:
+    file = INFRA / "slurm/pipeline.sbatch"
+    assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
+    text = file.read_text(encoding="utf-8")
+    options = re.findall(r"^#SBATCH (--[a-z-]+)=?(.*)$", text, re.MULTILINE)
+    assert "--gpus-per-node" not in dict(options)
+    assert dict(options)["--nodes"] == "1", "launch.num_machines of the shipped params.yaml"
+    docs = (INFRA.parent / "docs/how-to/several-gpus.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^sbatch .*$", docs, re.MULTILINE)
+    assert len(commands) == 3
+    assert [command for command in commands if f"#   {command}\n" not in text] == []
+
+
 def test_slurm_runs_training_stages_on_all_nodes_and_others_on_one(tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()

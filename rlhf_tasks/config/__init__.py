@@ -6,7 +6,17 @@ defaults: each value is in one place. An optional feature is a section that is n
 
 from rlhf_tasks.config.data import Columns, Data, HubSet, HubSources, Model, Scratch
 from rlhf_tasks.config.judge import Judging
-from rlhf_tasks.config.params import Config, Launch, Resume, Tracking, load, missing_keys, parse, validate
+from rlhf_tasks.config.params import (
+    Config,
+    Launch,
+    Resume,
+    Tracking,
+    load,
+    missing_keys,
+    parse,
+    read_text,
+    validate,
+)
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.promotion import Promotion
 from rlhf_tasks.config.service import Service, TaskPolicy
@@ -27,44 +37,9 @@ from rlhf_tasks.config.training import Optimisation, Preferences, Reward, Sft
 from rlhf_tasks.config.types import STAGES, Section, Split, Stage, flatten, is_hub_id
 
 __all__ = [
-    "STAGES",
-    "VIEWS",
-    "BaseView",
-    "Columns",
-    "Config",
-    "Data",
-    "HubSet",
-    "HubSources",
-    "JudgeView",
-    "Judging",
-    "Launch",
-    "Model",
-    "Optimisation",
-    "Ppo",
-    "PpoView",
-    "Preferences",
-    "PreferencesView",
-    "PrepareView",
-    "Promotion",
-    "ReportView",
-    "Resume",
-    "Reward",
-    "RewardView",
-    "Scratch",
-    "Section",
-    "Service",
-    "Sft",
-    "SftView",
-    "Split",
-    "Stage",
-    "StageView",
-    "TaskPolicy",
-    "Tracking",
-    "VerdictView",
-    "flatten",
-    "is_hub_id",
-    "load",
-    "missing_keys",
-    "parse",
-    "validate",
-]
+    "STAGES", "VIEWS", "BaseView", "Columns", "Config", "Data", "HubSet", "HubSources", "JudgeView",
+    "Judging", "Launch", "Model", "Optimisation", "Ppo", "PpoView", "Preferences", "PreferencesView",
+    "PrepareView", "Promotion", "ReportView", "Resume", "Reward", "RewardView", "Scratch", "Section",
+    "Service", "Sft", "SftView", "Split", "Stage", "StageView", "TaskPolicy", "Tracking", "VerdictView",
+    "flatten", "is_hub_id", "load", "missing_keys", "parse", "read_text", "validate",
+]  # fmt: skip

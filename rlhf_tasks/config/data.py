@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from rlhf_tasks.config.types import PositiveInt, Revision, Section, check_source
 
@@ -13,18 +13,25 @@ from rlhf_tasks.config.types import PositiveInt, Revision, Section, check_source
 class Columns(Section):
     """The names of the columns in the user's files or hub data sets."""
 
-    prompt: str = Field(description="column that holds the prompt")
-    completion: str = Field(description="column that holds the reference: a human-written answer")
-    chosen: str = Field(description="column that holds the preferred response of a pair")
-    rejected: str = Field(description="column that holds the other response of a pair")
+    prompt: str
+    """Column that holds the prompt."""
+    completion: str
+    """Column that holds the reference: a human-written answer."""
+    chosen: str
+    """Column that holds the preferred response of a pair."""
+    rejected: str
+    """Column that holds the other response of a pair."""
 
 
 class HubSet(Section):
     """One data set of the Hugging Face hub, pinned to a commit."""
 
-    id: str = Field(description="id of the data set, OWNER/NAME")
-    revision: Revision = Field(description="commit hash of the data set, 40 hex digits")
-    name: str | None = Field(description="configuration of the data set; null: it has only one")
+    id: str
+    """Id of the data set, OWNER/NAME."""
+    revision: Revision
+    """Commit hash of the data set, 40 hex digits."""
+    name: str | None
+    """Configuration of the data set; null: it has only one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,40 +47,52 @@ class HubSet(Section):
 class HubSources(Section):
     """The hub data sets of `data.source: hub`."""
 
-    sft: HubSet = Field(description="data set of demonstrations")
-    preferences: HubSet | None = Field(
-        description="data set of preference pairs; null: pairs are made from samples of the SFT model"
-    )
+    sft: HubSet
+    """Data set of demonstrations."""
+    preferences: HubSet | None
+    """Data set of preference pairs; null: pairs are made from samples of the SFT model."""
 
 
 class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
-    source: Literal["synthetic", "docstrings", "files", "hub"] = Field(
-        description="origin of the data: the built-in TL;DR task, docstrings of installed packages, the "
-        "user's files, or data sets of the Hugging Face hub"
-    )
-    path: str = Field(
-        description="file or folder that `source: files` reads; a DVC dependency of stage prepare"
-    )
-    hub: HubSources | None = Field(description="data sets of `source: hub`; null for any other source")
-    columns: Columns = Field(description="column names of `source: files` and `source: hub`")
-    on_bad_row: Literal["fail", "quarantine"] = Field(
-        description="what happens to rows that cannot be used: `fail` stops the stage and names all of them, "
-        "`quarantine` writes them to data/quarantine and continues without them"
-    )
-    max_prompt_tokens: PositiveInt = Field(description="longest prompt, in tokens; a longer one is a bad row")
-    max_completion_tokens: PositiveInt = Field(
-        description="longest completion, in tokens, EOS included; a longer one is a bad row"
-    )
-    num_validation: PositiveInt = Field(
-        description="number of validation prompts, if the source has no validation split"
-    )
-    num_test: PositiveInt = Field(description="number of test prompts, if the source has no test split")
-    max_rows: PositiveInt | None = Field(
-        description="largest number of train rows kept per role (sft, preferences, prompts); null: all of "
-        "them"
-    )
+    source: Literal["synthetic", "docstrings", "files", "hub"]
+    """Origin of the data: the built-in TL;DR task, docstrings of installed packages, the user's files, or
+    data sets of the Hugging Face hub."""
+    path: str
+    """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
+    hub: HubSources | None
+    """Data sets of `source: hub`; null for any other source."""
+    columns: Columns
+    """Column names of `source: files` and `source: hub`."""
+    on_bad_row: Literal["fail", "quarantine"]
+    """What happens to rows that cannot be used: `fail` stops the stage and names all of them, `quarantine`
+    writes them to data/quarantine and continues without them."""
+    max_prompt_tokens: PositiveInt
+    """Longest prompt, in tokens; a longer one is a bad row."""
+    max_completion_tokens: PositiveInt
+    """Longest completion, in tokens, EOS included; a longer one is a bad row."""
+    num_validation: PositiveInt
+    """Number of validation prompts, if the source has no validation split."""
+    num_test: PositiveInt
+    """Number of test prompts, if the source has no test split."""
+    max_rows: PositiveInt | None
+    """Largest number of train rows kept per role (sft, preferences, prompts); null: all of them."""
+
+    @property
+    def in_words(self) -> str:
+        """The source as people read it; `path` only where it is read."""
+        match self.source:
+            case "synthetic":
+                return "the built-in task"
+            case "docstrings":
+                return "docstrings of installed packages"
+            case "files":
+                return self.path
+            case "hub":
+                assert self.hub is not None, "checked below"
+                sets = (one for one in (self.hub.sft, self.hub.preferences) if one is not None)
+                return ", ".join(f"{one.id} at {one.revision[:10]}" for one in sets)
 
     @model_validator(mode="after")
     def _hub_goes_with_its_source(self) -> Data:
@@ -85,15 +104,19 @@ class Data(Section):
 class Scratch(Section):
     """The shape of a base model that starts from random weights."""
 
-    family: Literal["gpt_neox", "llama", "qwen2", "gpt2"] = Field(description="architecture of the model")
-    hidden_size: PositiveInt = Field(description="width of the hidden states")
-    num_layers: PositiveInt = Field(description="number of transformer layers")
-    num_heads: PositiveInt = Field(description="number of attention heads; it divides hidden_size")
-    vocab_size: PositiveInt = Field(description="largest vocabulary of the trained tokenizer, in tokens")
-    tokenizer: Literal["words", "bpe", "bpe_uncased"] = Field(
-        description="kind of the trained tokenizer: whole words, byte-pair encoding, or byte-pair encoding "
-        "of lower-cased text"
-    )
+    family: Literal["gpt_neox", "llama", "qwen2", "gpt2"]
+    """Architecture of the model."""
+    hidden_size: PositiveInt
+    """Width of the hidden states."""
+    num_layers: PositiveInt
+    """Number of transformer layers."""
+    num_heads: PositiveInt
+    """Number of attention heads; it divides hidden_size."""
+    vocab_size: PositiveInt
+    """Largest vocabulary of the trained tokenizer, in tokens."""
+    tokenizer: Literal["words", "bpe", "bpe_uncased"]
+    """Kind of the trained tokenizer: whole words, byte-pair encoding, or byte-pair encoding of lower-cased
+    text."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Scratch:
@@ -108,9 +131,12 @@ class Scratch(Section):
 class Model(Section):
     """The base model that SFT starts from."""
 
-    base: str = Field(description="base model: `scratch`, a local folder, or a hub id")
-    revision: Revision | None = Field(description="commit hash of a hub id; null for anything else")
-    scratch: Scratch | None = Field(description="shape of the model for `base: scratch`; null otherwise")
+    base: str
+    """Base model: `scratch`, a local folder, or a hub id."""
+    revision: Revision | None
+    """Commit hash of a hub id; null for anything else."""
+    scratch: Scratch | None
+    """Shape of the model for `base: scratch`; null otherwise."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:

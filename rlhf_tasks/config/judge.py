@@ -38,10 +38,7 @@ def _not_reserved(name: str) -> str:
 
 Name = Annotated[
     str,
-    Field(
-        pattern=r"^[a-z][a-z0-9_]*$",
-        description="name of the judge in the metrics: lower-case letters, digits and `_`",
-    ),
+    Field(pattern=r"^[a-z][a-z0-9_]*$"),
     AfterValidator(_not_reserved),
 ]
 
@@ -49,8 +46,10 @@ Name = Annotated[
 class GoldJudge(Section):
     """The judge of the synthetic task, which knows the facts of every post."""
 
-    kind: Literal["gold"] = Field(description="kind of this judge")
+    kind: Literal["gold"]
+    """Kind of this judge."""
     name: Name
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
 
 
 class RewardModelJudge(Section):
@@ -59,75 +58,78 @@ class RewardModelJudge(Section):
     A judge that is the reward model that PPO optimised is marked in the metrics and in the report.
     """
 
-    kind: Literal["reward_model"] = Field(description="kind of this judge")
+    kind: Literal["reward_model"]
+    """Kind of this judge."""
     name: Name
-    path: str = Field(description="folder of the reward model")
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+    path: str
+    """Folder of the reward model."""
 
 
 class FunctionJudge(Section):
     """A Python function that scores each response."""
 
-    kind: Literal["function"] = Field(description="kind of this judge")
+    kind: Literal["function"]
+    """Kind of this judge."""
     name: Name
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
-        description="`module:function`, called with a list of prompts and a list of responses; it returns "
-        "one float per response, NaN for one that it cannot score"
-    )
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    """`module:function`, called with a list of prompts and a list of responses; it returns one float per
+    response, NaN for one that it cannot score."""
 
 
 class Budget(Section):
     """The limits of one run of a judge. Requests that are open when a limit is reached are completed."""
 
-    requests: PositiveInt | None = Field(
-        description="largest number of requests, without retries; null: no limit"
-    )
-    tokens: PositiveInt | None = Field(
-        description="largest number of tokens, prompt and completion, as the server counts; null: no limit"
-    )
+    requests: PositiveInt | None
+    """Largest number of requests, without retries; null: no limit."""
+    tokens: PositiveInt | None
+    """Largest number of tokens, prompt and completion, as the server counts; null: no limit."""
 
 
 class LlmJudge(Section):
     """A language model behind an endpoint with OpenAI's chat completions; it compares two responses."""
 
-    kind: Literal["llm"] = Field(description="kind of this judge")
+    kind: Literal["llm"]
+    """Kind of this judge."""
     name: Name
-    base_url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] = Field(
-        description="address of the endpoint, such as https://HOST/v1"
-    )
-    model: str = Field(description="name of the model on the server")
-    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = Field(
-        description="environment variable that holds the API key; null: the server needs no key"
-    )
-    prompt: str = Field(
-        description="prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}"
-    )
-    logprobs: bool = Field(
-        description="whether the request includes log-probabilities, so that the comparison is the "
-        "probability of A against B; if false, or if the server sends none, the reply is parsed"
-    )
-    max_reply_tokens: PositiveInt = Field(
-        description="longest reply, in tokens; its last line must be A or B"
-    )
-    concurrency: PositiveInt = Field(description="number of requests open at the same time")
-    timeout_seconds: PositiveFloat = Field(
-        description="longest wait for a connection, or between two parts of a reply, in seconds"
-    )
-    max_retries: Count = Field(
-        description="retries of one request after status 429 or 5xx, a timeout or a broken connection"
-    )
-    budget: Budget | None = Field(description="limits of one run; null: no limits")
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+    base_url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")]
+    """Address of the endpoint, such as https://HOST/v1."""
+    model: str
+    """Name of the model on the server."""
+    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None
+    """Environment variable that holds the API key; null: the server needs no key."""
+    prompt: str
+    """Prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}."""
+    logprobs: bool
+    """Whether the request includes log-probabilities, so that the comparison is the probability of A against
+    B; if false, or if the server sends none, the reply is parsed."""
+    max_reply_tokens: PositiveInt
+    """Longest reply, in tokens; its last line must be A or B."""
+    concurrency: PositiveInt
+    """Number of requests open at the same time."""
+    timeout_seconds: PositiveFloat
+    """Longest wait for a connection, or between two parts of a reply, in seconds."""
+    max_retries: Count
+    """Retries of one request after status 429 or 5xx, a timeout or a broken connection."""
+    budget: Budget | None
+    """Limits of one run; null: no limits."""
 
 
 class LocalModel(Section):
     """A model on this machine that compares two responses."""
 
     name: Name
-    path: str = Field(description="folder or hub id of the model")
-    revision: Revision | None = Field(description="commit hash of a hub id in `path`; null otherwise")
-    prompt: str = Field(
-        description="prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}"
-    )
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass")
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+    path: str
+    """Folder or hub id of the model."""
+    revision: Revision | None
+    """Commit hash of a hub id in `path`; null otherwise."""
+    prompt: str
+    """Prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}."""
+    micro_batch_tokens: PositiveInt
+    """Most padded tokens per forward pass."""
 
     @model_validator(mode="after")
     def _origin(self) -> Self:
@@ -141,7 +143,8 @@ class LocalJudge(LocalModel):
     The comparison is the probability of the next token, A against B.
     """
 
-    kind: Literal["local"] = Field(description="kind of this judge")
+    kind: Literal["local"]
+    """Kind of this judge."""
 
 
 class PairRmJudge(LocalModel):
@@ -150,20 +153,20 @@ class PairRmJudge(LocalModel):
     Its model has one label (the first response is better) or two.
     """
 
-    kind: Literal["pair_rm"] = Field(description="kind of this judge")
+    kind: Literal["pair_rm"]
+    """Kind of this judge."""
 
 
 class CombinedJudge(Section):
     """Several judges of the list combined into one."""
 
-    kind: Literal["all_of", "majority"] = Field(
-        description="`all_of`: a win or loss needs all judges, else it is a tie; `majority`: the side with "
-        "more judges wins"
-    )
+    kind: Literal["all_of", "majority"]
+    """`all_of`: a win or loss needs all judges, else it is a tie; `majority`: the side with more judges
+    wins."""
     name: Name
-    judges: tuple[str, ...] = Field(
-        strict=False, min_length=2, description="names of the judges of `judge.judges` that are combined"
-    )
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+    judges: tuple[str, ...] = Field(strict=False, min_length=2)
+    """Names of the judges of `judge.judges` that are combined."""
 
 
 Judge = Annotated[
@@ -181,12 +184,10 @@ SelectionJudge = Annotated[
 class Selection(Section):
     """A judge that selects the checkpoint that PPO keeps."""
 
-    judge: SelectionJudge = Field(
-        description="judge that compares the checkpoint's responses with the references"
-    )
-    max_failure_share: Fraction = Field(
-        description="largest share of failed comparisons on one checkpoint; above it the stage fails"
-    )
+    judge: SelectionJudge
+    """Judge that compares the checkpoint's responses with the references."""
+    max_failure_share: Fraction
+    """Largest share of failed comparisons on one checkpoint; above it the stage fails."""
 
     @model_validator(mode="after")
     def _is_not_a_pipeline_model(self) -> Self:
@@ -201,36 +202,38 @@ class Selection(Section):
 class Retention(Section):
     """What the language model retains: base, SFT and policy on the same texts and questions."""
 
-    num_examples: PositiveInt = Field(description="largest number of texts, and of questions")
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass")
-    general: str | None = Field(
-        description="general text for perplexity: `english` (a dozen shipped paragraphs), or a text file "
-        "with one text per paragraph; null: only completions of demonstrations"
-    )
-    questions: str | None = Field(
-        description="multiple-choice questions: `english` (thirty shipped ones, chance is 25%), or a file "
-        "with one question per paragraph (beginning, right ending, wrong endings, one per line); null: which "
-        "of four completions belongs to a prompt"
-    )
+    num_examples: PositiveInt
+    """Largest number of texts, and of questions."""
+    micro_batch_tokens: PositiveInt
+    """Most padded tokens per forward pass."""
+    general: str | None
+    """General text for perplexity: `english` (a dozen shipped paragraphs), or a text file with one text per
+    paragraph; null: only completions of demonstrations."""
+    questions: str | None
+    """Multiple-choice questions: `english` (thirty shipped ones, chance is 25%), or a file with one question
+    per paragraph (beginning, right ending, wrong endings, one per line); null: which of four completions
+    belongs to a prompt."""
 
 
 class Judging(Section):
     """Win rates of SFT and policy on test prompts, retention and reward diagnostics."""
 
-    judges: tuple[Judge, ...] = Field(strict=False, min_length=1, description="list of judges by kind")
-    max_failure_share: Fraction = Field(
-        description="largest share of failed comparisons of one judge and pair; above it the stage fails"
-    )
-    num_examples: PositiveInt = Field(description="largest number of test prompts")
-    temperature: PositiveFloat = Field(description="sampling temperature of SFT and policy")
-    num_samples_shown: Count = Field(description="number of prompts whose responses MLflow shows")
-    num_traces: Count = Field(description="number of replies per llm judge that MLflow shows as traces")
-    labels: str = Field(
-        description="file of human labels; `rlhf label` writes data/labels.jsonl, which DVC then tracks"
-    )
-    retention: Retention | None = Field(
-        description="perplexity and multiple-choice accuracy of base, SFT and policy; null: not measured"
-    )
+    judges: tuple[Judge, ...] = Field(strict=False, min_length=1)
+    """List of judges by kind."""
+    max_failure_share: Fraction
+    """Largest share of failed comparisons of one judge and pair; above it the stage fails."""
+    num_examples: PositiveInt
+    """Largest number of test prompts."""
+    temperature: PositiveFloat
+    """Sampling temperature of SFT and policy."""
+    num_samples_shown: Count
+    """Number of prompts whose responses MLflow shows."""
+    num_traces: Count
+    """Number of replies per llm judge that MLflow shows as traces."""
+    labels: str
+    """File of human labels; `rlhf label` writes data/labels.jsonl, which DVC then tracks."""
+    retention: Retention | None
+    """Perplexity and multiple-choice accuracy of base, SFT and policy; null: not measured."""
 
     @model_validator(mode="after")
     def _names(self) -> Judging:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -34,54 +34,70 @@ from rlhf_tasks.errors import ConfigError
 class Launch(Section):
     """Processes and precision of the training stages."""
 
-    num_processes: PositiveInt = Field(
-        description="number of processes, over all machines; above 1, `accelerate launch` starts them"
-    )
-    num_machines: PositiveInt = Field(description="number of machines that share the processes")
-    deepspeed: Literal["zero2", "zero3"] | None = Field(
-        description="DeepSpeed's ZeRO stage; null: data parallelism without it; PPO refuses `zero3`"
-    )
-    mixed_precision: Literal["no", "bf16"] = Field(
-        description="number format of forward and backward passes: full precision, or bfloat16"
-    )
+    num_processes: PositiveInt
+    """Number of processes, over all machines; above 1, `accelerate launch` starts them."""
+    num_machines: PositiveInt
+    """Number of machines that share the processes."""
+    deepspeed: Literal["zero2", "zero3"] | None
+    """DeepSpeed's ZeRO stage; null: data parallelism without it; PPO refuses `zero3`."""
+    mixed_precision: Literal["no", "bf16"]
+    """Number format of forward and backward passes: full precision, or bfloat16."""
 
 
 class Resume(Section):
     """Snapshots from which a training stage resumes after a crash or a kill."""
 
-    every_seconds: PositiveFloat = Field(description="time between two snapshots, in seconds")
-    keep: PositiveInt = Field(description="number of snapshots kept, in case the last one is damaged")
+    every_seconds: PositiveFloat
+    """Time between two snapshots, in seconds."""
+    keep: PositiveInt
+    """Number of snapshots kept, in case the last one is damaged."""
 
 
 class Tracking(Section):
     """MLflow: whether and where runs are tracked."""
 
-    enabled: bool = Field(description="whether stages log to MLflow")
-    uri: StoreUri | None = Field(
-        description="address of MLflow's store, a database or folder by its absolute path; null: the "
-        "environment variable MLFLOW_TRACKING_URI, else .rlhf/mlflow.db of the main checkout"
-    )
-    experiment: str = Field(description="name of the MLflow experiment")
+    enabled: bool
+    """Whether stages log to MLflow."""
+    uri: StoreUri | None
+    """Address of MLflow's store, a database or folder by its absolute path; null: the environment variable
+    MLFLOW_TRACKING_URI, else .rlhf/mlflow.db of the main checkout."""
+    experiment: str
+    """Name of the MLflow experiment."""
 
 
 class Config(Section):
     """All of `params.yaml`."""
 
-    seed: Count = Field(description="seed of every random number of the pipeline")
-    data: Data = Field(description="source, limits and sizes of the data")
-    model: Model = Field(description="the base model, trained or fetched")
-    prepare: Prepare = Field(description="sizes of generated or mined data")
-    base: Base = Field(description="training of the base model")
-    sft: Sft = Field(description="training of the SFT model")
-    preferences: Preferences = Field(description="pairs made from samples")
-    reward: Reward = Field(description="training of the reward models")
-    ppo: Ppo = Field(description="training of the PPO policy")
-    judge: Judging = Field(description="judges, retention and diagnostics")
-    promotion: Promotion | None = Field(description="criteria of the gate; null: there is no gate")
-    launch: Launch = Field(description="processes and precision of training")
-    resume: Resume = Field(description="snapshots of a training stage")
-    tracking: Tracking = Field(description="where runs are tracked")
-    service: Service = Field(description="how the Prefect flow runs stages")
+    seed: Count
+    """Seed of every random number of the pipeline."""
+    data: Data
+    """Source, limits and sizes of the data."""
+    model: Model
+    """The base model, trained or fetched."""
+    prepare: Prepare
+    """Sizes of generated or mined data."""
+    base: Base
+    """Training of the base model."""
+    sft: Sft
+    """Training of the SFT model."""
+    preferences: Preferences
+    """Pairs made from samples."""
+    reward: Reward
+    """Training of the reward models."""
+    ppo: Ppo
+    """Training of the PPO policy."""
+    judge: Judging
+    """Judges, retention and diagnostics."""
+    promotion: Promotion | None
+    """Criteria of the gate; null: there is no gate."""
+    launch: Launch
+    """Processes and precision of training."""
+    resume: Resume
+    """Snapshots of a training stage."""
+    tracking: Tracking
+    """Where runs are tracked."""
+    service: Service
+    """How the Prefect flow runs stages."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -209,13 +225,21 @@ def load(path: Path = Path("params.yaml")) -> Config:
     Raises:
         ConfigError: if it cannot be read or has any problem.
     """
+    return validate(parse(read_text(path), str(path)), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a parameter file.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; run from the project's folder") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not readable as YAML: {error}") from None
-    return validate(parse(text, str(path)), str(path))
 
 
 def parse(text: str, origin: str) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -45,152 +45,123 @@ StopToken = Annotated[Literal["eos"] | int, BeforeValidator(_eos_or_id)]
 class Ppo(Section):
     """PPO training of the policy. An episode is one prompt with one sampled response."""
 
-    total_episodes: PositiveInt = Field(
-        description="episodes of the whole training; only whole updates are taken"
-    )
-    rollout_batch_size: PositiveInt = Field(description="episodes per update, over all processes")
-    num_mini_batches: PositiveInt = Field(description="optimiser steps per epoch")
-    num_ppo_epochs: PositiveInt = Field(description="passes over the rollout in each update")
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
+    total_episodes: PositiveInt
+    """Episodes of the whole training; only whole updates are taken."""
+    rollout_batch_size: PositiveInt
+    """Episodes per update, over all processes."""
+    num_mini_batches: PositiveInt
+    """Optimiser steps per epoch."""
+    num_ppo_epochs: PositiveInt
+    """Passes over the rollout in each update."""
+    micro_batch_tokens: PositiveInt
+    """Most padded tokens per forward pass and process."""
 
-    scorers: tuple[Scorer, ...] = Field(
-        strict=False, description="list of scorers by kind; their scores are added up by weight"
-    )
+    scorers: tuple[Scorer, ...] = Field(strict=False)
+    """List of scorers by kind; their scores are added up by weight."""
 
-    learning_rate: PositiveFloat = Field(description="highest learning rate of AdamW for the policy")
-    value_learning_rate: PositiveFloat | None = Field(
-        description="highest learning rate for the critic; null: the same as the policy's"
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        description="shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero"
-    )
-    warmup_fraction: Fraction = Field(
-        description="share of the updates in which the learning rate rises linearly from zero"
-    )
-    adam_betas: tuple[Decay, Decay] = Field(
-        strict=False, description="decays of AdamW's two moments; its eps is 1e-5"
-    )
-    max_grad_norm: PositiveFloat | None = Field(
-        description="largest L2 norm of a gradient; a larger one is scaled down; null: no clipping"
-    )
+    learning_rate: PositiveFloat
+    """Highest learning rate of AdamW for the policy."""
+    value_learning_rate: PositiveFloat | None
+    """Highest learning rate for the critic; null: the same as the policy's."""
+    schedule: Literal["constant", "linear", "cosine"]
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
+    warmup_fraction: Fraction
+    """Share of the updates in which the learning rate rises linearly from zero."""
+    adam_betas: tuple[Decay, Decay] = Field(strict=False)
+    """Decays of AdamW's two moments; its eps is 1e-5."""
+    max_grad_norm: PositiveFloat | None
+    """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
 
-    value_model: Literal["separate", "shared"] = Field(
-        description="the critic: a separate model, or a value head on the policy's own trunk"
-    )
-    critic_init: Literal["reward", "sft", "base"] = Field(
-        description="initial weights of the critic: the reward model, the SFT model or the base model"
-    )
-    critic_warmup: CriticWarmup | None = Field(
-        description="training of the critic alone before the first update; null: none"
-    )
-    lora: PolicyLora | None = Field(
-        description="low-rank adapters; the reference is the policy without them, and the learning rate "
-        "should be about ten times higher; null: full training"
-    )
-    gradient_checkpointing: bool = Field(
-        description="whether activations are computed again in the backward pass, to save memory"
-    )
+    value_model: Literal["separate", "shared"]
+    """The critic: a separate model, or a value head on the policy's own trunk."""
+    critic_init: Literal["reward", "sft", "base"]
+    """Initial weights of the critic: the reward model, the SFT model or the base model."""
+    critic_warmup: CriticWarmup | None
+    """Training of the critic alone before the first update; null: none."""
+    lora: PolicyLora | None
+    """Low-rank adapters; the reference is the policy without them, and the learning rate should be about ten
+    times higher; null: full training."""
+    gradient_checkpointing: bool
+    """Whether activations are computed again in the backward pass, to save memory."""
 
-    response_length: PositiveInt = Field(description="longest response, in tokens, stop token included")
-    temperature: PositiveFloat = Field(description="sampling temperature; all log-probabilities use it too")
-    sampling_batch_size: PositiveInt | None = Field(
-        description="responses that a process samples at the same time; null: its whole share of the rollout"
-    )
-    stop_token: StopToken = Field(description="token that ends a response: `eos`, or the id of a token")
-    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"] = (
-        Field(
-            description="score of a response without the stop token: missing_eos_score in place of the score "
-            "(`eos_trick_replace`) or added to it (`eos_trick_subtract`), γ·V of the last state "
-            "(`bootstrap`), score + γ·V (`bootstrap_add`), or the score itself (`none`)"
-        )
-    )
-    missing_eos_score: FiniteFloat = Field(
-        description="score for a missing stop token, for the two EOS tricks of `truncation`"
-    )
+    response_length: PositiveInt
+    """Longest response, in tokens, stop token included."""
+    temperature: PositiveFloat
+    """Sampling temperature; all log-probabilities use it too."""
+    sampling_batch_size: PositiveInt | None
+    """Responses that a process samples at the same time; null: its whole share of the rollout."""
+    stop_token: StopToken
+    """Token that ends a response: `eos`, or the id of a token."""
+    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
+    """Score of a response without the stop token: missing_eos_score in place of the score
+    (`eos_trick_replace`) or added to it (`eos_trick_subtract`), γ·V of the last state (`bootstrap`), score +
+    γ·V (`bootstrap_add`), or the score itself (`none`)."""
+    missing_eos_score: FiniteFloat
+    """Score for a missing stop token, for the two EOS tricks of `truncation`."""
 
-    kl_coef: NonNegativeFloat = Field(
-        description="weight of the KL penalty, in score units per nat; 0: no penalty"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        description="estimator of a token's KL: `k1` = log π/π_ref, `k2` = ½·k1², `k3` = π_ref/π − 1 + k1"
-    )
-    kl_in: Literal["reward", "loss"] = Field(
-        description="place of the KL penalty: each token's reward, or the loss (`k2` or `k3` only, because "
-        "the expected gradient of `k1` is zero)"
-    )
-    adaptive_kl: AdaptiveKl | None = Field(
-        description="controller that adapts kl_coef to a KL target; null: kl_coef is constant"
-    )
-    kl_penalty: KlPenalty | None = Field(
-        description="penalty on the KL from the policy of the rollout; null: no penalty"
-    )
-    target_kl: PositiveFloat | None = Field(
-        description="largest policy/approxkl_avg of an epoch, in nats per token; above it the update takes "
-        "no further epoch; null: no limit"
-    )
-    reference_sync: ReferenceSync | None = Field(
-        description="movement of the reference towards the policy; null: the reference is fixed"
-    )
-    ratio_from: Literal["rollout", "reference"] = Field(
-        description="denominator of the probability ratio: the policy of the rollout, or the reference "
-        "(PPO-max's importance sampling)"
-    )
+    kl_coef: NonNegativeFloat
+    """Weight of the KL penalty, in score units per nat; 0: no penalty."""
+    kl_estimator: Literal["k1", "k2", "k3"]
+    """Estimator of a token's KL: `k1` = log π/π_ref, `k2` = ½·k1², `k3` = π_ref/π − 1 + k1."""
+    kl_in: Literal["reward", "loss"]
+    """Place of the KL penalty: each token's reward, or the loss (`k2` or `k3` only, because the expected
+    gradient of `k1` is zero)."""
+    adaptive_kl: AdaptiveKl | None
+    """Controller that adapts kl_coef to a KL target; null: kl_coef is constant."""
+    kl_penalty: KlPenalty | None
+    """Penalty on the KL from the policy of the rollout; null: no penalty."""
+    target_kl: PositiveFloat | None
+    """Largest policy/approxkl_avg of an epoch, in nats per token; above it the update takes no further epoch;
+    null: no limit."""
+    reference_sync: ReferenceSync | None
+    """Movement of the reference towards the policy; null: the reference is fixed."""
+    ratio_from: Literal["rollout", "reference"]
+    """Denominator of the probability ratio: the policy of the rollout, or the reference (PPO-max's importance
+    sampling)."""
 
-    cliprange: Annotated[float, Field(gt=0, lt=1)] = Field(
-        description="clip range ε of the probability ratio: 1 − ε to 1 + ε"
-    )
-    cliprange_high: PositiveFloat | None = Field(
-        description="clip range above 1; null: the same as cliprange"
-    )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        description="bound on the loss of a token with a negative advantage: dual_clip · |A| (arXiv "
-        "1912.09729); null: no bound"
-    )
-    cliprange_value: PositiveFloat | None = Field(
-        description="clip range of a value around its value in the rollout; null: no clipping"
-    )
-    advantage_clip: PositiveFloat | None = Field(
-        description="largest absolute advantage, after whitening; null: no clipping"
-    )
+    cliprange: Annotated[float, Field(gt=0, lt=1)]
+    """Clip range ε of the probability ratio: 1 − ε to 1 + ε."""
+    cliprange_high: PositiveFloat | None
+    """Clip range above 1; null: the same as cliprange."""
+    dual_clip: Annotated[float, Field(gt=1)] | None
+    """Bound on the loss of a token with a negative advantage: dual_clip · |A| (arXiv 1912.09729); null: no
+    bound."""
+    cliprange_value: PositiveFloat | None
+    """Clip range of a value around its value in the rollout; null: no clipping."""
+    advantage_clip: PositiveFloat | None
+    """Largest absolute advantage, after whitening; null: no clipping."""
 
-    vf_coef: NonNegativeFloat = Field(description="weight of the value loss")
-    entropy_coef: NonNegativeFloat = Field(description="weight of the entropy bonus; 0: no bonus")
-    ptx: Ptx | None = Field(
-        description="language-model loss on other text beside PPO's (PPO-ptx); null: no such loss"
-    )
-    gamma: Fraction = Field(
-        description="discount γ of future rewards; set it below 1 if `truncation` bootstraps, because with 1 "
-        "an endless response can keep any value"
-    )
-    lam: Fraction = Field(
-        description="λ of generalised advantage estimation; a lower value gives less variance and more bias"
-    )
-    whiten_rewards: bool = Field(
-        description="whether token rewards are scaled to variance 1, their mean unchanged"
-    )
-    whiten_advantages: bool = Field(
-        description="whether advantages are shifted and scaled to mean 0 and variance 1"
-    )
-    score_scaling: ScoreScaling | None = Field(
-        description="division of the scores by their running standard deviation; null: raw scores"
-    )
+    vf_coef: NonNegativeFloat
+    """Weight of the value loss."""
+    entropy_coef: NonNegativeFloat
+    """Weight of the entropy bonus; 0: no bonus."""
+    ptx: Ptx | None
+    """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
+    gamma: Fraction
+    """Discount γ of future rewards; set it below 1 if `truncation` bootstraps, because with 1 an endless
+    response can keep any value."""
+    lam: Fraction
+    """λ of generalised advantage estimation; a lower value gives less variance and more bias."""
+    whiten_rewards: bool
+    """Whether token rewards are scaled to variance 1, their mean unchanged."""
+    whiten_advantages: bool
+    """Whether advantages are shifted and scaled to mean 0 and variance 1."""
+    score_scaling: ScoreScaling | None
+    """Division of the scores by their running standard deviation; null: raw scores."""
 
-    guards: Guards | None = Field(description="checks that warn, stop or roll back; null: no checks")
+    guards: Guards | None
+    """Checks that warn, stop or roll back; null: no checks."""
 
-    num_sample_generations: Count = Field(
-        description="number of times that a few responses to validation prompts are shown and stored: before "
-        "training, at its end and evenly in between; 1: only at the end"
-    )
-    num_selections: PositiveInt = Field(
-        description="number of evaluations of the policy on the selection prompts; the best weights are kept"
-    )
-    num_selection_prompts: PositiveInt = Field(
-        description="number of selection prompts, taken from the validation split"
-    )
-    select_by: Selection | None = Field(
-        description="judge whose win rate over the references selects the weights; null: the mean score of "
-        "models/reward_heldout selects them, or the last weights are kept if there is no reward model"
-    )
+    num_sample_generations: Count
+    """Number of times that a few responses to validation prompts are shown and stored: before training, at
+    its end and evenly in between; 1: only at the end."""
+    num_selections: PositiveInt
+    """Number of evaluations of the policy on the selection prompts; the best weights are kept."""
+    num_selection_prompts: PositiveInt
+    """Number of selection prompts, taken from the validation split."""
+    select_by: Selection | None
+    """Judge whose win rate over the references selects the weights; null: the mean score of
+    models/reward_heldout selects them, or the last weights are kept if there is no reward model."""
 
     @model_validator(mode="before")
     @classmethod
@@ -221,103 +192,88 @@ class Ppo(Section):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Ppo:
         """Refuse values that have no effect, or a wrong one, with the other values."""
-        problems = [message for wrong, message in self._conflicts() if wrong]
+        problems = list(self._conflicts())
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
-    def _idle(self) -> list[tuple[bool, str]]:
-        """Values that could have no effect, or the opposite one: (is wrong, message)."""
+    def _conflicts(self) -> Iterator[str]:
+        """Values that have no effect, or the wrong one, beside the other values."""
         adaptive, sync = self.adaptive_kl, self.reference_sync
-        return [
-            (
-                adaptive is not None and self.kl_coef == 0,
-                "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value",
-            ),
-            (
-                adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon,
-                "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative",
-            ),
-            (
-                sync is not None and sync.every > self.total_episodes // self.rollout_batch_size,
-                "reference_sync.every exceeds the number of updates, so it would never happen; lower it, or "
-                "set reference_sync to null",
-            ),
-            (
-                self.target_kl is not None and self.num_ppo_epochs == 1,
-                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; raise it, or set "
-                "target_kl to null",
-            ),
-            (
-                self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1,
-                "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
-                "gradient is zero; use more minibatches or epochs",
-            ),
-            (
-                self.critic_warmup is not None and self.vf_coef == 0,
-                "critic_warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set "
-                "critic_warmup to null",
-            ),
-            (
-                self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None,
-                "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward",
-            ),
-            (
-                self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0,
-                "eos_trick_subtract adds missing_eos_score: a positive value would reward unfinished "
-                "responses; set it to a negative one",
-            ),
-        ]
-
-    def _conflicts(self) -> list[tuple[bool, str]]:
         shared, kinds = self.value_model == "shared", [scorer.kind for scorer in self.scorers]
-        return [
-            (
-                self.kl_in == "loss" and self.kl_estimator == "k1",
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield (
                 "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so the penalty "
-                "would have no effect; use k2 or k3",
-            ),
-            *self._idle(),
-            (
-                self.select_by is not None
-                and self.select_by.judge.kind == "function"
-                and self.select_by.judge.function
-                in {s.function for s in self.scorers if s.kind == "function"},
+                "would have no effect; use k2 or k3"
+            )
+        if adaptive is not None and self.kl_coef == 0:
+            yield "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value"
+        if adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon:
+            yield "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative"
+        if sync is not None and sync.every > self.total_episodes // self.rollout_batch_size:
+            yield (
+                "reference_sync.every exceeds the number of updates, so it would never happen; lower it, or "
+                "set reference_sync to null"
+            )
+        if self.target_kl is not None and self.num_ppo_epochs == 1:
+            yield (
+                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; raise it, or set "
+                "target_kl to null"
+            )
+        if self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1:
+            yield (
+                "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
+                "gradient is zero; use more minibatches or epochs"
+            )
+        if self.critic_warmup is not None and self.vf_coef == 0:
+            yield (
+                "critic_warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set "
+                "critic_warmup to null"
+            )
+        if self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None:
+            yield "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward"
+        if self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0:
+            yield (
+                "eos_trick_subtract adds missing_eos_score: a positive value would reward unfinished "
+                "responses; set it to a negative one"
+            )
+        if (
+            self.select_by is not None
+            and self.select_by.judge.kind == "function"
+            and self.select_by.judge.function in {s.function for s in self.scorers if s.kind == "function"}
+        ):
+            yield (
                 "select_by: its function is also a scorer, and PPO does not select by what it optimises; "
-                "name another judge",
-            ),
-            (not kinds, "scorers is empty; add at least one, such as {kind: dummy}"),
-            (
-                shared and self.critic_init != "sft",
+                "name another judge"
+            )
+        if not kinds:
+            yield "scorers is empty; add at least one, such as {kind: dummy}"
+        if shared and self.critic_init != "sft":
+            yield (
                 f"value_model=shared uses the policy's trunk: critic_init={self.critic_init!r} would be "
-                "ignored; set it to sft",
-            ),
-            (
-                shared and self.value_learning_rate is not None,
+                "ignored; set it to sft"
+            )
+        if shared and self.value_learning_rate is not None:
+            yield (
                 "value_model=shared trains one trunk, so it can have no value_learning_rate of its own; set "
-                "it to null",
-            ),
-            (
-                shared and self.critic_warmup is not None,
+                "it to null"
+            )
+        if shared and self.critic_warmup is not None:
+            yield (
                 "value_model=shared: a warm-up of the critic would move the policy's trunk; set "
-                "critic_warmup to null, or value_model to separate",
-            ),
-            (
-                shared and self.lora is not None and self.lora.value,
-                "value_model=shared has no trunk of its own for lora.value; set it to false",
-            ),
-            (
-                self.lora is not None and self.reference_sync is not None,
+                "critic_warmup to null, or value_model to separate"
+            )
+        if shared and self.lora is not None and self.lora.value:
+            yield "value_model=shared has no trunk of its own for lora.value; set it to false"
+        if self.lora is not None and self.reference_sync is not None:
+            yield (
                 "lora: the reference is the policy without its adapter and cannot move; set reference_sync "
-                "to null",
-            ),
-            (
-                self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back",
+                "to null"
+            )
+        if self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back":
+            yield (
                 "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
-                "set it to a small value",
-            ),
-            (
-                len(set(kinds)) < len(kinds) and kinds.count("reward_model") + kinds.count("dummy") > 1,
-                "scorers: reward_model and dummy are allowed once each",
-            ),
-        ]
+                "set it to a small value"
+            )
+        if len(set(kinds)) < len(kinds) and kinds.count("reward_model") + kinds.count("dummy") > 1:
+            yield "scorers: reward_model and dummy are allowed once each"

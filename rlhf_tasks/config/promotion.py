@@ -16,36 +16,26 @@ from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Sectio
 class Promotion(Section):
     """The gate's criteria; null turns a criterion off. None of them reads the reward that PPO optimised."""
 
-    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = Field(
-        description="name of the registered model in MLflow"
-    )
-    judge: str = Field(description="name of the judge in judge.judges whose win rates decide")
-    second_judge: str | None = Field(
-        description="name of a second judge whose win rates must exceed the same bounds; null: one judge "
-        "decides"
-    )
-    over_sft: Fraction = Field(
-        description="bound that the lower end of the 95% interval of the win rate over SFT must exceed"
-    )
-    over_champion: Fraction | None = Field(
-        description="the same bound for the win rate over the champion, if there is one; null: it is not "
-        "compared"
-    )
-    max_kl: PositiveFloat | None = Field(
-        description="largest KL from SFT of the checkpoint that PPO kept, in nats per response"
-    )
-    max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
-        description="largest ratio of the policy's perplexity to SFT's, on each text of judge.retention"
-    )
-    max_choice_drop: Fraction | None = Field(
-        description="largest drop of multiple-choice accuracy from SFT to the policy"
-    )
-    max_failure_share: Fraction | None = Field(
-        description="largest share of failures among the comparisons of the gate's judges"
-    )
-    min_examples: PositiveInt = Field(
-        description="smallest number of comparisons per judge and pair, without failures"
-    )
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    """Name of the registered model in MLflow."""
+    judge: str
+    """Name of the judge in judge.judges whose win rates decide."""
+    second_judge: str | None
+    """Name of a second judge whose win rates must exceed the same bounds; null: one judge decides."""
+    over_sft: Fraction
+    """Bound that the lower end of the 95% interval of the win rate over SFT must exceed."""
+    over_champion: Fraction | None
+    """The same bound for the win rate over the champion, if there is one; null: it is not compared."""
+    max_kl: PositiveFloat | None
+    """Largest KL from SFT of the checkpoint that PPO kept, in nats per response."""
+    max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None
+    """Largest ratio of the policy's perplexity to SFT's, on each text of judge.retention."""
+    max_choice_drop: Fraction | None
+    """Largest drop of multiple-choice accuracy from SFT to the policy."""
+    max_failure_share: Fraction | None
+    """Largest share of failures among the comparisons of the gate's judges."""
+    min_examples: PositiveInt
+    """Smallest number of comparisons per judge and pair, without failures."""
 
     @property
     def named(self) -> tuple[str, ...]:

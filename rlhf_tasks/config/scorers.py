@@ -12,37 +12,44 @@ from rlhf_tasks.config.types import FiniteFloat, PositiveFloat, PositiveInt, Sec
 class RewardModelScorer(Section):
     """The reward model models/reward, trained by stage reward or fetched by `reward.from`."""
 
-    kind: Literal["reward_model"] = Field(description="kind of this scorer")
-    weight: FiniteFloat = Field(description="factor of this score in the sum")
+    kind: Literal["reward_model"]
+    """Kind of this scorer."""
+    weight: FiniteFloat
+    """Factor of this score in the sum."""
 
 
 class FunctionScorer(Section):
     """A Python function that scores responses. Add its file to the deps of stage ppo in dvc.yaml."""
 
-    kind: Literal["function"] = Field(description="kind of this scorer")
-    weight: FiniteFloat = Field(description="factor of this score in the sum")
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
-        description="`module:function`, called with a list of prompts and a list of responses; it returns "
-        "one float per response"
-    )
+    kind: Literal["function"]
+    """Kind of this scorer."""
+    weight: FiniteFloat
+    """Factor of this score in the sum."""
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    """`module:function`, called with a list of prompts and a list of responses; it returns one float per
+    response."""
 
 
 class HttpScorer(Section):
     """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts."""
 
-    kind: Literal["http"] = Field(description="kind of this scorer")
-    weight: FiniteFloat = Field(description="factor of this score in the sum")
-    url: Annotated[str, Field(pattern=r"^https?://")] = Field(
-        description='address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}'
-    )
-    timeout_seconds: PositiveFloat = Field(description="longest wait for a reply, in seconds")
-    batch_size: PositiveInt = Field(description="responses per request")
+    kind: Literal["http"]
+    """Kind of this scorer."""
+    weight: FiniteFloat
+    """Factor of this score in the sum."""
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    """Address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}."""
+    timeout_seconds: PositiveFloat
+    """Longest wait for a reply, in seconds."""
+    batch_size: PositiveInt
+    """Responses per request."""
 
 
 class DummyScorer(Section):
     """Zero for every response: it tests the pipeline without a reward."""
 
-    kind: Literal["dummy"] = Field(description="kind of this scorer")
+    kind: Literal["dummy"]
+    """Kind of this scorer."""
 
 
 Scorer = Annotated[RewardModelScorer | FunctionScorer | HttpScorer | DummyScorer, Field(discriminator="kind")]

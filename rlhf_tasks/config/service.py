@@ -12,29 +12,25 @@ from rlhf_tasks.config.types import Count, NonNegativeFloat, PositiveFloat, Sect
 class TaskPolicy(Section):
     """How the Prefect task of one stage is retried, timed out and queued."""
 
-    retries: Count = Field(description="number of retries after a fault; a user's mistake is never retried")
-    retry_delay_seconds: NonNegativeFloat = Field(
-        description="wait before the first retry, in seconds; each later wait is twice as long"
-    )
-    timeout_seconds: PositiveFloat | None = Field(
-        description="longest time of one try, in seconds; null: no limit"
-    )
-    gpu_slots: Count = Field(
-        description="number of slots of the concurrency limit `gpu` that the stage holds while it runs"
-    )
+    retries: Count
+    """Number of retries after a fault; a user's mistake is never retried."""
+    retry_delay_seconds: NonNegativeFloat
+    """Wait before the first retry, in seconds; each later wait is twice as long."""
+    timeout_seconds: PositiveFloat | None
+    """Longest time of one try, in seconds; null: no limit."""
+    gpu_slots: Count
+    """Number of slots of the concurrency limit `gpu` that the stage holds while it runs."""
 
 
 class Service(TaskPolicy):
     """How the Prefect flow runs the stages: one policy for all, and exceptions by stage."""
 
-    grace_seconds: Annotated[float, Field(gt=0, le=25)] = Field(
-        description="time that a cancelled stage has to save its state before it is killed, in seconds; "
-        "Prefect itself kills after 30"
-    )
-    stages: dict[str, dict[str, Any]] = Field(
-        description="values that differ for a stage, by its name: retries, retry_delay_seconds, "
-        "timeout_seconds, gpu_slots"
-    )
+    grace_seconds: Annotated[float, Field(gt=0, le=25)]
+    """Time that a cancelled stage has to save its state before it is killed, in seconds; Prefect itself kills
+    after 30."""
+    stages: dict[str, dict[str, Any]]
+    """Values that differ for a stage, by its name: retries, retry_delay_seconds, timeout_seconds,
+    gpu_slots."""
 
     @model_validator(mode="after")
     def _stages_hold_policies(self) -> Service:

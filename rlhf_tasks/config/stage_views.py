@@ -139,6 +139,18 @@ class VerdictView(StageView):
 class ReportView(StageView):
     stage = "report"
 
+    seed: int
+    data: Data
+    model: Model
+    prepare: Prepare
+    base: Base
+    sft: Sft
+    preferences: Preferences
+    reward: Reward
+    ppo: Ppo
+    judge: Judging
+    promotion: Promotion | None
+
 
 VIEWS: Mapping[Stage, type[StageView]] = {
     view.stage: view

@@ -24,20 +24,22 @@ class Optimisation(Section):
     The optimiser is AdamW with betas 0.9 and 0.98 and eps 1e-5 (arXiv 2403.17031, appendix).
     """
 
-    learning_rate: PositiveFloat = Field(description="highest learning rate, reached after the warm-up")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        description="shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero"
-    )
-    warmup_fraction: Fraction = Field(
-        description="share of the optimiser steps in which the learning rate rises linearly from zero"
-    )
-    weight_decay: NonNegativeFloat = Field(description="weight decay of AdamW")
-    max_grad_norm: PositiveFloat | None = Field(
-        description="largest L2 norm of a gradient; a larger one is scaled down; null: no clipping"
-    )
-    batch_size: PositiveInt = Field(description="rows per optimiser step, over all processes")
-    micro_batch_tokens: PositiveInt = Field(description="padded tokens per forward pass and process")
-    num_epochs: PositiveFloat = Field(description="passes over the train rows; may be a fraction")
+    learning_rate: PositiveFloat
+    """Highest learning rate, reached after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"]
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
+    warmup_fraction: Fraction
+    """Share of the optimiser steps in which the learning rate rises linearly from zero."""
+    weight_decay: NonNegativeFloat
+    """Weight decay of AdamW."""
+    max_grad_norm: PositiveFloat | None
+    """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
+    batch_size: PositiveInt
+    """Rows per optimiser step, over all processes."""
+    micro_batch_tokens: PositiveInt
+    """Most padded tokens per forward pass and process."""
+    num_epochs: PositiveFloat
+    """Passes over the train rows; may be a fraction."""
 
 
 class Lora(Section):
@@ -46,23 +48,23 @@ class Lora(Section):
     They are merged into the weights when the model is saved.
     """
 
-    r: PositiveInt = Field(description="rank of the adapters")
-    alpha: PositiveFloat = Field(description="scale of the adapters: they are multiplied by alpha / r")
+    r: PositiveInt
+    """Rank of the adapters."""
+    alpha: PositiveFloat
+    """Scale of the adapters: they are multiplied by alpha / r."""
 
 
 class Prepare(Section):
     """The sizes of the data that stage prepare generates or mines."""
 
-    synthetic_prompt_rows: PositiveInt = Field(
-        description="number of train prompts of `data.source: synthetic`"
-    )
-    synthetic_sft_rows: PositiveInt = Field(description="number of those prompts that have a demonstration")
-    synthetic_preference_rows: PositiveInt = Field(
-        description="number of train preference pairs of `data.source: synthetic`"
-    )
-    docstrings_max_pairs: PositiveInt = Field(
-        description="largest number of pairs that `data.source: docstrings` mines"
-    )
+    synthetic_prompt_rows: PositiveInt
+    """Number of train prompts of `data.source: synthetic`."""
+    synthetic_sft_rows: PositiveInt
+    """Number of those prompts that have a demonstration."""
+    synthetic_preference_rows: PositiveInt
+    """Number of train preference pairs of `data.source: synthetic`."""
+    docstrings_max_pairs: PositiveInt
+    """Largest number of pairs that `data.source: docstrings` mines."""
 
     @model_validator(mode="after")
     def _demonstrated(self) -> Prepare:
@@ -81,16 +83,14 @@ class Base(Optimisation):
 class Sft(Optimisation):
     """Supervised fine-tuning on demonstrations, to the minimum of the validation loss."""
 
-    source: str | None = Field(
-        alias="from", description="folder or hub id of a ready SFT model; null: the stage trains one"
-    )
-    revision: Revision | None = Field(description="commit hash of a hub id in `from`; null otherwise")
-    evals_per_epoch: PositiveInt = Field(
-        description="number of evaluations on the validation split per epoch"
-    )
-    patience: PositiveInt = Field(
-        description="number of evaluations in a row without a lower validation loss after which training ends"
-    )
+    source: str | None = Field(alias="from")
+    """Folder or hub id of a ready SFT model; null: the stage trains one."""
+    revision: Revision | None
+    """Commit hash of a hub id in `from`; null otherwise."""
+    evals_per_epoch: PositiveInt
+    """Number of evaluations on the validation split per epoch."""
+    patience: PositiveInt
+    """Number of evaluations in a row without a lower validation loss after which training ends."""
 
     @model_validator(mode="after")
     def _origin(self) -> Sft:
@@ -105,39 +105,35 @@ class Preferences(Section):
     samples, and the gold judge chooses.
     """
 
-    num_prompts: Count = Field(
-        description="number of train prompts to which the SFT model samples responses; 0: only the pairs "
-        "of the data"
-    )
-    pairs_per_prompt: PositiveInt = Field(description="number of pairs made for each of those prompts")
-    temperature: PositiveFloat = Field(description="sampling temperature of the SFT model")
-    label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        description="share of the gold judge's train labels that are flipped, for `data.source: synthetic`"
-    )
+    num_prompts: Count
+    """Number of train prompts to which the SFT model samples responses; 0: only the pairs of the data."""
+    pairs_per_prompt: PositiveInt
+    """Number of pairs made for each of those prompts."""
+    temperature: PositiveFloat
+    """Sampling temperature of the SFT model."""
+    label_noise: Annotated[float, Field(ge=0, lt=0.5)]
+    """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`."""
 
 
 class Reward(Optimisation):
     """Two reward models: one that PPO optimises, one held out for selection and judging."""
 
-    train: bool = Field(
-        description="whether reward models are made; false if no scorer, critic or judge uses one"
-    )
-    source: str | None = Field(
-        alias="from", description="folder or hub id of a ready reward model; null: the stage trains one"
-    )
-    revision: Revision | None = Field(description="commit hash of a hub id in `from`; null otherwise")
-    margin: NonNegativeFloat = Field(
-        description="margin by which r_chosen should exceed r_rejected: the loss is −log σ(r_chosen − "
-        "r_rejected − margin)"
-    )
-    centring_coef: NonNegativeFloat = Field(
-        description="weight of (r_chosen + r_rejected)² in the loss (arXiv 2312.09244); 0: no such term"
-    )
-    lm_coef: NonNegativeFloat = Field(
-        description="weight of the language-model loss on the chosen response, β of PPO-max (arXiv "
-        "2307.04964, eq. 4); 0: no such term"
-    )
-    lora: Lora | None = Field(description="low-rank adapters for the reward models; null: full training")
+    train: bool
+    """Whether reward models are made; false if no scorer, critic or judge uses one."""
+    source: str | None = Field(alias="from")
+    """Folder or hub id of a ready reward model; null: the stage trains one."""
+    revision: Revision | None
+    """Commit hash of a hub id in `from`; null otherwise."""
+    margin: NonNegativeFloat
+    """Margin by which r_chosen should exceed r_rejected: the loss is −log σ(r_chosen − r_rejected −
+    margin)."""
+    centring_coef: NonNegativeFloat
+    """Weight of (r_chosen + r_rejected)² in the loss (arXiv 2312.09244); 0: no such term."""
+    lm_coef: NonNegativeFloat
+    """Weight of the language-model loss on the chosen response, β of PPO-max (arXiv 2307.04964, eq. 4); 0: no
+    such term."""
+    lora: Lora | None
+    """Low-rank adapters for the reward models; null: full training."""
 
     @model_validator(mode="after")
     def _origin(self) -> Reward:

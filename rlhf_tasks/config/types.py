@@ -25,7 +25,10 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A part of params.yaml: strict, frozen and without defaults."""
+    """A part of params.yaml: strict, frozen and without defaults.
+
+    The docstring below a field is its description in the reference.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

@@ -18,7 +18,7 @@ from typing import TextIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_tasks import console, presets
+from rlhf_tasks import config, console, presets
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import human_labels
 from rlhf_tasks.evaluation.human_labels import Label, Pair
@@ -71,11 +71,15 @@ def keep(paths: Paths) -> None:
         return
     name = paths.relative(paths.labels)
     dvc_cli.run(paths.root, "add", "--quiet", name)
+    before = config.load(paths.params).judge.labels
     changed = presets.apply([], paths.params, [f"judge.labels={name}"])
-    more = ", params.yaml (judge.labels)" if changed else ""
+    if changed:
+        console.say(
+            f"params.yaml has changed: {changed[0]}; `rlhf preset --set judge.labels={before}` undoes it"
+        )
     console.say(
-        f"DVC tracks {name}: commit {name}.dvc, data/.gitignore{more}; `dvc repro` then measures how far the "
-        "judges agree with the labels"
+        f"DVC tracks {name}: commit {name}.dvc, data/.gitignore{', params.yaml' if changed else ''}; `dvc "
+        "repro` then measures how far the judges agree with the labels"
     )
 
 

@@ -14,29 +14,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic
 
+if TYPE_CHECKING:
+    from rlhf_tasks.evaluation.statistics import Estimate
+
 Metrics = dict[str, float]
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Estimate(Protocol):
-    """`statistics.Estimate`, without its dependence on numpy."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
 
 
 class Interval(_Part):

@@ -30,7 +30,7 @@ from rlhf_tasks.evaluation import probe_texts, statistics
 from rlhf_tasks.evaluation.probe_texts import Choice
 from rlhf_tasks.evaluation.results import Interval, RetentionResult
 from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.tensors import gather_logprobs
+from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
@@ -133,8 +133,7 @@ def logprob_sums(
     for rows in micro_batches(sizes(queries, responses), max_tokens):
         batch = collate([queries[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
         batch = batch.to(device)
-        logprobs = gather_logprobs(models.response_logits(model, batch), batch.responses)
-        values = torch.where(batch.response_mask, logprobs, 0).sum(1).tolist()
+        values = token_stats(model, batch).logprobs.sum(1).tolist()
         for i, value in zip(rows, values, strict=True):
             sums[i] = value
     return sums

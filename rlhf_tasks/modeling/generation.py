@@ -11,14 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, text_of
+from rlhf_tasks.data.batches import Batch, Ids, collate, encode, load_tokenizer, text_of
 from rlhf_tasks.modeling.models import load_causal, place
 from rlhf_tasks.modeling.tensors import NonFiniteError
+
+CPU_CHECK, GPU_CHECK = 1, 8
+"""Tokens from one check of which rows have ended to the next: a check waits for the GPU."""
 
 
 @dataclass(frozen=True)
@@ -40,48 +46,117 @@ def sample(
     stop: int,
     pad: int,
     generator: torch.Generator,
+    batch_size: int | None = None,
 ) -> Samples:
-    """Sample one response to each query from softmax(logits / temperature).
+    """Sample one response to each query from softmax(logits / temperature), by default all at once.
 
-    A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`.
+    A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`. Each token
+    takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
+    `batch_size` by rounding only. Queries of similar length share a batch, so that little is padded.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or infinite.
     """
-    batch = collate(queries, [[] for _ in queries], pad).to(model.device)
-    ids, mask, positions = batch.query_response, batch.attention_mask, batch.position_ids
-    cache = DynamicCache(config=model.config)
-    rows = torch.arange(len(queries), device=model.device)
-    tokens = torch.full((len(queries), max_new_tokens), pad, device=model.device)
-    logprobs = torch.zeros((len(queries), max_new_tokens), device=model.device)
-    lengths = torch.full((len(queries),), max_new_tokens, device=model.device)
-    for t in range(max_new_tokens):
-        out = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-            logits_to_keep=1,
-        )  # fmt: skip
-        log_p = (out.logits[:, -1].float() / temperature).log_softmax(-1)
-        if bool(log_p.isnan().any()):
+    uniform = torch.rand((len(queries), max_new_tokens), generator=generator, device=model.device)
+    order = sorted(range(len(queries)), key=lambda i: (len(queries[i]), i))
+    result = Samples([[] for _ in queries], [torch.empty(0) for _ in queries])
+    for start in range(0, len(order), batch_size or len(order)):
+        rows = order[start : start + (batch_size or len(order))]
+        batch = collate([queries[i] for i in rows], [[] for _ in rows], pad).to(model.device)
+        tokens, logprobs = _decoded(model, batch, uniform[rows], temperature, stop)
+        for i, drawn, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
+            count = drawn.index(stop) + 1 if stop in drawn else len(drawn)
+            result.responses[i], result.logprobs[i] = drawn[:count], log_p[:count]
+    return result
+
+
+def _decoded(
+    model: PreTrainedModel, batch: Batch, uniform: Tensor, temperature: float, stop: int
+) -> tuple[Tensor, Tensor]:
+    """(B, R) tokens and log-probs; what follows a row's first `stop` means nothing.
+
+    Rows that have ended are computed with the others until a quarter of the rows has ended.
+    """
+    num_rows, limit = uniform.shape
+    tokens = torch.full((num_rows, limit), stop, device=uniform.device)
+    logprobs = torch.zeros((num_rows, limit), device=uniform.device)
+    width = batch.query_response.shape[1]
+    cache = _cache(model, width + limit)
+    mask = F.pad(batch.attention_mask, (0, limit), value=1)
+    ids, positions = batch.query_response, batch.position_ids
+    rows = torch.arange(num_rows, device=uniform.device)
+    alive = torch.ones_like(rows, dtype=torch.bool)
+    check = CPU_CHECK if uniform.device.type == "cpu" else GPU_CHECK
+    for t in range(limit):
+        logits = model(
+            input_ids=ids, attention_mask=mask[:, : width + t], position_ids=positions,
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+        ).logits[:, -1]  # fmt: skip
+        ids, log_p = _drawn(logits.float() / temperature, uniform[rows, t])
+        tokens[rows, t], logprobs[rows, t] = ids, log_p
+        alive &= ids != stop
+        ids, positions = ids[:, None], positions[:, -1:] + 1
+        if (t + 1) % check and t + 1 < limit:
+            continue
+        left = alive.nonzero().squeeze(1)
+        if bool(logprobs.isnan().any()):
             raise NonFiniteError("the model's logits are NaN or infinite")
-        drawn = torch.multinomial(log_p.exp(), 1, generator=generator)
-        tokens[rows, t] = drawn.squeeze(1)
-        logprobs[rows, t] = log_p.gather(1, drawn).squeeze(1)
-        stopped = drawn.squeeze(1) == stop
-        lengths[rows[stopped]] = t + 1
-        alive = (~stopped).nonzero().squeeze(1)
-        if len(alive) == 0:
+        if len(left) == 0:
             break
-        if len(alive) < len(rows):
-            rows, drawn, mask, positions = rows[alive], drawn[alive], mask[alive], positions[alive]
-            cache.batch_select_indices(alive)
-        ids = drawn
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-        positions = positions[:, -1:] + 1
-    counts = lengths.tolist()
-    return Samples(
-        responses=[row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)],
-        logprobs=[row[:n] for row, n in zip(logprobs.cpu(), counts, strict=True)],
-    )
+        if len(left) <= 0.75 * len(rows):
+            rows, alive, ids, positions, mask = (x[left] for x in (rows, alive, ids, positions, mask))
+            cache.batch_select_indices(left)
+    return tokens, logprobs
+
+
+def _drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF sampling: the first token whose cumulative probability exceeds the row's uniform number.
+
+    (B, V) logits, (B,) numbers in [0, 1) → (B,) tokens and their log-probs. A token of probability 0 is never
+    drawn. The log-prob is NaN where a row's logits are NaN or infinite.
+    """
+    p = logits.softmax(-1)
+    cumulative = p.cumsum(-1)
+    total = cumulative[:, -1:]
+    # rounding must not put the product at the total itself, which no cumulative probability exceeds
+    below = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, below, right=True).clamp_max(logits.shape[-1] - 1)
+    return drawn.squeeze(1), p.gather(1, drawn).squeeze(1).log()
+
+
+class _Preallocated(DynamicLayer):
+    """One layer's keys and values, with room for all tokens from the start: nothing is copied to add one."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room, self._length = room, 0
+        self._all: tuple[Tensor, ...] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add the new states; all so far, as views."""
+        if self._all is None:
+            self.lazy_initialization(key_states, value_states)
+            self._all = tuple(
+                x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in (key_states, value_states)
+            )
+        start, self._length = self._length, self._length + key_states.shape[-2]
+        for whole, new in zip(self._all, (key_states, value_states), strict=True):
+            whole[:, :, start : self._length] = new
+        self.keys, self.values = (whole[:, :, : self._length] for whole in self._all)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        assert self._all is not None
+        self._all = tuple(whole[indices] for whole in self._all)
+
+
+def _cache(model: PreTrainedModel, room: int) -> DynamicCache:
+    """The model's cache, with its attention layers preallocated; the mask alone enforces a sliding window."""
+    cache = DynamicCache(config=model.config)
+    attention = (DynamicLayer, DynamicSlidingWindowLayer)
+    cache.layers = [_Preallocated(room) if type(layer) in attention else layer for layer in cache.layers]
+    return cache
 
 
 def answer(
@@ -98,23 +173,13 @@ def answer(
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
     A response ends with its stop token, or at `max_new_tokens` without it. `stop` is by default the token
-    that the checkpoint's generation config names, else EOS. Prompts of similar length share a batch, so
-    that little is padded.
+    that the checkpoint's generation config names, else EOS.
     """
-    generator = torch.Generator(model.device).manual_seed(seed)
-    queries = encode(tokenizer, prompts)
-    order = sorted(range(len(queries)), key=lambda i: (len(queries[i]), i))
-    responses: list[Ids] = [[] for _ in queries]
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        samples = sample(
-            model, [queries[i] for i in rows], max_new_tokens=max_new_tokens, temperature=temperature,
-            stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
-            generator=generator,
-        )  # fmt: skip
-        for i, response in zip(rows, samples.responses, strict=True):
-            responses[i] = response
-    return responses
+    return sample(
+        model, encode(tokenizer, prompts), max_new_tokens=max_new_tokens, temperature=temperature,
+        stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
+        generator=torch.Generator(model.device).manual_seed(seed), batch_size=batch_size,
+    ).responses  # fmt: skip
 
 
 def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

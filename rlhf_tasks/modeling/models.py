@@ -207,11 +207,18 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def last_token(per_token: Tensor, batch: Batch) -> Tensor:
-    """(B, T) → (B,): the entry of each row's last real token."""
-    positions = torch.arange(per_token.shape[1], device=per_token.device)
-    last = torch.where(batch.attention_mask.bool(), positions, -1).amax(dim=1)
-    return per_token.gather(1, last[:, None]).squeeze(1)
+def takes_forks(model: PreTrainedModel) -> bool:
+    """Whether the model gives each response of a `Forked` row the score that it has alone.
+
+    It must follow a mask and positions that are given to it, in every layer. The families that
+    `from_scratch` makes do, and are tested for it, except with a sliding window.
+    """
+    config = model.config
+    return (
+        config.model_type in ("gpt_neox", "gpt2", "llama", "qwen2")
+        and config._attn_implementation == "sdpa"
+        and getattr(config, "sliding_window", None) is None
+    )
 
 
 def response_logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
-from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes, text_of
+from rlhf_tasks.data.batches import Ids, TokenBudget, collate, sizes, text_of
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.models import TokenScores, last_token
+from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.tensors import NonFiniteError
 
 NUM_TRIES = 5
@@ -62,18 +62,19 @@ class RewardScorer:
     def __init__(
         self, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 16384
     ) -> None:
-        self._scores, self._pad, self._max_tokens = scores.eval(), tokenizer.pad_token_id, max_tokens
+        self._scores, self._pad, self._budget = scores.eval(), tokenizer.pad_token_id, TokenBudget(max_tokens)
         self._device = next(scores.parameters()).device
 
     @torch.no_grad()
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         """(B,) float32 on the CPU, in the order of the rows."""
         result = torch.zeros(len(queries))
-        for rows in micro_batches(sizes(queries, responses), self._max_tokens):
-            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad).to(
-                self._device
-            )
-            result[rows] = last_token(self._scores(batch), batch).cpu()
+
+        def score(rows: list[int]) -> None:
+            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
+            result[rows] = self._scores(batch.to(self._device))[:, -1].cpu()
+
+        self._budget.each(sizes(queries, responses), score)
         return result
 
 

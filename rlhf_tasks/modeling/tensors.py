@@ -1,6 +1,6 @@
 """Masked arithmetic over tokens: tensors in, tensors out; no model, config or process in it.
 
-B batch · R response · V vocabulary. Masks are bool, True = a real response token (EOS included).
+B batch · R response. Masks are bool, True = a real response token (EOS included).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 class NonFiniteError(ArithmeticError):
@@ -62,15 +61,3 @@ def distinct(responses: Sequence[Sequence[int]], n: int) -> Tensor:
     """(B,): distinct n-grams of a response over all its n-grams (Li et al. 2016); 1 without n-grams."""
     grams = [[tuple(r[i : i + n]) for i in range(len(r) - n + 1)] for r in responses]
     return torch.tensor([len(set(g)) / len(g) if g else 1.0 for g in grams])
-
-
-def gather_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
-    """log softmax(logits)[label]: logits (B, R, V), labels (B, R) → (B, R) float32."""
-    flat = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-    return -flat.view_as(labels)
-
-
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """H of softmax(logits): (B, R, V) → (B, R), as logsumexp(z) − Σ softmax(z)·z."""
-    logits = logits.float()
-    return torch.logsumexp(logits, dim=-1) - (logits.softmax(dim=-1) * logits).sum(dim=-1)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from rlhf_tasks.data.batches import realigned
 from rlhf_tasks.ppo.losses import MicroBatch
 from rlhf_tasks.ppo.rollout import Rollout
 
@@ -29,12 +29,12 @@ class PPOBatch:
         return vars(self.rollout) | {"advantages": self.advantages, "returns": self.returns}
 
     def micro_batch(self, rows: Sequence[int], mask: Tensor) -> MicroBatch:
-        """These rows, cut to the width of their `mask` and moved to its device; zero on padding."""
+        """These rows, aligned as their `mask` and on its device; zero on padding."""
+        rollout, own = self.rollout, list(rows)
 
         def cut(x: Tensor) -> Tensor:
-            return torch.where(mask, x[list(rows), : mask.shape[1]].to(mask.device), 0)
+            return realigned(x[own], rollout.mask[own], mask.cpu()).to(mask.device)
 
-        rollout = self.rollout
         return MicroBatch(
             mask, cut(rollout.logprobs), cut(rollout.ref_logprobs), cut(rollout.values),
             cut(self.advantages), cut(self.returns),

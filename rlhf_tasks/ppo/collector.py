@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Ids, collate, micro_batches, sizes
+from rlhf_tasks.data.batches import Ids, TokenBudget, collate, realigned, sizes
 from rlhf_tasks.modeling.generation import Samples, sample
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.reference import Reference
@@ -68,7 +68,7 @@ class Collector:
     ) -> None:
         self._rt, self._settings, self._actor_critic = rt, settings, actor_critic
         self._reference, self._scorers, self._stop, self._pad = reference, scorers, stop, pad
-        self.generator = rt.generator(seed)
+        self.generator, self._budget = rt.generator(seed), TokenBudget(settings.micro_batch_tokens)
 
     @torch.no_grad()
     def sample(self, queries: list[Ids]) -> Samples:
@@ -81,17 +81,12 @@ class Collector:
         return fail_together(self._rt, lambda: self._sampled(queries), {"queries": queries})
 
     def _sampled(self, queries: list[Ids]) -> Samples:
-        size = self._settings.sampling_batch_size or len(queries)
-        whole = Samples([], [])
-        for start in range(0, len(queries), size):
-            with self._rt.autocast():
-                part = sample(
-                    self._actor_critic.policy, queries[start : start + size],
-                    max_new_tokens=self._settings.response_length, temperature=self._settings.temperature,
-                    stop=self._stop, pad=self._pad, generator=self.generator,
-                )  # fmt: skip
-            whole = Samples(whole.responses + part.responses, whole.logprobs + part.logprobs)
-        return whole
+        with self._rt.autocast():
+            return sample(
+                self._actor_critic.policy, queries, max_new_tokens=self._settings.response_length,
+                temperature=self._settings.temperature, stop=self._stop, pad=self._pad,
+                generator=self.generator, batch_size=self._settings.sampling_batch_size,
+            )  # fmt: skip
 
     @torch.no_grad()
     def score(self, queries: list[Ids], samples: Samples) -> Rollout:
@@ -125,15 +120,19 @@ class Collector:
         width = self._settings.response_length
         ref_logprobs, values = torch.zeros(len(queries), width), torch.zeros(len(queries), width)
         last_values = torch.zeros(len(queries))
-        for rows in micro_batches(sizes(queries, responses), self._settings.micro_batch_tokens):
+        lengths = lengths_mask([len(response) for response in responses], width)
+
+        def forward(rows: list[int]) -> None:
             padded = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
-            batch, mask, r = padded.to(self._rt.device), padded.response_mask, padded.num_response_columns
+            batch, mask, own = padded.to(self._rt.device), padded.response_mask, lengths[rows]
             with self._rt.autocast():
                 reference = self._reference.logprobs(batch, self._settings.temperature).float().cpu()
                 states = self._actor_critic.state_values(batch).float().cpu()
-            ref_logprobs[rows, :r] = torch.where(mask, reference, 0)
-            values[rows, :r] = torch.where(mask, states[:, :-1], 0)
-            last_values[rows] = states.gather(1, mask.sum(1, keepdim=True)).squeeze(1)
+            ref_logprobs[rows] = realigned(reference, mask, own)
+            values[rows] = realigned(states[:, :-1], mask, own)
+            last_values[rows] = states[:, -1]
+
+        self._budget.each(sizes(queries, responses), forward)
         return ref_logprobs, values, last_values
 
     def _require_finite(self, rollout: Rollout) -> None:

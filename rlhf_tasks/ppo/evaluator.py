@@ -36,8 +36,8 @@ Metrics = dict[str, float]
 class Responses(NamedTuple):
     """Responses to some prompts, of all processes; scores are under the EOS rule."""
 
+    queries: list[Ids]
     ids: list[Ids]
-    kl: Tensor  # (B,) float64: Σ_t k1 of a response, in nats
     scores: Tensor  # (B,)
     heldout: Tensor | None  # (B,)
     parts: dict[str, Tensor]  # (B,) by scorer, unweighted
@@ -94,6 +94,7 @@ class Evaluator:
     def evaluate(self, episode: int) -> Metrics:
         """Sample a response to each selection prompt, score them, and keep the weights if they are best."""
         result = self._respond(self._prompts)
+        kl = self._kl(result.queries, result.ids)
         texts = [text_of(self._tokenizer, ids) for ids in result.ids]
         self.answers += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
@@ -108,8 +109,8 @@ class Evaluator:
             metrics["eval/reward_gap"] = metrics["eval/scores"] - metrics["eval/heldout_scores"]
         if self._judge is not None:
             metrics["eval/win_rate"] = self._judge.win_rate(self._prompts, texts, self._references)
-        metrics["eval/kl"] = float(result.kl.mean())
-        self._select(episode, metrics, result.kl)
+        metrics["eval/kl"] = float(kl.mean())
+        self._select(episode, metrics, kl)
         return metrics
 
     def _select(self, episode: int, metrics: Metrics, kl: Tensor) -> None:
@@ -159,9 +160,8 @@ class Evaluator:
         rt, own = self._rt, self._rt.share(prompts)
         with _evaluating(self._policy):
             ids = fail_together(rt, lambda: self._sampled(own), {"prompts": own})
-            batch, queries = {"prompts": own, "responses": ids}, encode(self._tokenizer, own)
-            kl = fail_together(rt, lambda: self._kl(queries, ids), batch)
-        everything = interleaved(rt.each({"queries": queries, "ids": ids, "kl": kl}))
+        batch, queries = {"prompts": own, "responses": ids}, encode(self._tokenizer, own)
+        everything = interleaved(rt.each({"queries": queries, "ids": ids}))
         parts = self._scored(everything["queries"], everything["ids"], batch)
         heldout = None
         if self._heldout is not None:
@@ -170,7 +170,7 @@ class Evaluator:
             )
             heldout = self._under_eos_rule(heldout, everything["ids"])
         scores = self._under_eos_rule(self._scorers.total(parts), everything["ids"])
-        return Responses(everything["ids"], everything["kl"], scores, heldout, parts)
+        return Responses(everything["queries"], everything["ids"], scores, heldout, parts)
 
     def _sampled(self, prompts: list[str]) -> list[Ids]:
         with self._rt.autocast():
@@ -180,8 +180,22 @@ class Evaluator:
                 stop=stop_token(self._settings, self._tokenizer),
             )  # fmt: skip
 
+    @torch.no_grad()
     def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
-        """(B,) float64: Σ_t log π − log π_ref of each response, at the sampling temperature."""
+        """(B,) float64: Σ_t log π − log π_ref of each response, in nats; each process measures its share.
+
+        Raises:
+            NonFiniteError: on all processes, if a KL is NaN or infinite.
+        """
+        rt, own = self._rt, (self._rt.share(queries), self._rt.share(responses))
+        batch = {"prompts": self._rt.share(self._prompts), "responses": own[1]}
+        with _evaluating(self._policy):
+            kl = fail_together(rt, lambda: self._own_kl(*own), batch)
+        result: Tensor = interleaved(rt.each(kl))
+        return result
+
+    def _own_kl(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        """The KL of these responses, at the sampling temperature."""
         temperature, result = self._settings.temperature, torch.zeros(len(queries), dtype=torch.float64)
         for rows in micro_batches(sizes(queries, responses), self._settings.micro_batch_tokens):
             padded = collate(

@@ -1,6 +1,6 @@
 """The epochs on one PPO batch: shuffled minibatches, each one optimiser step made of micro-batches.
 
-B batch · R response · V vocabulary.
+B batch · R response.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Batch, Size, collate
-from rlhf_tasks.modeling.tensors import NonFiniteError, entropy_from_logits, gather_logprobs
+from rlhf_tasks.data.batches import Batch, TokenBudget, collate, padded_tokens
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import PPOBatch, merged
 from rlhf_tasks.ppo.kl import PenaltyController
 from rlhf_tasks.ppo.losses import Coefficients, Outputs, Sums, ppo_loss, ptx_loss
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums
+from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums, lowered
 
 Metrics = dict[str, float]
 
@@ -66,6 +66,8 @@ class Optimiser:
         self.penalty = PenaltyController.of(settings.kl_penalty)
         self.ptx_queue = None if demonstrations is None else Queue(len(demonstrations.queries), shuffling)
         self._demonstrations = demonstrations
+        self.budget = TokenBudget(settings.micro_batch_tokens)
+        self._num_tokens = torch.zeros(2, dtype=torch.long)  # of an update's passes: real ones, and padded
 
     def optimise(self, batch: PPOBatch, *, critic_only: bool = False) -> Metrics:
         """Pass `num_ppo_epochs` times over the batch; metrics are token means.
@@ -82,6 +84,7 @@ class Optimiser:
             coefficients = coefficients.for_critic_only()
         steps: list[Step] = []
         num_epochs = 0
+        self._num_tokens.zero_()
         self.model.train()
         while num_epochs < self._settings.num_ppo_epochs:
             epoch = [self._step(batch, rows, coefficients, critic_only) for rows in self._mini_batches()]
@@ -89,7 +92,9 @@ class Optimiser:
             num_epochs += 1
             if self._exceeds_target_kl(epoch):
                 break
-        metrics = self._means(steps) | {"train/num_epochs": num_epochs}
+        real, padded = self._rt.sum(self._num_tokens.to(self._rt.device)).tolist()
+        metrics = self._means(steps) | {"train/num_epochs": num_epochs} | lowered(self.budget)
+        metrics["time/padding_share"] = 1 - real / padded
         if any(step.ptx_sums for step in steps):
             metrics["loss/ptx_avg"] = token_means(self._rt, [x for s in steps for x in s.ptx_sums])["loss"]
         if self._settings.kl_penalty is not None and not critic_only:
@@ -120,19 +125,22 @@ class Optimiser:
     def _step(self, batch: PPOBatch, rows: list[int], coefficients: Coefficients, critic_only: bool) -> Step:
         """One optimiser step on the mean token loss of a minibatch of all processes."""
         num_tokens = float(self._rt.sum(batch.rollout.mask[rows].sum().float().to(self._rt.device)))
-        parts: list[Callable[[], tuple[Tensor, Sums]]] = [
-            partial(self._mean_ppo_loss, batch, group, coefficients, num_tokens)
-            for group in self._groups(batch.rollout.sizes, rows)
-        ]
-        num_ppo = len(parts)
-        if self._demonstrations is not None and not critic_only:
-            parts += self._ptx_losses(self._demonstrations)
+        ptx_rows = None if critic_only else self._ptx_rows()
+
+        def losses() -> list[Callable[[], tuple[Tensor, Sums]]]:
+            cut = self._groups(batch.rollout.sizes, rows)
+            parts = [partial(self._mean_ppo_loss, batch, group, coefficients, num_tokens) for group in cut]
+            return [*parts, *([] if ptx_rows is None else self._ptx_losses(ptx_rows))]
+
         try:
-            norm, sums = self._rt.step(self.model, self.optimizer, parts, self._settings.max_grad_norm)
+            norm, sums = self._rt.step(
+                self.model, self.optimizer, losses, self._settings.max_grad_norm, self.budget
+            )
         except NonFiniteError as error:
             error.batch = batch.content() | {"rows": rows}
             raise
-        return Step(sums[:num_ppo], sums[num_ppo:], norm)
+        ptx = [part for part in sums if "loss" in part]
+        return Step(sums[: len(sums) - len(ptx)], ptx, norm)
 
     def _mean_ppo_loss(
         self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients, num_tokens: float
@@ -153,23 +161,23 @@ class Optimiser:
         rollout = batch.rollout
         padded = collate([rollout.queries[i] for i in rows], [rollout.responses[i] for i in rows], self._pad)
         padded = padded.to(self._rt.device)
-        outputs = self._outputs(padded, with_entropy=coefficients.entropy_coef > 0)
+        outputs = self._outputs(padded, entropy_gradient=coefficients.entropy_coef > 0)
         return ppo_loss(outputs, batch.micro_batch(rows, padded.response_mask), coefficients)
 
-    def _outputs(self, padded: Batch, *, with_entropy: bool) -> Outputs:
-        """(B, R) log-probs, values and entropy; the entropy has a gradient only `with_entropy`."""
+    def _outputs(self, padded: Batch, *, entropy_gradient: bool) -> Outputs:
+        """(B, R) log-probs, values and entropy."""
         with self._rt.autocast():
-            logits, states = self.model(padded)
-        logits = logits.float() / self._settings.temperature
-        logprobs = torch.where(padded.response_mask, gather_logprobs(logits, padded.responses), 0)
-        with torch.set_grad_enabled(with_entropy and torch.is_grad_enabled()):
-            entropy = entropy_from_logits(logits)
-        return Outputs(logprobs, states[:, :-1], entropy)
+            stats, states = self.model(padded, self._settings.temperature, entropy_gradient=entropy_gradient)
+        return Outputs(stats.logprobs, states[:, :-1], stats.entropy)
 
-    def _ptx_losses(self, demonstrations: LanguageModelling) -> list[Callable[[], tuple[Tensor, Sums]]]:
-        """The losses of the next demonstrations, as many as a minibatch has rows."""
-        assert self.ptx_queue is not None
-        rows = self.ptx_queue.take(self._settings.rollout_batch_size // self._settings.num_mini_batches)
+    def _ptx_rows(self) -> list[int] | None:
+        """The next demonstrations, as many as a minibatch has rows."""
+        size = self._settings.rollout_batch_size // self._settings.num_mini_batches
+        return None if self.ptx_queue is None else self.ptx_queue.take(size)
+
+    def _ptx_losses(self, rows: list[int]) -> list[Callable[[], tuple[Tensor, Sums]]]:
+        demonstrations = self._demonstrations
+        assert demonstrations is not None
         num_tokens = demonstrations.weight(rows)
         return [
             partial(self._ptx_loss, demonstrations, group, num_tokens)
@@ -182,14 +190,18 @@ class Optimiser:
         assert self._settings.ptx is not None
         batch = demonstrations.batch(rows).to(self._rt.device)
         with self._rt.autocast():
-            logits, states = self.model(batch)
-        nll = lm_sums(logits, batch)["loss"]
+            stats, states = self.model(batch)
+        nll = lm_sums(stats)["loss"]
         loss = ptx_loss(nll, num_tokens, self._settings.ptx.coef)
         # the critic's weights need a gradient too under data parallelism
         return loss + 0 * states.sum(), {"loss": nll.detach(), "num_tokens": batch.response_mask.sum()}
 
-    def _groups(self, sizes: Sequence[Size], own: Sequence[int]) -> list[list[int]]:
-        return groups(self._rt, sizes, own, self._settings.micro_batch_tokens)
+    def _groups(self, sizes: Sequence[int], own: Sequence[int]) -> list[list[int]]:
+        cut = groups(self._rt, sizes, own, self.budget)
+        self._num_tokens += torch.tensor(
+            [sum(sizes[i] for i in own), sum(padded_tokens(sizes, group) for group in cut)]
+        )
+        return cut
 
     # ------------------------------------------------------------------------------------ measurements
 
@@ -213,10 +225,15 @@ class Optimiser:
         return token_means(self._rt, sums)["policy/penalty_kl_avg"]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"beta": self.penalty.beta, "ptx": self.ptx_queue.waiting if self.ptx_queue else []}
+        return {
+            "beta": self.penalty.beta,
+            "ptx": self.ptx_queue.waiting if self.ptx_queue else [],
+            "budget": self.budget.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.penalty.beta = state["beta"]
+        self.budget.load_state_dict(state["budget"])
         if self.ptx_queue:
             self.ptx_queue.waiting = state["ptx"]
 

@@ -1,6 +1,6 @@
 """One rollout: responses sampled from the policy, and all numbers that PPO learns from, on the CPU.
 
-B batch · R response · V vocabulary · H hidden. `mask` (B, R) is True on real response tokens, EOS included.
+B batch · R response. `mask` (B, R) is True on real response tokens, EOS included.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import Batch, Ids, Size, sizes
-from rlhf_tasks.modeling.models import TokenScores, response_logits
-from rlhf_tasks.modeling.tensors import gather_logprobs
+from rlhf_tasks.data.batches import Batch, Ids, sizes
+from rlhf_tasks.modeling.head import TokenStats, head_states, token_stats
+from rlhf_tasks.modeling.models import TokenScores
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Rollout:
     parts: dict[str, Tensor]  # each scorer's own, (B,)
 
     @property
-    def sizes(self) -> list[Size]:
+    def sizes(self) -> list[int]:
         return sizes(self.queries, self.responses)
 
 
@@ -59,33 +59,26 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.policy, self.value = policy, value
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """((B, R, V) logits, (B, R + 1) values: before each response token, and after the last)."""
+    def forward(
+        self, batch: Batch, temperature: float = 1.0, *, entropy_gradient: bool = False
+    ) -> tuple[TokenStats, Tensor]:
+        """The policy's statistics, and (B, R + 1) values: before each response token, and after the last."""
+        stats = token_stats(self.policy, batch, temperature, entropy_gradient=entropy_gradient)
         if isinstance(self.value, ValueHead):
-            return self._shared(self.value, batch)
-        return response_logits(self.policy, batch), self.state_values(batch)
+            return stats, self.value(stats.states).squeeze(-1).float()
+        return stats, self.state_values(batch)
 
     def state_values(self, batch: Batch) -> Tensor:
         """(B, R + 1): `[:, t]` is the value of the state before response token t is seen."""
         if isinstance(self.value, ValueHead):
-            return self._shared(self.value, batch)[1]
+            return self.value(head_states(self.policy, batch)).squeeze(-1).float()
         per_token: Tensor = self.value(batch)
         return per_token[:, -batch.num_response_columns - 1 :]
 
-    def _shared(self, head: ValueHead, batch: Batch) -> tuple[Tensor, Tensor]:
-        columns = batch.num_response_columns + 1
-        out = self.policy(
-            input_ids=batch.query_response, attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids, use_cache=False, logits_to_keep=columns,
-            output_hidden_states=True,
-        )  # fmt: skip
-        states = out.hidden_states[-1][:, -columns:]
-        return out.logits[:, :-1], head(states).squeeze(-1).float()
-
 
 def logprobs_of(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
-    """(B, R) log-probs of the response tokens at the sampling temperature."""
-    return gather_logprobs(response_logits(model, batch).float() / temperature, batch.responses)
+    """(B, R) log-probs of the response tokens at the sampling temperature; zero on padding."""
+    return token_stats(model, batch, temperature).logprobs
 
 
 def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:

@@ -4,6 +4,8 @@ from rlhf_tasks.presets.overlays import (
     Request,
     apply,
     combined,
+    in_yaml,
+    matching,
     names,
     nested,
     overlay_onto,
@@ -13,5 +15,6 @@ from rlhf_tasks.presets.overlays import (
 )
 
 __all__ = [
-    "Request", "apply", "combined", "names", "nested", "overlay_onto", "read", "replaced", "summary",
+    "Request", "apply", "combined", "in_yaml", "matching", "names", "nested", "overlay_onto",
+    "read", "replaced", "summary",
 ]  # fmt: skip

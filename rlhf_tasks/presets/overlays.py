@@ -72,16 +72,30 @@ def read(name: str) -> dict[str, Any]:
     return YAML(typ="safe", pure=True).load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8")) or {}
 
 
+def matching(values: Mapping[str, Any]) -> list[str]:
+    """The presets whose values are all among these, by dotted key; a section that is null stays null."""
+
+    def has(key: str, value: Any) -> bool:
+        parts = key.split(".")
+        null = any(values.get(".".join(parts[:n]), "") is None for n in range(1, len(parts)))
+        return null or (key in values and values[key] == value)
+
+    return [
+        name for name in names() if all(has(key, value) for key, value in config.flatten(read(name)).items())
+    ]
+
+
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:
     """Apply presets to a parameter file, in order, and keep its comments; an invalid result is not written.
+
+    The file itself may be invalid, so that a value can be repaired.
 
     `settings` are single values that come last, each `KEY=VALUE` with a dotted key and a value in YAML.
     Returns the changes as `key: old → new`, and the sections that stay null.
     """
     overlays, single = [read(name) for name in chosen], [_setting(words) for words in settings]
     origin = f"params.yaml with {', '.join([*chosen, *settings])}"
-    config.load(path)
-    text, _, changes = combined(path.read_text(encoding="utf-8"), overlays, origin, single)
+    text, _, changes = combined(config.read_text(path), overlays, origin, single)
     atomic.write_text(path, text)
     return changes
 
@@ -155,7 +169,7 @@ def _of_null(
         here = (*path, key)
         if isinstance(value, Mapping) and isinstance(tree.get(key), Mapping):
             yield from _of_null(tree[key], value, here)
-        elif isinstance(value, Mapping) and key in tree and config.missing_keys(here, value):
+        elif isinstance(value, Mapping) and tree.get(key, value) is None and config.missing_keys(here, value):
             yield here, list(value)
 
 

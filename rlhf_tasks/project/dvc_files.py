@@ -15,7 +15,7 @@ from rlhf_tasks.config import flatten, parse
 from rlhf_tasks.errors import UserError
 
 CODE = (".py", ".html", ".css", ".js")
-PROMPTS = "rlhf_tasks/*.txt"  # texts that belong to code; other texts are data
+TEXTS = ("rlhf_tasks/*.txt", "rlhf_tasks/*.toml")  # texts that belong to code; other texts are data
 KEPT_BY_GIT = ("metrics/", "plots/")  # outs in git instead of DVC's cache
 
 
@@ -34,7 +34,7 @@ class Node:
 
 
 def is_code(dep: str) -> bool:
-    return dep.endswith(CODE) or fnmatch(dep, PROMPTS)
+    return dep.endswith(CODE) or any(fnmatch(dep, texts) for texts in TEXTS)
 
 
 def graph(root: Path) -> dict[str, Node]:

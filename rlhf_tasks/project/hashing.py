@@ -25,11 +25,6 @@ def dvc_md5(path: Path) -> str:
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
-def text_md5(text: str) -> str:
-    """DVC's md5 of a file with this text."""
-    return hashlib.md5(text.encode()).hexdigest()
-
-
 def file_hash(path: Path) -> str:
     """sha256 of a file, or of a folder's files in order, first 16 hex digits."""
     digest = hashlib.sha256()

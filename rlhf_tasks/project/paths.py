@@ -10,6 +10,16 @@ from rlhf_tasks.config import Split, Stage
 from rlhf_tasks.project import git
 
 
+class _Place:
+    """A file or folder at a fixed path below the project's root."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, paths: Paths, owner: type[Paths]) -> Path:
+        return paths.root / self._path
+
+
 @dataclass(frozen=True, eq=False)
 class Paths:
     """The files of one project by name, below `root`, its folder in a checkout or in a worktree.
@@ -35,23 +45,12 @@ class Paths:
 
     # ------------------------------------------------------------------------------------ data
 
-    @property
-    def data(self) -> Path:
-        return self.root / "data"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.data / "tokenizer"
-
-    @property
-    def quarantine(self) -> Path:
-        """The rows that `prepare` has left out, and why."""
-        return self.data / "quarantine" / "rows.jsonl"
-
-    @property
-    def labels(self) -> Path:
-        """The human labels that `rlhf label` writes."""
-        return self.data / "labels.jsonl"
+    data = _Place("data")
+    tokenizer = _Place("data/tokenizer")
+    quarantine = _Place("data/quarantine/rows.jsonl")
+    """The rows that `prepare` has left out, and why."""
+    labels = _Place("data/labels.jsonl")
+    """The human labels that `rlhf label` writes."""
 
     def rows(self, role: str) -> Path:
         """The folder of sft, preferences, prompts or comparisons: a Parquet file per split."""
@@ -63,29 +62,12 @@ class Paths:
 
     # ----------------------------------------------------------------------------- checkpoints
 
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def base(self) -> Path:
-        return self.models / "base"
-
-    @property
-    def sft(self) -> Path:
-        return self.models / "sft"
-
-    @property
-    def reward(self) -> Path:
-        return self.models / "reward"
-
-    @property
-    def reward_heldout(self) -> Path:
-        return self.models / "reward_heldout"
-
-    @property
-    def policy(self) -> Path:
-        return self.models / "policy"
+    models = _Place("models")
+    base = _Place("models/base")
+    sft = _Place("models/sft")
+    reward = _Place("models/reward")
+    reward_heldout = _Place("models/reward_heldout")
+    policy = _Place("models/policy")
 
     # --------------------------------------------------------------------------------- results
 
@@ -98,48 +80,23 @@ class Paths:
     def lineage(self, stage: Stage) -> Path:
         return self.models / "lineage" / f"{stage}.json"
 
-    @property
-    def ppo_samples(self) -> Path:
-        """The folder of PPO's evaluations: samples, responses, guards."""
-        return self.root / "evaluation" / "ppo"
-
-    @property
-    def judge_results(self) -> Path:
-        """The folder of the results of stage judge."""
-        return self.root / "evaluation" / "judge"
-
-    @property
-    def evaluation_results(self) -> Path:
-        """The results document of stage judge: see `evaluation.results.EvaluationResults`."""
-        return self.judge_results / "results.json"
-
-    @property
-    def judged_responses(self) -> Path:
-        """The table of prompts, references and responses of stage judge, with their scores."""
-        return self.judge_results / "answers.parquet"
-
-    @property
-    def verdict(self) -> Path:
-        return self.root / "evaluation" / "verdict.json"
-
-    @property
-    def reports(self) -> Path:
-        return self.root / "reports"
+    ppo_samples = _Place("evaluation/ppo")
+    """The folder of PPO's evaluations: samples, responses, guards."""
+    judge_results = _Place("evaluation/judge")
+    """The folder of the results of stage judge."""
+    evaluation_results = _Place("evaluation/judge/results.json")
+    """The results document of stage judge: see `evaluation.results.EvaluationResults`."""
+    judged_responses = _Place("evaluation/judge/answers.parquet")
+    """The table of prompts, references and responses of stage judge, with their scores."""
+    verdict = _Place("evaluation/verdict.json")
+    reports = _Place("reports")
 
     # ----------------------------------------------------------------------------------- project
 
-    @property
-    def params(self) -> Path:
-        return self.root / "params.yaml"
-
-    @property
-    def dvc_yaml(self) -> Path:
-        return self.root / "dvc.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """The folder of DeepSpeed's settings."""
-        return self.root / "infra" / "deepspeed"
+    params = _Place("params.yaml")
+    dvc_yaml = _Place("dvc.yaml")
+    deepspeed = _Place("infra/deepspeed")
+    """The folder of DeepSpeed's settings."""
 
     def relative(self, path: Path) -> str:
         """A path below the project's folder as dvc.yaml writes it."""

@@ -49,6 +49,8 @@ class Chain:
     experiment: str | None
     path: str | None
     """The out that was given, if a single one was."""
+    data: Mapping[str, Any]
+    """The section of params.yaml. Only its source `files` reads its path."""
     links: Sequence[Link]
     results: EvaluationResults
     """The comparisons of stage judge; empty if they are of other responses."""
@@ -125,7 +127,8 @@ def _of_revision(
     notes = list(_notes(links, written, "in this commit" if revision else "here"))
     if results is None:
         notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
-    return Chain(revision, name, path, links, results or EvaluationResults(), notes)
+    data = config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml").get("data", {})
+    return Chain(revision, name, path, data, links, results or EvaluationResults(), notes)
 
 
 def _connected(graph: Mapping[str, dvc_files.Node], last: str | None) -> list[str]:
@@ -255,7 +258,9 @@ def lines(chain: Chain) -> Iterator[str]:
     written = {out for link in chain.links for out in link.outs}
     raw = {dep: md5 for link in chain.links for dep, md5 in link.inputs.items() if dep not in written}
     for path, md5 in raw.items():
-        if not path.startswith(dvc_files.KEPT_BY_GIT):
+        if path == chain.data.get("path") and chain.data["source"] != "files":
+            yield f"data         source {chain.data['source']}"
+        elif not path.startswith(dvc_files.KEPT_BY_GIT):
             yield f"data         {path}  {md5 or 'not in dvc.lock'}"
     for link in chain.links:
         run = link.lineage.get("rlhf.run")

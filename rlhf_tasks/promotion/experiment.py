@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlhf_tasks import console, presets
+from rlhf_tasks import config, console, presets
 from rlhf_tasks.config import Config
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, workspaces
 from rlhf_tasks.project.paths import Paths
 
@@ -35,15 +35,32 @@ def checked_out(root: Path, settings: Config, name: str, revision: str) -> Itera
         UserError: if it has no policy, or a file that judging needs cannot be found.
     """
     local = settings.model_dump(mode="json", by_alias=True)
-    text, merged = presets.replaced(
-        git.show(root, revision, "params.yaml"),
-        {section: local[section] for section in LOCAL_SECTIONS},
-        f"params.yaml of {name} with the local sections {', '.join(LOCAL_SECTIONS)}",
-    )
+    given = git.show(root, revision, "params.yaml")
+    origin = f"params.yaml of {name} with the local sections {', '.join(LOCAL_SECTIONS)}"
+    try:
+        text, merged = presets.replaced(
+            given, {section: local[section] for section in LOCAL_SECTIONS}, origin
+        )
+    except ConfigError as error:
+        raise UserError(f"{error}\n{_remedy(given, name, revision)}") from None
     with workspaces.visited(root, f"promote-{name}", text, revision) as folder:
         paths = Paths(folder)
         _pull(paths, name)
         yield merged, paths
+
+
+def _remedy(text: str, name: str, revision: str) -> str:
+    """What makes the local judges and gate fit an experiment with these parameters."""
+    if theirs := presets.matching(config.flatten(config.parse(text, f"params.yaml of {name}"))):
+        words = f"rlhf preset {' '.join(theirs)}"
+        return (
+            f"{name} was run with preset {' and '.join(theirs)}. `{words}` gives params.yaml the judges and "
+            "the gate of that preset; then repeat the command. `git diff params.yaml` shows what changed"
+        )
+    return (
+        f"Set the sections judge and promotion of params.yaml to those of {name}, which `git show "
+        f"{revision[:10]}:params.yaml` prints; then repeat the command"
+    )
 
 
 def _pull(paths: Paths, name: str) -> None:

@@ -162,7 +162,7 @@ def _criteria(
     }
     pairs = [(judge, b) for b, bound in bounds.items() if bound is not None for judge in promotion.named]
     for judge, b in pairs:
-        title = f"win rate over {OPPONENTS[b]} by {judge} (95% low)"
+        title = f"win rate over {OPPONENTS[b]} by {judge.replace('_', ' ')} (95% low)"
         low = _of_comparison(evidence.results, judge, b, lambda one: one.win_rate.low)
         yield from _bounded(f"over_{b}/{judge}", title, low, ">", bounds[b])
     yield from _kl(evidence.kl, promotion.max_kl)
@@ -196,9 +196,9 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
         )
         title = f"perplexity on {name} over SFT's"
         yield from _bounded(f"perplexity/{text}", title, growth, "<=", promotion.max_perplexity_growth)
-    drop = _combined(lambda s, p: s - p, *(_multiple_choice(results, who) for who in ("sft", "policy")))
-    title = "multiple-choice accuracy lost since SFT"
-    yield from _bounded("choice_drop", title, drop, "<=", promotion.max_choice_drop)
+    change = _combined(lambda s, p: p - s, *(_multiple_choice(results, who) for who in ("sft", "policy")))
+    bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
+    yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
 
 
 def _bounded(

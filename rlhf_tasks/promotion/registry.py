@@ -79,6 +79,18 @@ def translated_errors() -> Iterator[None]:
         raise Unreachable(_reason(error)) from None
 
 
+@contextmanager
+def _passed_over(code: str) -> Iterator[None]:
+    """Let MLflow's errors of this code pass."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code != code:
+            raise
+
+
 def _reason(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}…"
@@ -140,24 +152,14 @@ class Registry:
             return str(runs[0].info.run_id) if runs else None
 
     def _aliases(self) -> dict[str, str]:
-        from mlflow.exceptions import MlflowException
-
-        try:
+        with _passed_over(NOT_FOUND):
             return {k: str(v) for k, v in self.client.get_registered_model(self.name).aliases.items()}
-        except MlflowException as error:
-            if error.error_code != NOT_FOUND:
-                raise
-            return {}
+        return {}
 
     def _version(self, number: str) -> Version | None:
-        from mlflow.exceptions import MlflowException
-
-        try:
+        with _passed_over(NOT_FOUND):
             return _version(self.client.get_model_version(self.name, number))
-        except MlflowException as error:
-            if error.error_code != NOT_FOUND:
-                raise
-            return None
+        return None
 
     # ------------------------------------------------------------------------------- writing
 
@@ -168,7 +170,8 @@ class Registry:
             if known is not None:
                 self._tag(known.number, {k: v for k, v in tags.items() if known.tags.get(k) != v})
                 return Version(known.number, {**known.tags, **tags})
-            self._create_model()
+            with _passed_over(ALREADY_EXISTS):
+                self.client.create_registered_model(self.name, description=DESCRIPTION)
             # MLflow's server refuses a source with `..` in it.
             shown = Path(path).name if ".." in Path(path).parts else path.strip("/")
             created = self.client.create_model_version(
@@ -176,15 +179,6 @@ class Registry:
                 await_creation_for=0,
             )  # fmt: skip
             return _version(created)
-
-    def _create_model(self) -> None:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.create_registered_model(self.name, description=DESCRIPTION)
-        except MlflowException as error:
-            if error.error_code != ALREADY_EXISTS:
-                raise
 
     def challenge(self, version: Version) -> None:
         """Move the alias `challenger` to a version."""

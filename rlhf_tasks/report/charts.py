@@ -20,6 +20,7 @@ from rlhf_tasks.report.numbers import number, percent
 
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 48, 14, 12, 38
+ROUNDING = 1e-4  # of a step: a value this far outside of a tick, such as a KL of −1e-7, needs no other
 MAX_BUCKETS = 120  # of a line with more than twice as many points
 
 
@@ -41,7 +42,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first, last = math.floor(low / step + ROUNDING), math.ceil(high / step - ROUNDING)
     return [k * step for k in range(first, last + 1)]
 
 
@@ -116,7 +117,7 @@ def line_chart(
         label: The figure's text for readers who do not see it; the ends of the curves are appended.
         axis: The name of the x axis.
         curves: Each is drawn with its own band, if it has one.
-        band: A range of y that is shaded.
+        band: A range of y that is shaded, as far as it is among the values.
         guide: The y of a dashed line.
         diagonal: Whether to draw a dashed line on which y equals x.
 
@@ -127,7 +128,7 @@ def line_chart(
     ys = [y for curve in curves for y in (*curve.y, *curve.low, *curve.high)]
     if not xs:
         raise ValueError(f"nothing to draw in {label!r}")
-    shown = [*ys, *(band or ()), *([guide] if guide is not None else [])]
+    shown = [*ys, *([guide] if guide is not None else [])]
     shown += [min(xs), max(xs)] if diagonal else []
     y_ticks = ticks(min(shown), max(shown))
     frame = _Frame(min(xs), max(xs), y_ticks[0], y_ticks[-1])
@@ -153,8 +154,8 @@ def _background(
 ) -> list[Markup]:
     """The shaded band, both axes, and the guide."""
     parts = []
-    if band:
-        top, bottom = frame.y(band[1]), frame.y(band[0])
+    if band and band[0] < frame.high_y and band[1] > frame.low_y:
+        top, bottom = frame.y(min(band[1], frame.high_y)), frame.y(max(band[0], frame.low_y))
         rectangle = Markup('<rect class="band" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>')
         parts.append(rectangle.format(LEFT, top, WIDTH - LEFT - RIGHT, bottom - top))
     parts += _y_axis([(frame.y(y), text) for y, text in zip(y_ticks, tick_labels(y_ticks), strict=True)])

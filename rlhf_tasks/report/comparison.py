@@ -14,13 +14,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config
+from rlhf_tasks.config import ReportView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import experiments, git
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report.identity import Origin, facts
 
 HOW_NOT_WHAT = {"launch", "resume", "tracking", "service"}  # sections that change no result
 UNCOMPARED = HOW_NOT_WHAT | {"promotion"}  # the gate changes the verdict, but no weight and no win rate
@@ -43,6 +46,8 @@ class Result:
     """Text by dotted key: the parameters that decide the result, without the seed."""
     identity: str = ""
     """A commit, a folder or MLflow's id: one run may be given by several names."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What is known of the run, by title: see `identity.facts`."""
 
 
 # --------------------------------------------------------------------------------------- reading
@@ -105,7 +110,9 @@ def _experiment(root: Path, name: str) -> str | None:
 def _of_commit(root: Path, revision: str, name: str) -> Result:
     paths = [path for kind in ("metrics/", "plots/") for path in git.files(root, revision, kind)]
     paths += git.files(root, revision, "params.yaml")
-    return _of_files(name, paths, lambda path: git.show(root, revision, path), revision)
+    time = datetime.fromisoformat(git.output(root, "log", "-1", "--format=%cI", revision)).astimezone(UTC)
+    origin = Origin(name, time, git.commit(root, f"{revision}^") or "")
+    return _of_files(root, origin, paths, lambda path: git.show(root, revision, path), revision)
 
 
 def _of_folder(folder: Path, name: str) -> Result:
@@ -113,19 +120,25 @@ def _of_folder(folder: Path, name: str) -> Result:
     paths = sorted(path.relative_to(folder).as_posix() for path in files)
     if not any(path.startswith("metrics/") for path in paths):
         raise UserError(f"{name}/metrics is empty: no stage has run there; leave this run out")
+    lineage = {path.stem: json.loads(path.read_bytes()) for path in folder.glob("models/lineage/*.json")}
+    origin = Origin.of_lineage(lineage)._replace(name=name)
     identity = str(folder.resolve())
-    return _of_files(name, paths, lambda path: (folder / path).read_text(encoding="utf-8"), identity)
+    return _of_files(folder, origin, paths, lambda path: (folder / path).read_text("utf-8"), identity)
 
 
-def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str], identity: str) -> Result:
+def _of_files(
+    root: Path, origin: Origin, paths: Sequence[str], text: Callable[[str], str], identity: str
+) -> Result:
     metrics: dict[str, float] = {}
     curves: dict[str, Sequence[Mapping[str, float]]] = {}
     parameters: dict[str, Any] = {}
+    known: dict[str, str] = {}
     for path in paths:
         stage = Path(path).stem
         try:
             if path == "params.yaml":
-                parameters = config.flatten(config.parse(text(path), path))
+                tree = config.parse(text(path), path)
+                parameters, known = config.flatten(tree), _facts(tree, origin, root)
             elif path.endswith(".csv"):
                 curves[stage] = _rows(text(path))
             else:
@@ -133,9 +146,17 @@ def _of_files(name: str, paths: Sequence[str], text: Callable[[str], str], ident
                 metrics |= {f"{stage}/{key}": float(value) for key, value in tree.items()}
         except (ValueError, TypeError, AttributeError, UserError) as error:
             raise UserError(
-                f"{path} of {name} cannot be read ({error}); restore it, or leave this run out"
+                f"{path} of {origin.name} cannot be read ({error}); restore it, or leave this run out"
             ) from None
-    return _result(name, metrics, curves, parameters, identity)
+    return replace(_result(origin.name, metrics, curves, parameters, identity), facts=known)
+
+
+def _facts(tree: Mapping[str, Any], origin: Origin, root: Path) -> dict[str, str]:
+    """Empty for parameters that this version of the code refuses."""
+    try:
+        return facts(ReportView.of(config.validate(tree, "params.yaml")), origin, root)
+    except UserError:
+        return {}
 
 
 def _result(

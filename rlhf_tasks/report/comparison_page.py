@@ -15,6 +15,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import charts, comparison, measures, page
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.comparison import Result
+from rlhf_tasks.report.identity import CHANGES
 from rlhf_tasks.report.inputs import Curve
 from rlhf_tasks.tracking import catalogue
 from rlhf_tasks.tracking.catalogue import Metric, Panel
@@ -52,14 +53,20 @@ def context(results: Sequence[Result]) -> dict[str, Any]:
     others = sorted({name for result in results for name in result.metrics} - set(headlines))
     return {
         "num_runs": len(results),
-        "groups": [
-            (label, [(result.experiment, result.seed) for result in own]) for label, own in groups.items()
-        ],
+        "groups": list(groups),
+        "titles": list(dict.fromkeys(title for facts in map(_facts, results) for title in facts)),
+        "runs": [(order, _facts(result)) for order, own in enumerate(groups.values()) for result in own],
         "parameters": _parameters(groups),
         "headlines": [(name, [_cell(own, name) for own in groups.values()]) for name in headlines],
         "others": [(name, [_cell(own, name) for own in groups.values()]) for name in others],
         "figures_drawn": list(_figures(groups)),
     }
+
+
+def _facts(result: Result) -> dict[str, str]:
+    """Which run it is. The parameters that differ have a table of their own."""
+    least = {"Run": result.experiment, "Seed": str(result.seed)}
+    return {title: text for title, text in (result.facts or least).items() if title != CHANGES}
 
 
 def _groups(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -150,7 +157,12 @@ def _figure(
     rows = (row for own in groups.values() for r in own for row in r.curves.get(stage, ()) if name in row)
     axis = next(iter(next(rows)))
     svg = charts.line_chart(panel.title, axis, curves, band=panel.band, guide=panel.guide)
-    yield Figure(panel.title, f"{stage}, `{name}`", svg, [curve.name for curve in curves])
+    yield Figure(
+        panel.title,
+        f"{catalogue.in_words(stage, name)}, `{stage}/{name}`",
+        svg,
+        [curve.name for curve in curves],
+    )
 
 
 def _curve(label: str, results: Sequence[Result], stage: Stage, name: str) -> Curve:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rlhf_tasks.config import Stage
 from rlhf_tasks.report import charts
@@ -19,13 +20,13 @@ def of_stages(curves: Mapping[str, Curves], stages: Sequence[Stage]) -> list[Fig
         for stage in stages
         if stage in curves
         for panel in catalogue.panels(stage)
-        for figure in _figure(curves[stage], panel)
+        for figure in _figure(stage, curves[stage], panel)
     ]
 
 
-def _figure(curves: Curves, panel: Panel) -> Iterator[Figure]:
-    names = panel.select(curves.by_name)
-    drawn = [curves.by_name[name] for name in names if curves.by_name[name].x]
+def _figure(stage: Stage, curves: Curves, panel: Panel) -> Iterator[Figure]:
+    known = (curves.by_name[name] for name in panel.select(curves.by_name))
+    drawn = [replace(curve, name=catalogue.in_words(stage, curve.name)) for curve in known if curve.x]
     if not drawn:
         return
     not_drawn = sum(curve.num_not_finite for curve in drawn)

@@ -105,8 +105,8 @@ class _Reader:
         return [] if (file := self.existing(path)) is None else _rows(file, columns)
 
 
-def read(paths: Paths) -> Inputs:
-    """Read the files of a project.
+def read(paths: Paths, unread: str | None = None) -> Inputs:
+    """Read the files of a project. The lineage leaves out `unread`, a dep that no stage reads.
 
     Raises:
         UserError: if the results of stage judge are missing, or a file exists and cannot be read; later, if
@@ -123,7 +123,7 @@ def read(paths: Paths) -> Inputs:
         results=EvaluationResults.read(paths.evaluation_results),
         metrics={s: _metrics(p) for s in REPORTED if (p := reader.existing(paths.metrics(s)))},
         curves={s: _curves(p) for s in CURVED if (p := reader.existing(paths.curves(s)))},
-        lineage={s: _json(p) for s in REPORTED if (p := reader.existing(paths.lineage(s)))},
+        lineage={s: _lineage(p, unread) for s in REPORTED if (p := reader.existing(paths.lineage(s)))},
         outs=_outs(paths),
         responses=reader.rows(paths.judged_responses, "index", "prompt"),
         comparisons=reader.rows(
@@ -158,6 +158,12 @@ def _json(path: Path) -> JsonObject:
         raise UserError(f"{path} is not readable as JSON ({error}); {_advice(path)}") from None
     if not isinstance(tree, JsonObject):
         raise UserError(f"{path} must hold an object, but holds {type(tree).__name__}; {_advice(path)}")
+    return tree
+
+
+def _lineage(path: Path, unread: str | None) -> JsonObject:
+    tree = _json(path)
+    tree.get("inputs", {}).pop(unread, None)
     return tree
 
 

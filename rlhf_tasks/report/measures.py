@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rlhf_tasks.evaluation.results import EvaluationResults, Interval
-from rlhf_tasks.report import names, numbers
+from rlhf_tasks.report import numbers
+from rlhf_tasks.tracking import catalogue
 
 Table = dict[str, dict[str, str]]
 """Measure → model → value."""
@@ -16,11 +17,12 @@ def responses(results: EvaluationResults) -> Table:
     table: Table = {}
     for name, statistics in results.responses.items():
         for measure, value in statistics.model_dump().items():
-            table.setdefault(measure, {})[name] = numbers.number(value)
+            table.setdefault(_measure(f"{measure}/{name}"), {})[name] = numbers.number(value)
     for judge, responders in results.facets.items():
         for name, measures in responders.items():
             for measure, value in measures.items():
-                table.setdefault(f"{judge}/{measure}", {})[name] = numbers.number(value)
+                title = _measure(f"{judge}/{name}/{measure}")
+                table.setdefault(title, {})[name] = numbers.number(value)
     return dict(sorted(table.items()))
 
 
@@ -29,27 +31,33 @@ def retention(results: EvaluationResults) -> Table:
     table: Table = {}
     for name, one in results.retention.items():
         if one.multiple_choice is not None:
-            table.setdefault("multiple-choice accuracy", {})[name] = interval_text(one.multiple_choice)
+            title = _measure(f"choice/{name}")
+            table.setdefault(title, {})[name] = interval_text(one.multiple_choice)
         for text, perplexity in one.perplexity.items():
-            table.setdefault(f"perplexity/{text}", {})[name] = numbers.number(perplexity)
+            title = _measure(f"perplexity/{text}/{name}")
+            table.setdefault(title, {})[name] = numbers.number(perplexity)
     return dict(sorted(table.items()))
+
+
+def _measure(name: str) -> str:
+    """The words for a metric of one model, without the model."""
+    words = catalogue.in_words("judge", name)
+    return words.rpartition(": ")[0] or words
 
 
 def reward_facts(metrics: Mapping[str, float], results: EvaluationResults) -> list[tuple[str, str]]:
     """Numbers that show how far the reward model can be trusted, from its own stage and from the judge's."""
-    facts = [(key, with_interval(metrics, key)) for key in metrics if not is_interval_end(metrics, key)]
-    for one in results.reward_diagnostics:
-        if one.agreement is not None:
-            title = (
-                f"{one.model}: agreement with the gold judge on {names.ORIGINS.get(one.origin, one.origin)}"
-            )
-            facts.append((title, interval_text(one.agreement)))
-    gaps = results.reward_gaps
-    if gaps is not None:
-        facts.append(("win rate over SFT by the optimised reward", numbers.number(gaps.win_rate_by_reward)))
-        title = "the same less the win rate by "
-        facts += [(f"{title}{judge}", numbers.number(gap)) for judge, gap in sorted(gaps.by_judge.items())]
-    return facts
+    own = [key for key in metrics if not is_interval_end(metrics, key)]
+    facts = [(catalogue.in_words("reward", key), with_interval(metrics, key)) for key in own]
+    judged = {
+        f"agreement/{one.model}/{one.origin}": interval_text(one.agreement)
+        for one in results.reward_diagnostics
+        if one.agreement is not None
+    }
+    if (gaps := results.reward_gaps) is not None:
+        rates = {"win_rate_by_reward": gaps.win_rate_by_reward, **dict(sorted(gaps.by_judge.items()))}
+        judged |= {f"reward_gap/{name}": numbers.number(value) for name, value in rates.items()}
+    return [*facts, *((catalogue.in_words("judge", key), text) for key, text in judged.items())]
 
 
 def is_interval_end(metrics: Mapping[str, float], key: str) -> bool:

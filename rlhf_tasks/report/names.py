@@ -1,4 +1,4 @@
-"""How the report names models, judges and origins of pairs."""
+"""How the report names models and judges in titles."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ RESPONDERS = ("reference", "sft", "policy")
 LANGUAGE_MODELS = ("base", "sft", "policy")
 MODELS: Mapping[str, str] = {"base": "Base", "reference": "Reference", "sft": "SFT", "policy": "Policy"}
 JUDGES: Mapping[str, str] = {"gold": "Gold judge", "reward_model": "Reward model"}
-REWARD_MODELS: Mapping[str, str] = {
-    "reward": "the reward model that PPO optimises",
-    "reward_heldout": "the held-out reward model",
-}
-ORIGINS: Mapping[str, str] = {
-    "given": "given pairs",
-    "sft_samples": "SFT samples",
-    "policy_samples": "policy samples",
-}
 
 
 def model(name: str) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from markupsafe import Markup, escape
 
-from rlhf_tasks.config import flatten
+from rlhf_tasks.config import Stage, flatten
 from rlhf_tasks.report import (
     agreement,
     chain,
@@ -30,9 +31,12 @@ from rlhf_tasks.tracking import catalogue
 KL = "objective/kl"
 
 
-def render(inputs: Inputs) -> str:
-    """The whole page as one HTML document that loads nothing. Equal inputs give equal text."""
-    return document("page.html", context(inputs))
+def render(inputs: Inputs, run: Mapping[str, str]) -> str:
+    """The whole page as one HTML document that loads nothing. Equal inputs give equal text.
+
+    `run` says which run this is: see `identity.facts`.
+    """
+    return document("page.html", {"run": run, **context(inputs)})
 
 
 def document(template: str, variables: Mapping[str, Any]) -> str:
@@ -47,7 +51,8 @@ def document(template: str, variables: Mapping[str, Any]) -> str:
     )
     environment.filters |= {
         "number": numbers.number, "percent": numbers.percent, "hundredths": numbers.hundredths,
-        "named": names.model, "judge_named": names.judge, "code": _code,
+        "named": names.model, "judge_named": names.judge, "code": _code, "key": _key,
+        "in_words": _in_words,
     }  # fmt: skip
     style = Markup((here / "page.css").read_text(encoding="utf-8"))  # our own file, so trusted
     return environment.get_template(template).render(style=style, **variables)
@@ -104,8 +109,9 @@ def _measured(inputs: Inputs) -> dict[str, Any]:
 
 
 def _kl(ppo: Mapping[str, float]) -> dict[str, Any] | None:
-    """The card of PPO's last KL; None where it is not known."""
-    value = ppo.get(KL)
+    """The card of the kept checkpoint's KL, as in the gate, else of the last rollout's; None without both."""
+    selected, last = ppo.get("selected_kl"), ppo.get(KL)
+    value = last if selected is None else selected
     if value is None or not math.isfinite(value):
         return None
     low, high = _kl_band()
@@ -117,7 +123,9 @@ def _kl(ppo: Mapping[str, float]) -> dict[str, Any] | None:
         "side": side,
         "svg": charts.gauge(label, value, (low, high)),
         "episode": ppo.get("selected_episode"),
-        "selected": ppo.get("selected_kl"),
+        "standard_error": ppo.get("selected_kl_standard_error"),
+        "is_selected": selected is not None,
+        "last": last,
     }
 
 
@@ -134,6 +142,18 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, str]:
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in flatten(tree).items()
     }
+
+
+def _in_words(name: str) -> str:
+    """The words for a metric `STAGE/NAME`."""
+    stage, _, own = name.partition("/")
+    return catalogue.in_words(cast(Stage, stage), own)
+
+
+def _key(name: str) -> Markup:
+    """A metric's name, a parameter or a path, which a narrow page may break after `/`, `_` and `.` only."""
+    parts = re.split(r"(?<=[/_.])", name)
+    return Markup("<code>{}</code>").format(Markup("<wbr>").join(parts))
 
 
 def _code(text: str) -> Markup:

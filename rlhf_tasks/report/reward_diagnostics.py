@@ -10,6 +10,7 @@ from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.report import charts, names, numbers
 from rlhf_tasks.report.charts import Figure
 from rlhf_tasks.report.inputs import Curve, Rows
+from rlhf_tasks.tracking.catalogue import placeholder_in_words
 
 CALIBRATION_NOTE = (
     "Share of pairs that the model orders right, by the probability that it gives its order. Below the "
@@ -26,14 +27,18 @@ def calibration(rows: Rows, results: EvaluationResults) -> Iterator[Figure]:
     errors = {(one.model, one.origin): one.calibration_error for one in results.reward_diagnostics}
     for model, own in _grouped(rows, "model").items():
         groups = _grouped(own, "origin")
-        curves = [_curve(_origin(o), part, "confidence", "right") for o, part in groups.items()]
-        known = [f"{_origin(o)} {numbers.percent(errors[model, o])}" for o in groups if (model, o) in errors]
+        curves = [_curve(placeholder_in_words(o), part, "confidence", "right") for o, part in groups.items()]
+        known = [
+            f"{placeholder_in_words(o)} {numbers.percent(errors[model, o])}"
+            for o in groups
+            if (model, o) in errors
+        ]
         note = (
             f"{CALIBRATION_NOTE} Expected calibration error: {', '.join(known)}."
             if known
             else CALIBRATION_NOTE
         )
-        title = f"Calibration of {names.REWARD_MODELS.get(model, model)}"
+        title = f"Calibration of {placeholder_in_words(model)}"
         svg = charts.line_chart(title, "confidence", curves, diagonal=True)
         yield Figure(title, note, svg, [curve.name for curve in curves])
 
@@ -48,10 +53,6 @@ def lengths(rows: Rows) -> Iterator[Figure]:
         title = f"Score by length: {scorer}"
         svg = charts.line_chart(title, "characters", curves)
         yield Figure(title, LENGTH_NOTE, svg, [curve.name for curve in curves])
-
-
-def _origin(name: str) -> str:
-    return names.ORIGINS.get(name, name)
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Rows]:

@@ -26,7 +26,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     validation = _texts(paths, tokenizer, "validation")
     if config.model.scratch is not None:
         train = _texts(paths, tokenizer, "train")
-        longest = max(map(sum, [*train.sizes, *validation.sizes]))
+        longest = max([*train.sizes, *validation.sizes])
         model = models.from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )

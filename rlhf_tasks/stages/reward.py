@@ -14,27 +14,40 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
-from rlhf_tasks.data.batches import Batch, Ids, collate, encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.data.batches import (
+    Batch,
+    Ids,
+    collate,
+    encode,
+    encode_answers,
+    fork,
+    load_tokenizer,
+    read_table,
+    sizes,
+)
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.modeling.models import TokenScores, last_token
+from rlhf_tasks.modeling.head import head_logprobs
+from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training.beside import beside
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import Fit, Sums, evaluate, lm_sums, resumed
+from rlhf_tasks.training.supervised import Fit, Sums, evaluate, resumed
 
 NONE_MADE = """\
 # No reward model
@@ -42,6 +55,7 @@ NONE_MADE = """\
 `reward.train` is false: no scorer, critic or judge of params.yaml uses a reward model.
 """
 Row = dict[str, Any]
+PAIRS_WORTH_A_PROCESS = 2000  # the other process takes some five seconds to start
 
 
 def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -54,19 +68,63 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     rt = Runtime(config.launch, config.seed)
     if not config.reward.train:
         return _none_made(rt, paths)
+    threads = torch.get_num_threads()
+    if rt.world_size > 1 or rt.device.type != "cpu" or threads == 1:
+        return _made_one_after_the_other(rt, config, paths, tracker)
+    torch.set_num_threads(threads // 2)  # in one process too: the cores do not decide the result
+    try:
+        if pq.read_metadata(paths.table("comparisons", "train")).num_rows < PAIRS_WORTH_A_PROCESS:
+            return _made_one_after_the_other(rt, config, paths, tracker)
+        return _made_in_two_processes(rt, config, paths, tracker)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _made_one_after_the_other(
+    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker
+) -> dict[str, float]:
+    metrics = _made(rt, config, paths, tracker, "reward")
+    return metrics | _made(rt, config, paths, tracker, "reward_heldout")
+
+
+def _made_in_two_processes(
+    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker
+) -> dict[str, float]:
+    """Both models at once on a CPU, each with half of its threads: one small model does not use them all."""
+    with beside(_made_beside, config, paths, torch.get_num_threads()) as heldout:
+        metrics = _made(rt, config, paths, tracker, "reward")
+        found, history = heldout()
+    for row in history:
+        tracker.metrics({key: x for key, x in row.items() if key != "step"}, step=int(row["step"]))
+    return metrics | found
+
+
+def _made_beside(
+    config: RewardView, paths: Paths, threads: int
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """The held-out model's metrics and curves."""
+    torch.set_num_threads(threads)
+    tracker = Tracker("reward")
+    metrics = _made(Runtime(config.launch, config.seed), config, paths, tracker, "reward_heldout")
+    return metrics, tracker.history()
+
+
+def _made(
+    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker, name: Literal["reward", "reward_heldout"]
+) -> dict[str, float]:
+    """Write one of the two models; returns its metrics."""
     tokenizer = load_tokenizer(paths.sft)
-    metrics: dict[str, float] = {}
-    for number, (name, out) in enumerate(_outs(paths).items()):
-        if config.reward.source is not None and name == "reward":
-            scores, parents = _fetched(paths, config.reward, tokenizer)
-        else:
-            scores = _trained(rt, paths, config, tokenizer, tracker, name, seed=config.seed + 1000 * number)
-            parents = {"sft": contracts.fingerprint(paths.sft)}
-        metrics |= _measured(rt, paths, scores, tokenizer, "" if name == "reward" else "heldout/")
-        with rt.gathered(scores):
-            if rt.is_main:
-                _save(paths, config, scores, tokenizer, out, parents)
-        rt.barrier()
+    if config.reward.source is not None and name == "reward":
+        scores, parents = _fetched(paths, config.reward, tokenizer)
+    else:
+        seed = config.seed + 1000 * (name == "reward_heldout")
+        scores = _trained(rt, paths, config, tokenizer, tracker, name, seed)
+        parents = {"sft": contracts.fingerprint(paths.sft)}
+    metrics = _measured(rt, paths, scores, tokenizer, "" if name == "reward" else "heldout/")
+    with rt.gathered(scores):
+        if rt.is_main:
+            _save(paths, config, scores, tokenizer, _outs(paths)[name], parents)
+    rt.barrier()
     return metrics
 
 
@@ -88,32 +146,33 @@ class Pairs:
     margin: float = 0.0
     centring_coef: float = 0.0
     lm_coef: float = 0.0
+    forked: bool = False
+    """Whether the two responses share a row, and the model reads the query once."""
 
     def __post_init__(self) -> None:
-        longest = [max(len(c), len(r)) for c, r in zip(self.chosen, self.rejected, strict=True)]
-        self.sizes = [(2 * len(q), 2 * n) for q, n in zip(self.queries, longest, strict=True)]
+        with_chosen, with_rejected = sizes(self.queries, self.chosen), sizes(self.queries, self.rejected)
+        if self.forked:
+            self.sizes = [a + len(r) for a, r in zip(with_chosen, self.rejected, strict=True)]
+        else:
+            self.sizes = [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
 
     def weight(self, rows: Sequence[int]) -> float:
         return len(rows)
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        queries = [self.queries[i] for i in rows]
-        answers = [self.chosen[i] for i in rows] + [self.rejected[i] for i in rows]
-        batch = collate(queries * 2, answers, self.pad).to(device)
-        per_token, logits = model(batch)
-        chosen, rejected = last_token(per_token, batch).chunk(2)
-        sums = pair_sums(chosen, rejected, self.margin, self.centring_coef)
-        if self.lm_coef and logits is not None:
-            # the mean over the tokens of each chosen response, so that the sum is over pairs
-            half = len(rows)
-            for i in range(half):
-                one = Batch(
-                    batch.query_response[i : i + 1],
-                    batch.attention_mask[i : i + 1],
-                    batch.response_mask[i : i + 1],
-                )
-                nll = lm_sums(logits[i : i + 1], one)["loss"] / one.response_mask.sum()
-                sums["loss"] = sums["loss"] + self.lm_coef * nll
+        queries, chosen, rejected = (
+            [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
+        )
+        if self.forked:
+            pairs = fork(queries, chosen, rejected, self.pad).to(device)
+            per_token, _ = model(pairs)
+            scores = per_token.gather(1, pairs.ends_of_chosen[:, None]).squeeze(1), per_token[:, -1]
+            return pair_sums(*scores, self.margin, self.centring_coef)
+        batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
+        per_token, means = model(batch)
+        sums = pair_sums(*per_token[:, -1].chunk(2), self.margin, self.centring_coef)
+        if means is not None:
+            sums["loss"] = sums["loss"] - self.lm_coef * means[: len(rows)].sum()
         return sums
 
 
@@ -128,16 +187,17 @@ def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: fl
 class Learner(nn.Module):
     """The reward model in training, with the policy's LM head if `lm_coef` is not 0."""
 
-    def __init__(self, scores: TokenScores, lm_head: nn.Module | None) -> None:
+    def __init__(self, scores: TokenScores, lm_head: nn.Linear | None) -> None:
         super().__init__()
         self.scores, self.lm_head = scores, lm_head
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """((B, T) scores, (B, R, V) logits or None)."""
-        hidden = self.scores.hidden_states(batch)
-        width = batch.num_response_columns
-        logits = None if self.lm_head is None else self.lm_head(hidden[:, -width - 1 : -1])
-        return self.scores.scored(hidden), logits
+        """((B, T) scores, (B,) mean log-probs of the response tokens or None)."""
+        hidden, mask = self.scores.hidden_states(batch), batch.response_mask
+        if self.lm_head is None:
+            return self.scores.scored(hidden), None
+        logprobs = head_logprobs(self.lm_head, hidden[:, -batch.num_response_columns - 1 :], batch)
+        return self.scores.scored(hidden), logprobs.sum(1) / mask.sum(1)
 
 
 def _trained(
@@ -159,13 +219,12 @@ def _trained(
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
-    train = _pairs(tokenizer, rows)
-    train.margin, train.centring_coef, train.lm_coef = (
-        settings.margin,
-        settings.centring_coef,
-        settings.lm_coef,
-    )
-    validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"))
+    forked = not settings.lm_coef and models.takes_forks(scores.model)
+    train = _pairs(
+        tokenizer, rows, forked=forked, margin=settings.margin, centring_coef=settings.centring_coef,
+        lm_coef=settings.lm_coef,
+    )  # fmt: skip
+    validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked)
     prefix = "" if name == "reward" else "heldout/"
     fit = Fit(rt, learner, train, settings, seed)
     for step in resumed(paths, config, name, fit, tracker):
@@ -182,12 +241,13 @@ def model_of(prompt: str) -> str:
     return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 3 else "reward_heldout"
 
 
-def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> Pairs:
+def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row], **settings: Any) -> Pairs:
     return Pairs(
         encode(tokenizer, [row["prompt"] for row in rows]),
         encode_answers(tokenizer, [row["chosen"] for row in rows]),
         encode_answers(tokenizer, [row["rejected"] for row in rows]),
         tokenizer.pad_token_id,
+        **settings,
     )
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import importlib
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from rlhf_tasks import config, console, tracking
-from rlhf_tasks.config import VIEWS, Stage
+from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import context, curves
+from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import launch, resume
 
 MODULES: Mapping[Stage, str] = {
@@ -70,8 +71,10 @@ def _run(stage: Stage, paths: Paths) -> int:
                 return 0
             write_results(paths, stage, claim.key, metrics, tracker.history())
             tracker.final(metrics)
-        claim.clear()
-    _say_summary(paths, stage, metrics, time.monotonic() - start, tracked=settings.tracking.enabled)
+        claim.finish()
+    _say_summary(paths, stage, metrics, time.monotonic() - start)
+    if stage == STAGES[-1]:
+        _say_where_results_are(paths, settings.tracking)
     return 0
 
 
@@ -128,16 +131,21 @@ def write_results(
     lineage.write(paths, stage, key)
 
 
-def _say_summary(
-    paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float, *, tracked: bool
-) -> None:
-    shown = sorted(metrics.items())[:SHOWN_METRICS]
-    title = f"{stage}: done in {console.duration(seconds)}"
-    if shown:
-        console.table(title, ["metric", "value"], shown)
+def _say_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:
+    names, title = catalogue.ordered(stage, metrics), f"{stage}: done in {console.duration(seconds)}"
+    if names:
+        console.table(title, ["metric", "value"], [(name, metrics[name]) for name in names[:SHOWN_METRICS]])
     else:
         console.say(title)
+    if len(names) > SHOWN_METRICS:
+        console.say(f"and {len(names) - SHOWN_METRICS} more in {paths.relative(paths.metrics(stage))}")
     outs = [path for path in dvc_files.graph(paths.root)[stage].outs if (paths.root / path).exists()]
     console.say(f"wrote {', '.join(outs)}")
-    more = "`dvc metrics show`" + (", and curves in MLflow: `make mlflow`" if tracked else "")
-    console.say(f"more: {more}")
+
+
+def _say_where_results_are(paths: Paths, settings: Tracking) -> None:
+    """Say at a pipeline's end what shows its results. A flow shows them itself, and removes its folder."""
+    if context.STAGE_RUN in os.environ or not (paths.root / ".dvc").is_dir():
+        return
+    curves_in = f"; curves: {context.uri(settings) or '`rlhf mlflow`'}" if settings.enabled else ""
+    console.say(f"more: {paths.relative(paths.reports)}/index.html; `dvc metrics show`{curves_in}")

@@ -22,6 +22,7 @@ PACKAGES = (
     "torch", "transformers", "accelerate", "deepspeed", "datasets", "tokenizers", "mlflow", "dvc", "prefect",
 )  # fmt: skip
 STAGE_RUN = "RLHF_STAGE_RUN"  # the flow run, in the environment of every process that its stages start
+EXPERIMENT_NAME = "DVC_EXP_NAME"  # of the run's experiment; `dvc exp run` sets it too
 HTTP_BOUNDS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
@@ -84,7 +85,7 @@ def parent(process: psutil.Process, key: str) -> dict[str, str]:
     experiment that it saved. The stages of one `dvc` process share a run, which is tagged with the experiment
     that `dvc exp run` saves at its end. A stage that is run alone has a pipeline of its own.
     """
-    flow_run, experiment = (os.environ.get(name) for name in ("PREFECT__FLOW_RUN_ID", "DVC_EXP_NAME"))
+    flow_run, experiment = (os.environ.get(name) for name in ("PREFECT__FLOW_RUN_ID", EXPERIMENT_NAME))
     known = {"prefect.flow_run_id": flow_run} if flow_run else {}
     if given := os.environ.get("RLHF_PARENT_RUN"):
         return {"key": given, "owner": "flow", **known}

@@ -18,11 +18,26 @@ if TYPE_CHECKING:
 
 CURVES: tuple[Stage, ...] = ("base", "sft", "reward", "ppo", "judge")
 """The stages with a plots/STAGE.csv."""
+HEADLINES = (
+    *(metric.name for metric in catalogue.metrics("ppo") if metric.headline and metric.curve),
+    "val/ratio",
+)
+"""The curves of PPO that the run of the pipeline has too."""
 
 
 def axis(stage: Stage | None) -> str:
     """What the x axis counts."""
     return "episode" if stage in ("ppo", "judge") else "step"
+
+
+def results(stage: Stage, values: Mapping[str, float]) -> dict[str, float]:
+    """Those of a stage's final values that the run of the pipeline has too, under the names that it uses."""
+    names = catalogue.select_headlines(stage, values)
+    return {
+        name if "/" in name else f"{stage}/{name}": values[name]
+        for name in names
+        if not (stage == "ppo" and name in HEADLINES)
+    }
 
 
 def csv_text(rows: Sequence[Mapping[str, float]], axis: str) -> str:

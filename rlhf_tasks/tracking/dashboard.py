@@ -11,10 +11,9 @@ from pathlib import Path
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.processes import HOST, free_port
-from rlhf_tasks.tracking import context
+from rlhf_tasks.tracking import context, view
 from rlhf_tasks.tracking.uploader import sync
 
-MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
 UNNAMED = "0"  # MLflow's default experiment, for runs that name none
 
 
@@ -29,24 +28,25 @@ def serve(home: Path, port: int) -> int:
     if not database.exists():
         raise UserError(f"there is no MLflow store yet ({database}); run `make run` first")
     free = free_port(port)
-    console.say(f"MLflow: http://{HOST}:{free} (Ctrl-C ends it)")
     for name, page in runs_pages(home, f"http://{HOST}:{free}").items():
-        console.say(f"runs of {name}: {page}")
+        console.say(f"MLflow, runs of {name}: {page}")
+    console.say("Ctrl-C ends the server")
     environment = server_environment(os.environ)
     return subprocess.run(server_command(home, free), env=environment, check=False).returncode
 
 
-def runs_pages(home: Path, address: str) -> dict[str, str]:
-    """The page with the runs of each experiment: the dashboard's first page shows prompts and traces."""
+def runs_pages(home: Path, address: str, experiment: str | None = None) -> dict[str, str]:
+    """The page with the runs of each experiment; `experiment` is created if there is none of that name."""
     from mlflow.tracking import MlflowClient
 
-    from rlhf_tasks.tracking.store import embedded_uri
+    from rlhf_tasks.tracking.store import embedded_uri, open_experiment
 
-    experiments = MlflowClient(embedded_uri(home)).search_experiments()
+    client = MlflowClient(embedded_uri(home))
+    names = [one.name for one in client.search_experiments() if one.experiment_id != UNNAMED]
+    location = (home / "mlartifacts").as_uri()
     return {
-        one.name: f"{address}/#/experiments/{one.experiment_id}/runs?{MODEL_TRAINING}"
-        for one in experiments
-        if one.experiment_id != UNNAMED
+        name: view.page(address, open_experiment(client, name, location))
+        for name in dict.fromkeys([*names, *([experiment] if experiment else [])])
     }
 
 

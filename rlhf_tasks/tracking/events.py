@@ -13,7 +13,8 @@ from typing import Any, Literal, TypedDict
 
 from rlhf_tasks.config import Stage
 
-PIPELINE = "pipeline"  # the `stage` of a flow's own run
+PIPELINE = "pipeline"  # the `stage` of a pipeline's own run
+REPORT_PAGE = "{report}"  # in a tag: the address of the run's report, which the uploader knows
 
 
 class Header(TypedDict):
@@ -48,10 +49,12 @@ class Metrics(TypedDict):
 
 
 class Headlines(TypedDict):
-    """Results that the pipeline's run shows too."""
+    """Points and results that the pipeline's run shows too."""
 
     kind: Literal["headlines"]
     time: int
+    step: int | None
+    """None for a result, which is no point of a curve."""
     values: Mapping[str, float]
 
 
@@ -120,7 +123,8 @@ def ending(error: BaseException | None, *, device: str = "", outs: Mapping[str, 
     if error is None:
         return End(kind="end", time=now(), status="FINISHED", reason="", device=device, outs=outs or {})
     if isinstance(error, Exception | SystemExit):
-        reason = f"{type(error).__name__}: {error}"
+        words = f"the process ended with exit status {error}"
+        reason = words if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
         return End(kind="end", time=now(), status="FAILED", reason=reason, device=device, outs={})
     reason = str(error) or "interrupted"
     return End(kind="end", time=now(), status="KILLED", reason=reason, device=device, outs={})

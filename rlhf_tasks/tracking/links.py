@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from rlhf_tasks.config import Tracking
+from rlhf_tasks.tracking import view
 
 MLFLOW_URL = "RLHF_MLFLOW_URL"  # the environment's name for the dashboard's address, as a browser sees it
 REQUEST_SECONDS = 5.0
@@ -45,11 +46,14 @@ def run_links(
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return {}  # what answers is not MLflow
     address = os.environ.get(MLFLOW_URL, mlflow)
-    return {stage: f"{address}/#/{page}" for stage, page in pages.items()}
+    return {
+        stage: view.run_page(address, *ids, "" if stage == "pipeline" else "/model-metrics")
+        for stage, ids in pages.items()
+    }
 
 
-def _pages(mlflow: str, experiment: str, conditions: Mapping[str, str]) -> dict[str, str]:
-    """The pages of the runs that meet these conditions; empty before the experiment has its first run."""
+def _pages(mlflow: str, experiment: str, conditions: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The ids of the experiment and of the run that meets each condition; empty before the first run."""
     with httpx.Client(base_url=f"{mlflow}/api/2.0/mlflow/", auth=_login(), timeout=REQUEST_SECONDS) as client:
         response = client.get("experiments/get-by-name", params={"experiment_name": experiment})
         if response.status_code == httpx.codes.NOT_FOUND:
@@ -59,7 +63,7 @@ def _pages(mlflow: str, experiment: str, conditions: Mapping[str, str]) -> dict[
             search = {"experiment_ids": [identity], "filter": condition, "max_results": 1}
             runs = _json(client.post("runs/search", json=search)).get("runs", [])
             if runs:
-                pages[stage] = f"experiments/{identity}/runs/{runs[0]['info']['run_id']}"
+                pages[stage] = identity, runs[0]["info"]["run_id"]
     return pages
 
 

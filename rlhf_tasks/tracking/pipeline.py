@@ -1,25 +1,39 @@
-"""The run of a whole flow, under which MLflow shows its stages. No torch or MLflow here.
+"""The run of a whole pipeline, under which MLflow shows its stages. No torch or MLflow here.
 
-It has a record of its own, as a stage has. The flow starts the uploader, so that MLflow is imported early. At
-its end, the flow waits until its runs are delivered or have failed.
+A flow's pipeline has a record of its own, as a stage has. The flow starts the uploader, so that MLflow is
+imported early. At its end, the flow waits until its runs are delivered or have failed. Under a plain
+`dvc repro`, stage `report` writes that record at the end: only the curves of PPO are sent before.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import psutil
 
-from rlhf_tasks import console
-from rlhf_tasks.config import Tracking
+from rlhf_tasks import config, console
+from rlhf_tasks.config import STAGES, Tracking
 from rlhf_tasks.project import git
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import context, uploader
-from rlhf_tasks.tracking.events import PIPELINE, Artifact, Header, Tags, ending, now
+from rlhf_tasks.tracking import context, curves, uploader
+from rlhf_tasks.tracking.events import (
+    PIPELINE,
+    REPORT_PAGE,
+    Artifact,
+    Figure,
+    Header,
+    Headlines,
+    Tags,
+    ending,
+    now,
+)
 from rlhf_tasks.tracking.outbox import DamagedRecordError, Outbox, Record
 
+NAME, NOTE = "mlflow.runName", "mlflow.note.content"
 WAIT_SECONDS, KILLED_WAIT_SECONDS = 10.0, 1.0  # for the delivery, at the flow's end
 
 
@@ -31,6 +45,9 @@ class Pipeline:
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Keep a copy of a file with the run."""
+
+    def results(self, paths: Paths) -> None:
+        """Log what the folder holds: PPO's curves, the results of all stages, the report."""
 
     def last_error(self) -> str | None:
         """Why MLflow does not receive the run or one of its stages; None if it receives all of them."""
@@ -47,9 +64,30 @@ class RecordPipeline(Pipeline):
         self._record.append(Tags(kind="tags", time=now(), values=dict(values)))
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
-        file = self._record.copy(path, None)
+        file = self._record.copy(path, folder)
         artifact = Artifact(kind="artifact", time=now(), file=file, folder=folder, table=False)
         self._record.append(artifact)
+
+    def results(self, paths: Paths) -> None:
+        if (table := paths.curves("ppo")).exists():
+            for row in curves.read_csv(table.read_text(encoding="utf-8")):
+                values = {name: row[name] for name in curves.HEADLINES if name in row}
+                self._headlines(int(row[curves.axis("ppo")]), values)
+            self.artifact(table, "plots")
+            figure = Figure(
+                kind="figure", time=now(), file="curves.png", table=f"plots/{table.name}", stage="ppo"
+            )
+            self._record.append(figure)
+        for stage in STAGES:
+            if (file := paths.metrics(stage)).exists():
+                values = config.flatten(json.loads(file.read_text(encoding="utf-8")))
+                self._headlines(None, curves.results(stage, values))
+        if (report := paths.reports / "index.html").exists():
+            self.artifact(report, "report")
+
+    def _headlines(self, step: int | None, values: Mapping[str, float]) -> None:
+        if values:
+            self._record.append(Headlines(kind="headlines", time=now(), step=step, values=dict(values)))
 
     def last_error(self) -> str | None:
         is_running = uploader.is_running(self._outbox)
@@ -63,6 +101,34 @@ class RecordPipeline(Pipeline):
     def pending(self) -> list[Record]:
         """The records of the run and of its stages that MLflow does not have completely."""
         return [record for record in self._outbox.pending() if _parent_of(record) == self._parent]
+
+
+def note(facts: Mapping[str, str | None], *, has_report: bool = False) -> str:
+    """The description of a run in MLflow: what it is, and where the rest of it is found."""
+    report = {"report": f"[open the report]({REPORT_PAGE})"} if has_report else {}
+    lines = [f"- **{name}:** {text}" for name, text in {**facts, **report}.items() if text]
+    return "\n".join(["One run of the pipeline: SFT, reward model, PPO, judge.\n", *lines])
+
+
+def log_repro(paths: Paths, outbox: Outbox, header: Header) -> Record:
+    """The record of the pipeline of a `dvc repro`, by the header of its last stage."""
+    record = outbox.record(f"{header['key']}-{PIPELINE}")
+    own = {"key": record.key, "stage": PIPELINE, "parameters": {}, "inputs": {}}
+    record.begin(cast("Header", header | own))
+    pipeline = RecordPipeline(outbox, record, header["parent"]["key"])
+    pipeline.results(paths)
+    commit, is_changed = header["tags"]["git.rev"], header["tags"]["git.dirty"] == "true"
+    verdict = paths.metrics("verdict")
+    passed = json.loads(verdict.read_text(encoding="utf-8")).get("gate/passed") if verdict.exists() else None
+    facts = {
+        "seed": str(config.load(paths.params).seed),
+        "commit": f"{commit}, with uncommitted changes" if is_changed else commit,
+        "DVC experiment": header["parent"].get("dvc.exp"),
+        "verdict": None if passed is None else f"the gate {'accepts' if passed else 'refuses'} the policy",
+    }
+    pipeline.tags({NOTE: note(facts, has_report=True)})
+    record.append(ending(None))
+    return record
 
 
 def _parent_of(record: Record) -> str | None:

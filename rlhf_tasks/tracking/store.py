@@ -15,8 +15,18 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from rlhf_tasks.tracking import context, curves, rejections
-from rlhf_tasks.tracking.events import PIPELINE, End, Event, Figure, Header, Metrics, Trace
+from rlhf_tasks.tracking import context, curves, rejections, view
+from rlhf_tasks.tracking.events import (
+    PIPELINE,
+    REPORT_PAGE,
+    End,
+    Event,
+    Figure,
+    Header,
+    Headlines,
+    Metrics,
+    Trace,
+)
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
 MAX_PARAM, MAX_TAG = 6000, 5000  # characters
@@ -27,10 +37,25 @@ TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow
 REJECTED_TAG = "rlhf.rejected_traces"
 FIGURE_TAG = "rlhf.figure"  # why a run has no figure
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
+KIND_TAG, KIND = (
+    "mlflow.experimentKind",
+    "custom_model_development",
+)  # or else MLflow shows prompts and traces
 
 
 def embedded_uri(home: Path) -> str:
     return f"sqlite:///{home / 'mlflow.db'}"
+
+
+def open_experiment(client: MlflowClient, name: str, location: str | None) -> str:
+    """The id of the experiment, which is created if there is none; its page of runs has our view."""
+    tags = {KIND_TAG: KIND, view.TAG: view.text(curves.HEADLINES)}
+    known = client.get_experiment_by_name(name)
+    if known is None:
+        return str(client.create_experiment(name, location, tags))
+    for tag in tags.keys() - known.tags.keys():
+        client.set_experiment_tag(known.experiment_id, tag, tags[tag])
+    return str(known.experiment_id)
 
 
 @dataclass(frozen=True)
@@ -43,13 +68,8 @@ class Store:
         """Connect; the first connection creates the embedded database and the experiment."""
         home = Path(header["home"])
         client = MlflowClient(header["uri"] or embedded_uri(home))
-        known = client.get_experiment_by_name(header["experiment"])
-        if known is not None:
-            experiment = known.experiment_id
-        else:
-            location = None if header["uri"] else (home / "mlartifacts").as_uri()
-            experiment = client.create_experiment(header["experiment"], artifact_location=location)
-        store = cls(client, str(experiment))
+        location = None if header["uri"] else (home / "mlartifacts").as_uri()
+        store = cls(client, open_experiment(client, header["experiment"], location))
         store.close_left_parents()
         return store
 
@@ -111,7 +131,7 @@ class Store:
         tags = {name: parent[key] for key, name in names.items() if key in parent}
         tags |= {"rlhf.pipeline": parent["key"], "git.rev": header["tags"]["git.rev"]}
         start = time.localtime(header["time"] / 1000)
-        tags[MLFLOW_RUN_NAME] = time.strftime("pipeline-%Y%m%d-%H%M%S", start)
+        tags[MLFLOW_RUN_NAME] = parent.get(EXPERIMENT) or time.strftime("repro-%m%d-%H%M%S", start)
         run = self.client.create_run(self.experiment, start_time=header["time"], tags=tags)
         return str(run.info.run_id)
 
@@ -172,7 +192,7 @@ class RemoteRun:
     """True if points may have been sent before: only points are sent whose steps MLflow lacks."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Why MLflow will never accept a trace, by its number."""
-    _steps: dict[str, set[int]] = field(default_factory=dict)
+    _steps: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     _tables: list[str] = field(default_factory=list)
     _traces: dict[str, Trace] = field(default_factory=dict)
     _sent: set[str] = field(default_factory=set)
@@ -194,23 +214,23 @@ class RemoteRun:
         Raises:
             MlflowException: at the end, if MLflow lacks traces that it has not rejected.
         """
-        self._send_metrics([event for event in events if event["kind"] == "metrics"])
+        self._send_points(self.run, [event for event in events if event["kind"] == "metrics"])
+        self._send_headlines([event for event in events if event["kind"] == "headlines"])
         self._note(events)
         self._send_traces()
         latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
         for name, artifact in latest.items():
             self.client.log_artifact(self.run, str(files / name), artifact["folder"])
         for event in events:
-            if event["kind"] == "headlines":
-                metrics = [Metric(k, v, event["time"], 0) for k, v in event["values"].items()]
-                self.client.log_batch(self.parent, metrics=metrics)
-            elif event["kind"] == "event":
+            if event["kind"] == "event":
                 self.client.set_tag(self.run, event["name"], f"at {event['step']}: {event['text']}"[:MAX_TAG])
             elif event["kind"] == "tags":
                 self._set_tags(event["values"])
             elif event["kind"] == "end":
                 self._end(event)
                 self._check_traces()
+        if events and events[-1]["kind"] == "end" and self.header["last"]:
+            self._show_columns()
 
     def send_figure(self, figure: Figure, files: Path) -> None:
         """Draw the curves of a CSV table and deliver the figure. A tag gives the reason if that fails."""
@@ -222,25 +242,45 @@ class RemoteRun:
             return
         self.client.log_artifact(self.run, str(files / figure["file"]))
 
-    def _send_metrics(self, events: Sequence[Metrics]) -> None:
+    def _send_points(self, run: str, events: Sequence[Metrics | Headlines]) -> None:
         """Send one point per metric and step: a resumed stage logs some of them again."""
         metrics = list[Metric]()
         for event in events:
             for name, value in event["values"].items():
-                if event["step"] not in self._held_steps(name):
-                    metrics.append(Metric(name, value, event["time"], event["step"]))
-                    self._steps[name].add(event["step"])
+                step = event["step"]
+                if step is not None and step not in self._held_steps(run, name):
+                    metrics.append(Metric(name, value, event["time"], step))
+                    self._steps[run, name].add(step)
         for start in range(0, len(metrics), BATCH_METRICS):
-            self.client.log_batch(self.run, metrics=metrics[start : start + BATCH_METRICS])
+            self.client.log_batch(run, metrics=metrics[start : start + BATCH_METRICS])
 
-    def _held_steps(self, name: str) -> set[int]:
-        if name not in self._steps:
-            history = self.client.get_metric_history(self.run, name) if self.may_have_points else []
-            self._steps[name] = {point.step for point in history}
-        return self._steps[name]
+    def _held_steps(self, run: str, name: str) -> set[int]:
+        if (run, name) not in self._steps:
+            is_new = run == self.run and not self.may_have_points
+            history = [] if is_new else self.client.get_metric_history(run, name)
+            self._steps[run, name] = {point.step for point in history}
+        return self._steps[run, name]
+
+    def _send_headlines(self, events: Sequence[Headlines]) -> None:
+        """Send curves and results to the pipeline's run, which may have them from another process."""
+        self._send_points(self.parent, [event for event in events if event["step"] is not None])
+        results = [event for event in events if event["step"] is None]
+        held = self.client.get_run(self.parent).data.metrics if results else {}
+        for event in results:
+            new = [Metric(k, v, event["time"], 0) for k, v in event["values"].items() if held.get(k) != v]
+            self.client.log_batch(self.parent, metrics=new)
+
+    def _show_columns(self) -> None:
+        """Give the experiment's page of runs a column for each metric of this pipeline."""
+        run = self.client.get_run(self.parent)
+        self.client.set_experiment_tag(run.info.experiment_id, view.TAG, view.text(run.data.metrics))
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
-        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in tags.items()])
+        texts = dict(tags)
+        for name in [name for name in tags if REPORT_PAGE in tags[name]]:
+            page = view.run_page("", self._experiment(), self.run, "/artifacts/report/index.html")
+            texts[name] = tags[name].replace(REPORT_PAGE, page)
+        self.client.log_batch(self.run, tags=[RunTag(k, v[:MAX_TAG]) for k, v in texts.items()])
 
     def _end(self, event: End) -> None:
         if self.run == self.parent:

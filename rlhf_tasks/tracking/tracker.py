@@ -34,7 +34,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.tracking import catalogue, context, curves, uploader
+from rlhf_tasks.tracking import context, curves, pipeline, uploader
 from rlhf_tasks.tracking.events import Artifact, Figure, Headlines, Metrics, Notice, Trace, ending, now
 from rlhf_tasks.tracking.outbox import Outbox, Record, table_json
 
@@ -124,6 +124,9 @@ class RecordTracker(Tracker):
         super().metrics(values, step=step)
         point = {name: float(value) for name, value in values.items()}
         self._record.append(Metrics(kind="metrics", time=now(), step=step, values=point))
+        shown = {name: point[name] for name in curves.HEADLINES if name in point}
+        if shown and self._stage == "ppo":
+            self._record.append(Headlines(kind="headlines", time=now(), step=step, values=shown))
         self.report_error()
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -163,11 +166,8 @@ class RecordTracker(Tracker):
             if latest.get(name) != value
         }
         self._record.append(Metrics(kind="metrics", time=now(), step=step, values=point))
-        headlines = {
-            name if "/" in name else f"{self._stage}/{name}": values[name]
-            for name in catalogue.select_headlines(self._stage, values)
-        }
-        self._record.append(Headlines(kind="headlines", time=now(), values=headlines))
+        shown = curves.results(self._stage, values)
+        self._record.append(Headlines(kind="headlines", time=now(), step=None, values=shown))
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history(), "tables": json.dumps(self._tables, default=str)}
@@ -220,11 +220,13 @@ def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = N
     record.begin(header)
     tracker = RecordTracker(stage, record)
     process = uploader.start_or_report(outbox, tracker.report_error)
-    error, outs = None, dict[str, str]()
+    error, outs, records = None, dict[str, str](), [record]
     try:
         yield tracker
         tracker.keep_curves()
         outs = lineage.out_hashes(paths, stage)
+        if header["last"] and header["parent"]["owner"] in ("dvc", "stage"):
+            records.append(pipeline.log_repro(paths, outbox, header))
     except BaseException as raised:
         error = raised
         raise
@@ -234,12 +236,12 @@ def open_run(paths: Paths, stage: Stage, view: StageView, *, key: str | None = N
         record.append(end)
         seconds = KILLED_WAIT_SECONDS if end["status"] == "KILLED" else WAIT_SECONDS
         in_flow = header["parent"].get("owner") == "flow"
-        is_done = partial(_is_delivered_or_failed, record, with_figure=not in_flow)
+        is_done = partial(_are_delivered_or_failed, records, with_figures=not in_flow)
         if not uploader.wait(outbox, is_done, process, seconds) or record.state().failed:
             tracker.report_error(f"see {uploader.log_file(outbox)}")
         uploader.report_rejected(record, {})
 
 
-def _is_delivered_or_failed(record: Record, *, with_figure: bool) -> bool:
-    state = record.state()
-    return state.failed or state.closed or (state.ended and not with_figure)
+def _are_delivered_or_failed(records: Sequence[Record], *, with_figures: bool) -> bool:
+    states = [record.state() for record in records]
+    return all(s.failed or s.closed or (s.ended and not with_figures) for s in states)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlhf_tasks.tracking.store import Store
 
 POLL_SECONDS, WAIT_POLL_SECONDS = 0.1, 0.05
+IDLE_SECONDS = 1.0  # between two checks of runs that log nothing: whether their processes live
 RETRY_SECONDS = 20.0
 SYNC_LOCK_SECONDS = 60.0
 
@@ -65,13 +66,23 @@ class Uploader:
 
     def _attend(self) -> None:
         while True:
+            known = self._outbox.sizes()
             self.step()
             if not self._open and not any(map(context.is_alive, self._owners)):
                 break
-            time.sleep(POLL_SECONDS)
+            self._wait(known)
         if self._store is not None:
             with suppress(*known_errors()), self._outbox.lock():
                 self._store.close_left_parents()
+
+    def _wait(self, known: Mapping[str, int]) -> None:
+        """Wait until a record has another size than `known`, but no longer than runs need that are over."""
+        seconds = POLL_SECONDS if any(delivery.over for delivery in self._open.values()) else IDLE_SECONDS
+        deadline = time.monotonic() + seconds
+        while True:
+            time.sleep(POLL_SECONDS)
+            if time.monotonic() >= deadline or self._outbox.sizes() != known:
+                return
 
     def step(self) -> None:
         """Send what there is of each run, and draw the figure of at most one."""

@@ -6,10 +6,12 @@ accelerate reports a world size of 1 under DeepSpeed on CPU.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import platform
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -24,12 +26,15 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
+from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
 
 
@@ -41,6 +46,7 @@ class Runtime:
             os.environ.setdefault(
                 "DS_ACCELERATOR", "cpu"
             )  # else DeepSpeed warns at import that it found no GPU
+        keep_freed_memory()
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
             mixed_precision=launch.mixed_precision,
@@ -155,36 +161,38 @@ class Runtime:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        losses: Iterable[Callable[[], tuple[Tensor, T]]],
+        losses: Callable[[], Sequence[Callable[[], tuple[Tensor, T]]]],
         max_grad_norm: float | None,
+        budget: TokenBudget,
     ) -> tuple[float, list[T]]:
         """One optimiser step on the **sum** of the micro-batches' losses over all processes.
 
-        Each element of `losses` runs one forward pass and returns its part of the global loss, already
-        divided by the global count, and what it measured. So the step does not depend on the cut into
-        micro-batches. All processes must give the same number of losses. Returns the gradient norm before
-        clipping, and the measurements in order.
+        `losses` cuts the batch under the `budget`. Each element of what it returns runs one forward pass and
+        returns its part of the global loss, already divided by the global count, and what it measured. So
+        the step does not depend on the cut into micro-batches. All processes must give the same number of
+        losses. Returns the gradient norm before clipping, and the measurements in order.
+
+        A process that is out of memory lowers the budget and begins the step again.
 
         Raises:
             NonFiniteError: on all processes. The weights are unchanged, except where only the gradient is
                 not finite under DeepSpeed: it has then changed them.
+            UserError: if the memory does not suffice for one row, or for a step on several processes.
         """
-        parts, measured = list(losses), list[T]()
-        total = torch.zeros((), device=self.device)
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            if self.is_deepspeed:
-                loss, stats = part()
-                loss = loss * self.world_size
-                total += loss.detach()
-                model.set_gradient_accumulation_boundary(is_boundary=last)  # type: ignore[operator]
-                model.backward(loss)  # type: ignore[operator]
-            else:
-                # DDP and ZeRO average gradients over processes; the loss is a part of a sum, hence × world
-                with nullcontext() if last else self.accelerator.no_sync(model):
-                    loss, stats = part()
-                    self.accelerator.backward(loss * self.world_size)
-            measured.append(stats)
+        while True:
+            try:
+                total, measured = self._backward(model, losses())
+                break
+            except torch.OutOfMemoryError as error:
+                if self.world_size > 1 or self.is_deepspeed:  # the others wait within this step
+                    raise UserError(
+                        f"process {self.rank} is out of memory with {budget.max_tokens} tokens per "
+                        "micro-batch; only a run on one GPU lowers this number by itself: set this stage's "
+                        f"micro_batch_tokens to {budget.max_tokens // 2}"
+                    ) from error
+            optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            budget.lower()
         if self.is_deepspeed:
             if not bool(self.sum(total).isfinite()):
                 model.zero_grad()
@@ -203,6 +211,28 @@ class Runtime:
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient is NaN or infinite")
         return norm, measured
+
+    def _backward(
+        self, model: nn.Module, parts: Sequence[Callable[[], tuple[Tensor, T]]]
+    ) -> tuple[Tensor, list[T]]:
+        """Add up the gradients of all parts; returns DeepSpeed's own loss, and what the parts measured."""
+        measured = list[T]()
+        total = torch.zeros((), device=self.device)
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            if self.is_deepspeed:
+                loss, stats = part()
+                loss = loss * self.world_size
+                total += loss.detach()
+                model.set_gradient_accumulation_boundary(is_boundary=last)  # type: ignore[operator]
+                model.backward(loss)  # type: ignore[operator]
+            else:
+                # DDP and ZeRO average gradients over processes; the loss is a part of a sum, hence × world
+                with nullcontext() if last else self.accelerator.no_sync(model):
+                    loss, stats = part()
+                    self.accelerator.backward(loss * self.world_size)
+            measured.append(stats)
+        return total, measured
 
     # --------------------------------------------------------------------------------- snapshots
 
@@ -247,6 +277,18 @@ class Runtime:
         random.setstate((version, tuple(internal), gauss))
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep a freed tensor's pages for the next one, where the C library is glibc.
+
+    By default it maps every block above some megabytes anew and returns it at once. The kernel then zeroes
+    the pages of every large tensor at every operation.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
     """AdamW with eps 1e-5 (arXiv 2403.17031); in supervised training betas .9/.98 (arXiv 1706.03762).
 
@@ -262,7 +304,7 @@ def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5, fused=True)
 
 
 def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> float:

@@ -6,7 +6,7 @@ A run that was stopped between two steps is resumed to the same bytes: see `resu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +21,15 @@ from rlhf_tasks.config import Optimisation, Split, StageView
 from rlhf_tasks.data.batches import (
     Batch,
     Ids,
-    Size,
+    TokenBudget,
     collate,
     encode,
     encode_answers,
     epoch_batches,
-    micro_batches,
     read_table,
     sizes,
 )
-from rlhf_tasks.modeling.models import response_logits
-from rlhf_tasks.modeling.tensors import gather_logprobs, masked_sum
+from rlhf_tasks.modeling.head import TokenStats, token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume
@@ -45,7 +43,7 @@ SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them
 class Task(Protocol):
     """A training task: the sizes of its rows, and the sums of one forward pass over some rows."""
 
-    sizes: list[Size]
+    sizes: list[int]
 
     def weight(self, rows: Sequence[int]) -> float:
         """The number of tokens or pairs that the loss of these rows is averaged over."""
@@ -73,7 +71,7 @@ class LanguageModelling:
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         batch = self.batch(rows).to(device)
-        return lm_sums(response_logits(model, batch), batch)
+        return lm_sums(token_stats(model, batch))
 
 
 def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
@@ -91,11 +89,9 @@ def plain(texts: Sequence[Ids], pad: int) -> LanguageModelling:
     return LanguageModelling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
 
 
-def lm_sums(logits: Tensor, batch: Batch) -> Sums:
-    """Σ of −log p and of correct predictions over the real response tokens; logits (B, R, V)."""
-    right = (logits.argmax(-1) == batch.responses) & batch.response_mask
-    nll = -masked_sum(gather_logprobs(logits, batch.responses), batch.response_mask)
-    return {"loss": nll, "token_accuracy": right.sum().float()}
+def lm_sums(stats: TokenStats) -> Sums:
+    """Σ of −log p and of correct predictions over the real response tokens."""
+    return {"loss": -stats.logprobs.sum(), "token_accuracy": stats.likeliest.sum()}
 
 
 @dataclass(frozen=True)
@@ -121,6 +117,7 @@ class Fit:
         self.steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
         self.num_steps = math.ceil(self.steps_per_epoch * settings.num_epochs)
         self.number = 0  # of steps taken
+        self.budget = TokenBudget(settings.micro_batch_tokens)
         self._order = torch.Generator().manual_seed(seed)
         self._drawn_from = self._order.get_state()  # the generator's state before this epoch's batches
         self._batches: list[list[int]] = []  # of this epoch
@@ -142,7 +139,8 @@ class Fit:
         self.number += 1
         weight = self.task.weight(rows)
         means = {f"train/{key}": value / weight for key, value in sums.items()}
-        return Step(self.number, self.num_steps, means | {"train/grad_norm": norm, "lr": rate})
+        means |= {"train/grad_norm": norm, "lr": rate} | lowered(self.budget)
+        return Step(self.number, self.num_steps, means)
 
     def _next_rows(self) -> list[int]:
         done = self.number % self.steps_per_epoch
@@ -157,12 +155,13 @@ class Fit:
     def _optimise(self, rows: list[int]) -> tuple[dict[str, float], float]:
         """The sums of a batch, and the norm of its gradient."""
         self.model.train()
-        own, settings = self.rt.share(rows), self.settings
-        losses = [
-            partial(self._loss, group, rows)
-            for group in groups(self.rt, self.task.sizes, own, settings.micro_batch_tokens)
-        ]
-        norm, sums = self.rt.step(self.model, self.optimizer, losses, settings.max_grad_norm)
+        own, norm = self.rt.share(rows), self.settings.max_grad_norm
+
+        def losses() -> list[Callable[[], tuple[Tensor, Sums]]]:
+            cut = groups(self.rt, self.task.sizes, own, self.budget)
+            return [partial(self._loss, group, rows) for group in cut]
+
+        norm, sums = self.rt.step(self.model, self.optimizer, losses, norm, self.budget)
         return total(self.rt, sums), norm
 
     def _loss(self, group: list[int], rows: list[int]) -> tuple[Tensor, Sums]:
@@ -176,24 +175,33 @@ class Fit:
         return {
             "training": self.rt.training_state(self.model, self.optimizer),
             "number": self.number,
+            "budget": self.budget.state_dict(),
             "order": self._order.get_state() if between_epochs else self._drawn_from,
         }
 
     def load_state_dict(self, state: State) -> None:
         self.rt.load_training_state(self.model, self.optimizer, state["training"])
         self.number = state["number"]
+        self.budget.load_state_dict(state["budget"])
         self._order.set_state(state["order"])
         if self.number % self.steps_per_epoch:
             self._drawn_from = state["order"]
             self._batches = self._draw()
 
 
-def groups(rt: Runtime, sizes_of_all: Sequence[Size], own: Sequence[int], max_tokens: int) -> list[list[int]]:
+def lowered(budget: TokenBudget) -> dict[str, float]:
+    """The metric of a budget that out of memory has lowered."""
+    return {"train/micro_batch_tokens": budget.max_tokens} if budget.is_lowered else {}
+
+
+def groups(
+    rt: Runtime, sizes_of_all: Sequence[int], own: Sequence[int], budget: TokenBudget
+) -> list[list[int]]:
     """This process's own rows as micro-batches; every process gets the same number, some may be empty."""
     mine = [sizes_of_all[i] for i in own]
-    cut = micro_batches(mine, max_tokens)
+    cut = budget.cut(mine)
     if rt.world_size > 1:
-        cut = micro_batches(mine, max_tokens, count=rt.max(len(cut)))
+        cut = budget.cut(mine, count=rt.max(len(cut)))
     return [[own[i] for i in group] for group in cut]
 
 
@@ -219,7 +227,7 @@ def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict
     """Means of a task's metrics over all of its rows, over all processes."""
     model.eval()
     rows = range(len(task.sizes))
-    cut = groups(rt, task.sizes, rt.share(rows), max_tokens)
+    cut = groups(rt, task.sizes, rt.share(rows), TokenBudget(max_tokens))
     parts = [_sums(rt, model, task, group, rows) for group in cut]
     weight = task.weight(rows)
     return {key: value / weight for key, value in total(rt, parts).items()}

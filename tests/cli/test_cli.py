@@ -13,10 +13,12 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from rlhf_tasks import config
-from rlhf_tasks.cli import main
+from rlhf_tasks.cli import generate, main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import overlays
@@ -39,14 +41,14 @@ def quiet_project(project: Path) -> Path:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
-    """Replaces the stages sft and prepare by a function."""
+    """Replaces the stages prepare, sft and report by a function."""
     before = signal.getsignal(signal.SIGTERM)
 
     def install(run: Run) -> None:
         module = types.ModuleType("stage_of_the_test")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "stage_of_the_test", module)
-        modules = dict.fromkeys(("sft", "prepare"), "stage_of_the_test")
+        modules = dict.fromkeys(("sft", "prepare", "report"), "stage_of_the_test")
         monkeypatch.setattr(runner, "MODULES", modules)
 
     yield install
@@ -72,6 +74,61 @@ def test_a_stage_writes_metrics_plots_and_lineage(
     shown = capsys.readouterr().out
     assert "loss | 1.5" in shown
     assert "wrote models/sft, models/lineage/sft.json, metrics/sft.json" in shown
+
+
+def test_the_last_table_begins_with_the_headlines_and_counts_what_it_leaves_out(
+    quiet_project: Path, stage: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = {f"a/{i:02}": float(i) for i in range(23)}
+    stage(lambda view, paths, tracker: {**others, "perplexity": 4.0, "step_kept": 7.0})
+    assert main.main(["sft"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("metric | value") + 1 :]
+    assert table[:3] == ["perplexity | 4", "step_kept | 7", "a/00 | 0"]
+    assert table[19:21] == ["a/17 | 17", "and 5 more in metrics/sft.json"]
+
+
+@pytest.mark.parametrize(
+    ("dvc", "environment", "said"),
+    [
+        (True, {}, "more: reports/index.html; `dvc metrics show`\n"),
+        (True, {"RLHF_STAGE_RUN": "a flow, whose workspace is removed"}, ""),
+        (False, {}, ""),
+    ],
+)
+def test_the_last_stage_says_where_results_are_if_they_stay_there(
+    quiet_project: Path,
+    stage: Callable[[Run], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    dvc: bool,
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if dvc:
+        Path(".dvc").mkdir()
+    stage(trained)
+    assert main.main(["sft"]) == 0
+    assert "more: " not in capsys.readouterr().out, "once, at the end of the pipeline"
+    stage(lambda view, paths, tracker: {})
+    assert main.main(["report"]) == 0
+    assert capsys.readouterr().out.partition("more: ")[1:] == (("more: ", said[6:]) if said else ("", ""))
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"), [(None, "curves: `rlhf mlflow`"), ("http://team:5000", "curves: http://team:5000")]
+)
+def test_curves_are_where_the_run_was_tracked(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, uri: str, shown: str
+) -> None:
+    monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
+    Path(".dvc").mkdir()
+    tracking = config.load(Path("params.yaml")).tracking.model_copy(update={"uri": uri})
+    runner._say_where_results_are(Paths(), tracking)
+    assert shown in capsys.readouterr().out
 
 
 def test_a_stage_without_curves_writes_no_plot(quiet_project: Path, stage: Callable[[Run], None]) -> None:
@@ -306,6 +363,44 @@ def test_generate_answers_a_prompt(
     assert main.main([*words, "--max-new-tokens", "5", "--seed", "3"]) == 0
     assert capsys.readouterr().out == "HELLO\nHELLO\n"
     assert answers == [("hello", {"temperature": 0.7, "max_new_tokens": 5, "num_samples": 2, "seed": 3})]
+
+
+def test_generate_shows_a_prompt_of_the_data_once_beside_prompts_unlike_it(
+    tmp_path: Path,
+    answers: list[tuple[str, dict[str, object]]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"POST: my {thing} isn't here\nTL;DR:"} for thing in ("boat", "car")]
+    Path("data/prompts").mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "data/prompts/test.parquet")
+    typed = iter(["hello", "POST: my car isn't here\\nTL;DR:", "hello"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or _end())
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert main.main(["generate", "."]) == 0
+    shown = capsys.readouterr()
+    assert "the prompt looks unlike those of data/prompts" in shown.err
+    assert shown.err.count("$'POST: my boat isn\\'t here\\nTL;DR:'") == 1
+    assert shown.out.splitlines()[1:] == ["HELLO", "POST: MY CAR ISN'T HERE", "TL;DR:", "HELLO"]
+
+
+def _end() -> str:
+    raise EOFError
+
+
+@pytest.mark.parametrize(
+    ("prompt", "unlike"),
+    [
+        ("POST: my car is here\nTL;DR:", False),
+        ("POST: my car is here", True),
+        ("my car is here\nTL;DR:", True),
+        ("POST: quantum chromodynamics confines quarks\nTL;DR:", True),
+    ],
+)
+def test_a_prompt_is_unlike_the_data_by_its_frame_or_its_words(prompt: str, unlike: bool) -> None:
+    prompts = ["POST: my boat is here\nTL;DR:", "POST: a car is there\nTL;DR:"]
+    assert generate.is_unlike(prompt, prompts) is unlike
 
 
 def test_generate_names_the_missing_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

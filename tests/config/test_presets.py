@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,17 @@ def test_a_value_that_cannot_be_set_changes_nothing(
     assert main.main(["preset", "--set", words]) == 2
     assert message in capsys.readouterr().err
     assert Path("params.yaml").read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize("broken", ["kl_coef: -1.0", "kl_coef: high", "kl_coef: {a: 1}"])
+def test_a_value_can_be_set_to_repair_an_invalid_file(project: Path, broken: str) -> None:
+    path = Path("params.yaml")
+    before = path.read_text(encoding="utf-8")
+    valid = re.search(r"kl_coef: [\d.]+", before)
+    assert valid is not None
+    path.write_text(before.replace(valid[0], broken), encoding="utf-8")
+    assert main.main(["preset", "--set", f"ppo.{valid[0].replace(': ', '=')}"]) == 0
+    assert config.load(path) == config.validate(config.parse(before, "before"), "before")
 
 
 @pytest.mark.parametrize("name", ["smoke", "docstrings"])
@@ -141,7 +153,7 @@ def test_the_tldr_preset_has_the_sizes_of_the_benchmark() -> None:
     """512 episodes per update = 16 rows × 4 accumulated × 8 processes; a row has 512 + 53 tokens."""
     settings = with_preset("tldr-pythia-1b")
     own = settings.ppo.rollout_batch_size // settings.launch.num_processes
-    longest = (settings.data.max_prompt_tokens, settings.ppo.response_length)
+    longest = settings.data.max_prompt_tokens + settings.ppo.response_length
     cut = micro_batches([longest] * own, settings.ppo.micro_batch_tokens)
     assert [len(rows) for rows in cut] == [16, 16, 16, 16]
     assert (settings.ppo.num_ppo_epochs, settings.ppo.num_mini_batches) == (4, 1)
@@ -183,157 +195,9 @@ def test_the_tldr_preset_runs_with_a_tiny_model_of_the_same_architecture(
 
 # --------------------------------------------------------------------------- published values
 
-TRL = "TRL 1.12, trl/experimental/ppo/ppo_config.py: "
-TRL_CODE = "TRL 1.12, trl/experimental/ppo/ppo_trainer.py: "
-N_PLUS = "arXiv 2403.17031, tables of hyperparameters: "
-N_PLUS_CODE = "vwxyzjn/summarize_from_feedback_details@1851cac, "
-LMHP = "openai/lm-human-preferences@1ab856d, "
-PAPER = "arXiv 2307.04964, "
-MOSS = "OpenLMLab/MOSS-RLHF@5096bd9, "
-OURS = "no source gives it: "
-
-# The values after the preset is applied to the shipped ones, each with its source.
-PUBLISHED: dict[str, list[tuple[str, Any, str]]] = {
-    "trl": [
-        ("ppo.learning_rate", 3e-6, TRL + "learning_rate"),
-        ("ppo.schedule", "linear", TRL + "lr_scheduler_type, of TrainingArguments"),
-        ("ppo.warmup_fraction", 0.0, TRL + "warmup, of TrainingArguments"),
-        ("ppo.adam_betas", [0.9, 0.999], TRL + "adam_beta1, adam_beta2, of TrainingArguments"),
-        ("ppo.max_grad_norm", None, TRL_CODE + "no call of clip_grad_norm_"),
-        ("ppo.num_ppo_epochs", 4, TRL + "num_ppo_epochs"),
-        ("ppo.num_mini_batches", 1, TRL + "num_mini_batches"),
-        ("ppo.temperature", 0.7, TRL + "temperature"),
-        ("ppo.stop_token", "eos", TRL + "stop_token, and the TL;DR example's --stop_token eos"),
-        ("ppo.truncation", "none", TRL + "missing_eos_penalty: None"),
-        ("ppo.kl_coef", 0.05, TRL + "kl_coef"),
-        ("ppo.kl_estimator", "k1", TRL + "kl_estimator"),
-        ("ppo.kl_in", "reward", TRL_CODE + "non_score_reward = -kl_coef * kl"),
-        ("ppo.adaptive_kl", None, TRL + "there is none any more"),
-        ("ppo.target_kl", None, TRL + "there is none any more"),
-        ("ppo.ratio_from", "rollout", TRL_CODE + "exp(new_logprobs - mb_logprobs)"),
-        ("ppo.cliprange", 0.2, TRL + "cliprange"),
-        ("ppo.cliprange_high", None, TRL + "one cliprange"),
-        ("ppo.dual_clip", None, TRL + "there is none"),
-        ("ppo.cliprange_value", 0.2, TRL + "cliprange_value"),
-        ("ppo.vf_coef", 0.1, TRL + "vf_coef"),
-        ("ppo.entropy_coef", 0.0, TRL + "there is none"),
-        ("ppo.gamma", 1.0, TRL + "gamma"),
-        ("ppo.lam", 0.95, TRL + "lam"),
-        ("ppo.whiten_rewards", False, TRL + "whiten_rewards"),
-        ("ppo.whiten_advantages", True, TRL_CODE + "masked_whiten(advantages)"),
-        ("ppo.score_scaling", None, TRL + "there is none any more"),
-        ("ppo.num_sample_generations", 10, TRL + "num_sample_generations"),
-        ("ppo.value_model", "separate", TRL_CODE + "value_model is an argument"),
-        ("ppo.critic_init", "reward", "TRL 1.12, examples/scripts/ppo/ppo_tldr.py: value_model"),
-    ],
-    "n_plus": [
-        ("ppo.total_episodes", 1_000_000, N_PLUS + "1M episodes, 8.56 epochs"),
-        ("ppo.rollout_batch_size", 512, N_PLUS + "batch size"),
-        ("ppo.num_mini_batches", 1, N_PLUS + "minibatches"),
-        ("ppo.num_ppo_epochs", 4, N_PLUS + "K"),
-        ("ppo.learning_rate", 3e-6, N_PLUS + "one rate everywhere"),
-        ("ppo.value_learning_rate", None, N_PLUS + "one rate everywhere"),
-        ("ppo.schedule", "linear", N_PLUS + "linear to 0"),
-        ("ppo.warmup_fraction", 0.0, N_PLUS_CODE + "new/ppo_left_padding.py: warm_up_steps"),
-        ("ppo.adam_betas", [0.9, 0.999], N_PLUS_CODE + "new/ppo_left_padding.py: AdamW(…, eps)"),
-        ("ppo.max_grad_norm", None, N_PLUS_CODE + "new/ppo_left_padding.py: no clip_grad_norm_"),
-        ("ppo.temperature", 0.7, N_PLUS + "sampling temperature in training"),
-        ("ppo.stop_token", "eos", N_PLUS_CODE + "new/ppo_left_padding.py: truncate_token"),
-        ("ppo.truncation", "eos_trick_replace", N_PLUS + "EOS trick"),
-        ("ppo.missing_eos_score", -1.0, N_PLUS_CODE + "new/ppo_left_padding.py: penalty_reward_value"),
-        ("ppo.kl_coef", 0.05, N_PLUS + "beta"),
-        ("ppo.adaptive_kl", None, N_PLUS_CODE + "new/ppo_left_padding.py: use_adaptive_kl"),
-        ("ppo.cliprange", 0.2, N_PLUS + "clip"),
-        ("ppo.cliprange_value", 0.2, N_PLUS + "value clip"),
-        ("ppo.vf_coef", 0.1, N_PLUS + "value coefficient"),
-        ("ppo.gamma", 1.0, N_PLUS + "gamma"),
-        ("ppo.lam", 0.95, N_PLUS + "lambda"),
-        ("ppo.whiten_rewards", False, N_PLUS + "reward whitening off"),
-        ("ppo.whiten_advantages", True, N_PLUS + "advantage whitening on"),
-        ("ppo.value_model", "separate", N_PLUS + "separate value network"),
-        ("ppo.critic_init", "reward", N_PLUS + "the value model starts as the reward model"),
-        ("reward.learning_rate", 3e-6, N_PLUS + "one rate everywhere"),
-        ("reward.schedule", "cosine", N_PLUS_CODE + "new/reward.py: scheduler"),
-        ("reward.warmup_fraction", 0.0, N_PLUS_CODE + "new/reward.py: warm_up_steps"),
-        ("reward.batch_size", 64, N_PLUS + "reward model, batch size"),
-        ("reward.num_epochs", 1, N_PLUS + "reward model, epochs"),
-        ("reward.margin", 0.0, N_PLUS_CODE + "new/reward.py: logsigmoid(preferred - rejected)"),
-        ("reward.centring_coef", 0.0, N_PLUS_CODE + "new/reward.py: the loss has no such term"),
-        ("reward.lm_coef", 0.0, N_PLUS_CODE + "new/reward.py: the loss has no such term"),
-    ],
-    "ziegler": [
-        ("ppo.total_episodes", 1_000_000, LMHP + "launch.py: _books_task"),
-        ("ppo.rollout_batch_size", 512, LMHP + "launch.py: _books_task"),
-        ("ppo.learning_rate", 1e-5, LMHP + "launch.py: _books_task"),
-        ("ppo.adam_betas", [0.9, 0.999], "TensorFlow's AdamOptimizer, whose betas it keeps"),
-        ("ppo.max_grad_norm", None, LMHP + "train_policy.py: no clip"),
-        ("ppo.temperature", 0.7, LMHP + "launch.py: books_task"),
-        ("ppo.kl_coef", 0.15, LMHP + "launch.py: sentiment, descriptiveness"),
-        ("ppo.adaptive_kl.target", 6.0, LMHP + "launch.py: sentiment, descriptiveness"),
-        ("ppo.adaptive_kl.horizon", 10_000, LMHP + "train_policy.py: AdaptiveKLParams"),
-        ("ppo.adaptive_kl.clip", 0.2, LMHP + "train_policy.py: AdaptiveKLController"),
-        ("ppo.num_mini_batches", 1, LMHP + "train_policy.py: PpoHParams.nminibatches"),
-        ("ppo.num_ppo_epochs", 4, LMHP + "train_policy.py: PpoHParams.noptepochs"),
-        ("ppo.vf_coef", 0.1, LMHP + "train_policy.py: PpoHParams"),
-        ("ppo.cliprange", 0.2, LMHP + "train_policy.py: PpoHParams"),
-        ("ppo.cliprange_value", 0.2, LMHP + "train_policy.py: PpoHParams"),
-        ("ppo.gamma", 1.0, LMHP + "train_policy.py: PpoHParams"),
-        ("ppo.lam", 0.95, LMHP + "train_policy.py: PpoHParams"),
-        ("ppo.whiten_rewards", True, LMHP + "train_policy.py: PpoHParams"),
-        ("ppo.whiten_advantages", True, LMHP + "train_policy.py: loss"),
-        ("ppo.schedule", "linear", LMHP + "train_policy.py: train_minibatch"),
-        ("ppo.warmup_fraction", 0.0, LMHP + "train_policy.py: train_minibatch"),
-        ("ppo.truncation", "eos_trick_replace", LMHP + "train_policy.py: make_score_fn"),
-        ("ppo.missing_eos_score", -1.0, LMHP + "lm_tasks.py: penalty_reward_value"),
-        ("ppo.kl_estimator", "k1", LMHP + "train_policy.py: compute_rewards"),
-        ("ppo.kl_in", "reward", LMHP + "train_policy.py: compute_rewards"),
-        ("ppo.value_model", "shared", LMHP + "policy.py: scalar_heads=['value']"),
-        ("ppo.critic_init", "sft", LMHP + "policy.py: the trunk is the policy's"),
-        ("reward.learning_rate", 5e-5, LMHP + "launch.py: get_train_reward_experiments, _books_task"),
-        ("reward.batch_size", 32, LMHP + "launch.py: get_train_reward_experiments, _books_task"),
-        ("reward.schedule", "linear", LMHP + "train_reward.py: train"),
-        ("reward.warmup_fraction", 0.0, LMHP + "train_reward.py: train"),
-        ("reward.num_epochs", 1, LMHP + "train_reward.py: train"),
-        ("reward.weight_decay", 0.0, LMHP + "utils/core.py: Adam"),
-        ("reward.centring_coef", 0.0, LMHP + "label_types.py: the loss has no such term"),
-        ("reward.lm_coef", 0.0, LMHP + "label_types.py: the loss has no such term"),
-    ],
-    "ppo_max": [
-        ("ppo.rollout_batch_size", 128, PAPER + "training setup: rollout"),
-        ("ppo.num_mini_batches", 4, PAPER + "training setup: 128 in batches of 32"),
-        ("ppo.num_ppo_epochs", 1, MOSS + "ppo/ppo_trainer.py: train goes through each rollout once"),
-        ("ppo.learning_rate", 5e-7, PAPER + "training setup: actor"),
-        ("ppo.value_learning_rate", 1.65e-6, PAPER + "training setup: critic"),
-        ("ppo.adam_betas", [0.9, 0.95], MOSS + "adam betas"),
-        ("ppo.warmup_fraction", 0.1, PAPER + "training setup; MOSS: 500 of 5000 steps"),
-        ("ppo.value_model", "separate", PAPER + "PPO-max setup: the critic is a model of its own"),
-        ("ppo.critic_init", "reward", PAPER + "PPO-max setup: critic from the reward model"),
-        ("ppo.critic_warmup.max_updates", 20, OURS + "pre-trained till its loss is near 0, says the paper"),
-        ("ppo.critic_warmup.settled", 0.02, OURS + "pre-trained till its loss is near 0, says the paper"),
-        ("ppo.kl_coef", 0.05, PAPER + "policy constraints: lambda"),
-        ("ppo.kl_estimator", "k1", PAPER + "policy constraints: log pi - log pi_ref"),
-        ("ppo.kl_in", "reward", PAPER + "policy constraints: a penalty in each token's reward"),
-        ("ppo.adaptive_kl", None, PAPER + "policy constraints: a fixed coefficient"),
-        ("ppo.ratio_from", "rollout", PAPER + "importance sampling from the reference is no part of PPO-max"),
-        ("ppo.cliprange", 0.2, MOSS + "config_ppo.py: pg_clip"),
-        ("ppo.cliprange_value", 0.2, PAPER + "PPO-max setup: value clip; MOSS config_ppo.py: value_clip"),
-        ("ppo.advantage_clip", None, PAPER + "constrain the reward rather than the advantage"),
-        ("ppo.score_scaling.subtract_mean", True, PAPER + "eq. 18"),
-        ("ppo.score_scaling.clip", 0.8, PAPER + "score reparameterisation: delta of 0.3 and 0.8"),
-        ("ppo.whiten_rewards", False, PAPER + "appendix B.1: score tricks are not stacked"),
-        ("ppo.whiten_advantages", True, MOSS + "ppo/ppo_datahelper.py: whiten"),
-        ("ppo.vf_coef", 1.0, MOSS + "config_ppo.py: vf_loss_weight"),
-        ("ppo.entropy_coef", 0.0, PAPER + "policy constraints: not recommended"),
-        ("ppo.ptx.coef", 0.1, OURS + "PPO-ptx is used, says the paper"),
-        ("ppo.ptx.text", None, OURS + "on the demonstrations"),
-        ("ppo.gamma", 1.0, PAPER + "training setup"),
-        ("ppo.lam", 0.9, PAPER + "training setup"),
-        ("reward.learning_rate", 5e-6, PAPER + "training setup: reward model"),
-        ("reward.lm_coef", 1.0, PAPER + "eq. 4: beta of 1"),
-        ("reward.margin", 0.0, PAPER + "eq. 4"),
-        ("reward.centring_coef", 0.0, PAPER + "eq. 4: the loss has no such term"),
-    ],
-}  # fmt: skip
+PUBLISHED: dict[str, list[tuple[str, Any, str]]] = YAML(typ="safe", pure=True).load(
+    (ROOT / "tests" / "config" / "published.yaml").read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -416,3 +280,22 @@ def test_overrides_of_a_request_are_checked_by_the_config_types(
 ) -> None:
     with pytest.raises(errors.ConfigError, match=message):
         Request(overrides=overrides).resolve(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        (None, {}, []),
+        ("over_optimised", {}, ["over_optimised"]),
+        ("over_optimised", {"seed": 7}, ["over_optimised"]),
+        ("over_optimised", {"ppo.kl_coef": 0.5}, []),
+        ("docstrings", {"promotion": None}, ["docstrings"]),
+    ],
+)
+def test_the_preset_of_a_run_is_found_by_its_values(
+    name: str | None, changes: dict[str, Any], found: list[str]
+) -> None:
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    _, settings, _ = Request(name, None, changes).resolve(text)
+    view = config.ReportView.of(settings)
+    assert presets.matching(view.declared) == found

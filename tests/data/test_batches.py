@@ -3,45 +3,61 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_tasks.data.batches import (
+    PASS_TOKENS,
+    TokenBudget,
     collate,
     encode,
     encode_answers,
     epoch_batches,
     load_tokenizer,
     micro_batches,
+    realigned,
 )
 from rlhf_tasks.errors import UserError
 from tests import small
 
 DRAWN = random.Random(3)
-ROWS = [(DRAWN.randint(0, 20), DRAWN.randint(1, 10)) for _ in range(57)]
+ROWS = [DRAWN.randint(1, 30) for _ in range(57)]
 
 
 def padded(rows: Sequence[int]) -> int:
     """Tokens of these rows as `collate` pads them."""
-    batch = collate([[5] * ROWS[i][0] for i in rows], [[6] * ROWS[i][1] for i in rows], pad=0)
-    return batch.query_response.numel()
+    queries = [[5] * DRAWN.randint(0, ROWS[i]) for i in rows]
+    responses = [[6] * (ROWS[i] - len(query)) for i, query in zip(rows, queries, strict=True)]
+    return collate(queries, responses, pad=0).query_response.numel()
 
 
-def test_queries_end_and_responses_start_at_one_column() -> None:
+def test_all_rows_end_at_the_last_column() -> None:
     batch = collate([[5], [6, 7, 8]], [[9, 1], [4]], pad=0)
-    assert batch.query_response.tolist() == [[0, 0, 5, 9, 1], [6, 7, 8, 4, 0]]
-    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
-    assert batch.response_mask.tolist() == [[True, True], [True, False]]
-    assert batch.responses.tolist() == [[9, 1], [4, 0]]
+    assert batch.query_response.tolist() == [[0, 5, 9, 1], [6, 7, 8, 4]]
+    assert batch.attention_mask.tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert batch.response_mask.tolist() == [[True, True], [False, True]]
+    assert batch.responses[batch.response_mask].tolist() == [9, 1, 4]
+
+
+def test_a_row_takes_no_column_beyond_its_tokens() -> None:
+    assert collate([[5] * 9, [5]], [[6], [6] * 9], pad=0).query_response.shape == (2, 10)
+
+
+def test_realigned_entries_keep_their_row_and_their_order() -> None:
+    left = torch.tensor([[True, True, False], [True, False, False]])
+    right = torch.tensor([[True, True], [False, True]])
+    x = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])
+    assert realigned(x, left, right).tolist() == [[1, 2], [0, 3]]
+    assert realigned(realigned(x, left, right), right, left).tolist() == [[1, 2, 0], [3, 0, 0]]
 
 
 def test_positions_count_from_the_first_real_token() -> None:
     batch = collate([[5], [6, 7, 8]], [[9, 1], [4]], pad=0)
     positions = batch.position_ids
-    assert positions[0, 2:].tolist() == [0, 1, 2]
+    assert positions[0, 1:].tolist() == [0, 1, 2]
     assert positions[1, :4].tolist() == [0, 1, 2, 3]
     assert positions.min() >= 0
 
@@ -62,14 +78,43 @@ def test_micro_batches_hold_every_row_once_within_the_budget(max_tokens: int) ->
         assert len(group) == 1 or padded(group) <= max_tokens
 
 
-def test_micro_batches_are_as_full_as_the_budget_allows() -> None:
-    assert micro_batches([(3, 1)] * 5, 8) == [[0, 1], [2, 3], [4]]
-    assert micro_batches([(8, 1), (1, 0), (0, 1)], 4) == [[1, 2], [0]]
+def test_micro_batches_are_as_few_as_the_budget_allows_where_nothing_is_padded() -> None:
+    assert sorted(map(len, micro_batches([4] * 5, 8))) == [1, 2, 2]
+    assert micro_batches([4] * 5, 20) == [[0, 1, 2, 3, 4]]
+    assert micro_batches([], 20) == []
 
 
-def test_a_group_is_as_wide_as_its_longest_query_and_its_longest_response() -> None:
-    assert micro_batches([(9, 1), (1, 9)], 20) == [[0], [1]]
-    assert micro_batches([(9, 1), (1, 9)], 36) == [[0, 1]]
+def cost(groups: Iterable[Sequence[int]], rows: Sequence[int]) -> int:
+    return sum(len(group) * max(rows[i] for i in group) + PASS_TOKENS for group in groups)
+
+
+def every_cut(order: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+    """All partitions of a sequence into contiguous groups."""
+    if not order:
+        yield []
+    for size in range(1, len(order) + 1):
+        for rest in every_cut(order[size:]):
+            yield [order[:size], *rest]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 300, 900, 10_000])
+@pytest.mark.parametrize("longest", [30, 300])
+def test_no_cut_of_the_sorted_rows_under_the_bound_is_cheaper(max_tokens: int, longest: int) -> None:
+    drawn = random.Random(longest)
+    for count in range(1, 10):
+        rows = [drawn.randint(1, longest) for _ in range(count)]
+        order = sorted(range(count), key=lambda i: (rows[i], i))
+        allowed = [
+            cut
+            for cut in every_cut(order)
+            if all(len(group) == 1 or len(group) * rows[group[-1]] <= max_tokens for group in cut)
+        ]
+        assert cost(micro_batches(rows, max_tokens), rows) == min(cost(cut, rows) for cut in allowed)
+
+
+def test_padding_is_worth_a_pass_only_up_to_what_a_pass_costs() -> None:
+    assert micro_batches([100, 100 + PASS_TOKENS - 1], 10_000) == [[0, 1]]
+    assert micro_batches([100, 100 + PASS_TOKENS + 1], 10_000) == [[0], [1]]
 
 
 @pytest.mark.parametrize("count", [1, 20, 57, 60])
@@ -79,6 +124,22 @@ def test_a_given_number_of_micro_batches_holds_every_row_once(count: int) -> Non
     assert len(groups) == max(count, len(alone))
     assert sorted(row for group in groups for row in group) == list(range(len(ROWS)))
     assert all(padded(group) <= 64 for group in groups if len(group) > 1)
+
+
+def test_a_group_that_is_out_of_memory_is_cut_smaller_and_no_other_is_repeated() -> None:
+    budget, seen = TokenBudget(400), list[int]()
+
+    def compute(group: list[int]) -> None:
+        if padded(group) > 150:
+            raise torch.OutOfMemoryError("planted")
+        seen.extend(group)
+
+    budget.each(ROWS, compute)
+    assert sorted(seen) == list(range(len(ROWS)))
+    assert budget.max_tokens <= 200
+    assert budget.is_lowered
+    with pytest.raises(UserError, match="one row at a time"):
+        budget.each([200, 3], lambda group: compute([]) if group == [1] else compute(list(range(57))))
 
 
 def test_an_epoch_is_a_permutation_in_batches() -> None:
@@ -99,7 +160,7 @@ def test_an_epoch_is_seeded_and_the_next_one_differs() -> None:
 
 def test_rows_of_similar_length_share_a_batch() -> None:
     def padding(batches: Iterable[list[int]]) -> int:
-        return sum(padded(batch) for batch in batches) - sum(map(sum, ROWS))
+        return sum(padded(batch) for batch in batches) - sum(ROWS)
 
     seeded = torch.Generator().manual_seed(1)
     shuffled = [rows.tolist() for rows in torch.randperm(57, generator=seeded).split(8)]

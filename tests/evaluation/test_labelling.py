@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -232,4 +233,11 @@ def test_dvc_tracks_the_labels_and_the_judge_stage_reads_them(
     assert main.main(["label"]) == 0
     assert Path("data/labels.jsonl.dvc").exists()
     assert config.load().judge.labels == "data/labels.jsonl"
-    assert "DVC tracks data/labels.jsonl: commit data/labels.jsonl.dvc" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "DVC tracks data/labels.jsonl: commit data/labels.jsonl.dvc" in shown
+    before = "rlhf_tasks/evaluation/no_labels.jsonl"
+    assert f"params.yaml has changed: judge.labels: {before} → data/labels.jsonl" in shown
+    undo = re.search(r"`rlhf (preset --set [^`]*)` undoes it", shown)
+    assert undo is not None
+    assert main.main(undo[1].split()) == 0
+    assert config.load().judge.labels == before

@@ -377,37 +377,47 @@ print(len(judge([Question(*q) for q in questions], 1e9)))
 """
 
 
-def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path) -> None:
-    """SIGKILL once 15 of 40 replies are kept and the next four wait at the server, unanswered."""
-    kill_at, sent = 15, questions(40)
+KILL_AT = 15  # replies that are kept
+
+
+def kill_and_repeat(server: Server, command: Sequence[str], folder: Path) -> str:
+    """SIGKILL once KILL_AT replies are kept and others wait at the server, unanswered; then run it again."""
+    killed = threading.Event()
 
     def behave(handler: Handler, body: Body, attempt: int) -> None:
-        if killed or handler.number <= kill_at:
+        if killed.is_set() or handler.number <= KILL_AT:
             handler.reply(body)
         else:
             handler.hang()
 
-    killed = False
     server.behaviour = behave
-    arguments, home = tmp_path / "arguments.json", Paths(tmp_path).home
-    arguments.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
-    command = [sys.executable, "-c", KILLED, str(arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        kept, deadline = home / llm.FILE, time.monotonic() + 300
+    environment, kept = os.environ | {"PYTHONPATH": str(ROOT)}, Paths(folder).home / llm.FILE
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 600
         while process.poll() is None and time.monotonic() < deadline:
-            if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.requests) > kill_at:
+            if kept.exists() and kept.read_bytes().count(b"\n") == KILL_AT and len(server.requests) > KILL_AT:
                 break
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    assert sum(server.paid.values()) == kill_at
-    killed = True
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "40"
-    assert "25 of 40 replies were requested" in done.stdout
+    paid = dict(server.paid)
+    assert sum(paid.values()) == KILL_AT
+    assert not (folder / "metrics/judge.json").exists()
+    killed.set()
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    assert set(server.paid.values()) == {1}, "no reply was paid for twice"
+    assert set(paid) < set(server.paid)
+    return done.stdout
+
+
+def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path) -> None:
+    arguments, sent = tmp_path / "arguments.json", questions(40)
+    arguments.write_text(json.dumps([settings(server, tmp_path).model_dump(), sent, str(tmp_path)]))
+    command = [sys.executable, "-c", KILLED, str(arguments)]
+    printed = kill_and_repeat(server, command, tmp_path)
+    assert printed.splitlines()[-1] == "40"
+    assert "25 of 40 replies were requested" in printed
     assert len(server.paid) == 40
-    assert set(server.paid.values()) == {1}
 
 
 @pytest.mark.slow
@@ -415,16 +425,6 @@ def test_no_reply_is_paid_for_twice_after_a_kill(server: Server, tmp_path: Path)
 def test_the_stage_pays_for_no_reply_twice_after_a_kill(
     server: Server, models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL of `rlhf judge` while it waits for replies, and the same command again."""
-    kill_at, killed = 15, threading.Event()
-
-    def behave(handler: Handler, body: Body, attempt: int) -> None:
-        if killed.is_set() or handler.number <= kill_at:
-            handler.reply(body)
-        else:
-            handler.hang()
-
-    server.behaviour = behave
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(models_here.parent))
     judge = settings(server, models_here).model_dump(mode="json")
     changes = {"judge.judges": [small.GOLD, judge], "judge.num_examples": 12, "judge.retention": None}
@@ -436,24 +436,8 @@ def test_the_stage_pays_for_no_reply_twice_after_a_kill(
         ROOT / "rlhf_tasks/evaluation", models_here / "rlhf_tasks/evaluation"
     )  # the labels, and the deps
     command = [sys.executable, "-P", "-m", "rlhf_tasks.cli", "judge"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    kept = models_here / ".rlhf" / llm.FILE
-    with subprocess.Popen(command, cwd=models_here, env=environment, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 600
-        while process.poll() is None and time.monotonic() < deadline:
-            if kept.exists() and kept.read_bytes().count(b"\n") == kill_at and len(server.requests) > kill_at:
-                break
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    paid = dict(server.paid)
-    assert sum(paid.values()) == kill_at
-    assert not (models_here / "metrics/judge.json").exists()
-    killed.set()
-    subprocess.run(command, cwd=models_here, env=environment, check=True, stdout=subprocess.DEVNULL)
+    kill_and_repeat(server, command, models_here)
     assert "gpt/policy_vs_sft/win_rate" in json.loads((models_here / "metrics/judge.json").read_text("utf-8"))
-    assert set(server.paid.values()) == {1}, "no reply was paid for twice"
-    assert set(paid) < set(server.paid)
 
 
 @pytest.mark.parametrize(

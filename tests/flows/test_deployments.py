@@ -211,6 +211,18 @@ def state_event(run: FlowRun, event: str) -> ReceivedEvent:
 def test_the_automation_covers_runs_of_these_flows_and_no_others(root: Path) -> None:
     deployments.apply(root, None)
     trigger = ServerTrigger.model_validate(automation().trigger.model_dump())
+    ends = {
+        "Completed",
+        "Unpushed",
+        "Promoted",
+        "Refused",
+        "Deferred",
+        "Failed",
+        "Cancelled",
+        "Stopped",
+        "Crashed",
+    }
+    assert trigger.expect == {"prefect.flow-run.heartbeat", *(f"prefect.flow-run.{end}" for end in ends)}
     ours = [(pipeline.pipeline, started(None, by=RUNS)), (sweep.sweep, started(sweep.sweep))]
     theirs = [(foreign, started(foreign))]
     for of, run in ours + theirs:

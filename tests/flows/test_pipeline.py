@@ -24,7 +24,18 @@ from prefect.flow_engine import run_flow
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 from prefect.variables import Variable
 
-from flows import deployments, hooks, programs, request, results, stage_tasks, sweep, sweep_runs, watch
+from flows import (
+    deployments,
+    hooks,
+    programs,
+    request,
+    results,
+    settings,
+    stage_tasks,
+    sweep,
+    sweep_runs,
+    watch,
+)
 from flows import pipeline as flows_pipeline
 from flows.dvc_client import Dvc
 from rlhf_tasks import config
@@ -33,6 +44,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, experiments, git
 from rlhf_tasks.report import comparison
+from rlhf_tasks.training import resume
 from tests.flows import toy
 
 pytestmark = [
@@ -202,6 +214,30 @@ def test_a_stage_that_exceeds_its_timeout_is_ended_with_its_processes_and_retrie
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
+def test_a_retry_says_what_it_resumes_from(root: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "point", lambda paths, stage: "update 12" if stage == "second" else None)
+    toy.write_params(root, tracking={"enabled": False}, service={"retries": 1, "gpu_slots": 0})
+    toy.write_script(
+        root, ["test -e ../../../tried || { touch ../../../tried; exit 1; }", toy.SECOND.strip()]
+    )
+    flows_pipeline.pipeline(name="tried")
+    messages = [record.getMessage() for record in log.records]
+    assert [message for message in messages if "resumes" in message or "attempt" in message] == [
+        "resumes from update 12 of an earlier run", "attempt 2 resumes from update 12",
+        "Finished in state Completed('ran; attempt 2 resumes from update 12')",
+    ]  # fmt: skip
+    assert stage_tasks.beginning("first", root, 2) == "attempt 2 starts from the beginning"
+    assert stage_tasks.beginning("first", root, 1) == ""
+
+
+def test_the_progress_says_what_each_stage_did(root: Path) -> None:
+    toy.write_script(root, ["exit 3"])
+    with pytest.raises(stage_tasks.StageFailed):
+        run_here()
+    artifact: Any = Artifact.get(results.PROGRESS_KEY)
+    assert (artifact.data, artifact.description) == (50.0, "first: ran; second: failed")
+
+
 def test_a_run_of_a_commit_shows_which_changes_it_did_not_see(root: Path) -> None:
     toy.write_script(root, ["touch ../../../later.txt", toy.SECOND.strip()])
     commit = toy.git(root, "rev-parse", "HEAD").strip()
@@ -230,9 +266,14 @@ def test_every_field_of_the_form_has_a_type_and_a_description() -> None:
     for form in (flows_pipeline.pipeline, sweep.sweep, watch.data_watch):
         fields = form.parameters.model_dump()["properties"]
         assert [name for name, field in fields.items() if not field.get("description")] == []
+        # Prefect's form has no editor for a nullable object or list, and no choice for a nullable enum.
+        nullable = [part for field in fields.values() for part in field.get("anyOf", [])]
+        assert {part["type"] for part in nullable} <= {"integer", "string", "null"}
+        assert not [part for part in nullable if "enum" in part]
     schema = flows_pipeline.pipeline.parameters.model_dump()["properties"]
-    assert set(schema) == {"preset", "seed", "overrides", "where", "revision", "name", "push"}
-    assert "smoke" in str(schema["preset"])
+    assert set(schema) == {"preset", "seed", "overrides", "where", "revision", "name", "push", "promote"}
+    assert schema["preset"]["default"] == "default"
+    assert {"default", "smoke"} <= set(schema["preset"]["enum"])
     assert schema["where"]["enum"] == ["workspace", "checkout"]
 
 
@@ -348,7 +389,7 @@ class FailingRuns:
 def test_an_unfinished_sweep_continues_with_its_commit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = FailingRuns(root, monkeypatch)
     first = toy.git(root, "rev-parse", "HEAD").strip()
-    message = "FAILED: 1 of 1 runs failed (ppo.gamma=0.9, seed 1: Failed: no disk). Start the sweep again"
+    message = "FAILED: 1 of 1 runs failed (gamma=0.9 seed=1: Failed: no disk). Start the sweep again"
     assert runs.sweep().startswith(message)
     runs.sweep()
     assert runs.commits == [first, first]
@@ -386,10 +427,11 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> N
     assert check() == check() == "the data changed: its run is run-2, after run-1 failed"
     made["a-try-2"].state = Crashed()
     assert check().startswith("the data changed: its run is run-3")
-    made["a-try-3"].state = Completed()
-    check()
-    assert len(made) == 3
-    made["a-try-3"].state = Failed()
+    ends: list[Any] = [Completed(), Failed(name="Refused"), Cancelled(name="Deferred")]
+    for done in ends:
+        made["a-try-3"].state = done
+        assert check().startswith("the data changed: its run is run-3")
+    made["a-try-3"].state = Cancelled(name=settings.STOPPED)  # by `rlhf down`; nobody cancelled it
     assert "its runs run-1, run-2, run-3 failed" in check()
     assert len(made) == watch.TRIES
     assert check("b") == "the data changed: its run is run-4"
@@ -408,14 +450,6 @@ def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated() -> None:
         assert "its run run-1 was cancelled" in str(state.message)
         assert "`prefect deployment run f/d --param preset=smoke`" in str(state.message)
     assert keys == ["a-try-1"] * 2
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT works as in a foreground shell, wherever the tests run."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_a_stage_gets_interrupts_though_its_parent_ignores_them(root: Path) -> None:

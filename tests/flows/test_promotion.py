@@ -6,17 +6,18 @@ import json
 import logging
 import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.client.orchestration import get_client
 
+from flows import outcome, promotion, results
 from flows import pipeline as flows_pipeline
-from flows import promotion, results, stage_tasks
 from flows.outcome import Outcome
+from flows.slots import Slots
 from rlhf_tasks import config
+from rlhf_tasks.cli import main as cli
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.command import RETRY_HINT, UNDECIDED
@@ -75,12 +76,14 @@ def promote(root: Path) -> Any:
         ("ValueError: a fault", 1, "Deferred", "the gate did not run (ValueError: a fault)"),
     ],
 )
-def test_every_end_is_a_completed_state_with_a_name_and_a_reason(
+def test_every_end_is_a_state_with_a_name_and_a_reason_and_only_a_promotion_is_green(
     root: Path, text: str, status: int, state: str, message: str
 ) -> None:
     end_with(root, text, status)
     result = promote(root)
-    assert (result.is_completed(), result.name) == (True, state)
+    kind = {"Promoted": "COMPLETED", "Refused": "FAILED", "Deferred": "CANCELLED"}[state]
+    assert (result.type.value, result.name) == (kind, state)
+    assert outcome.has_results(result)
     assert result.message == message, "a command in it would promote another policy"
 
 
@@ -88,12 +91,7 @@ def test_only_a_promotion_that_must_judge_takes_a_slot(root: Path, monkeypatch: 
     """The first try does without judging; only an undecided one is followed by a second try."""
     toy.write_params(root, service={"gpu_slots": 1})
     taken = list[int]()
-
-    def slots(number: int) -> AbstractContextManager[None]:
-        taken.append(number)
-        return nullcontext()
-
-    monkeypatch.setattr(stage_tasks, "slots", slots)
+    monkeypatch.setattr(Slots, "hold", lambda slots, number, show: taken.append(number))
     end_with(root, f"Refused: {REFUSED}", 3)
     assert (promote(root).name, taken) == ("Refused", [])
     code = "quick = '--unless-judging' in sys.argv\n"
@@ -119,19 +117,22 @@ def test_the_page_of_results_shows_the_verdict_and_its_criteria(root: Path) -> N
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"criteria": [CRITERION]}), encoding="utf-8")
     criteria = promotion.criteria(root)
-    outcome = Outcome(name="n", how={}, revision="c", verdict="Refused", reason=REFUSED, criteria=criteria)
-    page = results.page(outcome, root, {}, {}, {})
+    refused = Outcome(name="n", how={}, revision="c", verdict="Refused", reason=REFUSED, criteria=criteria)
+    page = results.page(refused, root, {}, {}, {})
     assert f"## Promotion\n\nRefused: {REFUSED}" in page
     assert "| KL | 11.2 | <= 10 | -1.2 | FAILED |" in page
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_run_with_a_refused_policy_is_completed_with_the_reason(root: Path, server: None) -> None:
+def test_a_run_with_a_refused_policy_ends_as_refused_with_the_reason(root: Path, server: None) -> None:
     end_with(root, f"Refused: {REFUSED}", 3)
+    not_asked: Any = flows_pipeline.pipeline(where="checkout", promote=False, return_state=True)
+    assert (not_asked.is_completed(), not_asked.name) == (True, "Completed")
+    assert cli.main(["flow"]) == 0, "the run has its results"
     state: Any = flows_pipeline.pipeline(where="checkout", return_state=True)
-    assert (state.is_completed(), state.name) == (True, "Refused")
-    assert state.message.startswith(f"Refused: {REFUSED}; ran first, second")
+    assert (state.is_failed(), state.name) == (True, "Refused")
+    assert state.message == f"Refused: {REFUSED}; nothing had to run"
     with get_client(sync_client=True) as client:
         tasks = {run.name: run.state.name for run in client.read_task_runs() if run.state is not None}
     assert tasks["promote"] == "Refused"

@@ -55,6 +55,14 @@ def test_metrics_are_compared_with_those_of_the_last_run(root: Path) -> None:
     ]
 
 
+def test_headlines_come_first_and_the_page_counts_the_others(root: Path) -> None:
+    values = {"judge/a/b": 1.0, "ppo/eps": 2.0, "ppo/policy/clipfrac_avg": 0.25}
+    names = [row["metric"] for row in results.metric_rows(values, {})]
+    assert names == ["ppo/policy/clipfrac_avg", "judge/a/b", "ppo/eps"]
+    shown = results.page(outcome(), root, values, {}, {}).partition("## Metrics\n\n")[2]
+    assert "| ppo/policy/clipfrac_avg | 0.25 | – |\n\n2 more: artifact `rlhf-metrics`" in shown
+
+
 def test_the_first_responses_are_shortened_to_one_line_each(root: Path) -> None:
     file = Paths(root).judge_results / results.RESPONSES
     file.parent.mkdir(parents=True)

@@ -107,12 +107,19 @@ def test_an_unknown_override_fails_before_anything_starts(fresh: Service) -> Non
 
 @pytest.mark.slow
 def test_two_runs_at_once_share_the_slot_and_both_end(fresh: Service) -> None:
+    """The second waits until the whole of the first has ended, and says so."""
     toy.write_script(
         fresh.root,
-        ["mkdir ../../slot || exit 5", "sleep 2", "rmdir ../../slot", toy.SECOND.rstrip()],
+        ["mkdir ../../slot || exit 5", "sleep 9", "rmdir ../../slot", toy.SECOND.rstrip()],
     )
     once = {"service.retries": 0}  # a stage that ran without a slot must not get another try
     runs = [fresh.start(name=f"both-{seed}", seed=seed, overrides=once) for seed in (11, 12)]
+    waiting = "Waiting for gpu"
+    late = toy.until(
+        lambda: next((r for r in runs if fresh.run(r)["state"]["name"] == waiting), None), waiting
+    )
+    first = fresh.run(next(run for run in runs if run != late))["name"]
+    toy.until(lambda: f"waiting for gpu, behind {first}" in fresh.logs(late), "the line in the log")
     for identity in runs:
         assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
     assert {"both-11", "both-12"} <= set(fresh.experiments())
@@ -197,6 +204,7 @@ def test_cancelling_ends_every_process_and_cleans_up(fresh: Service) -> None:
     identity = train_for_long(fresh)
     fresh.cancel(identity)
     assert fresh.end(identity)["type"] == "CANCELLED"
+    assert fresh.tasks(identity) == {"first": "Completed", "second": "Cancelled"}
     assert alive(fresh) == []
     assert (fresh.root / ".rlhf/kept").exists(), "the stage must be interrupted, not killed"
     assert list((fresh.root / ".rlhf/workspaces").iterdir()) == []
@@ -214,6 +222,7 @@ def test_a_killed_flow_run_becomes_crashed_and_its_stage_ends(fresh: Service) ->
             process.kill()
     assert fresh.end(identity)["type"] == "CRASHED"
     toy.until(lambda: alive(fresh) == [], "the end of the stage")
+    toy.until(lambda: fresh.tasks(identity)["second"] == "Crashed", "the end of the task")
     toy.until(lambda: not list((fresh.root / ".rlhf/workspaces").iterdir()), "the removal of the workspace")
     toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "FAILED", "MLflow")
 
@@ -242,7 +251,8 @@ def test_down_lets_a_running_stage_save_its_state(fresh: Service) -> None:
     assert (fresh.root / ".rlhf/kept").exists(), "the stage must be interrupted, not killed"
     toy.reset(fresh.root)
     assert fresh.up().returncode == 0
-    assert fresh.end(identity)["type"] in ("CRASHED", "CANCELLED")
+    assert fresh.end(identity)["name"] == "Stopped"
+    assert fresh.tasks(identity) == {"first": "Completed", "second": "Cancelled"}
     assert fresh.end(fresh.start(seed=51))["type"] == "COMPLETED"
 
 
@@ -299,6 +309,8 @@ def test_a_sweep_repeats_no_run_and_ends_with_one_comparison(fresh: Service) -> 
         ("ppo.kl_coef=0.4", 2),
     ]
     assert "comparison.png" in fresh.artifact("rlhf-sweep-curves")
+    named = fresh.call("POST", "/flow_runs/filter", {"flow_runs": {"name": {"like_": "kl_coef=0.3 seed="}}})
+    assert sorted(run["name"] for run in named) == ["kl_coef=0.3 seed=1", "kl_coef=0.3 seed=2"]
     wider = parameters | {"seeds": [1, 2, 3]}
     state = fresh.end(fresh.start("rlhf-sweep/sweep", **wider))
     assert state["message"] == "2 setting(s), 6 runs, 4 of them done before"
@@ -312,11 +324,14 @@ def test_a_sweep_with_a_failed_run_fails_in_mlflow_and_names_the_run_and_the_rea
     parameters = {"grid": {"ppo.kl_coef": [0.6, 0.7]}, "seeds": [1], "name": "torn"}
     identity = fresh.start("rlhf-sweep/sweep", **parameters)
     state = fresh.end(identity)
-    reason = "seed 1: Failed: stage second failed: no luck"
+    reason = "Failed: stage second failed: no luck"
     assert state["type"] == "FAILED"
-    assert state["message"].startswith(f"1 of 2 runs failed (ppo.kl_coef=0.7, {reason}")
+    assert state["message"].startswith(f"1 of 2 runs failed (kl_coef=0.7 seed=1: {reason}")
     rows = json.loads(fresh.artifact("rlhf-sweep"))
-    assert [(row["seeds"], row["missing"].partition(";")[0]) for row in rows] == [(1, "–"), (0, reason)]
+    assert [(row["seeds"], row["missing"].partition(";")[0]) for row in rows] == [
+        (1, "–"),
+        (0, f"seed 1: {reason}"),
+    ]
     toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "FAILED", "MLflow")
     assert reason in toy.tags(fresh.mlflow(identity))["rlhf.reason"]
     assert "Traceback" not in fresh.logs(identity)
@@ -397,7 +412,7 @@ def test_up_twice_starts_nothing_new_and_down_leaves_nothing(tmp_path: Path) -> 
         again = service.up()
         assert again.returncode == 0
         assert f"Prefect: {service.url('prefect')}" in again.stdout
-        assert f"MLflow:  {service.url('mlflow')}" in again.stdout
+        assert f"MLflow, runs of rlhf: {service.url('mlflow')}/#/experiments/" in again.stdout
         assert {name: service.daemon(name).record() for name in before} == before
         elsewhere = before["worker"] | {"prefect": "http://127.0.0.1:9"}
         service.daemon("worker").file.write_text(json.dumps(elsewhere), encoding="utf-8")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Completed, Failed, Running
 
 from flows import sweep, sweep_runs
@@ -21,10 +23,11 @@ class FakeRuns(Runs):
     """Runs without a server: the first few reads of a state complete a run; the last of them changes data."""
 
     def __init__(self, root: Path, *, reads: int, end: State[Any] | None = None) -> None:
-        super().__init__("any", None, "c0ffee")
+        super().__init__("any", None, "c0ffee", promote=False)
         self.root, self.reads, self.final = root, reads, end or Completed()
         self.started: list[str] = []
         self.cancelled: list[Any] = []
+        self.shown: list[tuple[str, int]] = []
 
     def start(self, cell: Cell) -> str:
         self.started.append(cell.experiment)
@@ -36,8 +39,14 @@ class FakeRuns(Runs):
             (self.root / "given/rows.txt").write_text("other rows\n", encoding="utf-8")
         return self.final if self.reads >= 0 else Running()
 
+    def doing(self, identity: Any) -> str:
+        return "ppo: running"
+
     def cancel(self, identity: Any) -> None:
         self.cancelled.append(identity)
+
+    def show(self, doing: Mapping[str, str], ended: int) -> None:
+        self.shown.append(("; ".join(f"{name}: {what}" for name, what in doing.items()), ended))
 
 
 def first_data(root: Path) -> Data:
@@ -50,7 +59,7 @@ CELLS = [Cell("a", seed, {}, f"s-{seed}") for seed in (1, 2, 3)]
 
 
 def run_cells(runs: FakeRuns, parallel: int, data: Data) -> list[Lost]:
-    return sweep_runs.run_cells(CELLS, runs, parallel, data, poll_seconds=0.0)
+    return sweep_runs.run_cells(CELLS, runs, parallel, data, runs.show, poll_seconds=0.0)
 
 
 def test_every_cell_runs_once_and_failed_ones_are_returned(root: Path) -> None:
@@ -59,7 +68,57 @@ def test_every_cell_runs_once_and_failed_ones_are_returned(root: Path) -> None:
     assert runs.started == ["s-1", "s-2", "s-3"]
     failing = FakeRuns(root, reads=9, end=Failed(message="no disk\nat all"))
     lost = run_cells(failing, 2, Data(root))
-    assert [str(one) for one in lost] == [f"a, seed {seed}: Failed: no disk" for seed in (1, 2, 3)]
+    assert [str(one) for one in lost] == [f"seed={seed}: Failed: no disk" for seed in (1, 2, 3)]
+
+
+def test_each_cell_has_a_line_that_says_what_it_does(root: Path) -> None:
+    runs = FakeRuns(root, reads=2, end=Failed(name="Refused", message="KL 12 > 10"))
+    with pytest.raises(SweepFailed):
+        run_cells(runs, 2, first_data(root))
+    refused = "seed=1: Refused: KL 12 > 10; seed=2: Refused: KL 12 > 10; seed=3: not started"
+    assert runs.shown == [(refused, 2)]
+    (root / "given/rows.txt").write_text("rows\n", encoding="utf-8")
+    runs = FakeRuns(root, reads=1)
+    with pytest.raises(SweepFailed):
+        run_cells(runs, 2, first_data(root))
+    assert runs.shown == [("seed=1: Completed; seed=2: ppo: running; seed=3: not started", 1)]
+
+
+def test_a_refused_policy_is_a_result_of_the_sweep(root: Path) -> None:
+    runs = FakeRuns(root, reads=9, end=Failed(name="Refused"))
+    assert run_cells(runs, 3, Data(root)) == []
+
+
+def test_a_cell_is_named_by_what_distinguishes_it() -> None:
+    names: dict[str, dict[str, Any]] = {
+        "kl_coef=0.01 seed=2": {"ppo.kl_coef": 0.01},
+        "sft.num_epochs=1 reward.num_epochs=2 gamma=1 seed=2": {
+            "sft.num_epochs": 1, "reward.num_epochs": 2, "ppo.gamma": 1,
+        },
+        "seed=2": {},
+    }  # fmt: skip
+    for name, overrides in names.items():
+        assert Cell("any", 2, overrides, "x").name == name
+
+
+def test_the_runs_of_a_sweep_have_the_names_of_its_cells_and_promote_only_if_asked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def run_deployment(deployment: str, **values: Any) -> FlowRun:
+        given.update(values)
+        return FlowRun(flow_id=uuid.uuid4())
+
+    monkeypatch.setattr(sweep_runs, "run_deployment", run_deployment)
+    cell = Cell("any", 2, {"ppo.kl_coef": 0.01}, "s-1")
+    for promote in (False, True):
+        Runs("f/d", "smoke", "c0ffee", promote).start(cell)
+        assert given["flow_run_name"] == "kl_coef=0.01 seed=2"
+        assert given["parameters"] == {
+            "preset": "smoke", "seed": 2, "overrides": {"ppo.kl_coef": 0.01}, "name": "s-1",
+            "revision": "c0ffee", "promote": promote,
+        }  # fmt: skip
 
 
 def test_changed_data_fails_the_sweep_and_names_the_doubtful_runs(root: Path) -> None:
@@ -97,11 +156,11 @@ def test_each_sweep_has_its_own_variable_whatever_its_seeds() -> None:
 
 
 def test_a_grid_has_every_combination() -> None:
-    assert sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.gamma": [1.0, 0.9]}, None) == [
+    assert sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.gamma": [1.0, 0.9]}, []) == [
         {"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
     ]
     with pytest.raises(UserError, match="either grid"):
-        sweep.combinations(None, None)
+        sweep.combinations({}, [])
 
 
 def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) -> None:

@@ -316,3 +316,11 @@ def test_ctrl_c_in_up_is_one_message(
     monkeypatch.setattr(Service, "up", interrupted)
     assert cli.main(["up"]) == 130
     assert "`rlhf down` stops what was started" in capsys.readouterr().err
+
+
+def test_up_says_what_it_waits_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes.Daemon, "start", lambda daemon, *words, **record: None)
+    Service.here()._start_server("mlflow", 4321)
+    assert capsys.readouterr().out == "mlflow: starts on port 4321, which takes up to a minute\n"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_tasks.data.batches import collate, text_of
-from rlhf_tasks.modeling.generation import Samples, answer, sample
+from rlhf_tasks.modeling import generation
+from rlhf_tasks.modeling.generation import Samples, _drawn, answer, sample
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.rollout import logprobs_of
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
@@ -14,7 +17,7 @@ from tests.small import EOS, FAMILIES, PAD, Family
 QUERIES, _ = small.rows(24, longest=7)
 
 
-def samples(family: Family = "llama", seed: int = 1, temperature: float = 0.7) -> Samples:
+def samples(family: Family = "llama", seed: int = 4, temperature: float = 0.7) -> Samples:
     return sample(
         small.causal(family), QUERIES, max_new_tokens=12, temperature=temperature, stop=EOS, pad=PAD,
         generator=torch.Generator().manual_seed(seed),
@@ -38,7 +41,7 @@ def test_logprobs_equal_those_of_the_training_forward_pass(family: Family) -> No
     with torch.no_grad():
         again = logprobs_of(small.causal(family), collate(QUERIES, found.responses, PAD), 0.7)
     for row, logprobs in enumerate(found.logprobs):
-        torch.testing.assert_close(logprobs, again[row, : len(logprobs)], atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs, again[row, -len(logprobs) :], atol=1e-5, rtol=0)
 
 
 def test_a_response_ends_at_its_first_eos_or_at_the_limit() -> None:
@@ -57,6 +60,74 @@ def test_pad_may_equal_eos_while_sampling() -> None:
         ).responses  # fmt: skip
 
     assert with_pad(EOS) == with_pad(PAD)
+
+
+def test_the_first_token_whose_cumulative_probability_exceeds_the_number_is_drawn() -> None:
+    logits = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0]).log().expand(7, 6)
+    almost = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)).item()
+    tokens, logprobs = _drawn(logits, torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 0.99, almost]))
+    assert tokens.tolist() == [1, 1, 3, 3, 4, 4, 4], "a token of probability 0 is never drawn"
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]))
+
+
+def test_cumulative_probabilities_of_a_large_vocabulary_do_not_drift() -> None:
+    """The token that a number draws is the one that float64 gives, but for a millionth of the probability."""
+    size, rows = 50_000, 100
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(5))
+    numbers = torch.arange(rows) / rows
+    tokens, logprobs = _drawn(logits.expand(rows, size), numbers)
+    exact = logits.double().softmax(-1)
+    above = exact.cumsum(0)[tokens]
+    assert (numbers < above + 1e-6).all()
+    assert (numbers >= above - exact[tokens] - 1e-6).all()
+    torch.testing.assert_close(logprobs, exact[tokens].log().float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_without_a_distribution_are_an_error(bad: float) -> None:
+    model = small.causal()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5, 0] = bad
+    with pytest.raises(NonFiniteError, match="logits"):
+        sample(
+            model, QUERIES, max_new_tokens=3, temperature=1.0, stop=EOS, pad=PAD,
+            generator=torch.Generator().manual_seed(1),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [1, 5, None])
+def test_a_response_depends_on_no_other_row(family: Family, batch_size: int | None) -> None:
+    """Each row alone, or in batches in which rows end at other times, gives the same response."""
+    found = sample(
+        small.causal(family), QUERIES, max_new_tokens=12, temperature=0.7, stop=EOS, pad=PAD,
+        generator=torch.Generator().manual_seed(4), batch_size=batch_size,
+    )  # fmt: skip
+    assert found.responses == samples(family).responses
+
+
+def test_the_draw_is_checked_seldom_on_a_gpu_to_the_same_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = samples()
+    monkeypatch.setattr(generation, "CPU_CHECK", generation.GPU_CHECK)
+    assert samples().responses == usual.responses
+
+
+def test_a_sliding_window_hides_the_same_tokens_as_in_training() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "mistral", vocab_size=small.VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=4, initializer_range=0.5,
+        bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    found = sample(
+        model, QUERIES, max_new_tokens=12, temperature=0.7, stop=EOS, pad=PAD,
+        generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    assert max(map(len, found.responses)) > 8
+    for query, response, logprobs in zip(QUERIES, found.responses, found.logprobs, strict=True):
+        alone = (small.logits_alone(model, query, response) / 0.7).log_softmax(-1)
+        torch.testing.assert_close(logprobs, alone[range(len(response)), response], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -1,16 +1,13 @@
-"""Masked arithmetic against torch.distributions, numpy-like loops and hand-worked numbers."""
+"""Masked arithmetic against numpy-like loops and hand-worked numbers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 
 from rlhf_tasks.modeling.tensors import (
     distinct,
-    entropy_from_logits,
-    gather_logprobs,
     masked_mean,
     masked_moments,
     masked_sum,
@@ -59,26 +56,6 @@ def test_whitening_is_over_the_tokens_of_all_processes() -> None:
 
 def test_the_mean_over_processes_weights_tokens_not_processes() -> None:
     assert masked_mean(X, MASK, lambda sums: sums + torch.tensor([4.0, 1.0])) == 2.5  # (1 + 2 + 3 + 4) / 4
-
-
-def test_gathered_logprobs_are_those_of_a_categorical() -> None:
-    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(1)) * 3
-    labels = torch.tensor([[0, 6, 3, 2, 2], [1, 1, 5, 4, 0]])
-    torch.testing.assert_close(gather_logprobs(logits, labels), Categorical(logits=logits).log_prob(labels))
-
-
-def test_entropy_is_that_of_a_categorical() -> None:
-    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(2)) * 3
-    torch.testing.assert_close(entropy_from_logits(logits), Categorical(logits=logits).entropy())
-    assert entropy_from_logits(torch.zeros(1, 1, 8)).item() == pytest.approx(3 * 0.6931472)  # log 8
-
-
-def test_logprobs_and_entropy_of_low_precision_logits_are_computed_in_float32() -> None:
-    logits = torch.randn(1, 2, 9, generator=torch.Generator().manual_seed(3)).bfloat16()
-    labels = torch.tensor([[4, 8]])
-    exact = Categorical(logits=logits.float())
-    torch.testing.assert_close(gather_logprobs(logits, labels), exact.log_prob(labels))
-    torch.testing.assert_close(entropy_from_logits(logits), exact.entropy())
 
 
 def test_distinct_ngrams_by_hand() -> None:

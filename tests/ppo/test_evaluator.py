@@ -151,11 +151,16 @@ def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
     assert policy.training, "the policy returns to the mode it was in"
 
 
-def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
-    class Impossible(OwnModel):
-        def logprobs(self, batch: Any, temperature: float) -> Tensor:
-            return super().logprobs(batch, temperature) - math.inf
+class Impossible(OwnModel):
+    def logprobs(self, batch: Any, temperature: float) -> Tensor:
+        return super().logprobs(batch, temperature) - math.inf
 
+
+def test_samples_to_show_need_no_log_probs_of_the_reference() -> None:
+    assert len(evaluator(reference=Impossible(small.causal())).show(0)) == 4
+
+
+def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
     with pytest.raises(NonFiniteError, match="the KL to the reference is NaN or infinite") as caught:
         evaluator(reference=Impossible(small.causal())).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)

@@ -53,8 +53,7 @@ def test_the_ratio_is_1_before_the_first_step() -> None:
     with torch.no_grad():
         batch = collate(QUERIES, rollout.responses, PAD)
         again = logprobs_of(one.actor_critic.policy, batch, 0.8)
-    width = again.shape[1]
-    ratio = (again - rollout.logprobs[:, :width])[batch.response_mask].exp()
+    ratio = (again[batch.response_mask] - rollout.logprobs[rollout.mask]).exp()
     assert (ratio - 1).abs().max() <= 1e-5
     ppo_batch, objective = one.estimator.estimate(rollout)
     assert objective["objective/kl"] == pytest.approx(0, abs=1e-4)  # the reference equals the policy
@@ -155,7 +154,7 @@ def test_losses_and_token_means_equal_a_slow_loop_over_tokens(
         assert metrics[key] == pytest.approx(expected[key], rel=tolerance, abs=tolerance / 100), key
     if clips:
         loss = "loss/value_avg" if "cliprange_value" in clips else "loss/policy_avg"
-        assert abs(expected[loss] - shipped[loss]) > 0.003 * abs(shipped[loss]), (
+        assert abs(expected[loss] - shipped[loss]) > 0.001 * abs(shipped[loss]), (
             "the clip applies to some tokens"
         )
     else:

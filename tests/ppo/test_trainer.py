@@ -13,10 +13,12 @@ from torch import Tensor
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.reference import OwnModel
+from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.trainer import require_finite
 from tests import small
 from tests.ppo.toy import (
     DEMONSTRATIONS,
+    QUERIES,
     parameters,
     sampled_batch,
     trainer,
@@ -43,6 +45,22 @@ def test_an_update_measures_the_seconds_of_its_steps() -> None:
     assert seconds == [2.0, 4.0, 16.0]
     assert metrics["eps"] == pytest.approx(16 / 30)
     assert metrics["time/tokens_per_second"] == pytest.approx(16 * metrics["val/response_length"] / 30)
+
+
+def test_the_share_of_padding_is_that_of_the_epochs_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, padded = trainer(total_episodes=16, micro_batch_tokens=40), list[int]()
+    forward = type(one.actor_critic).forward
+
+    def counted(self: ActorCritic, batch: Batch) -> Any:
+        padded.append(batch.query_response.numel())
+        return forward(self, batch)
+
+    monkeypatch.setattr(ActorCritic, "forward", counted)
+    metrics = next(one.updates())
+    queries = 2 * sum(len(query) for query in QUERIES)  # two epochs
+    real = queries + 2 * 16 * metrics["val/response_length"]
+    assert metrics["time/padding_share"] == pytest.approx(1 - real / sum(padded))
+    assert 0 < metrics["time/padding_share"] < 0.5
 
 
 def test_the_same_seed_trains_the_same_policy() -> None:

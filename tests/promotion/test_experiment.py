@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -294,3 +295,32 @@ def test_an_experiment_without_a_policy_and_an_unknown_name_are_user_errors(
     assert "the experiment idle has no models/policy: its stage ppo has not run" in capsys.readouterr().err
     assert main.main(["promote", "none"]) == 2
     assert "none is neither a checkpoint (it has no config.json) nor an experiment" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("preset", "remedy"),
+    [
+        (
+            "docstrings",
+            "was run with preset docstrings. `rlhf preset docstrings` gives params.yaml the judges",
+        ),
+        (None, "which `git show [0-9a-f]{10}:params.yaml` prints"),
+    ],
+)
+def test_an_experiment_that_the_local_judges_cannot_judge_comes_with_the_remedy(
+    root: Path, capsys: pytest.CaptureFixture[str], preset: str | None, remedy: str
+) -> None:
+    """The gold judge of the working tree knows the built-in task only."""
+    text = (toy.ROOT / "params.yaml").read_text(encoding="utf-8")
+    heldout = {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}
+    other = {"data.source": "docstrings", "judge.judges": [heldout], "promotion": None}
+    given = None if preset else other
+    changed, _, _ = Request(preset, None, given).resolve(text)
+    (root / "params.yaml").write_text(changed, encoding="utf-8")
+    toy.git(root, "commit", "-qam", "another task")
+    toy.git(root, "update-ref", f"refs/exps/00/{'0' * 38}/other", "HEAD")
+    (root / "params.yaml").write_text(text, encoding="utf-8")
+    assert main.main(["promote", "other"]) == 2
+    message = capsys.readouterr().err
+    assert "gold only judges the synthetic task" in message
+    assert re.search(remedy, message)

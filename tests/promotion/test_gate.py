@@ -55,7 +55,7 @@ def test_a_better_policy_passes_every_criterion_with_its_margin() -> None:
         "over_champion/gold": 0.05, "over_champion/reward_model": 0.03,
         "kl": 8.5,
         "perplexity/sft_text": 0.75,  # 2 − 2.0/1.6
-        "choice_drop": 0.04,  # 0.05 − (0.98 − 0.97)
+        "choice_change": 0.04,  # (0.97 − 0.98) + 0.05
         "failure_share": 0.01,  # 0.02 − 10/1000
         "examples": 790,  # the fewest, 990, − 200
         "optimised_judges": 0,
@@ -78,8 +78,8 @@ GENERAL = retention({"sft_text": 2.0, "general": 21.0}, {"sft_text": 1.6, "gener
         (results(retention=GENERAL), "perplexity/general", "2.1 > 2"),
         (
             results(retention=retention({"sft_text": 2.0}, {"sft_text": 1.6}, accuracy=(0.9, 0.98))),
-            "choice_drop",
-            "lost since SFT 0.08 > 0.05",
+            "choice_change",
+            "change from SFT -0.08 < -0.05",
         ),
         (results(failures=(30, 10)), "failure_share", "0.02913 > 0.02"),
         (results(examples=(150, 990), failures=(0, 0)), "examples", "150 < 200"),
@@ -237,11 +237,12 @@ def test_criteria_that_cannot_hold_are_config_errors(changes: dict[str, Any], pr
     assert problem in str(caught.value)
 
 
-def test_only_stage_verdict_reads_the_criteria() -> None:
+def test_only_verdict_and_report_read_the_criteria() -> None:
+    """A change of the gate runs no training and no judge again."""
     readers = [
         name for name, reads in config.VIEWS.items() if any("promotion" in key for key in reads.reads())
     ]
-    assert readers == ["verdict"]
+    assert readers == ["verdict", "report"]
 
 
 def test_promotion_null_turns_the_gate_off() -> None:

@@ -29,12 +29,14 @@ def drawn(svg: str) -> list[tuple[float, float]]:
         (0.3, 4.7, [0, 1, 2, 3, 4, 5]),
         (-0.03, 0.02, [-0.03, -0.02, -0.01, 0, 0.01, 0.02]),
         (7, 7, [6, 6.5, 7, 7.5, 8]),
+        (-1e-7, 3.2, [0, 1, 2, 3, 4]),
     ],
 )
 def test_ticks_are_round_and_hold_the_range(low: float, high: float, expected: list[float]) -> None:
+    """Up to rounding: a KL starts a little below 0."""
     marks = charts.ticks(low, high)
     assert marks == pytest.approx(expected)
-    assert marks[0] <= low <= high <= marks[-1]
+    assert marks[0] - 1e-6 <= low <= high <= marks[-1]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,17 @@ def test_a_band_covers_its_range_of_the_axis() -> None:
     match = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
     assert match
     assert float(match[2]) == pytest.approx((charts.HEIGHT - charts.TOP - charts.BOTTOM) / 2, abs=0.1)
+
+
+def test_the_axis_fits_the_curve_and_the_band_is_shaded_as_far_as_it_is_seen() -> None:
+    svg = charts.line_chart("KL", "episode", [curve((0, 0), (1, 2))], band=(0, 10))
+    match = re.search(r'<rect class="band" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
+    assert match
+    assert float(match[1]) == charts.TOP
+    assert float(match[2]) == charts.HEIGHT - charts.TOP - charts.BOTTOM, "all of 0 to 2"
+    assert drawn(svg)[-1][1] == charts.TOP, "2 is at the top, not a fifth of the way up"
+    beyond = charts.line_chart("KL", "episode", [curve((0, 20), (1, 30))], band=(0, 10))
+    assert 'class="band"' not in beyond
 
 
 def test_a_long_line_is_drawn_as_means_with_a_band_that_keeps_a_spike() -> None:

@@ -54,7 +54,7 @@ def test_runs_that_differ_only_in_their_verdict_count_once() -> None:
 
 def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> None:
     context = compared.context(comparison.with_settings(RUNS))
-    assert [label for label, _ in context["groups"]] == ["A: ppo.kl_coef=0.03", "B: ppo.kl_coef=0.1"]
+    assert context["groups"] == ["A: ppo.kl_coef=0.03", "B: ppo.kl_coef=0.1"]
     assert context["parameters"] == [("ppo.kl_coef", ["0.03", "0.1"])]
     assert dict(context["headlines"]) == {
         "judge/gold/policy_vs_sft/win_rate": ["0.6 ± 0", "0.6 (0.5 to 0.7)"],
@@ -65,6 +65,18 @@ def test_seeds_are_one_line_with_a_band_and_a_single_run_has_its_interval() -> N
     assert figure.svg.count("<polyline") == 2
     assert figure.svg.count("<polygon") == 1, "one run has no band"
     assert "A from 2 to 3" in figure.svg
+
+
+def test_the_page_says_which_runs_it_compares() -> None:
+    facts = {"Run": "third", "Seed": "1", "Preset": "over_optimised", "Date": "2 May 2026"}
+    runs = [*RUNS[:2], replace(RUNS[2], facts=facts)]
+    variables = compared.context(comparison.with_settings(runs))
+    assert variables["titles"] == ["Run", "Seed", "Preset", "Date"]
+    assert [order for order, _ in variables["runs"]] == [0, 0, 1]
+    text = Document(page.document("comparison.html", variables)).text
+    assert "A: ppo.kl_coef=0.03 second 2 – –" in text
+    assert "B: ppo.kl_coef=0.1 third 1 over_optimised 2 May 2026" in text
+    assert "Policy against SFT by the gold judge: win rate" in text
 
 
 def test_the_page_is_complete_and_loads_nothing() -> None:
@@ -102,7 +114,7 @@ def test_folders_of_two_seeds_are_one_setting(project: Path, capsys: pytest.Capt
     assert main.main(["compare", str(one), str(two), str(one), "--out", "both.html"]) == 0
     assert "2 run(s), 1 setting(s)" in capsys.readouterr().out
     text = Document(Path("both.html").read_text(encoding="utf-8")).text
-    assert "ppo/objective/kl 2 ± 1.4" in text
+    assert "KL of the rollouts ppo 2 ± 1.4" in text
 
 
 def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import inputs, page
 from rlhf_tasks.report.win_rates import OPTIMISED
 from rlhf_tasks.stages import report
+from tests import small
 from tests.report import workspace
 
 HOSTILE = "</p><script>alert('x')</script><img src=x onerror=alert(1)> {{ 7 * 7 }} & \"quoted\""
@@ -70,7 +71,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def written(root: Path) -> str:
-    return page.render(inputs.read(Paths(root)))
+    return page.render(inputs.read(Paths(root)), {})
 
 
 def context(root: Path) -> dict[str, Any]:
@@ -113,9 +114,14 @@ def test_wins_ties_and_losses_are_shown(whole: Path) -> None:
 
 
 def test_the_kl_of_the_kept_checkpoint_is_shown(whole: Path) -> None:
-    metrics = {"objective/kl": 4.321, "selected_episode": 768, "selected_kl": 3.5}
+    """The gate reads this one."""
+    metrics = {"objective/kl": 14.5, "selected_episode": 768, "selected_kl": 3.5}
+    metrics["selected_kl_standard_error"] = 0.25
     workspace.put_text(whole / "metrics/ppo.json", json.dumps(metrics))
-    assert "Checkpoint kept: episode 768, with a KL of 3.50 nats" in Document(written(whole)).text
+    text = Document(written(whole)).text
+    assert "3.50 nats of the kept checkpoint, ± 0.25" in text
+    assert "inside the band from 0 to 10" in text
+    assert "Checkpoint kept: episode 768. KL of the last rollout: 14.50 nats" in text
 
 
 def test_samples_show_the_greatest_leads_and_lags_side_by_side(whole: Path) -> None:
@@ -177,7 +183,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         assert name in text
     for part in ("No curves: plots/ppo.csv", "No samples from training", "metrics/reward.json is missing"):
         assert part in text
-    assert "metrics/ppo.json has no objective/kl" in text
+    assert "metrics/ppo.json has no KL" in text
     assert "71.2%" in text
 
 
@@ -283,7 +289,7 @@ def test_figures_have_a_text_and_scrolling_boxes_take_the_keyboard(whole: Path) 
     assert len(drawings) > 8
     assert all(a.get("role") == "img" and a.get("aria-label") for a in drawings)
     labels = " ".join(a["aria-label"] or "" for a in drawings)
-    assert "objective/kl from 0.5 to 4.321" in labels
+    assert "KL of the rollouts from 0.5 to 4.321" in labels
     assert "Gold judge, Policy against SFT: 77.3%, 95% interval 74.8% to 79.8%" in labels
     boxes = [a for a in document.of("div") if a.get("class") == "scroll"]
     assert boxes
@@ -305,10 +311,11 @@ class ArtifactTracker:
 
 def test_the_stage_writes_one_file_and_logs_it(whole: Path) -> None:
     tracker = ArtifactTracker()
-    assert report.run(None, Paths(whole), tracker) == {}  # type: ignore[arg-type]
+    assert report.run(small.view("report", {"seed": 7}), Paths(whole), tracker) == {}  # type: ignore[arg-type]
     assert [path.name for path in (whole / "reports").iterdir()] == ["index.html"]
     assert tracker.artifacts == [whole / "reports/index.html"]
-    assert (whole / "reports/index.html").read_text(encoding="utf-8") == written(whole)
+    text = Document((whole / "reports/index.html").read_text(encoding="utf-8")).text
+    assert text.index("Seed 7") < text.index("Verdict"), "the page begins with which run it is"
 
 
 def put_only(root: Path, judge: str) -> None:
@@ -354,10 +361,10 @@ def test_retention_of_base_sft_and_policy_is_shown_with_intervals(whole: Path) -
     workspace.put_results(whole, workspace.RESULTS.model_copy(update={"retention": retention}))
     responses, retained = context(whole)["tables"]
     assert retained[2] == {
-        "multiple-choice accuracy": {"base": "0.5 (0.4 to 0.6)", "policy": "0.5 (0.4 to 0.6)"},
-        "perplexity/general": {"base": "12"},
+        "Multiple-choice accuracy": {"base": "0.5 (0.4 to 0.6)", "policy": "0.5 (0.4 to 0.6)"},
+        "Perplexity on general text": {"base": "12"},
     }
-    assert responses[2]["gold/coverage"] == {"policy": "0.8432", "sft": "0.6218"}
+    assert responses[2]["Facts named, by the gold judge"] == {"policy": "0.8432", "sft": "0.6218"}
 
 
 def test_calibration_and_length_are_drawn_by_model_origin_and_contender(whole: Path) -> None:
@@ -389,8 +396,9 @@ def test_the_lineage_names_the_stage_that_wrote_an_input(whole: Path) -> None:
     assert [(i.path, i.digest) for i in links["ppo"].written] == [("models/policy", "")]
     assert links["ppo"].run == "ppo-1"
     assert (links["ppo"].code, links["ppo"].dirty) == ("ffffffffff", True)
-    assert 'reads <code>models/sft</code> <code class="quiet">abcdef0123</code> of <a href="#of-sft">' in (
-        written(whole)
+    assert (
+        'reads <code>models/<wbr>sft</code> <code class="quiet">abcdef0123</code> of <a href="#of-sft">'
+        in (written(whole))
     )
 
 
@@ -420,3 +428,23 @@ def test_trips_of_guards_are_shown(whole: Path) -> None:
     trip = {"episode": 512, "guard": "kl_high", "message": "kl_high: objective/kl_k1 = 11.4 exceeds 10"}
     workspace.put_text(whole / "evaluation/ppo/guards.json", json.dumps({"trips": [trip]}))
     assert "At episode 512, kl_high: objective/kl_k1 = 11.4 exceeds 10." in written(whole)
+
+
+def test_labels_are_words_and_break_between_them_only(whole: Path) -> None:
+    html = written(whole)
+    for label in ("KL of the rollouts", "Accuracy on test pairs", "Facts named, by the gold judge"):
+        assert label in html
+    raw = re.findall(r'<(?:th|dt|span class="key)[^>]*>\s*(?:<code>)?[a-z_]+/[a-z_]+', html)
+    assert raw == []
+    assert "overflow-wrap: anywhere" not in html
+    assert "<code>objective/<wbr>kl</code>" in html, "the list of a stage's metrics has the names too"
+
+
+def test_a_phone_shows_each_cell_under_its_title(whole: Path) -> None:
+    """Tables of many columns become lists there, so that nothing is cut."""
+    document = Document(written(whole))
+    stacked = [a for a in document.of("table") if "stack" in (a.get("class") or "")]
+    wide = [a for a in document.of("table") if "stack" not in (a.get("class") or "")]
+    assert len(stacked) >= 5
+    assert len(wide) == 7, "the metrics of the stages, which have two columns"
+    assert "Win rate" in {a.get("data-label") for a in document.of("td")}

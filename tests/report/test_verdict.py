@@ -14,7 +14,7 @@ def section(root: Path, text: str | None) -> str:
     workspace.put_all(root)
     if text is not None:
         workspace.put_text(root / "evaluation/verdict.json", text)
-    html = page.render(inputs.read(Paths(root)))
+    html = page.render(inputs.read(Paths(root)), {})
     return html.partition('<section aria-labelledby="verdict">')[2].partition("</section>")[0]
 
 
@@ -33,7 +33,7 @@ def test_every_criterion_is_shown_with_its_value_and_reason(tmp_path: Path) -> N
     assert "Refused: KL 11.2 &gt; 10" in shown
     assert shown.count('<th scope="row">') == 3
     assert "choice/sft was not measured" in shown
-    assert "right choices &lt;lost&gt;" in shown
+    assert "Right choices &lt;lost&gt;" in shown
     assert "790" in shown
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer, read_table
+from rlhf_tasks.data.batches import Ids, encode, encode_answers, fork, load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
@@ -72,6 +73,56 @@ def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
     assert found - plain == pytest.approx(0.3 * sum(nlls), rel=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Family) -> None:
+    def found(forked: bool, queries: list[Ids]) -> tuple[dict[str, float], Tensor]:
+        learner = Learner(small.scores(family), None)
+        task = Pairs(queries, CHOSEN, REJECTED, PAD, 0.1, 0.01, forked=forked)
+        sums = task.sums(learner, range(6), torch.device("cpu"))
+        sums["loss"].backward()
+        gradients = [p.grad.flatten() for p in learner.parameters() if p.grad is not None]
+        return {key: value.item() for key, value in sums.items()}, torch.cat(gradients)
+
+    assert models.takes_forks(small.scores(family).model)
+    (twice, expected), (once, gradient) = found(False, QUERIES), found(True, QUERIES)
+    assert once == pytest.approx(twice, rel=1e-4, abs=1e-5)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
+    assert expected.abs().max() > 1e-2
+    # a reversed prompt has other scores, so that the sums depend on it
+    assert found(True, [query[::-1] for query in QUERIES])[0] != pytest.approx(once, rel=1e-4)
+
+
+def test_a_forked_pair_takes_the_tokens_of_its_prompt_once() -> None:
+    lengths = [len(q) + len(c) + len(r) for q, c, r in zip(QUERIES, CHOSEN, REJECTED, strict=True)]
+    assert Pairs(QUERIES, CHOSEN, REJECTED, PAD, forked=True).sizes == lengths
+
+
+def test_responses_in_one_row_do_not_see_each_other() -> None:
+    made = fork([[5, 6], [7]], [[8], [9, 10]], [[11, 12], [13]], PAD)
+    assert made.query_response.tolist() == [[5, 6, 8, 11, 12], [PAD, 7, 9, 10, 13]]
+    assert made.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 1]]
+    assert made.ends_of_chosen.tolist() == [2, 3]
+    assert made.attention_mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
+    assert made.attention_mask[1, 0].int().tolist()[1:] == [
+        [0, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 1, 1, 1, 0],
+        [0, 1, 0, 0, 1],
+    ]
+
+
+def test_a_model_with_a_sliding_window_reads_each_prompt_twice() -> None:
+    model = small.scores("qwen2").model
+    model.config.sliding_window = 4
+    assert not models.takes_forks(model)
+
+
 def test_micro_batches_change_no_sum_of_pairs() -> None:
     learner = Learner(small.scores(), small.causal().get_output_embeddings())
     task, cpu = pairs(lm_coef=0.3, margin=0.1, centring_coef=0.01), torch.device("cpu")
@@ -132,6 +183,22 @@ def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
         return {str(f): f.read_bytes() for out in OUTS.values() for f in sorted(out.iterdir())}
 
     assert trained() == trained()
+
+
+def test_two_processes_make_what_one_makes(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(pairs_worth_a_process: int) -> tuple[dict[str, float], list[dict[str, float]], list[bytes]]:
+        monkeypatch.setattr(reward, "PAIRS_WORTH_A_PROCESS", pairs_worth_a_process)
+        tracker = NullTracker("reward")
+        metrics = reward.run(small.view("reward", SMALL), Paths(), tracker)
+        return metrics, tracker.history(), [(out / "model.safetensors").read_bytes() for out in OUTS.values()]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert made(0) == made(10**9)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_an_existing_reward_model_without_its_head_is_an_error(models_here: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.config.judge import RESERVED
 from rlhf_tasks.tracking import catalogue, curves
-from rlhf_tasks.tracking.catalogue import METRICS, PLACEHOLDERS, Metric
+from rlhf_tasks.tracking.catalogue import PLACEHOLDERS, Metric
 from tests.plain_english import BANNED
 
 ROOT = Path(__file__).parents[2]
+METRICS = [metric for stage in STAGES for metric in catalogue.metrics(stage)]
 
 
 def results(stage: Stage) -> list[str]:
@@ -32,7 +33,7 @@ def columns(stage: Stage) -> list[str]:
 
 def entries(stage: Stage, name: str) -> list[Metric]:
     """All entries that match a name; one without placeholders comes before a pattern."""
-    own = [metric for metric in METRICS if metric.stage == stage and metric.matches(name)]
+    own = [metric for metric in catalogue.metrics(stage) if metric.matches(name)]
     exact = [metric for metric in own if not metric.placeholders]
     return exact or own
 
@@ -50,39 +51,27 @@ def test_every_column_of_plots_is_marked_as_a_curve(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "entry"),
+    ("stage", "name", "entry"),
     [
-        ("selected_kl", "selected_kl"),
-        ("selected_kl_standard_error", "selected_kl_standard_error"),
-        ("eval/kl", "eval/kl"),
-        ("objective/scores/reward_model", "objective/scores/SCORER"),
-        ("loss/ptx_avg", "loss/ptx_avg"),
-        ("warmup/value_loss", "warmup/value_loss"),
+        *(("ppo", name, name) for name in ("selected_kl", "selected_kl_standard_error", "eval/kl")),
+        *(("ppo", name, name) for name in ("loss/ptx_avg", "warmup/value_loss")),
+        ("ppo", "objective/scores/reward_model", "objective/scores/SCORER"),
+        ("judge", "gpt/policy_vs_sft/position_bias", "JUDGE/A_vs_B/position_bias"),
+        ("judge", "gpt/policy_vs_sft/cost/tokens", "JUDGE/A_vs_B/cost/tokens"),
+        ("judge", "gpt/policy_vs_sft/decisive/low", "JUDGE/A_vs_B/decisive"),
+        ("judge", "human/gold/kappa/high", "human/JUDGE/kappa"),
+        ("judge", "reward_gap/win_rate_by_reward", "reward_gap/win_rate_by_reward"),
+        ("judge", "reward_gap/gold", "reward_gap/JUDGE"),
+        ("judge", "perplexity/general/base", "perplexity/TEXT/MODEL"),
+        ("judge", "length/policy_over_sft", "length/policy_over_sft"),
+        ("judge", "kappa/gold_and_reward_model", "kappa/JUDGE_and_OTHER"),
+        ("judge", "gold/is_optimised_reward", "JUDGE/is_optimised_reward"),
     ],
 )
-def test_metrics_that_the_default_run_lacks_have_an_entry_too(name: str, entry: str) -> None:
-    metric = catalogue.find("ppo", name)
-    assert metric is not None
-    assert metric.name == entry
-
-
-@pytest.mark.parametrize(
-    ("name", "entry"),
-    [
-        ("gpt/policy_vs_sft/position_bias", "JUDGE/A_vs_B/position_bias"),
-        ("gpt/policy_vs_sft/cost/tokens", "JUDGE/A_vs_B/cost/tokens"),
-        ("gpt/policy_vs_sft/decisive/low", "JUDGE/A_vs_B/decisive"),
-        ("human/gold/kappa/high", "human/JUDGE/kappa"),
-        ("reward_gap/win_rate_by_reward", "reward_gap/win_rate_by_reward"),
-        ("reward_gap/gold", "reward_gap/JUDGE"),
-        ("perplexity/general/base", "perplexity/TEXT/MODEL"),
-        ("length/policy_over_sft", "length/policy_over_sft"),
-        ("kappa/gold_and_reward_model", "kappa/JUDGE_and_OTHER"),
-        ("gold/is_optimised_reward", "JUDGE/is_optimised_reward"),
-    ],
-)
-def test_names_of_the_judge_stage_map_to_their_entry(name: str, entry: str) -> None:
-    metric = catalogue.find("judge", name)
+def test_a_name_maps_to_its_entry_although_the_default_run_lacks_it(
+    stage: Stage, name: str, entry: str
+) -> None:
+    metric = catalogue.find(stage, name)
     assert metric is not None
     assert metric.name == entry
 
@@ -119,7 +108,7 @@ def test_every_placeholder_is_explained_and_used() -> None:
 
 
 def test_judges_cannot_be_named_like_other_judge_metrics() -> None:
-    own = [metric.name.partition("/")[0] for metric in METRICS if metric.stage == "judge"]
+    own = [metric.name.partition("/")[0] for metric in catalogue.metrics("judge")]
     firsts = {first for first in own if not first.startswith("JUDGE")}
     assert {first for first in firsts if not first.startswith("rouge")} == set(RESERVED)
 
@@ -150,3 +139,39 @@ def test_a_panel_selects_logged_names_in_its_order() -> None:
 def test_headlines_leave_out_the_ends_of_intervals() -> None:
     names = ["accuracy", "accuracy/low", "heldout/accuracy", "margin"]
     assert catalogue.select_headlines("reward", names) == ["accuracy", "heldout/accuracy"]
+
+
+def test_a_stages_names_are_ordered_with_headlines_first() -> None:
+    names = ["warmup/x", "loss/policy_avg", "episode", "policy/clipfrac_avg", "objective/kl", "val/ratio"]
+    assert catalogue.ordered("ppo", names) == [
+        "objective/kl", "policy/clipfrac_avg", "loss/policy_avg", "val/ratio", "episode", "warmup/x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "words"),
+    [
+        ("judge", "gold/policy_vs_sft/win_rate", "Policy against SFT by the gold judge: win rate"),
+        ("judge", "my_gpt/sft_vs_reference/ties", "SFT against reference by my gpt: ties"),
+        ("judge", "reward_gap/win_rate_by_reward", "Policy against SFT by the optimised reward: win rate"),
+        ("judge", "choice/base/low", "Multiple-choice accuracy: base, low end of the interval"),
+        ("reward", "heldout/margin", "Margin on test pairs (held-out reward model)"),
+        ("ppo", "selected_kl", "KL of the kept checkpoint"),
+        ("ppo", "objective/luck", "objective/luck"),
+    ],
+)  # fmt: skip
+def test_a_name_is_shown_in_words(stage: Stage, name: str, words: str) -> None:
+    assert catalogue.in_words(stage, name) == words
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_two_names_of_a_stage_have_the_same_words(stage: Stage) -> None:
+    """The curve of a metric and its final value share both."""
+    words = [catalogue.in_words(stage, name) for name in {*results(stage), *columns(stage)}]
+    assert sorted(word for word in words if words.count(word) > 1) == []
+    assert [word for word in words if "/" in word or "_" in word] == []
+
+
+def test_a_label_has_the_placeholders_of_its_name() -> None:
+    for metric in METRICS:
+        assert {*re.findall(r"\b[A-Z]+\b", metric.label)} >= {*metric.placeholders}, metric.name

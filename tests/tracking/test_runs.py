@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,6 +74,7 @@ def test_a_stage_run_names_its_parameters_inputs_commit_and_pipeline(home: Path,
         (RuntimeError("boom"), "FAILED", "RuntimeError: boom"),
         (UserError("fix it"), "FAILED", "UserError: fix it"),
         (KeyboardInterrupt(), "KILLED", "interrupted"),
+        (SystemExit(1), "FAILED", "the process ended with exit status 1"),
     ],
 )
 def test_a_stage_that_does_not_finish_shows_why(home: Path, error: BaseException, end: str, why: str) -> None:
@@ -234,9 +236,59 @@ def test_another_machine_s_stage_is_over_when_its_record_ends(
 
 def test_the_dashboard_lists_the_runs_page_of_each_experiment(home: Path) -> None:
     identity = MlflowClient(embedded_uri(home)).create_experiment("mine")
-    assert dashboard.runs_pages(home, "http://here") == {
-        "mine": f"http://here/#/experiments/{identity}/runs?workflowType=machine_learning"
-    }
+    address = f"http://here/#/experiments/{identity}/runs?workflowType=machine_learning"
+    pages = dashboard.runs_pages(home, "http://here", "new")
+    assert pages["mine"] == f"{address}&compareRunsMode=CHART&viewStateShareKey=rlhf"
+    assert pages.keys() == {"mine", "new"}, "the experiment of the first run exists before it"
+    shared = experiment_view(home, "mine")
+    assert [chart["metricKey"] for chart in shared["compareRunCharts"]] == [
+        "objective/kl", "objective/rlhf_reward", "objective/scores", "policy/clipfrac_avg", "val/ratio",
+    ]  # fmt: skip
+
+
+def experiment_view(home: Path, name: str) -> Any:
+    experiment = MlflowClient(embedded_uri(home)).get_experiment_by_name(name)
+    assert experiment is not None
+    return json.loads(experiment.tags["mlflow.sharedViewState.rlhf"])
+
+
+def test_the_pipeline_has_ppos_curves_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under(monkeypatch, this_process())
+    for steps in ((256, 512), (512, 768)):  # the second process resumes the stage at its last snapshot
+        with tracking.open_run(Paths(), "ppo", view("ppo"), key="ppo-k") as tracker:
+            for step in steps:
+                tracker.metrics({"objective/kl": step / 256, "lr": 0.1}, step=step)
+            tracker.final({"objective/kl": 9.0, "selected_kl": 2.5})
+        sync(home)
+    assert points(home, "pipeline", "objective/kl") == [(256, 1.0), (512, 2.0), (768, 3.0)]
+    assert runs(home)["pipeline"].data.metrics == {"objective/kl": 3.0, "ppo/selected_kl": 2.5}
+
+
+def test_a_repros_run_has_the_results_of_restored_stages_too(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under(monkeypatch, this_process(), **{"dvc.exp": "mine"})
+    paths = Paths()
+    for file, text in {
+        paths.curves("ppo"): "episode,objective/kl,lr\n256,1.5,0.1\n512,2.5,0.1\n",
+        paths.metrics("judge"): '{"gold/policy_vs_sft/win_rate": 0.75, "length/policy": 20.0}',
+        paths.reports / "index.html": "<html>",
+    }.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    log("report-k", stage="report")
+    sync(home)
+    run = runs(home)["pipeline"]
+    assert run.info.run_name == "mine", "it has the name of the experiment of `dvc exp run`"
+    assert points(home, "pipeline", "objective/kl") == [(256, 1.5), (512, 2.5)]
+    assert run.data.metrics == {"objective/kl": 2.5, "gold/policy_vs_sft/win_rate": 0.75}
+    for path in ("curves.png", "report/index.html", "plots/ppo.csv"):
+        assert artifact(home, "pipeline", path).exists()
+    note, page = run.data.tags["mlflow.note.content"], f"/runs/{run.info.run_id}/artifacts/report/index.html"
+    assert page in note
+    assert "**DVC experiment:** mine" in note
+    columns = experiment_view(home, "rlhf")["selectedColumns"]
+    assert columns[1:] == ["metrics.`objective/kl`", "metrics.`gold/policy_vs_sft/win_rate`"]
 
 
 def test_an_event_is_a_tag_and_a_row(home: Path) -> None:

@@ -126,6 +126,16 @@ def repro(process: subprocess.Popen[str], stage: str) -> None:
     assert process.stdout.readline() == "0\n"
 
 
+def test_an_uploader_that_waits_for_the_next_stage_uses_less_than_a_hundredth_of_a_core(real: Path) -> None:
+    with dvc() as process:
+        repro(process, "prepare")
+        one = the_uploader(real)
+        until(lambda: not pending(real), "the delivery")
+        before = sum(one.cpu_times()[:2])
+        time.sleep(4)
+        assert sum(one.cpu_times()[:2]) - before < 0.04
+
+
 def test_stages_of_one_dvc_process_share_an_uploader_that_ends_with_it(real: Path) -> None:
     with dvc() as process:
         repro(process, "sft")

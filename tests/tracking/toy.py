@@ -63,11 +63,11 @@ def killed(home: Path, key: str) -> None:
 
 
 def runs(home: Path, uri: str | None = None) -> dict[str, Any]:
-    """The runs of the store by name, the latest of each name; empty before the first delivery."""
+    """The runs of the store by stage, or `pipeline`: the latest of each. Empty before the first delivery."""
     client = MlflowClient(uri or embedded_uri(home))
     experiment = client.get_experiment_by_name("rlhf")
     rows = client.search_runs([experiment.experiment_id]) if experiment is not None else []
-    return {run.info.run_name.split("-")[0]: run for run in reversed(rows)}
+    return {run.data.tags.get("dvc.stage", "pipeline"): run for run in reversed(rows)}
 
 
 def status(home: Path, *names: str) -> list[str]:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from filelock import FileLock
 from ruamel.yaml import YAML
 
 from rlhf_tasks import config
-from rlhf_tasks.config import SftView, Stage
+from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
@@ -171,6 +172,12 @@ def loaded(view: SftView) -> State | None:
         return snapshots.load()
 
 
+def step_of(view: SftView) -> int | None:
+    """The step of the snapshot that would be resumed."""
+    found = loaded(view)
+    return None if found is None else found["step"]
+
+
 def snapshots_of(project: Path) -> list[Path]:
     return sorted((project / ".rlhf/state/sft").glob("*/loop/*"))
 
@@ -183,6 +190,24 @@ def test_a_run_is_resumed_from_the_newest_of_the_last_k_snapshots(project: Path,
     assert found["step"] == 10
     assert found["shared"]["weights"].tolist() == [10.0] * 3
     assert [path.name for path in snapshots_of(project)] == ["step-000000002", "step-000000010"]
+
+
+def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parameters(
+    project: Path, view: SftView
+) -> None:
+    assert resume.point(Paths(), "sft") is None
+    kept(view, 3, 7)
+    assert resume.point(Paths(), "sft") == "step 7 of loop"
+    assert resume.point(Paths(), "ppo") is resume.point(Paths(), "report") is None
+    snapshots = snapshots_of(project)
+    os.utime(snapshots[0], (time.time() + 9, time.time() + 9))
+    assert resume.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
+    yaml = YAML()
+    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
+    params["sft"]["learning_rate"] *= 2
+    with Path("params.yaml").open("w", encoding="utf-8") as file:
+        yaml.dump(params, file)
+    assert resume.point(Paths(), "sft") is None
 
 
 def _cut_short(snapshot: Path) -> None:
@@ -211,9 +236,7 @@ def test_a_damaged_snapshot_is_reported_and_the_one_before_is_used(
 ) -> None:
     kept(view, 1, 2)
     tear(snapshots_of(project)[-1])
-    found = loaded(view)
-    assert found is not None
-    assert found["step"] == 1
+    assert step_of(view) == 1
     assert "step-000000002 is damaged" in capsys.readouterr().out
     tear(snapshots_of(project)[-1])
     assert loaded(view) is None
@@ -224,9 +247,7 @@ def test_a_half_written_snapshot_is_not_used(project: Path, view: SftView) -> No
     half = snapshots_of(project)[0].with_name(".step-000000002.partial")
     half.mkdir()
     (half / "rank-0.pt").write_bytes(b"half")
-    found = loaded(view)
-    assert found is not None
-    assert found["step"] == 1
+    assert step_of(view) == 1
     kept(view, 3)
     assert not half.exists()
 
@@ -323,23 +344,27 @@ def test_a_change_starts_from_the_beginning_and_prints_the_differences(
 # ------------------------------------------------------------------------------ claims and locks
 
 
-def test_a_resumed_run_keeps_its_key_until_its_outs_are_complete(view: SftView) -> None:
+def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: SftView) -> None:
+    """Another stage starts only after that; DVC that is killed earlier runs the same stage again."""
     with resume.claim(Paths(), view, main=True) as first:
         pass
     with resume.claim(Paths(), view, main=True) as second:
         kept(view, 1)
-    with resume.claim(Paths(), view, main=True) as third:
-        third.clear()
-    with resume.claim(Paths(), view, main=True) as fourth:
+    for _ in range(2):
+        with resume.claim(Paths(), view, main=True) as third:
+            assert loaded(view) is not None
+            third.finish()
+    with resume.claim(Paths(), VIEWS["report"].of(config.load()), main=True):
         assert loaded(view) is None
+    with resume.claim(Paths(), view, main=True) as fourth:
+        pass
     assert first.key != second.key, "the first saved no snapshot"
     assert second.key == third.key != fourth.key
 
 
-def test_a_second_process_with_the_same_training_waits_for_the_first(
-    view: SftView, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order = []
+@contextmanager
+def claimed_elsewhere(view: SftView, order: list[str]) -> Iterator[threading.Event]:
+    """Another thread trains the same until the event is set, at the latest at the end of the block."""
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -351,10 +376,21 @@ def test_a_second_process_with_the_same_training_waits_for_the_first(
     thread = threading.Thread(target=other)
     thread.start()
     assert entered.wait(10)
-    threading.Timer(0.3, leave.set).start()
-    with resume.claim(Paths(), view, main=True):
-        order.append("this")
-    thread.join()
+    try:
+        yield leave
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_a_second_process_with_the_same_training_waits_for_the_first(
+    view: SftView, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order: list[str] = []
+    with claimed_elsewhere(view, order) as leave:
+        threading.Timer(0.3, leave.set).start()
+        with resume.claim(Paths(), view, main=True):
+            order.append("this")
     assert order == ["other", "this"]
     assert "another process trains with the same parameters, code and inputs" in capsys.readouterr().out
 
@@ -363,25 +399,12 @@ def test_a_launched_worker_does_not_wait_for_the_same_training(
     view: SftView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with resume.claim(Paths(), view, main=True):
-            entered.set()
-            leave.wait(10)
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert entered.wait(10)
-    try:
-        with (
-            pytest.raises(UserError, match="another process trains sft with the same parameters"),
-            resume.claim(Paths(), view, main=True, worker_wait_seconds=0.0),
-        ):
-            pass
-    finally:
-        leave.set()
-        thread.join()
+    with (
+        claimed_elsewhere(view, []),
+        pytest.raises(UserError, match="another process trains sft with the same parameters"),
+        resume.claim(Paths(), view, main=True, worker_wait_seconds=0.0),
+    ):
+        pass
 
 
 # ------------------------------------------------------------------------------------- signals
@@ -424,9 +447,7 @@ def loop_with_signals(view: SftView, *at: int) -> list[str]:
 
 def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(view: SftView, handled: None) -> None:
     assert loop_with_signals(view, 2) == ["step 1", "step 2", "save 2", "ended"]
-    found = loaded(view)
-    assert found is not None
-    assert found["step"] == 2
+    assert step_of(view) == 2
 
 
 def test_the_second_signal_does_not_wait(view: SftView, handled: None) -> None:
@@ -472,9 +493,7 @@ def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
 def finish(stage: str, folder: Path) -> dict[str, Any]:
     """Run to the end: checkpoints, metrics and curves without times."""
     assert start(stage, folder).wait(300) == 0
-    assert not list((folder / "state").glob("*/*/*/step-*")), (
-        "snapshots are removed when the outs are complete"
-    )
+    assert list((folder / "state").glob("*/*/finished")), "the next stage may remove the snapshots"
     metrics = json.loads((folder / f"metrics/{stage}.json").read_text(encoding="utf-8"))
     with (folder / f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
         curves = list(csv.DictReader(file))
@@ -488,8 +507,8 @@ def _untimed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "eps" and not key.startswith("time/")}
 
 
-def terminate_after_another_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    before = newest(folder)
+def terminate_after(folder: Path, process: subprocess.Popen[bytes], before: str) -> None:
+    """Send SIGTERM after a newer snapshot than `before`."""
     while newest(folder) == before:
         assert process.poll() is None
         time.sleep(0.005)
@@ -528,9 +547,10 @@ def test_sft_killed_or_terminated_ends_with_the_same_bytes(
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process = start("sft", folder)
-    terminate_after_another_snapshot(folder, process)
+    terminate_after(folder, process, newest(folder))
     assert not (folder / "metrics/sft.json").exists()
     assert finish("sft", folder) == uninterrupted("sft")
+    assert finish("sft", folder) == uninterrupted("sft"), "DVC was killed before it had stored the outs"
 
 
 def newest(folder: Path) -> str:
@@ -586,11 +606,7 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     with FileLock(lock, timeout=60):
         before = newest(folder)
     process = start("sft", folder)
-    while newest(folder) == before:
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.terminate()
-    assert process.wait(60) == 143
+    terminate_after(folder, process, before)
     assert finish("sft", folder) == expected
 
 
@@ -624,7 +640,7 @@ def test_ppo_on_two_processes_is_resumed_to_the_same_bytes(
     workers[1].kill()
     assert process.wait(60) != 0
     process = start("ppo", folder)
-    terminate_after_another_snapshot(folder, process)
+    terminate_after(folder, process, newest(folder))
     assert finish("ppo", folder) == expected
 
 

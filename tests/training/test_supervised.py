@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import Size
+from rlhf_tasks.data.batches import Batch, TokenBudget
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.training.runtime import adamw, learning_rate
-from rlhf_tasks.training.supervised import Best, Fit, LanguageModelling, Sums, evaluate
+from rlhf_tasks.training.supervised import Best, Fit, LanguageModelling, Step, Sums, evaluate
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
@@ -95,6 +97,89 @@ def test_resumed_training_equals_uninterrupted_training(taken: int) -> None:
         assert torch.equal(second.model.state_dict()[key], value), key
 
 
+# --------------------------------------------------------------------------------- out of memory
+
+
+@dataclass
+class Hungry(LanguageModelling):
+    """Its passes are out of memory above so many padded tokens."""
+
+    most: int = 10**9
+    passes: list[int] = field(default_factory=list)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        batch = super().batch(rows)
+        self.passes.append(batch.query_response.numel())
+        if self.passes[-1] > self.most:
+            raise torch.OutOfMemoryError("planted")
+        return batch
+
+
+def steps_of(most: int) -> tuple[Fit, Hungry, list[Step]]:
+    settings = small.optimisation(batch_size=12, micro_batch_tokens=10**6, num_epochs=3.0)
+    hungry = Hungry(*small.rows(12, seed=4), PAD, most=most)
+    fit = Fit(small.runtime(), small.causal(), hungry, settings, seed=1)
+    return fit, hungry, list(fit)
+
+
+def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The whole batch is one pass; two halvings are needed, and no third one in the later steps."""
+    (whole, ample, expected), (fit, hungry, steps) = steps_of(10**9), steps_of(60)
+    assert len(ample.passes) == 3
+    failed = [tokens for tokens in hungry.passes if tokens > 60]
+    assert failed == hungry.passes[: len(failed)], "only the first step is repeated"
+    assert 1 <= len(failed) <= 3
+    assert fit.budget.max_tokens <= 60
+    for one, other in zip(steps, expected, strict=True):
+        assert one.metrics.pop("train/micro_batch_tokens") == fit.budget.max_tokens
+        assert one.metrics == pytest.approx(other.metrics, rel=1e-3)
+    for key, value in whole.model.state_dict().items():
+        torch.testing.assert_close(fit.model.state_dict()[key], value, atol=1e-4, rtol=0)
+    assert f"a micro-batch now has at most {fit.budget.max_tokens} tokens" in capsys.readouterr().out
+
+
+def test_a_pass_that_fails_after_others_leaves_no_part_of_their_gradient() -> None:
+    layer, seen = nn.Linear(1, 1), list[int]()
+    rt, budget = small.runtime(), TokenBudget(8)
+    model, optimizer = rt.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), None)
+
+    def part(rows: list[int]) -> tuple[Tensor, None]:
+        seen.append(len(rows))
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError("planted")
+        return layer(torch.ones(len(rows), 1)).sum(), None
+
+    def losses() -> list[Callable[[], tuple[Tensor, None]]]:
+        return [partial(part, rows) for rows in budget.cut([2] * 8)]
+
+    norm, _ = rt.step(model, optimizer, losses, None, budget)
+    assert seen == [4, 4, 2, 2, 2, 2]
+    assert norm == pytest.approx(math.sqrt(8**2 + 8**2))  # 8 rows, each with a gradient of 1 for w and b
+
+
+def test_one_row_that_does_not_fit_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"one row at a time; lower the lengths \(data.max_prompt_tokens"):
+        steps_of(2)
+
+
+def test_a_lowered_bound_is_resumed() -> None:
+    fit, _, _ = steps_of(60)
+    fresh = Fit(small.runtime(), small.causal(), task(), small.optimisation(), seed=1)
+    fresh.load_state_dict(fit.state_dict())
+    assert (fresh.budget.max_tokens, fresh.budget.is_lowered) == (fit.budget.max_tokens, True)
+
+
+def test_on_several_processes_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small.runtime(), "world_size", 2)
+    monkeypatch.setattr("rlhf_tasks.training.supervised.groups", lambda rt, sizes, own, budget: [own])
+    with pytest.raises(
+        UserError, match=r"process 0 is out of memory.*set this stage's micro_batch_tokens to"
+    ):
+        steps_of(60)
+
+
 # ------------------------------------------------------------------------------- steps and rates
 
 
@@ -102,7 +187,7 @@ def test_resumed_training_equals_uninterrupted_training(taken: int) -> None:
 class Counted:
     """A task of one weight that records the rows of each call."""
 
-    sizes: list[Size]
+    sizes: list[int]
     seen: list[int] = field(default_factory=list)
 
     def weight(self, rows: Sequence[int]) -> float:
@@ -115,7 +200,7 @@ class Counted:
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 3), (2.0, 6), (1.5, 5), (0.5, 2)])
 def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
-    counted = Counted([(2, 1)] * 10)
+    counted = Counted([3] * 10)
     settings = small.optimisation(batch_size=4, num_epochs=epochs)
     found = list(Fit(small.runtime(), nn.Linear(1, 1), counted, settings, seed=1))
     assert [step.number for step in found] == list(range(1, steps + 1))
@@ -139,7 +224,7 @@ def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
 
 def test_the_reported_rate_is_the_rate_in_use() -> None:
     settings = small.optimisation(batch_size=5, num_epochs=2.0, schedule="linear", learning_rate=1.0)
-    found = Fit(small.runtime(), nn.Linear(1, 1), Counted([(0, 1)] * 10), settings, seed=1)
+    found = Fit(small.runtime(), nn.Linear(1, 1), Counted([1] * 10), settings, seed=1)
     assert [step.metrics["lr"] for step in found] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
@@ -150,7 +235,7 @@ def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> N
     rt = small.runtime()
     model, wrapped = rt.prepare(layer, optimizer, 1.0)
     losses = [lambda: (layer(torch.ones(1, 1)).sum() * 100, None)]
-    norm, _ = rt.step(model, wrapped, losses, max_grad_norm=1.0)
+    norm, _ = rt.step(model, wrapped, lambda: losses, max_grad_norm=1.0, budget=TokenBudget(1))
     assert norm == pytest.approx(math.sqrt(20000))
     assert before[0] - layer.weight.item() == pytest.approx(0.5**0.5, rel=1e-4)
     assert before[1] - layer.bias.item() == pytest.approx(0.5**0.5, rel=1e-4)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config.judge import LISTED, LocalJudge, LocalModel, PairRmJudge
@@ -112,7 +113,10 @@ class RankerComparer:
 
     def _batch(self, ids: Sequence[Ids]) -> Batch:
         """Padded on the right, as encoders are trained."""
-        return collate([[] for _ in ids], ids, self._tokenizer.pad_token_id)
+        rows = [torch.tensor(row) for row in ids]
+        padded = pad_sequence(rows, batch_first=True, padding_value=self._tokenizer.pad_token_id)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return Batch(padded, mask, torch.zeros(len(ids), 0, dtype=torch.bool))
 
     def _probabilities(self, batch: Batch) -> Tensor:
         """(B,) probability that the first response is better."""
@@ -162,7 +166,7 @@ def _replies(
     fits = [i for i, row in enumerate(ids) if len(row) <= longest]
     replies = [Reply.failed(f"longer than the judge's {longest} tokens") for _ in ids]
     device = next(model.parameters()).device
-    for rows in micro_batches([(0, len(ids[i])) for i in fits], max_tokens):
+    for rows in micro_batches([len(ids[i]) for i in fits], max_tokens):
         chosen = [fits[row] for row in rows]
         values = probabilities(make_batch([ids[i] for i in chosen]).to(device)).tolist()
         for i, p in zip(chosen, values, strict=True):

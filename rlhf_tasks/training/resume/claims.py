@@ -17,8 +17,9 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
-from rlhf_tasks.training.resume.manifests import differences, read_manifest, state_folder
+from rlhf_tasks.training.resume.manifests import differences, read_manifest, state_folder, states
 
+FINISHED = "finished"
 WORKER_WAIT_SECONDS = 10.0  # for the lock, since the other processes of the stage wait too
 
 
@@ -29,10 +30,10 @@ class Claim:
     key: str
     folder: Path | None
 
-    def clear(self) -> None:
-        """Remove the snapshots, since the stage's outs are complete."""
+    def finish(self) -> None:
+        """Let the next stage that starts remove the snapshots: only then has DVC stored the complete outs."""
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            (self.folder / FINISHED).touch()
 
 
 @contextmanager
@@ -48,18 +49,28 @@ def claim(
     """
     holds = main and view.stage in launch.TRAINING
     identity = lineage.identity(paths, view.stage, view.declared) if holds else None
-    if identity is None:
+    folder = state_folder(paths, view.stage, identity) if identity is not None else None
+    if main:
+        _remove_finished(paths, but=folder)
+    if identity is None or folder is None:
         yield Claim(lineage.new_key(view.stage), None)
         return
-    folder = state_folder(paths, view.stage, identity)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock"), view.stage, worker_wait_seconds if launch.is_worker() else -1):
-        folder.mkdir(exist_ok=True)  # the other process may have removed it
+        folder.mkdir(exist_ok=True)  # another stage may have removed it
+        (folder / FINISHED).unlink(missing_ok=True)
         run = folder / "run"
         if not (run.exists() and any(folder.glob("*/step-*"))):
             _show_others(folder, identity, view.stage)
             atomic.write_text(run, lineage.new_key(view.stage))
         yield Claim(run.read_text(encoding="utf-8"), folder)
+
+
+def _remove_finished(paths: Paths, but: Path | None) -> None:
+    """Remove the snapshots of finished stages, but for those of this stage, whose outs DVC has not stored."""
+    for marker in states(paths).glob(f"*/*/{FINISHED}"):
+        if marker.parent != but:
+            shutil.rmtree(marker.parent, ignore_errors=True)
 
 
 @contextmanager

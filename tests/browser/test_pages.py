@@ -1,0 +1,153 @@
+"""What a person meets in a browser: forms to fill in, curves that are near, pages that stay local."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report import comparison, comparison_page, inputs, page
+from tests.browser import forms
+from tests.browser.conftest import NAMES, Reader, printed
+from tests.flows import toy
+from tests.flows.toy import Service
+from tests.report import test_comparison_page, workspace
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+RUNS = "rlhf-pipeline/pipeline"
+TYPED: dict[str, dict[str, Any]] = {
+    RUNS: {
+        "preset": "smoke", "seed": 7, "overrides": {"ppo.kl_coef": 0.5}, "where": "checkout",
+        "revision": "HEAD", "name": "typed",
+    },
+    "rlhf-sweep/sweep": {
+        "grid": {"ppo.kl_coef": [0.1, 0.2]}, "settings_list": [{"ppo.gamma": 0.9}], "seeds": [4],
+        "preset": "smoke", "name": "typed", "revision": "HEAD", "metrics": ["ppo/selected_kl"],
+        "curves": ["val/ratio"], "parallel": 3, "deployment": "rlhf-pipeline/nightly",
+    },
+    "rlhf-data-watch/on-data-change": {"preset": "smoke", "deployment": "rlhf-pipeline/nightly"},
+}  # fmt: skip
+DEFAULTS: dict[str, list[Any]] = {
+    "seeds": [1, 2, 3],
+    "curves": ["objective/kl", "objective/rlhf_reward", "objective/scores", "policy/clipfrac_avg"],
+}
+
+
+@pytest.mark.parametrize("interface", forms.INTERFACES)
+@pytest.mark.parametrize("deployment", TYPED)
+def test_every_field_can_be_set(running: Service, reader: Reader, interface: str, deployment: str) -> None:
+    pool = f"{running.url('prefect')}/api/work_pools/rlhf"
+    paused = {"is_paused": True}  # the runs are not to start
+    toy.until(lambda: httpx.patch(pool, json=paused, timeout=60).is_success, "the pause")
+    made = running.call("GET", f"/deployments/name/{deployment}")
+    fields = made["parameter_openapi_schema"]["properties"]
+    switched = {
+        name: not field["default"] for name, field in fields.items() if field.get("type") == "boolean"
+    }
+    typed = TYPED[deployment] | switched
+    assert set(fields) == set(typed)
+    reader.open(f"{running.url('prefect')}{interface}/deployments/deployment/{made['id']}/run")
+    for name, value in typed.items():
+        forms.fill(reader.page, interface, name, value)
+    before = runs_of(running, made["id"])
+    reader.page.get_by_role("button", name="Submit").click()
+    new = toy.until(lambda: [run for run in runs_of(running, made["id"]) if run not in before], "the run")
+    expected = {
+        name: DEFAULTS.get(name, []) + value if isinstance(value, list) else value
+        for name, value in typed.items()
+    }
+    assert running.run(new[0])["parameters"] == expected
+
+
+def runs_of(service: Service, deployment: str) -> list[str]:
+    body = {"deployments": {"id": {"any_": [deployment]}}}
+    return [run["id"] for run in service.call("POST", "/flow_runs/filter", body)]
+
+
+def strokes(reader: Reader) -> set[str]:
+    """The colours of the curves in the page's first chart, once it has any."""
+    curves = reader.page.locator(".js-plotly-plot").first.locator(".scatterlayer path.js-line")
+    curves.first.wait_for(state="attached")
+    return set(curves.evaluate_all("paths => paths.map(path => path.style.stroke)"))
+
+
+def test_three_runs_are_overlaid_where_the_printed_address_opens(running: Service, reader: Reader) -> None:
+    reader.open(printed(running, "MLflow"))
+    for name in NAMES:
+        reader.page.get_by_role("link", name=name, exact=True).first.wait_for()
+    reader.page.get_by_text("(objective/kl)").first.wait_for(state="attached")
+    toy.until(lambda: len(strokes(reader)) == 3, "a curve per run")
+    assert reader.clicks <= 4
+
+
+def test_one_run_s_kl_curve_is_two_clicks_from_the_printed_address(running: Service, reader: Reader) -> None:
+    reader.open(printed(running, "MLflow"))
+    reader.click(reader.page.get_by_role("link", name=NAMES[1], exact=True).first)
+    description = reader.page.get_by_text("One run of the pipeline").first
+    description.wait_for()
+    reader.click(reader.page.get_by_role("tab", name="Model metrics"))
+    reader.page.get_by_text("objective (", exact=False).first.scroll_into_view_if_needed()
+    assert len(strokes(reader)) == 1
+    assert reader.clicks <= 2
+
+
+def test_a_run_has_one_name_everywhere(running: Service, reader: Reader) -> None:
+    names = {run["name"] for run in running.call("POST", "/flow_runs/filter", {})}
+    assert set(NAMES) <= names & set(running.experiments())
+    reader.open(printed(running, "Prefect"))
+    reader.page.get_by_text("Flow Runs").first.wait_for()
+    assert "/v2/" in reader.page.url
+
+
+@pytest.mark.parametrize("interface", forms.INTERFACES)
+@pytest.mark.parametrize("path", ["dashboard", "runs", "flows", "deployments", "settings"])
+def test_prefect_s_pages_ask_no_other_machine(
+    running: Service, reader: Reader, interface: str, path: str
+) -> None:
+    reader.open(f"{running.url('prefect')}{interface}/{path}")
+    assert len(reader.requests) > 3, "the page was loaded"
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    handler = functools.partial(Quiet, directory=str(folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_documentation_asks_no_other_machine(tmp_path: Path, reader: Reader) -> None:
+    words = ["-m", "sphinx", "--quiet", "--builder", "html", "-d", str(tmp_path / "trees")]
+    subprocess.run([sys.executable, *words, str(ROOT / "docs"), str(tmp_path / "site")], check=True)
+    with served(tmp_path / "site") as address:
+        for name in ("index.html", "search.html?q=kl", "how-to/schedule-and-cancel.html"):
+            reader.open(f"{address}/{name}")
+
+
+def test_the_report_and_the_comparison_ask_no_other_machine(tmp_path: Path, reader: Reader) -> None:
+    results = comparison.with_settings(test_comparison_page.RUNS)
+    (tmp_path / "comparison.html").write_text(
+        page.document("comparison.html", comparison_page.context(results)), encoding="utf-8"
+    )
+    workspace.put_all(tmp_path)
+    (tmp_path / "report.html").write_text(page.render(inputs.read(Paths(tmp_path))), encoding="utf-8")
+    for name in ("comparison.html", "report.html"):
+        reader.open((tmp_path / name).as_uri())
