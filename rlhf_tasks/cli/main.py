@@ -17,6 +17,7 @@ from types import FrameType, ModuleType
 
 from rlhf_tasks import console
 from rlhf_tasks.cli import (
+    bench,
     compare,
     deploy,
     down,
@@ -41,11 +42,11 @@ from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
 MODULES: Sequence[ModuleType] = (
-    preset, flow, judge, generate, label, compare, lineage, mlflow, sync, promote, rollback,
+    preset, flow, bench, judge, generate, label, compare, lineage, mlflow, sync, promote, rollback,
     up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
-    "Run the pipeline": ("preset", "flow"),
+    "Run the pipeline": ("preset", "flow", "bench"),
     "Review results": ("mlflow", "compare", "lineage", "judge", "label", "generate", "sync"),
     "Promote a policy": ("promote", "rollback"),
     "Run the service": ("up", "status", "down", "work", "deploy"),

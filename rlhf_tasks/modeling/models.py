@@ -304,10 +304,8 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers that carry an adapter, by name."""
-    from peft.tuners.lora import LoraLayer
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    """The layers that carry an adapter, by name; recognised without peft, which takes long to import."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 # -------------------------------------------------------------------------------------- saving

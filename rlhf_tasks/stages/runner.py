@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
@@ -64,7 +66,7 @@ def _run(stage: Stage, paths: Paths) -> int:
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
     with resume.claim(paths, view, main=is_main) as claim:
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
-            metrics: dict[str, float] = importlib.import_module(MODULES[stage]).run(view, paths, tracker)
+            metrics: dict[str, float] = _module(stage).run(view, paths, tracker)
             if not is_main:
                 return 0
             write_results(paths, stage, claim.key, metrics, tracker.history())
@@ -74,6 +76,17 @@ def _run(stage: Stage, paths: Paths) -> int:
     if stage == STAGES[-1]:
         _say_where_results_are(paths, settings.tracking)
     return 0
+
+
+def _module(stage: Stage) -> ModuleType:
+    """The stage's module. Its imports make no garbage, and looking for some takes a tenth of their time."""
+    gc.disable()
+    try:
+        module = importlib.import_module(MODULES[stage])
+        gc.freeze()
+    finally:
+        gc.enable()
+    return module
 
 
 def check_inputs(paths: Paths, stage: Stage) -> None:

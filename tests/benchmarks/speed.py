@@ -1,10 +1,12 @@
-"""PPO's episodes per second, compared with TRL's trainer: `python -m tests.benchmarks.speed --peer PYTHON`.
+"""Speed beside TRL's trainers: `python -m tests.benchmarks.speed --peer PYTHON --parts ppo sft reward`.
 
 PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
-versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape with the
-same number of episodes, epochs and optimiser steps. They alternate, in a process each. Our micro-batches
-have the shipped 16,384 tokens, TRL's have 16, 8 and 16 rows. A figure is the median over updates without the
-first, and over the turns; the ratio is of figures of one run. Without --peer only ours is measured.
+versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape, on the
+same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
+micro-batches have the shipped 16,384 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
+episodes per second; SFT and reward training count real tokens, without padding, per second. All is float32
+on a CPU, without gradient checkpointing. A figure is the median over updates without the first, and over the
+turns; the ratio is of figures of one run. Without --peer only ours is measured.
 """
 
 from __future__ import annotations
@@ -19,30 +21,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from rlhf_tasks.benchmark import shapes
+from rlhf_tasks.benchmark.shapes import EOS, PAD, SHAPES, Shape
 
 EPOCHS = 4
-SHAPES: Mapping[str, Mapping[str, int]] = {
-    "A": {"layers": 4, "vocab": 1024, "query_min": 64, "query": 64, "response": 32, "batch": 64, "micro": 16},
-    "B": {
-        "layers": 6,
-        "vocab": 50304,
-        "query_min": 128,
-        "query": 128,
-        "response": 53,
-        "batch": 32,
-        "micro": 8,
-    },
-    "C": {"layers": 4, "vocab": 32, "query_min": 16, "query": 64, "response": 64, "batch": 64, "micro": 16},
-}
-"""C: a random model over 32 tokens ends its responses at very different lengths."""
-PAD, EOS = 0, 1
+UNITS: Mapping[str, str] = {"ppo": "episodes/s", "sft": "tokens/s", "reward": "tokens/s"}
+CPU_SHAPES = ("A", "B", "C")
 SECONDS = "seconds of each update: "
-HEAD = """\
-| shape | ours, episodes/s | peak GB | TRL 1.12.0, episodes/s | peak GB | ratio |
-|---|---|---|---|---|---|"""
+
+
+class Figures(NamedTuple):
+    """One side's figures of one part and shape: speeds of all turns, and the greatest peak memory."""
+
+    speeds: Sequence[float]
+    memory_gb: float
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
 
 
 def main() -> None:
@@ -52,51 +52,51 @@ def main() -> None:
     parser.add_argument(
         "--peer", type=Path, metavar="PYTHON", help="the interpreter of an environment with trl 1.12.0"
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--parts", nargs="+", choices=UNITS, default=["ppo"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(CPU_SHAPES))
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        train = _train_ours if options.side == "ours" else _train_peers
-        train(SHAPES[options.shapes[0]], options.updates + 1)
+        train = SIDES[options.side, options.parts[0]]
+        marks = train(SHAPES[options.shapes[0]], options.updates + 1)
+        print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
         return
-    print(HEAD)
-    for shape in options.shapes:
-        print(_line(shape, options), flush=True)
+    for part in options.parts:
+        print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
+        print("|---|---|---|---|---|---|")
+        for shape in options.shapes:
+            print(line(shape, measure(part, shape, options.peer, options.updates, options.turns)), flush=True)
 
 
-def _line(shape: str, options: argparse.Namespace) -> str:
-    pythons = {"ours": Path(sys.executable)} | ({"peer": options.peer} if options.peer else {})
-    turns = [
-        {side: _turn(python, side, shape, options.updates) for side, python in pythons.items()}
-        for _ in range(options.turns)
+def measure(part: str, shape: str, peer: Path | None, updates: int, turns: int) -> dict[str, Figures]:
+    """The figures of each side, `ours` and, with an interpreter, `peer`."""
+    pythons = {"ours": Path(sys.executable)} | ({"peer": peer} if peer else {})
+    found = [
+        {side: _turn(python, side, part, shape, updates) for side, python in pythons.items()}
+        for _ in range(turns)
     ]
-    cells, speeds = [shape], []
-    for side in pythons:
-        speed = [turn[side][0] for turn in turns]
-        speeds.append(statistics.median(speed))
-        cells += [f"{speeds[-1]:.1f} ({min(speed):.1f}–{max(speed):.1f})"]
-        cells += [f"{max(turn[side][1] for turn in turns):.2f}"]
-    if options.peer:
-        cells.append(f"{speeds[0] / speeds[1]:.2f}")
+    return {
+        side: Figures([turn[side][0] for turn in found], max(turn[side][1] for turn in found))
+        for side in pythons
+    }
+
+
+def line(shape: str, found: Mapping[str, Figures]) -> str:
+    cells = [shape]
+    for one in found.values():
+        cells += [f"{one.speed:,.1f} ({min(one.speeds):,.1f}–{max(one.speeds):,.1f})", f"{one.memory_gb:.2f}"]
+    if "peer" in found:
+        cells.append(f"{found['ours'].speed / found['peer'].speed:.2f}")
     return f"| {' | '.join(cells)} |"
 
 
-def _turn(python: Path, side: str, shape: str, updates: int) -> tuple[float, float]:
-    """Episodes per second, and peak memory in GB, of one process."""
-    command = [
-        str(python),
-        "-m",
-        "tests.benchmarks.speed",
-        "--side",
-        side,
-        "--shapes",
-        shape,
-        "--updates",
-        str(updates),
-    ]
+def _turn(python: Path, side: str, part: str, shape: str, updates: int) -> tuple[float, float]:
+    """Units per second, and peak memory in GB, of one process."""
+    words = ["-m", "tests.benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
+    command = [str(python), *words, "--updates", str(updates)]
     environment = os.environ | {
         "PYTHONPATH": str(Path.cwd()),
         "TRL_EXPERIMENTAL_SILENCE": "1",
@@ -107,92 +107,142 @@ def _turn(python: Path, side: str, shape: str, updates: int) -> tuple[float, flo
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     *_, seconds, memory = done.stdout.splitlines()
     times = json.loads(seconds.removeprefix(SECONDS))
-    batch = SHAPES[shape]["batch"]
-    return batch / statistics.median(times[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
+    per_update = SHAPES[shape].batch if part == "ppo" else num_tokens(part, SHAPES[shape], updates + 1)
+    return per_update / statistics.median(times[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
 
 
 # --------------------------------------------------------------------------------- the input of both
 
 
-def _tokenizer(shape: Mapping[str, int]) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+class Rows(NamedTuple):
+    """Token ids: queries, and two responses to each that end with EOS; SFT reads the first one."""
 
-    words = {"<pad>": PAD, "<eos>": EOS, "<unk>": 2} | {f"t{i}": i for i in range(3, shape["vocab"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
+    queries: list[list[int]]
+    chosen: list[list[int]]
+    rejected: list[list[int]]
+
+
+def rows(shape: Shape, updates: int) -> Rows:
+    count = shape.batch * updates
+    queries = shapes.random_rows(count, shape.query_min, shape.query, shape.vocab)
+    chosen, rejected = (
+        shapes.random_rows(count, shape.response // 4, shape.response - 1, shape.vocab, seed=seed)
+        for seed in (2, 3)
     )
+    return Rows(queries, [[*ids, EOS] for ids in chosen], [[*ids, EOS] for ids in rejected])
 
 
-def _models(shape: Mapping[str, int]) -> tuple[Any, Any, Any, Any]:
-    """Policy, reference of the same weights, reward model, value model."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPTNeoXConfig
-
-    config = GPTNeoXConfig(
-        vocab_size=shape["vocab"], hidden_size=128, num_hidden_layers=shape["layers"], num_attention_heads=4,
-        intermediate_size=512, max_position_embeddings=2048, pad_token_id=PAD, eos_token_id=EOS, 
-        bos_token_id=EOS,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    policy, reference = (AutoModelForCausalLM.from_config(config) for _ in range(2))
-    reference.load_state_dict(policy.state_dict())
-    config.num_labels = 1
-    reward, value = (AutoModelForSequenceClassification.from_config(config) for _ in range(2))
-    return policy, reference, reward, value
+def num_tokens(part: str, shape: Shape, updates: int) -> float:
+    """Real tokens of an update, on average: those of query and response, in reward training of two such."""
+    data = rows(shape, updates)
+    count = sum(map(len, data.queries)) + sum(map(len, data.chosen))
+    if part == "reward":
+        count += sum(map(len, data.queries)) + sum(map(len, data.rejected))
+    return count / updates
 
 
-def _queries(shape: Mapping[str, int], updates: int) -> list[list[int]]:
-    import torch
-
-    generator, count = torch.Generator().manual_seed(1), shape["batch"] * (updates + 1)
-    lengths = torch.randint(shape["query_min"], shape["query"] + 1, (count,), generator=generator).tolist()
-    return [torch.randint(3, shape["vocab"], (n,), generator=generator).tolist() for n in lengths]
+# ------------------------------------------------------------------------------------- our side
 
 
-# ------------------------------------------------------------------------------------- the two sides
-
-
-def _train_ours(shape: Mapping[str, int], updates: int) -> None:
-    from rlhf_tasks.modeling import scorers
-    from rlhf_tasks.modeling.models import TokenScores
-    from rlhf_tasks.ppo.reference import OwnModel
-    from rlhf_tasks.ppo.rollout import ActorCritic
-    from rlhf_tasks.ppo.trainer import Trainer
+def _ppo_ours(shape: Shape, updates: int) -> list[float]:
+    from rlhf_tasks.benchmark import workloads
     from tests import small
 
-    tokenizer, (policy, reference, reward, value) = _tokenizer(shape), _models(shape)
-    settings = small.ppo(
-        total_episodes=shape["batch"] * updates, rollout_batch_size=shape["batch"], num_mini_batches=1,
-        num_ppo_epochs=EPOCHS, learning_rate=3e-6, response_length=shape["response"], temperature=0.7,
-    )  # fmt: skip
-    rt = small.runtime()
-    for frozen in (reference, reward):
-        rt.freeze(frozen)
-    scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=TokenScores(reward), max_tokens=settings.micro_batch_tokens,
-        root=Path(),
-    )  # fmt: skip
-    trainer = Trainer(
-        rt, settings, ActorCritic(policy, TokenScores(value)), OwnModel(reference, moves=False), scorer,
-        tokenizer, _queries(shape, updates), seed=1,
-    )  # fmt: skip
+    trainer = workloads.of_shape(small.runtime(), small.ppo(), shape, updates).trainer
     marks = [time.perf_counter()]
     for _ in trainer.updates():
         marks.append(time.perf_counter())
-    _print_seconds(marks)
+    return marks
 
 
-def _train_peers(shape: Mapping[str, int], updates: int) -> None:
+def _sft_ours(shape: Shape, updates: int) -> list[float]:
+    from rlhf_tasks.training.supervised import LanguageModelling
+
+    data = rows(shape, updates)
+    return _fit(shapes.models(shape).policy, LanguageModelling(data.queries, data.chosen, PAD), shape)
+
+
+def _reward_ours(shape: Shape, updates: int) -> list[float]:
+    from rlhf_tasks.modeling.models import TokenScores
+    from rlhf_tasks.stages.reward import Learner, Pairs
+
+    data = rows(shape, updates)
+    learner = Learner(TokenScores(shapes.models(shape).reward), None)
+    return _fit(learner, Pairs(data.queries, data.chosen, data.rejected, PAD), shape)
+
+
+def _fit(model: Any, task: Any, shape: Shape) -> list[float]:
+    from rlhf_tasks.training.supervised import Fit
+    from tests import small
+
+    settings = small.optimisation(batch_size=shape.batch, learning_rate=3e-6)
+    fit = Fit(small.runtime(), model, task, settings, seed=1)
+    marks = [time.perf_counter()]
+    for _ in fit:
+        marks.append(time.perf_counter())
+    return marks
+
+
+# ------------------------------------------------------------------------------------ TRL's side
+
+
+def _ppo_peers(shape: Shape, updates: int) -> list[float]:
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    made = shapes.models(shape)
+    count = shape.batch * (updates + 1)
+    queries = shapes.random_rows(count, shape.query_min, shape.query, shape.vocab)
+    data = Dataset.from_dict({"input_ids": queries})
+    config = {
+        "num_sample_generations": 0, "local_rollout_forward_batch_size": shape.batch,
+        "total_episodes": shape.batch * updates, "num_ppo_epochs": EPOCHS, "num_mini_batches": 1,
+        "response_length": shape.response, "temperature": 0.7, "stop_token": "eos",
+        "missing_eos_penalty": 1.0,
+    }  # fmt: skip
+    given = {
+        "model": made.policy, "ref_model": made.reference, "reward_model": made.reward,
+        "value_model": made.value, "eval_dataset": data.select(range(shape.batch)),
+    }  # fmt: skip
+    return _peer_marks(PPOTrainer, PPOConfig, shape, data, config, given)
+
+
+def _sft_peers(shape: Shape, updates: int) -> list[float]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    data = rows(shape, updates)
+    pairs = list(zip(data.queries, data.chosen, strict=True))
+    table = Dataset.from_dict(
+        {
+            "input_ids": [query + response for query, response in pairs],
+            "completion_mask": [[0] * len(query) + [1] * len(response) for query, response in pairs],
+        }
+    )
+    config = {"completion_only_loss": True, "num_train_epochs": 1}
+    return _peer_marks(SFTTrainer, SFTConfig, shape, table, config, {"model": shapes.models(shape).policy})
+
+
+def _reward_peers(shape: Shape, updates: int) -> list[float]:
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    data = rows(shape, updates)
+    table = Dataset.from_dict(
+        {
+            name: [query + response for query, response in zip(data.queries, responses, strict=True)]
+            for name, responses in {"chosen_ids": data.chosen, "rejected_ids": data.rejected}.items()
+        }
+    )
+    config, model = {"num_train_epochs": 1}, shapes.models(shape).reward
+    return _peer_marks(RewardTrainer, RewardConfig, shape, table, config, {"model": model})
+
+
+def _peer_marks(
+    trainer: Any, config: Any, shape: Shape, data: Any, settings: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[float]:
+    """Train by a trainer of TRL; the times at which its steps end."""
+    from transformers import TrainerCallback
 
     marks: list[float] = []
 
@@ -200,31 +250,29 @@ def _train_peers(shape: Mapping[str, int], updates: int) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             marks.append(time.perf_counter())
 
-    policy, reference, reward, value = _models(shape)
-    rows = Dataset.from_dict({"input_ids": _queries(shape, updates)})
     with tempfile.TemporaryDirectory() as out:
-        config = PPOConfig(
-            output_dir=out, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
-            logging_steps=1, num_sample_generations=0, gradient_checkpointing=False,
-            per_device_train_batch_size=shape["micro"],
-            gradient_accumulation_steps=shape["batch"] // shape["micro"],
-            local_rollout_forward_batch_size=shape["batch"], total_episodes=shape["batch"] * updates,
-            num_ppo_epochs=EPOCHS, num_mini_batches=1, learning_rate=3e-6, response_length=shape["response"],
-            temperature=0.7, stop_token="eos", missing_eos_penalty=1.0,
-        )  # fmt: skip
-        trainer = PPOTrainer(
-            args=config, processing_class=_tokenizer(shape), model=policy, ref_model=reference,
-            reward_model=reward, value_model=value, train_dataset=rows,
-            eval_dataset=rows.select(range(shape["batch"])), callbacks=[Marks()],
+        made = trainer(
+            args=config(
+                output_dir=out, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+                disable_tqdm=True, logging_steps=1, gradient_checkpointing=False, learning_rate=3e-6,
+                per_device_train_batch_size=shape.micro,
+                gradient_accumulation_steps=shape.batch // shape.micro, **settings,
+            ),
+            processing_class=shapes.tokenizer(shape.vocab), train_dataset=data, callbacks=[Marks()], **given,
         )  # fmt: skip
         marks.append(time.perf_counter())
-        trainer.train()
-    _print_seconds(marks)
+        made.train()
+    return marks
 
 
-def _print_seconds(marks: list[float]) -> None:
-    print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
-
+SIDES = {
+    ("ours", "ppo"): _ppo_ours,
+    ("ours", "sft"): _sft_ours,
+    ("ours", "reward"): _reward_ours,
+    ("peer", "ppo"): _ppo_peers,
+    ("peer", "sft"): _sft_peers,
+    ("peer", "reward"): _reward_peers,
+}
 
 if __name__ == "__main__":
     main()

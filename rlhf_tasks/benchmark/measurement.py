@@ -1,0 +1,161 @@
+"""Measures a workload of PPO: speed, its split, memory, and the share of the machine's matrix rate.
+
+Model FLOPs are counted by the usual rule: two per weight of a matrix and token in a forward pass, 2·L·H·T²
+for causal attention, and twice as many again in a backward pass. Padding and recomputation are not counted.
+
+L layers · H hidden · Q query · R response · T = Q + R.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_tasks import console
+from rlhf_tasks.benchmark.workloads import Workload
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.ppo.rollout import ValueHead
+
+PARTS = ("generate", "score", "train")
+PADDING = "time/padding_share"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Medians over the updates; the names say the units."""
+
+    models: str
+    device: str
+    threads: int
+    precision: str
+    episodes_per_second: float
+    response_tokens_per_second: float
+    seconds_per_update: float
+    generate_seconds: float
+    score_seconds: float
+    train_seconds: float
+    peak_memory_gb: float
+    padding_share: float | None
+    """Share of the tokens that training computed for nothing; None if the trainer does not log it."""
+    model_flops_per_update: float
+    matrix_flops_per_second: float
+    matrix_share: float
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(workload: Workload, precision: str) -> Measurement:
+    """Take all updates of a workload's trainer; the first one warms up and does not count."""
+    trainer = workload.trainer
+    updates = []
+    with console.progress("bench", trainer.num_updates, unit="updates") as bar:
+        for metrics in trainer.updates():
+            updates.append(metrics)
+            bar.advance(1, eps=metrics["eps"])
+    medians = {key: statistics.median(update[key] for update in updates[1:]) for key in updates[-1]}
+    memory = _peak_bytes(trainer.rt.device) / 1e9
+    seconds = trainer.settings.rollout_batch_size / medians["eps"]
+    query = statistics.fmean(map(len, trainer.prompts))
+    work = update_flops(workload, query, medians["val/response_length"])
+    rate = matrix_rate(trainer.rt.device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    return Measurement(
+        models=workload.description,
+        device=_device_name(trainer.rt.device),
+        threads=torch.get_num_threads(),
+        precision="bf16" if precision == "bf16" else "fp32",
+        episodes_per_second=medians["eps"],
+        response_tokens_per_second=medians["time/tokens_per_second"],
+        seconds_per_update=seconds,
+        generate_seconds=medians["time/generate_seconds"],
+        score_seconds=medians["time/score_seconds"],
+        train_seconds=medians["time/train_seconds"],
+        peak_memory_gb=memory,
+        padding_share=medians.get(PADDING),
+        model_flops_per_update=work,
+        matrix_flops_per_second=rate,
+        matrix_share=work / seconds / rate,
+    )
+
+
+def estimate(found: Measurement, settings: Ppo) -> dict[str, float]:
+    """The seconds of a whole stage ppo: its updates, and its evaluations on the selection prompts."""
+    updates = settings.total_episodes // settings.rollout_batch_size
+    evaluation = (found.generate_seconds + found.score_seconds) / settings.rollout_batch_size
+    training = updates * found.seconds_per_update
+    selecting = (settings.num_selections + 1) * settings.num_selection_prompts * evaluation
+    return {
+        "updates": updates,
+        "training_seconds": training,
+        "evaluation_seconds": selecting,
+        "total_seconds": training + selecting,
+    }
+
+
+# -------------------------------------------------------------------------------------------- FLOPs
+
+
+def forward_flops(model: PreTrainedModel, query: float, response: float, *, logits: bool) -> float:
+    """Model FLOPs of one row's forward pass, with the language model's head on the response tokens only."""
+    layers: list[Any] = [m for m in model.base_model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+    weights: int = sum(layer.weight.numel() for layer in layers)
+    tokens, config = query + response, model.config
+    flops: float = 2.0 * weights * tokens + 2.0 * config.num_hidden_layers * config.hidden_size * tokens**2
+    if logits:
+        flops += 2.0 * model.get_output_embeddings().weight.numel() * response
+    return flops
+
+
+def update_flops(workload: Workload, query: float, response: float) -> float:
+    """Model FLOPs of an update: sampling, the reference, the critic, the reward model, and the epochs."""
+    trainer = workload.trainer
+    settings, actor_critic = trainer.settings, trainer.actor_critic
+    policy = forward_flops(actor_critic.policy, query, response, logits=True)
+    critic = reward = 0.0
+    if not isinstance(actor_critic.value, ValueHead):
+        critic = forward_flops(actor_critic.value.model, query, response, logits=False)
+    if workload.reward is not None and any(one.kind == "reward_model" for one in settings.scorers):
+        reward = forward_flops(workload.reward.model, query, response, logits=False)
+    row = 2 * policy + critic + reward + 3 * settings.num_ppo_epochs * (policy + critic)
+    return settings.rollout_batch_size * row
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP per second of a product of square matrices: the best of five."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    seconds = []
+    for _ in range(6):  # the first one warms up
+        _synchronise(device)
+        start = time.perf_counter()
+        a @ b
+        _synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds[1:])
+
+
+# ------------------------------------------------------------------------------------------ machine
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The most memory in use: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,0 +1,164 @@
+"""What a benchmark trains: PPO of a named shape, or of the project's own params.yaml."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.benchmark import shapes
+from rlhf_tasks.benchmark.shapes import Shape
+from rlhf_tasks.config import Config, Ppo, PpoView
+from rlhf_tasks.config.scorers import RewardModelScorer
+from rlhf_tasks.data import tokenizer as tokenizers
+from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling import models, scorers
+from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.ppo.reference import OwnModel
+from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages.ppo import load_models, ptx_text
+from rlhf_tasks.training.runtime import Runtime
+
+NUM_PROMPTS = 2048
+"""Random prompts where there are no real ones."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A trainer, the reward model that scores its responses, and in words what its models are."""
+
+    trainer: Trainer
+    reward: TokenScores | None
+    description: str
+
+
+def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
+    """PPO of random models: four epochs of one optimiser step, otherwise by `settings`."""
+    changes = {
+        "total_episodes": shape.batch * num_updates,
+        "rollout_batch_size": shape.batch,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 4,
+        "learning_rate": 3e-6,
+        "temperature": 0.7,
+        "response_length": shape.response,
+        "critic_warmup": None,
+        "ptx": None,
+        "lora": None,
+        "value_model": "separate",
+        "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
+    }
+    settings = settings.model_copy(update=changes)
+    tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
+    for model in made:
+        models.place(model, rt.device)
+    for frozen in (made.reference, made.reward):
+        rt.freeze(frozen)
+    reward = TokenScores(made.reward)
+    scorer = scorers.build(
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=Path()
+    )
+    trainer = Trainer(
+        rt, settings, ActorCritic(made.policy, TokenScores(made.value)),
+        OwnModel(made.reference, moves=settings.reference_sync is not None), scorer, tokenizer,
+        shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab), seed=1,
+    )  # fmt: skip
+    return Workload(trainer, reward, "random models of a named shape")
+
+
+def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_updates: int) -> Workload:
+    """PPO as params.yaml has it, for `num_updates` updates without the critic's warm-up.
+
+    Checkpoints and prompts are the project's own where it has them. The others are random, and are written
+    to the folder `scratch`.
+
+    Raises:
+        UserError: if neither the project nor params.yaml tells what models to train.
+    """
+    view = PpoView.of(config)
+    settings = view.ppo.model_copy(
+        update={"total_episodes": view.ppo.rollout_batch_size * num_updates, "critic_warmup": None}
+    )
+    random = _fill(config, Paths(root), Paths(scratch))
+    paths = Paths(scratch)
+    tokenizer = load_tokenizer(paths.sft)
+    actor_critic, reference, reward = load_models(rt, view, paths)
+    scorer = scorers.build(
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root
+    )
+    prompts = _prompts(Paths(root), tokenizer, config.data.max_prompt_tokens)
+    trainer = Trainer(
+        rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=view.seed,
+        demonstrations=ptx_text(settings, Paths(root), tokenizer, actor_critic.policy),
+    )  # fmt: skip
+    if not Paths(root).table("prompts", "train").exists():
+        random.append("prompts of the greatest length")
+    return Workload(trainer, reward, f"random {', '.join(random)}" if random else "models of this project")
+
+
+def _fill(config: Config, own: Paths, paths: Paths) -> list[str]:
+    """Link the project's checkpoints into the scratch folder, and save random ones for those it lacks."""
+    wanted = {"models/sft": own.sft, "models/base": own.base}
+    if config.reward.train:
+        wanted["models/reward"] = own.reward
+    missing = []
+    for name, source in wanted.items():
+        (paths.root / name).parent.mkdir(parents=True, exist_ok=True)
+        if (source / "config.json").exists():
+            (paths.root / name).symlink_to(source.resolve())
+        else:
+            missing.append(name)
+    if "models/sft" in missing:
+        _save(*_initial(config, own), paths.sft)
+    if "models/base" in missing:
+        paths.base.symlink_to(paths.sft.resolve())
+    if "models/reward" in missing:
+        generator = torch.Generator().manual_seed(config.seed)
+        _save(TokenScores.from_policy(paths.sft, generator).model, load_tokenizer(paths.sft), paths.reward)
+    return [name for name in missing if name != "models/base" or config.ppo.critic_init == "base"]
+
+
+def _initial(config: Config, own: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model of the shape that SFT would have, and its tokenizer."""
+    if config.sft.source is not None:
+        where = models.local_tokenizer(config.sft.source, config.sft.revision)
+        return models.load_causal(config.sft.source, config.sft.revision), load_tokenizer(where)
+    if config.model.scratch is None:
+        return models.load_causal(config.model.base, config.model.revision), tokenizers.ready(config.model)
+    shape = config.model.scratch
+    tokenizer = (
+        load_tokenizer(own.tokenizer) if own.tokenizer.exists() else shapes.tokenizer(shape.vocab_size)
+    )
+    longest = config.data.max_prompt_tokens + max(
+        config.data.max_completion_tokens, config.ppo.response_length
+    )
+    return models.from_scratch(shape, tokenizer, 2 ** math.ceil(math.log2(4 * longest))), tokenizer
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    models.save(model, tokenizer, folder, identity={}, card="random weights, for a benchmark\n")
+
+
+def _prompts(own: Paths, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[Ids]:
+    if own.table("prompts", "train").exists():
+        return encode(tokenizer, [row["prompt"] for row in read_table(own, "prompts", "train")])
+    return shapes.random_rows(NUM_PROMPTS, longest, longest, len(tokenizer))
+
+
+def check_device(shape: Shape) -> None:
+    """Check that this machine has what a shape needs.
+
+    Raises:
+        UserError: if it needs a GPU.
+    """
+    if shape.precision == "bf16" and not torch.cuda.is_available():
+        raise UserError(
+            "shape D needs a GPU, and torch finds none; give A, B or C, or run it on another machine"
+        )

@@ -1,0 +1,88 @@
+"""The benchmarks' own arithmetic, on made-up rows and tiny shapes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.benchmark.shapes import Shape
+from tests.benchmarks import growth, ledger, speed
+from tests.benchmarks.speed import Figures
+
+TINY = Shape(vocab=40, query_min=4, query=4, response=8, batch=8, micro=4, layers=1, hidden=16, heads=2)
+
+
+def finished_run(root: Path, seed: int, rate: float) -> Path:
+    (root / "metrics").mkdir(parents=True)
+    (root / "params.yaml").write_text(f"seed: {seed}\n", encoding="utf-8")
+    values = {"win_rate": rate, "low": rate - 0.02, "high": rate + 0.02}
+    judge = {f"{pair}/{key}": value for pair in ledger.RATES.values() for key, value in values.items()}
+    (root / "metrics/judge.json").write_text(json.dumps(judge), encoding="utf-8")
+    (root / "metrics/ppo.json").write_text(json.dumps({"selected_kl": 1.234}), encoding="utf-8")
+    return root
+
+
+def test_a_commit_has_one_row_and_keeps_what_a_later_call_does_not_measure(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.csv"
+    ledger.add({"commit": "aaa", "run_seconds": "500"}, file)
+    ledger.add({"commit": "bbb", "run_seconds": "300"}, file)
+    ledger.add({"commit": "bbb", "ratio_A": "1.40"}, file)
+    with file.open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [(row["commit"], row["run_seconds"], row["ratio_A"]) for row in rows] == [
+        ("aaa", "500", ""),
+        ("bbb", "300", "1.40"),
+    ]
+
+
+def test_a_finished_run_fills_the_columns_of_its_seed(tmp_path: Path) -> None:
+    row = ledger.of_run(finished_run(tmp_path / "run", seed=2, rate=0.75))
+    assert row["seed2_vs_reference"] == "0.750"
+    assert (row["seed2_vs_sft_low"], row["seed2_vs_sft_high"]) == ("0.730", "0.770")
+    assert row["seed2_kl"] == "1.23"
+    assert set(row) < set(ledger.COLUMNS)
+    with pytest.raises(SystemExit, match="its seed is 9"):
+        ledger.of_run(finished_run(tmp_path / "other", seed=9, rate=0.5))
+
+
+def test_the_ledgers_ratio_is_our_median_by_the_peers() -> None:
+    ours, peer = Figures([10.0, 30.0, 20.0], 1.0), Figures([8.0, 8.0, 9.0], 2.0)
+    assert ledger.of_speed({"A": {"ours": ours, "peer": peer}}) == {
+        "episodes_A": "20.00", "ratio_A": "2.50", "memory_ratio_A": "0.50",
+    }  # fmt: skip
+    assert ledger.of_speed({"B": {"ours": ours}}) == {"episodes_B": "20.00"}
+    assert speed.line("A", {"ours": ours, "peer": peer}).endswith("| 2.50 |")
+
+
+def test_the_ledger_is_drawn_with_gaps(tmp_path: Path) -> None:
+    rows = [{"commit": "aaa", "run_seconds": "500"}, {"commit": "bbb", "ratio_A": "1.4"}]
+    rows[1] |= {
+        "seed1_vs_reference": "0.7",
+        "seed1_vs_reference_low": "0.6",
+        "seed1_vs_reference_high": "0.8",
+    }
+    ledger.draw(rows, tmp_path / "ledger.png")
+    assert (tmp_path / "ledger.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tokens_of_an_update_count_the_prompt_of_each_response() -> None:
+    data = speed.rows(TINY, 1)
+    answers = [sum(map(len, part)) for part in (data.chosen, data.rejected)]
+    assert speed.num_tokens("sft", TINY, 1) == 8 * 4 + answers[0]
+    assert speed.num_tokens("reward", TINY, 1) == 2 * 8 * 4 + sum(answers)
+    assert all(row[-1] == 1 and 2 < len(row) <= 8 for row in data.chosen)
+
+
+@pytest.mark.parametrize("part", ["sft", "reward"])
+def test_our_side_takes_one_step_per_update(part: str) -> None:
+    assert len(speed.SIDES["ours", part](TINY, 2)) == 3
+
+
+def test_growth_is_measured_and_drawn(tmp_path: Path) -> None:
+    found = growth.measure(TINY, {"batch": (4,)}, updates=1)
+    assert found["batch"][4].episodes_per_second > 0
+    growth.draw(found, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
