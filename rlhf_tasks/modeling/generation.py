@@ -128,7 +128,7 @@ class _Preallocated(DynamicLayer):
     """One layer's keys and values, with room for all tokens from the start: nothing is copied to add one."""
 
     def __init__(self, room: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._room, self._length = room, 0
         self._all: tuple[Tensor, ...] | None = None
 

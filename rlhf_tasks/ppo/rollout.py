@@ -71,7 +71,8 @@ class ActorCritic(nn.Module):
     def state_values(self, batch: Batch) -> Tensor:
         """(B, R + 1): `[:, t]` is the value of the state before response token t is seen."""
         if isinstance(self.value, ValueHead):
-            return self.value(head_states(self.policy, batch)).squeeze(-1).float()
+            found: Tensor = self.value(head_states(self.policy, batch))
+            return found.squeeze(-1).float()
         per_token: Tensor = self.value(batch)
         return per_token[:, -batch.num_response_columns - 1 :]
 

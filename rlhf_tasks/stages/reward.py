@@ -166,11 +166,12 @@ class Pairs:
         if self.forked:
             pairs = fork(queries, chosen, rejected, self.pad).to(device)
             per_token, _ = model(pairs)
-            scores = per_token.gather(1, pairs.ends_of_chosen[:, None]).squeeze(1), per_token[:, -1]
-            return pair_sums(*scores, self.margin, self.centring_coef)
+            of_chosen = per_token.gather(1, pairs.ends_of_chosen[:, None]).squeeze(1)
+            return pair_sums(of_chosen, per_token[:, -1], self.margin, self.centring_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
         per_token, means = model(batch)
-        sums = pair_sums(*per_token[:, -1].chunk(2), self.margin, self.centring_coef)
+        of_chosen, of_rejected = per_token[:, -1].chunk(2)
+        sums = pair_sums(of_chosen, of_rejected, self.margin, self.centring_coef)
         if means is not None:
             sums["loss"] = sums["loss"] - self.lm_coef * means[: len(rows)].sum()
         return sums

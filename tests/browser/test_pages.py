@@ -149,6 +149,6 @@ def test_the_report_and_the_comparison_ask_no_other_machine(tmp_path: Path, read
         page.document("comparison.html", comparison_page.context(results)), encoding="utf-8"
     )
     workspace.put_all(tmp_path)
-    (tmp_path / "report.html").write_text(page.render(inputs.read(Paths(tmp_path))), encoding="utf-8")
+    (tmp_path / "report.html").write_text(page.render(inputs.read(Paths(tmp_path)), {}), encoding="utf-8")
     for name in ("comparison.html", "report.html"):
         reader.open((tmp_path / name).as_uri())

@@ -112,8 +112,8 @@ def adjusting(family: str) -> PreTrainedModel:
         num_attention_heads=2, num_key_value_heads=2, initializer_range=0.5, pad_token_id=PAD, bos_token_id=1,
         eos_token_id=1, **ADJUSTING[family],
     )  # fmt: skip
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return model
 
 
 def model_of(family: str) -> PreTrainedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.collector import fail_together
 from rlhf_tasks.ppo.rollout import Rollout, lengths_mask
@@ -79,12 +80,13 @@ class OneOfTwo(Runtime):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        losses: Iterable[Callable[[], tuple[Tensor, T]]],
+        losses: Callable[[], Sequence[Callable[[], tuple[Tensor, T]]]],
         max_grad_norm: float | None,
+        budget: TokenBudget,
     ) -> tuple[float, list[T]]:
         optimizer.zero_grad()
         measured = []
-        for part in losses:
+        for part in losses():
             loss, stats = part()
             loss.backward()
             measured.append(stats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ OUTS = {"reward": Paths().reward, "reward_heldout": Paths().reward_heldout}
 SMALL = {"reward.num_epochs": 1.0, "reward.batch_size": 8}
 
 
-def pairs(pad: int = PAD, **changes: float) -> Pairs:
+def pairs(pad: int = PAD, **changes: Any) -> Pairs:
     return Pairs(QUERIES, CHOSEN, REJECTED, pad, **changes)
 
 
