@@ -50,7 +50,7 @@ def token_stats(
         logits, states = _run(model, batch, head.forward)
         labels, z = batch.responses[batch.response_mask], logits[:, :-1][batch.response_mask].float()
         answer = _spread(stats_of_logits(z / temperature, labels), batch, entropy_gradient)
-        return TokenStats(*answer.unbind(2), states)
+        return _named(answer, states)
     made = list[Tensor]()
 
     def forward(states: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def token_stats(
     if answer.data_ptr() != made[0].data_ptr():  # the model has changed what it takes for logits
         _ADJUSTED.add(head)
         return token_stats(model, batch, temperature, entropy_gradient=entropy_gradient)
-    return TokenStats(*answer.unbind(2), states)
+    return _named(answer, states)
 
 
 def head_states(model: nn.Module, batch: Batch) -> Tensor:
@@ -77,7 +77,8 @@ def head_logprobs(head: nn.Linear, states: Tensor, batch: Batch) -> Tensor:
 
 
 def _head(model: nn.Module) -> nn.Module:
-    head: nn.Module = getattr(model, "module", model).get_output_embeddings()
+    unwrapped: Any = getattr(model, "module", model)
+    head: nn.Module = unwrapped.get_output_embeddings()
     return head
 
 
@@ -110,6 +111,11 @@ def _in_place_of(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterat
             head.forward = original
 
 
+def _named(answer: Tensor, states: Tensor) -> TokenStats:
+    logprobs, entropy, likeliest = answer.unbind(2)
+    return TokenStats(logprobs, entropy, likeliest, states)
+
+
 def _stats_of_states(
     head: nn.Linear, states: Tensor, batch: Batch, temperature: float, entropy_gradient: bool
 ) -> Tensor:
@@ -137,8 +143,8 @@ def label_stats(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    found: tuple[Tensor, Tensor, Tensor] = _LabelStats.apply(hidden, weight, bias, labels, temperature)
-    return found
+    apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _LabelStats.apply
+    return apply(hidden, weight, bias, labels, temperature)
 
 
 def stats_of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

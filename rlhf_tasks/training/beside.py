@@ -60,6 +60,7 @@ def beside(compute: Callable[..., T], *arguments: Any) -> Iterator[Callable[[], 
 def _send(sender: Connection, owner: str, compute: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ[LAUNCHER] = owner
     console.set_quiet(True)
+    outcome: tuple[Any, BaseException | None]
     try:
         outcome = compute(*arguments), None
     except BaseException as error:
