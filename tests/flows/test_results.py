@@ -94,7 +94,7 @@ def test_the_final_state_names_verdict_stages_and_experiment(
     fields: dict[str, Any], name: str, message: str
 ) -> None:
     state = outcome(**fields).state()
-    assert (state.is_completed(), state.name, state.message) == (True, name, message)
+    assert (state.is_failed(), state.name, state.message) == (name == "Refused", name, message)
 
 
 def test_headlines_come_from_the_catalogue_of_metrics() -> None:

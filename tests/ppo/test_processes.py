@@ -179,6 +179,8 @@ def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(own_advantages, advantages[rank::2], atol=1e-5, rtol=0)
         assert own_metrics.keys() == metrics.keys()
         for key, value in metrics.items():
+            if key == "time/padding_share":
+                continue  # each process cuts its own rows
             assert own_metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
         torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
     start = parameters(trainer())

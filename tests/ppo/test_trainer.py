@@ -51,9 +51,9 @@ def test_the_share_of_padding_is_that_of_the_epochs_passes(monkeypatch: pytest.M
     one, padded = trainer(total_episodes=16, micro_batch_tokens=40), list[int]()
     forward = type(one.actor_critic).forward
 
-    def counted(self: ActorCritic, batch: Batch) -> Any:
+    def counted(self: ActorCritic, batch: Batch, *rest: Any, **options: Any) -> Any:
         padded.append(batch.query_response.numel())
-        return forward(self, batch)
+        return forward(self, batch, *rest, **options)
 
     monkeypatch.setattr(ActorCritic, "forward", counted)
     metrics = next(one.updates())

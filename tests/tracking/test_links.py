@@ -72,8 +72,8 @@ def test_links_wait_for_the_pipeline_s_run_and_not_forever(
     monkeypatch.setenv(links.MLFLOW_URL, "http://browser")
     server.bodies = (body(), body(), body(), body("p"), body(), body("s"), body("p"))
     assert links.run_links(settings(server), {"sft": "k"}, "p") == {
-        "sft": "http://browser/#/experiments/7/runs/s",
-        "pipeline": "http://browser/#/experiments/7/runs/p",
+        "sft": "http://browser/#/experiments/7/runs/s/model-metrics?workflowType=machine_learning",
+        "pipeline": "http://browser/#/experiments/7/runs/p?workflowType=machine_learning",
     }
     server.bodies = (body(),)
     assert links.run_links(settings(server), {"sft": "k"}, "p", 0.0) == {}

@@ -216,7 +216,7 @@ def test_two_first_stages_at_once_share_one_uploader_and_one_store(project: Path
     home = project / ".rlhf"
     until(lambda: pending(home) == set(), "the figures")
     names = [run.info.run_name.split("-")[0] for run in MlflowClient(embedded_uri(home)).search_runs(["1"])]
-    assert sorted(names) == ["pipeline", "pipeline", "sft", "sft"]
+    assert sorted(names) == ["repro", "repro", "sft", "sft"]
 
 
 @pytest.mark.slow
