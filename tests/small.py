@@ -94,9 +94,8 @@ def logits_alone(model: PreTrainedModel, query: Ids, response: Ids) -> Tensor:
     return logits[len(query) - 1 : -1]
 
 
-@functools.cache
-def runtime() -> Runtime:
-    launch = Launch(num_processes=1, num_machines=1, deepspeed=None, mixed_precision="no")
+def runtime(precision: Literal["no", "bf16"] = "no") -> Runtime:
+    launch = Launch(num_processes=1, num_machines=1, deepspeed=None, mixed_precision=precision)
     return Runtime(launch, seed=1)
 
 

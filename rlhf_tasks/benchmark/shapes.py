@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 PAD, EOS, UNK = 0, 1, 2
 
@@ -26,8 +26,7 @@ class Shape:
     layers: int = 4
     hidden: int = 128
     heads: int = 4
-    precision: str = "no"
-    """`bf16` needs a GPU."""
+    precision: Literal["no", "bf16"] = "no"
 
 
 SHAPES: Mapping[str, Shape] = {

@@ -9,16 +9,18 @@ B batch · R response · N tokens · V vocabulary · H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.modeling.last_layer import forward_replaced, last_columns_only
+from rlhf_tasks.modeling.products import RoundedLinear, rounded_products
 
 CPU_SLICE, GPU_SLICE = 2**21, 2**26
 """Logits that exist at a time: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
@@ -71,15 +73,19 @@ def head_states(model: nn.Module, batch: Batch) -> Tensor:
 
 def head_logprobs(head: nn.Linear, states: Tensor, batch: Batch) -> Tensor:
     """(B, R) log-probs of the response tokens, by a head of its own on (B, R + 1, H) states."""
-    with _in_place_of(head, lambda x: _stats_of_states(head, x, batch, 1.0, False)):
+    with forward_replaced(head, lambda x: _stats_of_states(head, x, batch, 1.0, False)):
         answer: Tensor = head(states)
     return answer[..., 0]
 
 
 def _head(model: nn.Module) -> nn.Module:
-    unwrapped: Any = getattr(model, "module", model)
-    head: nn.Module = unwrapped.get_output_embeddings()
+    head: nn.Module = _unwrapped(model).get_output_embeddings()
     return head
+
+
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    unwrapped: Any = getattr(model, "module", model)
+    return cast(PreTrainedModel, unwrapped)
 
 
 def _run(model: nn.Module, batch: Batch, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -90,25 +96,12 @@ def _run(model: nn.Module, batch: Batch, forward: Callable[[Tensor], Tensor]) ->
         given.append(hidden[:, -columns:])
         return forward(given[0])
 
-    with _in_place_of(_head(model), last_columns):
+    with forward_replaced(_head(model), last_columns), last_columns_only(_unwrapped(model), columns):
         out = model(
             input_ids=batch.query_response, attention_mask=batch.attention_mask,
             position_ids=batch.position_ids, use_cache=False, logits_to_keep=columns,
         )  # fmt: skip
     return out.logits, given[0]
-
-
-@contextmanager
-def _in_place_of(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within the block the head has another forward function; its hooks stay."""
-    original = vars(head).get("forward")
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
-        if original is not None:
-            head.forward = original
 
 
 def _named(answer: Tensor, states: Tensor) -> TokenStats:
@@ -144,7 +137,7 @@ def label_stats(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _LabelStats.apply
-    return apply(hidden, weight, bias, labels, temperature)
+    return apply(hidden, weight, bias, labels, temperature, isinstance(head, RoundedLinear))
 
 
 def stats_of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,14 +153,20 @@ class _LabelStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        rounds: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.rounds = temperature, rounds
         kind = torch.promote_types(hidden.dtype, torch.float32)
         top = hidden.new_full(labels.shape, -torch.inf, dtype=kind)  # the largest logit z so far
         chosen, total, moment = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
-        for start, z in _slices(hidden, weight, bias, temperature):
+        for start, z in _slices(hidden, weight, bias, temperature, rounds):
             before, top = top, torch.maximum(top, z.amax(1))
             local, inside = _within(labels, start, z)
             chosen = torch.where(inside, z.gather(1, local).squeeze(1), chosen)
@@ -194,7 +193,7 @@ class _LabelStats(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=mean.dtype) if needs_hidden else None
         d_weight = torch.empty_like(weight) if needs_weight else None
         d_bias = torch.empty_like(bias) if needs_bias else None
-        for start, z in _slices(hidden, weight, bias, ctx.temperature):
+        for start, z in _slices(hidden, weight, bias, ctx.temperature, ctx.rounds):
             stop = start + z.shape[1]
             local, inside = _within(labels, start, z)
             if g_entropy is None:
@@ -204,23 +203,25 @@ class _LabelStats(torch.autograd.Function):
                 d_z = p.mul_(z.sub_(mean[:, None]).mul_(g_entropy[:, None]).add_(g[:, None])).neg_()
             d_z.scatter_add_(1, local, torch.where(inside, g, 0)[:, None])
             d_z = d_z.to(hidden.dtype)
-            if d_hidden is not None:
-                d_hidden += d_z @ weight[start:stop]
-            if d_weight is not None:
-                torch.mm(d_z.t(), hidden, out=d_weight[start:stop])
+            with rounded_products(ctx.rounds):
+                if d_hidden is not None:
+                    d_hidden += d_z @ weight[start:stop]
+                if d_weight is not None:
+                    torch.mm(d_z.t(), hidden, out=d_weight[start:stop])
             if d_bias is not None:
                 d_bias[start:stop] = d_z.sum(0)
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
 
 
 def _slices(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, rounds: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """The logits over the temperature in float32, as (first token, (N, width)) from left to right."""
     width = max(256, (CPU_SLICE if hidden.device.type == "cpu" else GPU_SLICE) // max(1, len(hidden)))
     for start in range(0, len(weight), width):
         stop = start + width
-        z = F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+        with rounded_products(rounds):
+            z = F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
         yield start, z.to(torch.promote_types(z.dtype, torch.float32)).div_(temperature)
 
 

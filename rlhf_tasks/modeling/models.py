@@ -4,7 +4,7 @@ A checkpoint is a Hugging Face folder (safetensors, config, tokenizer, model car
 contracts.py. Its bytes do not change from run to run. Weights that would be newly initialised at load are
 an error: PPO would train on the noise of a new reward head.
 
-B batch · Q query · R response · T = Q + R · V vocabulary · H hidden.
+B batch · R response · V vocabulary · H hidden.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rlhf_tasks.config import Scratch, is_hub_id
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
+from rlhf_tasks.modeling.last_layer import last_columns_only
 
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
@@ -175,20 +176,22 @@ class TokenScores(nn.Module):
         return cls(without_dropout(model))
 
     def hidden_states(self, batch: Batch) -> Tensor:
-        """(B, T, H) of the last layer."""
-        out = self.model.base_model(
-            input_ids=batch.query_response, attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids, use_cache=False,
-        )  # fmt: skip
+        """(B, R + 1, H) of the last layer: before each response token, and after the last."""
+        columns = batch.num_response_columns + 1
+        with last_columns_only(self.model, columns):
+            out = self.model.base_model(
+                input_ids=batch.query_response, attention_mask=batch.attention_mask,
+                position_ids=batch.position_ids, use_cache=False,
+            )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
-        return hidden
+        return hidden[:, -columns:]
 
     def forward(self, batch: Batch) -> Tensor:
-        """(B, T) float32: a score after each token."""
+        """(B, R + 1) float32: a score before each response token, and after the last."""
         return self.scored(self.hidden_states(batch))
 
     def scored(self, hidden: Tensor) -> Tensor:
-        """(B, T, H) → (B, T) float32, minus the stored mean."""
+        """(B, R + 1, H) → (B, R + 1) float32, minus the stored mean."""
         scores: Tensor = head_of(self.model)(hidden).squeeze(-1).float()
         return scores - self.mean
 

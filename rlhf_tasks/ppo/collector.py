@@ -97,7 +97,9 @@ class Collector:
         """
         self._actor_critic.eval()
         responses, width = samples.responses, self._settings.response_length
-        ref_logprobs, values, last_values = self._forward(queries, responses)
+        logprobs, ref_logprobs, values, last_values = self._forward(queries, responses)
+        if self._rt.is_float32:
+            logprobs = pad_rows(samples.logprobs, width)
         batch = {"queries": queries, "responses": responses}
         parts = fail_together(self._rt, lambda: self._scorers.parts(queries, responses), batch)
         rollout = Rollout(
@@ -105,7 +107,7 @@ class Collector:
             responses=responses,
             ended=torch.tensor([response[-1] == self._stop for response in responses]),
             mask=lengths_mask([len(response) for response in responses], width),
-            logprobs=pad_rows(samples.logprobs, width),
+            logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             values=values,
             last_values=last_values,
@@ -115,10 +117,14 @@ class Collector:
         self._require_finite(rollout)
         return rollout
 
-    def _forward(self, queries: list[Ids], responses: list[Ids]) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, R) ref_logprobs, (B, R) values, (B,) last_values; zero on padding."""
-        width = self._settings.response_length
-        ref_logprobs, values = torch.zeros(len(queries), width), torch.zeros(len(queries), width)
+    def _forward(self, queries: list[Ids], responses: list[Ids]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(B, R) logprobs, ref_logprobs and values, (B,) last_values; zero on padding.
+
+        `logprobs` are computed only below float32. The sampler computes a token at a time, and there it
+        rounds otherwise than training: its log-probs would make the first ratio differ from 1.
+        """
+        width, temperature = self._settings.response_length, self._settings.temperature
+        logprobs, ref_logprobs, values = torch.zeros(3, len(queries), width)
         last_values = torch.zeros(len(queries))
         lengths = lengths_mask([len(response) for response in responses], width)
 
@@ -126,14 +132,19 @@ class Collector:
             padded = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
             batch, mask, own = padded.to(self._rt.device), padded.response_mask, lengths[rows]
             with self._rt.autocast():
-                reference = self._reference.logprobs(batch, self._settings.temperature).float().cpu()
-                states = self._actor_critic.state_values(batch).float().cpu()
+                reference = self._reference.logprobs(batch, temperature).float().cpu()
+                if self._rt.is_float32:
+                    states = self._actor_critic.state_values(batch)
+                else:
+                    stats, states = self._actor_critic(batch, temperature)
+                    logprobs[rows] = realigned(stats.logprobs.float().cpu(), mask, own)
+                states = states.float().cpu()
             ref_logprobs[rows] = realigned(reference, mask, own)
             values[rows] = realigned(states[:, :-1], mask, own)
             last_values[rows] = states[:, -1]
 
         self._budget.each(sizes(queries, responses), forward)
-        return ref_logprobs, values, last_values
+        return logprobs, ref_logprobs, values, last_values
 
     def _require_finite(self, rollout: Rollout) -> None:
         names = ("logprobs", "ref_logprobs", "values", "last_values", "scores")

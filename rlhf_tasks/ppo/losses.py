@@ -69,32 +69,28 @@ def ppo_loss(outputs: Outputs, batch: MicroBatch, coefficients: Coefficients) ->
     The caller divides by the number of tokens of the whole minibatch. PPO-ptx adds `ptx_loss` to it, on
     other rows.
     """
+    of_policy, policy_sums = policy_terms(outputs.logprobs, outputs.entropy, batch, coefficients)
+    of_critic, value_sums = value_term(outputs.values, batch, coefficients)
+    return of_policy + of_critic, policy_sums | value_sums
+
+
+def policy_terms(
+    logprobs: Tensor, entropy: Tensor, batch: MicroBatch, coefficients: Coefficients
+) -> tuple[Tensor, Sums]:
+    """The terms of `ppo_loss` that depend on the policy, and their metrics."""
     c, mask = coefficients, batch.mask
-    absent = torch.zeros_like(outputs.logprobs)
+    absent = torch.zeros_like(logprobs)
     ratio_base = batch.ref_logprobs if c.ratio_from == "reference" else batch.logprobs
-    policy_tokens = policy_loss(
-        outputs.logprobs - ratio_base, batch.advantages, c.cliprange, c.cliprange_high, c.dual_clip
-    )
-    value_tokens = value_loss(outputs.values, batch.values, batch.returns, c.cliprange_value)
-    kl_tokens, penalty_tokens = absent, absent
-    if c.kl_estimator is not None:
-        kl_tokens = ESTIMATORS[c.kl_estimator](outputs.logprobs, batch.ref_logprobs)
-    if c.beta is not None:
-        penalty_tokens = k3(batch.logprobs, outputs.logprobs)
+    tokens = policy_loss(logprobs - ratio_base, batch.advantages, c.cliprange, c.cliprange_high, c.dual_clip)
+    kl_tokens = absent if c.kl_estimator is None else ESTIMATORS[c.kl_estimator](logprobs, batch.ref_logprobs)
+    penalty_tokens = absent if c.beta is None else k3(batch.logprobs, logprobs)
 
-    policy, value = masked_sum(policy_tokens.loss, mask), masked_sum(value_tokens.loss, mask)
-    entropy, kl = masked_sum(outputs.entropy, mask), masked_sum(kl_tokens, mask)
-    penalty = masked_sum(penalty_tokens, mask)
-    loss = (
-        c.policy_coef * policy
-        + c.vf_coef * value
-        - c.entropy_coef * entropy
-        + c.kl_coef * kl
-        + (c.beta or 0.0) * penalty
-    )
+    policy, bonus = masked_sum(tokens.loss, mask), masked_sum(entropy, mask)
+    kl, penalty = masked_sum(kl_tokens, mask), masked_sum(penalty_tokens, mask)
+    loss = c.policy_coef * policy - c.entropy_coef * bonus + c.kl_coef * kl + (c.beta or 0.0) * penalty
 
-    sums = {"loss/policy_avg": policy, "loss/value_avg": value}
-    sums |= _token_sums(outputs, batch, policy_tokens.clipped, value_tokens.clipped)
+    sums = {"loss/policy_avg": policy} | _policy_sums(logprobs.detach(), batch, tokens.clipped)
+    sums["policy/entropy_avg"] = bonus
     if c.kl_estimator is not None:
         sums["loss/kl_avg"] = kl
     if c.beta is not None:
@@ -102,15 +98,21 @@ def ppo_loss(outputs: Outputs, batch: MicroBatch, coefficients: Coefficients) ->
     return loss, {name: x.detach() for name, x in sums.items()}
 
 
-def _token_sums(outputs: Outputs, batch: MicroBatch, policy_clipped: Tensor, value_clipped: Tensor) -> Sums:
-    """The metrics that have no part in the loss."""
-    log_ratio = outputs.logprobs.detach() - batch.logprobs
+def value_term(values: Tensor, batch: MicroBatch, coefficients: Coefficients) -> tuple[Tensor, Sums]:
+    """vf_coef · L_value, the one term of `ppo_loss` that depends on the critic, and its metrics."""
+    tokens = value_loss(values, batch.values, batch.returns, coefficients.cliprange_value)
+    value = masked_sum(tokens.loss, batch.mask)
+    sums = {"loss/value_avg": value.detach(), "val/clipfrac_avg": masked_sum(tokens.clipped, batch.mask)}
+    return coefficients.vf_coef * value, sums
+
+
+def _policy_sums(logprobs: Tensor, batch: MicroBatch, clipped: Tensor) -> Sums:
+    """The metrics of the policy that have no part in the loss."""
+    log_ratio = logprobs - batch.logprobs
     ratio = log_ratio.exp()
     per_token = {
-        "policy/clipfrac_avg": policy_clipped,
-        "val/clipfrac_avg": value_clipped,
+        "policy/clipfrac_avg": clipped,
         "policy/approxkl_avg": 0.5 * log_ratio**2,
-        "policy/entropy_avg": outputs.entropy.detach(),
         "val/ratio": ratio,
         "ratio_off_squared": (ratio - 1) ** 2,  # Σ ratio² would lose the variance to rounding
         "num_tokens": batch.mask,

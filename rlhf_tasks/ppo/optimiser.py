@@ -5,23 +5,36 @@ B batch · R response.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate, padded_tokens
+from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import PPOBatch, merged
 from rlhf_tasks.ppo.kl import PenaltyController
-from rlhf_tasks.ppo.losses import Coefficients, Outputs, Sums, ppo_loss, ptx_loss
+from rlhf_tasks.ppo.losses import (
+    Coefficients,
+    Outputs,
+    Sums,
+    policy_terms,
+    ppo_loss,
+    ptx_loss,
+    value_term,
+)
+from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums, lowered
 
 Metrics = dict[str, float]
+LossPart = Callable[[PPOBatch, Sequence[int], Coefficients], tuple[Tensor, Sums]]
+"""The loss of some rows, or one of its parts, and its metrics."""
 
 
 class Queue:
@@ -129,7 +142,11 @@ class Optimiser:
 
         def losses() -> list[Callable[[], tuple[Tensor, Sums]]]:
             cut = self._groups(batch.rollout.sizes, rows)
-            parts = [partial(self._mean_ppo_loss, batch, group, coefficients, num_tokens) for group in cut]
+            parts = [
+                partial(self._mean_loss, compute, batch, group, coefficients, num_tokens)
+                for group in cut
+                for compute in self._passes
+            ]
             return [*parts, *([] if ptx_rows is None else self._ptx_losses(ptx_rows))]
 
         try:
@@ -140,13 +157,55 @@ class Optimiser:
             error.batch = batch.content() | {"rows": rows}
             raise
         ptx = [part for part in sums if "loss" in part]
-        return Step(sums[: len(sums) - len(ptx)], ptx, norm)
+        passes = iter(sums[: len(sums) - len(ptx)])
+        whole = [dict(ChainMap(*parts)) for parts in zip(*[passes] * len(self._passes), strict=True)]
+        return Step(whole, ptx, norm)
 
-    def _mean_ppo_loss(
-        self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients, num_tokens: float
+    @property
+    def _passes(self) -> Sequence[LossPart]:
+        """What computes `ppo_loss` of some rows: its two parts where each has a model of its own.
+
+        Each part's backward pass follows its forward pass at once, so that only one model's activations are
+        in memory. Data parallelism and ZeRO need one pass with all weights.
+        """
+        if self._rt.world_size > 1 or self._rt.is_deepspeed or isinstance(self._models.value, ValueHead):
+            return [self._ppo_loss]
+        return [self._policy_terms, self._value_term]
+
+    @property
+    def _models(self) -> ActorCritic:
+        """The model where no engine is wrapped around it."""
+        return cast(ActorCritic, self.model)
+
+    def _mean_loss(
+        self,
+        compute: LossPart,
+        batch: PPOBatch,
+        rows: Sequence[int],
+        coefficients: Coefficients,
+        num_tokens: float,
     ) -> tuple[Tensor, Sums]:
-        loss, sums = self._ppo_loss(batch, rows, coefficients)
+        loss, sums = compute(batch, rows, coefficients)
         return loss / num_tokens, sums
+
+    def _policy_terms(
+        self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
+    ) -> tuple[Tensor, Sums]:
+        padded, with_gradient = self._padded(batch, rows), coefficients.entropy_coef > 0
+        with self._rt.autocast():
+            stats = token_stats(
+                self._models.policy, padded, self._settings.temperature, entropy_gradient=with_gradient
+            )
+        given = batch.micro_batch(rows, padded.response_mask)
+        return policy_terms(stats.logprobs, stats.entropy, given, coefficients)
+
+    def _value_term(
+        self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
+    ) -> tuple[Tensor, Sums]:
+        padded = self._padded(batch, rows)
+        with self._rt.autocast():
+            states = self._models.state_values(padded)
+        return value_term(states[:, :-1], batch.micro_batch(rows, padded.response_mask), coefficients)
 
     def _ppo_loss(
         self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
@@ -158,17 +217,16 @@ class Optimiser:
         if not rows:
             loss, sums = self._ppo_loss(batch, [0], coefficients)
             return 0 * loss, {name: 0 * x for name, x in sums.items()}
-        rollout = batch.rollout
-        padded = collate([rollout.queries[i] for i in rows], [rollout.responses[i] for i in rows], self._pad)
-        padded = padded.to(self._rt.device)
-        outputs = self._outputs(padded, entropy_gradient=coefficients.entropy_coef > 0)
+        padded, with_gradient = self._padded(batch, rows), coefficients.entropy_coef > 0
+        with self._rt.autocast():
+            stats, states = self.model(padded, self._settings.temperature, entropy_gradient=with_gradient)
+        outputs = Outputs(stats.logprobs, states[:, :-1], stats.entropy)
         return ppo_loss(outputs, batch.micro_batch(rows, padded.response_mask), coefficients)
 
-    def _outputs(self, padded: Batch, *, entropy_gradient: bool) -> Outputs:
-        """(B, R) log-probs, values and entropy."""
-        with self._rt.autocast():
-            stats, states = self.model(padded, self._settings.temperature, entropy_gradient=entropy_gradient)
-        return Outputs(stats.logprobs, states[:, :-1], stats.entropy)
+    def _padded(self, batch: PPOBatch, rows: Sequence[int]) -> Batch:
+        rollout = batch.rollout
+        padded = collate([rollout.queries[i] for i in rows], [rollout.responses[i] for i in rows], self._pad)
+        return padded.to(self._rt.device)
 
     def _ptx_rows(self) -> list[int] | None:
         """The next demonstrations, as many as a minibatch has rows."""

@@ -73,8 +73,8 @@ class ActorCritic(nn.Module):
         if isinstance(self.value, ValueHead):
             found: Tensor = self.value(head_states(self.policy, batch))
             return found.squeeze(-1).float()
-        per_token: Tensor = self.value(batch)
-        return per_token[:, -batch.num_response_columns - 1 :]
+        values: Tensor = self.value(batch)
+        return values
 
 
 def logprobs_of(model: nn.Module, batch: Batch, temperature: float) -> Tensor:

@@ -193,11 +193,11 @@ class Learner(nn.Module):
         self.scores, self.lm_head = scores, lm_head
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """((B, T) scores, (B,) mean log-probs of the response tokens or None)."""
+        """((B, R + 1) scores, (B,) mean log-probs of the response tokens or None)."""
         hidden, mask = self.scores.hidden_states(batch), batch.response_mask
         if self.lm_head is None:
             return self.scores.scored(hidden), None
-        logprobs = head_logprobs(self.lm_head, hidden[:, -batch.num_response_columns - 1 :], batch)
+        logprobs = head_logprobs(self.lm_head, hidden, batch)
         return self.scores.scored(hidden), logprobs.sum(1) / mask.sum(1)
 
 

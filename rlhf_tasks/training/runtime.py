@@ -28,6 +28,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from rlhf_tasks.config import Launch, Optimisation, Ppo
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling.products import round_products
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.training.state import Files
 
@@ -47,9 +48,11 @@ class Runtime:
                 "DS_ACCELERATOR", "cpu"
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
+        self.is_float32 = launch.mixed_precision == "no"
+        self._rounds_products = not (self.is_float32 or launch.deepspeed or torch.cuda.is_available())
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
-            mixed_precision=launch.mixed_precision,
+            mixed_precision="no" if self._rounds_products else launch.mixed_precision,
             kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
         self.device: torch.device = self.accelerator.device
@@ -124,6 +127,8 @@ class Runtime:
             self.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = (
                 max_grad_norm or 0.0
             )
+        if self._rounds_products:
+            round_products(model)
         prepared, wrapped = self.accelerator.prepare(model, optimizer)
         return prepared, wrapped
 
@@ -149,11 +154,13 @@ class Runtime:
         would cause a KL.
         """
         model.requires_grad_(False)
+        if self._rounds_products:
+            round_products(model)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
             model.to(torch.bfloat16)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of rollouts and training, which must be equal so that the first ratio is 1."""
+        """The precision of forward passes, of rollouts too."""
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 

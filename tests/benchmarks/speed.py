@@ -3,10 +3,11 @@
 PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
 versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape, on the
 same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
-micro-batches have the shipped 16,384 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
+micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is float32
-on a CPU, without gradient checkpointing. A figure is the median over updates without the first, and over the
-turns; the ratio is of figures of one run. Without --peer only ours is measured.
+on a CPU, without gradient checkpointing; `--precision bf16` sets `launch.mixed_precision` on our side. A
+figure is the median over updates without the first, and over the turns; the ratio is of figures of one run.
+Without --peer only ours is measured.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,11 +58,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(CPU_SHAPES))
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--precision", choices=("no", "bf16"), default="no", help="of our PPO")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        train = SIDES[options.side, options.parts[0]]
-        marks = train(SHAPES[options.shapes[0]], options.updates + 1)
+        train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
+        marks = train(replace(shape, precision=options.precision), options.updates + 1)
         print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
         return
@@ -68,14 +71,17 @@ def main() -> None:
         print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
         print("|---|---|---|---|---|---|")
         for shape in options.shapes:
-            print(line(shape, measure(part, shape, options.peer, options.updates, options.turns)), flush=True)
+            found = measure(part, shape, options.peer, options.updates, options.turns, options.precision)
+            print(line(shape, found), flush=True)
 
 
-def measure(part: str, shape: str, peer: Path | None, updates: int, turns: int) -> dict[str, Figures]:
+def measure(
+    part: str, shape: str, peer: Path | None, updates: int, turns: int, precision: str = "no"
+) -> dict[str, Figures]:
     """The figures of each side, `ours` and, with an interpreter, `peer`."""
     pythons = {"ours": Path(sys.executable)} | ({"peer": peer} if peer else {})
     found = [
-        {side: _turn(python, side, part, shape, updates) for side, python in pythons.items()}
+        {side: _turn(python, side, part, shape, updates, precision) for side, python in pythons.items()}
         for _ in range(turns)
     ]
     return {
@@ -93,10 +99,12 @@ def line(shape: str, found: Mapping[str, Figures]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _turn(python: Path, side: str, part: str, shape: str, updates: int) -> tuple[float, float]:
+def _turn(
+    python: Path, side: str, part: str, shape: str, updates: int, precision: str
+) -> tuple[float, float]:
     """Units per second, and peak memory in GB, of one process."""
     words = ["-m", "tests.benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
-    command = [str(python), *words, "--updates", str(updates)]
+    command = [str(python), *words, "--updates", str(updates), "--precision", precision]
     environment = os.environ | {
         "PYTHONPATH": str(Path.cwd()),
         "TRL_EXPERIMENTAL_SILENCE": "1",
@@ -148,7 +156,7 @@ def _ppo_ours(shape: Shape, updates: int) -> list[float]:
     from rlhf_tasks.benchmark import workloads
     from tests import small
 
-    trainer = workloads.of_shape(small.runtime(), small.ppo(), shape, updates).trainer
+    trainer = workloads.of_shape(small.runtime(shape.precision), small.ppo(), shape, updates).trainer
     marks = [time.perf_counter()]
     for _ in trainer.updates():
         marks.append(time.perf_counter())
@@ -176,7 +184,7 @@ def _fit(model: Any, task: Any, shape: Shape) -> list[float]:
     from tests import small
 
     settings = small.optimisation(batch_size=shape.batch, learning_rate=3e-6)
-    fit = Fit(small.runtime(), model, task, settings, seed=1)
+    fit = Fit(small.runtime(shape.precision), model, task, settings, seed=1)
     marks = [time.perf_counter()]
     for _ in fit:
         marks.append(time.perf_counter())

@@ -62,8 +62,8 @@ def test_padding_changes_no_scores(family: Family) -> None:
         with torch.no_grad():
             alone = scores.model.base_model(torch.tensor([query + response])).last_hidden_state
             alone = alone[0] @ models.head_of(scores.model).weight[0]
-        real = together[row, -len(query) - len(response) :]
-        torch.testing.assert_close(real, alone, atol=1e-5, rtol=1e-5)
+        last = slice(-len(response) - 1, None)
+        torch.testing.assert_close(together[row, last], alone[last], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,7 +113,8 @@ def test_a_new_reward_model_has_the_policys_trunk(policy: Path) -> None:
             input_ids=batch.query_response, attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
         ).last_hidden_state  # fmt: skip
-        assert torch.equal(scores.hidden_states(batch), hidden)
+        read = slice(-batch.num_response_columns - 1, None)
+        torch.testing.assert_close(scores.hidden_states(batch), hidden[:, read])
 
 
 def test_a_causal_model_without_a_trained_head_is_not_a_reward_model(policy: Path) -> None:
@@ -320,7 +321,7 @@ def scores_of(model: PreTrainedModel) -> torch.Tensor:
     batch = collate(QUERIES, RESPONSES, PAD)
     with torch.no_grad():
         found: torch.Tensor = TokenScores(model).eval()(batch)
-    return found[batch.attention_mask.bool()]
+    return found[:, 1:][batch.response_mask]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,7 +34,7 @@ def test_a_rollout_holds_what_the_models_give_for_each_row_alone() -> None:
         with torch.no_grad():
             values = value(collate([query], [response], PAD))[0]
         torch.testing.assert_close(
-            rollout.values[row, :n], values[len(query) - 1 : -1], atol=1e-5, rtol=0
+            rollout.values[row, :n], values[:-1], atol=1e-5, rtol=0
         )  # the value of token t is read on the token before it
         assert rollout.mask[row].tolist() == [True] * n + [False] * (8 - n)
         assert bool(rollout.ended[row]) == (response[-1] == EOS)
@@ -58,6 +58,14 @@ def test_a_rollout_sampled_in_parts_has_the_policys_log_probs() -> None:
             rollout.logprobs[row, : len(response)], alone[range(len(response)), response], atol=1e-5, rtol=0
         )
     assert len(set(map(tuple, rollout.responses[::5]))) > 1, "each part draws numbers of its own"
+
+
+def test_below_float32_log_probs_are_those_of_a_training_pass() -> None:
+    """An equal reference then has a KL of exactly 0; the sampler's own log-probs are off by rounding."""
+    rollout = sampled_rollout(trainer(rt=small.runtime("bf16")))
+    assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
+    plain = sampled_rollout(trainer(rt=small.runtime()))
+    assert not torch.equal(plain.logprobs, plain.ref_logprobs)
 
 
 def test_the_last_value_is_the_value_of_the_state_after_the_last_token() -> None:

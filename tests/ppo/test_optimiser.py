@@ -89,7 +89,7 @@ def tokens(ppo_batch: PPOBatch) -> list[Token]:
     for row, (query, response) in enumerate(zip(QUERIES, old.rollout.responses, strict=True)):
         logits = small.logits_alone(policy, query, response) / 0.8
         with torch.no_grad():
-            values = value(collate([query], [response], PAD))[0, len(query) - 1 : -1].tolist()
+            values = value(collate([query], [response], PAD))[0, :-1].tolist()
         for t, token in enumerate(response):
             log_p = logits[t].log_softmax(-1)
             result.append(Token(
@@ -170,7 +170,7 @@ def test_the_gradient_is_that_of_the_mean_token_loss(ppo_batch: PPOBatch) -> Non
         n, start = len(response), len(query) - 1
         logits = policy(torch.tensor([query + response])).logits[0, start:-1] / 0.8
         change = logits.log_softmax(-1)[range(n), response] - ppo_batch.rollout.logprobs[row, :n]
-        values = value(collate([query], [response], PAD))[0, start:-1]
+        values = value(collate([query], [response], PAD))[0, :-1]
         error = (values - ppo_batch.returns[row, :n]) ** 2
         losses.append(-ppo_batch.advantages[row, :n] * change.exp() + 0.1 * 0.5 * error)
     torch.cat(losses).mean().backward()

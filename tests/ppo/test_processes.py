@@ -53,7 +53,7 @@ class OneOfTwo(Runtime):
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size, self._meeting = rank, 2, meeting
-        self.accelerator, self.is_deepspeed = small.runtime().accelerator, False
+        self.accelerator, self.is_deepspeed, self.is_float32 = small.runtime().accelerator, False, True
         self.device = torch.device("cpu")
 
     def sum(self, x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def test_responses_in_one_row_do_not_see_each_other() -> None:
     made = fork([[5, 6], [7]], [[8], [9, 10]], [[11, 12], [13]], PAD)
     assert made.query_response.tolist() == [[5, 6, 8, 11, 12], [PAD, 7, 9, 10, 13]]
     assert made.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 1]]
-    assert made.ends_of_chosen.tolist() == [2, 3]
+    assert made.ends_of_chosen.tolist() == [1, 2]
     assert made.attention_mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

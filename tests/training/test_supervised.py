@@ -172,7 +172,9 @@ def test_a_lowered_bound_is_resumed() -> None:
 
 
 def test_on_several_processes_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small.runtime(), "world_size", 2)
+    one_of_two = small.runtime()
+    one_of_two.world_size = 2
+    monkeypatch.setattr(small, "runtime", lambda: one_of_two)
     monkeypatch.setattr("rlhf_tasks.training.supervised.groups", lambda rt, sizes, own, budget: [own])
     with pytest.raises(
         UserError, match=r"process 0 is out of memory.*set this stage's micro_batch_tokens to"

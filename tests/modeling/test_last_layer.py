@@ -1,0 +1,75 @@
+"""The last layer's states of prompts are not computed; nothing that is read changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_tasks.data.batches import Batch, collate, fork
+from rlhf_tasks.modeling import last_layer, models
+from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.stages.ppo import _checkpoint_activations
+from tests import small
+from tests.small import FAMILIES, PAD, Family
+
+QUERIES, RESPONSES = small.rows(6, longest=7)
+BATCH = collate(QUERIES, RESPONSES, PAD)
+
+
+@contextmanager
+def all_columns() -> Iterator[None]:
+    with mock.patch.dict(last_layer.LAYERS, clear=True):
+        yield
+
+
+def read(model: nn.Module, batch: Batch) -> Tensor:
+    """What is read of a model's answer, with its gradients: a vector."""
+    if isinstance(model, models.TokenScores):
+        found = model(batch)[:, 1:][batch.response_mask]
+    else:
+        found = token_stats(model, batch).logprobs[batch.response_mask]
+    model.zero_grad()
+    (found * torch.linspace(-1, 1, len(found))).sum().backward()
+    return torch.cat([found.detach(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
+
+
+def mlp_columns(model: PreTrainedModel, batch: Batch) -> list[int]:
+    """The number of columns that each layer's MLP gets."""
+    layers, _, mlp = last_layer.LAYERS[model.config.model_type]
+    counts = list[int]()
+    for layer in getattr(model.base_model, layers):
+        first = next(x for x in layer.get_submodule(mlp).modules() if not list(x.children()))
+        first.register_forward_pre_hook(lambda _, given: counts.append(given[0].shape[1]))
+    token_stats(model, batch)
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_read_and_its_gradients_are_those_of_all_columns(family: Family) -> None:
+    policy, scores = small.causal(family), small.scores(family)
+    forked = fork(QUERIES, RESPONSES, RESPONSES[::-1], PAD)
+    for model, batch in ((policy, BATCH), (scores, BATCH), (scores, forked)):
+        spared = read(model, batch)
+        with all_columns():
+            torch.testing.assert_close(spared, read(model, batch))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_the_last_layer_is_spared_columns(family: Family) -> None:
+    whole, columns = BATCH.query_response.shape[1], BATCH.num_response_columns + 1
+    assert columns < whole
+    *others, last = mlp_columns(small.causal(family), BATCH)
+    assert (set(others), last) == ({whole}, columns)
+
+
+def test_checkpointed_layers_compute_all_columns() -> None:
+    model = small.causal("gpt_neox").train()
+    plain = read(model, BATCH)
+    _checkpoint_activations(model)
+    torch.testing.assert_close(read(model, BATCH), plain)
