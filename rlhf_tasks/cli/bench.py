@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     bench = add_command(
-        commands, "bench", run, "measure PPO on this machine, and estimate the time of the whole run",
+        commands, "bench", run, "measure PPO on this machine, and estimate the time of its stage",
         "Take a few updates of PPO as params.yaml has it, and print speed, memory and an estimate for the "
         "whole stage ppo. It uses models/sft, models/reward and data/prompts where they exist, and random "
         "ones elsewhere. It changes nothing in the project.",
