@@ -41,8 +41,8 @@ class Launch(Section):
     deepspeed: Literal["zero2", "zero3"] | None
     """DeepSpeed's ZeRO stage; null: data parallelism without it; PPO refuses `zero3`."""
     mixed_precision: Literal["no", "bf16"]
-    """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, bf16 rounds the
-    factors of matrix products, and nothing else."""
+    """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, without
+    DeepSpeed, bf16 rounds the factors of the linear layers' products, and nothing else."""
 
 
 class Resume(Section):

@@ -82,8 +82,8 @@ class Forked(Batch):
     """
 
     positions: Tensor
-    ends_of_chosen: Tensor
-    """(B,): the last token of each chosen response, counted in the last R + 1 columns."""
+    len_rejected: Tensor
+    """(B,): the tokens of each rejected response, which follow the chosen one's last token."""
 
     @property
     def position_ids(self) -> Tensor:
@@ -102,7 +102,7 @@ def fork(queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids],
     sees |= torch.eye(len(column), dtype=torch.bool)  # padding sees itself: a softmax over nothing is NaN
     return Forked(
         batch.query_response, sees[:, None], batch.response_mask,
-        batch.position_ids - len_chosen * in_rejected, batch.num_response_columns - len_rejected.squeeze(1),
+        batch.position_ids - len_chosen * in_rejected, len_rejected.squeeze(1),
     )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ Measured on one CPU thread: 124 tokens at a width of 96 and 4 layers, 64 at 128 
 with 50,304 words. A multiple of it changes little, since the passes of large batches are few either way.
 """
 
-EVENNESS = 1e-9
+EVENNESS = 1e-12
 """Decides between cuts that cost the same, by the squares of their groups' tokens."""
 
 

@@ -33,8 +33,18 @@ def rounded_products(on: bool = True) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-WORTH_ROUNDING = 256
-"""Rows of a product below which oneDNN takes longer to prepare than it saves: those of the sampler."""
+_is_off = False
+
+
+@contextmanager
+def unrounded_products() -> Iterator[None]:
+    """Within the block, a model with rounded products computes in float32; for passes without gradient."""
+    global _is_off
+    before, _is_off = _is_off, True
+    try:
+        yield
+    finally:
+        _is_off = before
 
 
 class RoundedLinear(nn.Linear):
@@ -50,7 +60,7 @@ class RoundedConv1D(Conv1D):
 
 
 def round_products(model: nn.Module) -> None:
-    """Make every linear layer of a model compute its products in bfloat16, in training too."""
+    """Make the linear layers of a model compute their products in bfloat16, forward and backward."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = RoundedLinear
@@ -59,7 +69,8 @@ def round_products(model: nn.Module) -> None:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if x.numel() < WORTH_ROUNDING * x.shape[-1]:
+    one_column = x.ndim == 3 and x.shape[1] == 1  # of the sampler: too small to pay, and never in training
+    if _is_off or one_column:
         return F.linear(x, weight, bias)
     found: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return found

@@ -26,6 +26,7 @@ from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import Ids, TokenBudget, collate, sizes, text_of
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.products import unrounded_products
 from rlhf_tasks.modeling.tensors import NonFiniteError
 
 NUM_TRIES = 5
@@ -74,7 +75,8 @@ class RewardScorer:
             batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
             result[rows] = self._scores(batch.to(self._device))[:, -1].cpu()
 
-        self._budget.each(sizes(queries, responses), score)
+        with unrounded_products():
+            self._budget.each(sizes(queries, responses), score)
         return result
 
 

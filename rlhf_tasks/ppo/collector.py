@@ -124,7 +124,7 @@ class Collector:
         rounds otherwise than training: its log-probs would make the first ratio differ from 1.
         """
         width, temperature = self._settings.response_length, self._settings.temperature
-        logprobs, ref_logprobs, values = torch.zeros(3, len(queries), width)
+        logprobs, ref_logprobs, values = (torch.zeros(len(queries), width) for _ in range(3))
         last_values = torch.zeros(len(queries))
         lengths = lengths_mask([len(response) for response in responses], width)
 

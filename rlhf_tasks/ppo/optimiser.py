@@ -163,14 +163,17 @@ class Optimiser:
 
     @property
     def _passes(self) -> Sequence[LossPart]:
-        """What computes `ppo_loss` of some rows: its two parts where each has a model of its own.
+        """What computes `ppo_loss` of some rows, whole or in two parts."""
+        return [self._policy_terms, self._value_term] if self._has_own_passes else [self._ppo_loss]
 
-        Each part's backward pass follows its forward pass at once, so that only one model's activations are
-        in memory. Data parallelism and ZeRO need one pass with all weights.
+    @property
+    def _has_own_passes(self) -> bool:
+        """Whether policy and critic take turns, so that only one model's activations are in memory.
+
+        Data parallelism and ZeRO need one pass with all weights.
         """
-        if self._rt.world_size > 1 or self._rt.is_deepspeed or isinstance(self._models.value, ValueHead):
-            return [self._ppo_loss]
-        return [self._policy_terms, self._value_term]
+        is_wrapped = self._rt.world_size > 1 or self._rt.is_deepspeed
+        return not (is_wrapped or isinstance(self._models.value, ValueHead))
 
     @property
     def _models(self) -> ActorCritic:
@@ -247,12 +250,16 @@ class Optimiser:
     ) -> tuple[Tensor, Sums]:
         assert self._settings.ptx is not None
         batch = demonstrations.batch(rows).to(self._rt.device)
+        unused: Tensor | float = 0.0
         with self._rt.autocast():
-            stats, states = self.model(batch)
+            if self._has_own_passes:
+                stats = token_stats(self._models.policy, batch)
+            else:
+                stats, states = self.model(batch)
+                unused = 0 * states.sum()  # under data parallelism the critic's weights need a gradient too
         nll = lm_sums(stats)["loss"]
         loss = ptx_loss(nll, num_tokens, self._settings.ptx.coef)
-        # the critic's weights need a gradient too under data parallelism
-        return loss + 0 * states.sum(), {"loss": nll.detach(), "num_tokens": batch.response_mask.sum()}
+        return loss + unused, {"loss": nll.detach(), "num_tokens": batch.response_mask.sum()}
 
     def _groups(self, sizes: Sequence[int], own: Sequence[int]) -> list[list[int]]:
         cut = groups(self._rt, sizes, own, self.budget)

@@ -166,7 +166,8 @@ class Pairs:
         if self.forked:
             pairs = fork(queries, chosen, rejected, self.pad).to(device)
             per_token, _ = model(pairs)
-            of_chosen = per_token.gather(1, pairs.ends_of_chosen[:, None]).squeeze(1)
+            ends_of_chosen = per_token.shape[1] - 1 - pairs.len_rejected
+            of_chosen = per_token.gather(1, ends_of_chosen[:, None]).squeeze(1)
             return pair_sums(of_chosen, per_token[:, -1], self.margin, self.centring_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
         per_token, means = model(batch)

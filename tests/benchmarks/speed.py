@@ -4,8 +4,8 @@ PYTHON is the interpreter of another environment with `trl==1.12.0`, the last re
 versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape, on the
 same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
 micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
-episodes per second; SFT and reward training count real tokens, without padding, per second. All is float32
-on a CPU, without gradient checkpointing; `--precision bf16` sets `launch.mixed_precision` on our side. A
+episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
+CPU, without gradient checkpointing, in float32; `--precision bf16` is `launch.mixed_precision` of our side. A
 figure is the median over updates without the first, and over the turns; the ratio is of figures of one run.
 Without --peer only ours is measured.
 """
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(CPU_SHAPES))
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--precision", choices=("no", "bf16"), default="no", help="of our PPO")
+    parser.add_argument("--precision", choices=("no", "bf16"), default="no", help="of our side")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -183,7 +183,7 @@ def _fit(model: Any, task: Any, shape: Shape) -> list[float]:
     from rlhf_tasks.training.supervised import Fit
     from tests import small
 
-    settings = small.optimisation(batch_size=shape.batch, learning_rate=3e-6)
+    settings = small.optimisation(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096)
     fit = Fit(small.runtime(shape.precision), model, task, settings, seed=1)
     marks = [time.perf_counter()]
     for _ in fit:

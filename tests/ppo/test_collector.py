@@ -60,6 +60,7 @@ def test_a_rollout_sampled_in_parts_has_the_policys_log_probs() -> None:
     assert len(set(map(tuple, rollout.responses[::5]))) > 1, "each part draws numbers of its own"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate allows one precision a process there")
 def test_below_float32_log_probs_are_those_of_a_training_pass() -> None:
     """An equal reference then has a KL of exactly 0; the sampler's own log-probs are off by rounding."""
     rollout = sampled_rollout(trainer(rt=small.runtime("bf16")))

@@ -61,10 +61,12 @@ def trainer(
     **changes: Any,
 ) -> Trainer:
     """A trainer with the same weights, prompts and random numbers each time."""
+    rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
+    rt.freeze(frozen)
     return Trainer(
-        rt or small.runtime(), small.ppo(**changes),
+        rt, small.ppo(**changes),
         actor_critic or ActorCritic(small.causal(), small.scores(seed=3)),
-        reference or OwnModel(small.causal(seed=reference_seed), moves="reference_sync" in changes),
+        reference or OwnModel(frozen, moves="reference_sync" in changes),
         Planted(reward), tokenizer or small.tokenizer(), QUERIES,
         seed=1, demonstrations=demonstrations, clock=clock,
     )  # fmt: skip

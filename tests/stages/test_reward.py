@@ -98,11 +98,18 @@ def test_a_forked_pair_takes_the_tokens_of_its_prompt_once() -> None:
     assert Pairs(QUERIES, CHOSEN, REJECTED, PAD, forked=True).sizes == lengths
 
 
+def test_a_pair_without_a_prompt_is_scored_at_its_own_ends() -> None:
+    model = Learner(small.scores(), None)
+    alone = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD).sums(model, [0], torch.device("cpu"))
+    forked = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD, forked=True).sums(model, [0], torch.device("cpu"))
+    torch.testing.assert_close(alone, forked)
+
+
 def test_responses_in_one_row_do_not_see_each_other() -> None:
     made = fork([[5, 6], [7]], [[8], [9, 10]], [[11, 12], [13]], PAD)
     assert made.query_response.tolist() == [[5, 6, 8, 11, 12], [PAD, 7, 9, 10, 13]]
     assert made.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 1]]
-    assert made.ends_of_chosen.tolist() == [1, 2]
+    assert made.len_rejected.tolist() == [2, 1]
     assert made.attention_mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

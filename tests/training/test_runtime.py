@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import platform
 import resource
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from rlhf_tasks.modeling.products import unrounded_products
 from rlhf_tasks.training.runtime import keep_freed_memory
 from tests import small
 
@@ -28,19 +31,38 @@ def test_a_freed_tensors_pages_are_kept_for_the_next_tensor() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has autocast")
-def test_bf16_on_a_cpu_rounds_the_factors_of_products_and_no_tensor() -> None:
-    a, b = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_bf16_on_a_cpu_rounds_the_factors_of_products_and_no_tensor(kind: type[nn.Module]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer: Any = kind(256, 256)
+    nn.init.normal_(layer.weight, generator=generator)
+    x, g = torch.randn(2, 4, 64, 256, generator=generator)
 
-    def product() -> Tensor:
-        with rt.autocast():
-            return torch.nn.functional.linear(a, b)
+    def products() -> list[Tensor]:
+        layer.zero_grad()
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        y.backward(g)
+        return [y.detach(), given.grad, layer.weight.grad]
 
-    rt = small.runtime()
-    exact = product()
-    rt = small.runtime("bf16")
-    rounded = product()
-    assert rounded.dtype == torch.float32
-    bound = a.abs() @ b.abs().T * 2**-7  # two factors, each rounded by 2^-8 at most
-    assert ((rounded - exact).abs() <= bound).all()
-    rt = small.runtime()
-    assert torch.equal(product(), exact), "the next stage in this process has its own precision"
+    exact = products()
+    small.runtime("bf16").freeze(layer)
+    layer.requires_grad_(True)
+    weight = layer.weight if kind is nn.Linear else layer.weight.t()
+    absolute = [x.abs() @ weight.abs().t(), g.abs() @ weight.abs()]
+    rounded = products()
+    for ours, plain, size in zip(rounded, exact, absolute, strict=False):
+        assert ours.dtype == torch.float32
+        assert ((ours - plain).abs() <= size * 2**-7).all()  # two factors, each rounded by 2^-8 at most
+    torch.testing.assert_close(rounded[2], exact[2], atol=0.5, rtol=0)
+    with unrounded_products():
+        assert torch.equal(layer(x), exact[0])
+    torch.testing.assert_close(layer(x[:, :1]), exact[0][:, :1], atol=1e-3, rtol=0)  # the sampler's
+
+
+def test_rounding_does_not_depend_on_the_cut_into_micro_batches() -> None:
+    layer = nn.Linear(256, 64)
+    small.runtime("bf16").freeze(layer)
+    x = torch.randn(8, 16, 256, generator=torch.Generator().manual_seed(1))
+    parts = torch.cat([layer(rows) for rows in x.split(1)])
+    torch.testing.assert_close(parts, layer(x), atol=1e-5, rtol=0)
