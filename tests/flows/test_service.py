@@ -204,7 +204,9 @@ def test_cancelling_ends_every_process_and_cleans_up(fresh: Service) -> None:
     identity = train_for_long(fresh)
     fresh.cancel(identity)
     assert fresh.end(identity)["type"] == "CANCELLED"
-    assert fresh.tasks(identity) == {"first": "Completed", "second": "Cancelled"}
+    tasks = fresh.tasks(identity)
+    assert tasks.pop("first") in ("Completed", "Cached"), "here, or in an earlier test"
+    assert tasks == {"second": "Cancelled"}
     assert alive(fresh) == []
     assert (fresh.root / ".rlhf/kept").exists(), "the stage must be interrupted, not killed"
     assert list((fresh.root / ".rlhf/workspaces").iterdir()) == []
@@ -252,7 +254,9 @@ def test_down_lets_a_running_stage_save_its_state(fresh: Service) -> None:
     toy.reset(fresh.root)
     assert fresh.up().returncode == 0
     assert fresh.end(identity)["name"] == "Stopped"
-    assert fresh.tasks(identity) == {"first": "Completed", "second": "Cancelled"}
+    tasks = fresh.tasks(identity)
+    assert tasks.pop("first") in ("Completed", "Cached"), "here, or in an earlier test"
+    assert tasks == {"second": "Cancelled"}
     assert fresh.end(fresh.start(seed=51))["type"] == "COMPLETED"
 
 
