@@ -52,9 +52,8 @@ class OneOfTwo(Runtime):
     """A process as PPO uses it, in few lines: sums, the largest number, summed gradients."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
+        vars(self).update(vars(small.runtime()))
         self.rank, self.world_size, self._meeting = rank, 2, meeting
-        self.accelerator, self.is_deepspeed, self.is_float32 = small.runtime().accelerator, False, True
-        self.device = torch.device("cpu")
 
     def sum(self, x: Tensor) -> Tensor:
         first, second = self._meeting.gathered(self.rank, x.detach())
