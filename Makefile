@@ -41,7 +41,7 @@ mlflow: $(INSTALLED) ## the dashboard on this machine; PORT=5000
 	@rlhf mlflow --port $(PORT)
 
 docs: $(INSTALLED) ## build the documentation and serve it on this machine; DOCS_PORT=8000
-	@python docs/generate.py
+	@python -m docs.generator
 	@python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs .rlhf/docs
 	@python -u -m http.server $(DOCS_PORT) --bind 127.0.0.1 --directory .rlhf/docs
 

@@ -238,7 +238,11 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
 
 def test_the_generated_reference_is_current() -> None:
     check = subprocess.run(
-        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "docs.generator", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert check.returncode == 0, check.stdout + check.stderr
 

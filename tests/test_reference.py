@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from docs.generator.__main__ import pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["docs/reference/" + name for name in ("parameters.md", "metrics.md", "cli.md", "stages.md")]
 
 
-@functools.cache
-def generator() -> ModuleType:
-    """docs/generate.py, which is a script and no part of a package."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("path", [*PAGES, "dvc.yaml"])
 def test_a_generated_file_is_what_the_code_gives_now(path: str) -> None:
-    """`python docs/generate.py` writes it."""
-    assert generator().pages()[ROOT / path] == (ROOT / path).read_text(encoding="utf-8")
+    """`python -m docs.generator` writes it."""
+    assert pages()[ROOT / path] == (ROOT / path).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", PAGES)

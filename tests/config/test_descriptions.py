@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import pytest
 
+from docs.generator.parameters import descriptions
 from rlhf_tasks.config import Config, Section
 from tests.plain_english import BANNED
-from tests.test_reference import generator
 
 
 def sections(annotation: Any) -> Iterator[type[Section]]:
@@ -29,7 +29,7 @@ FIELDS = [(section, name) for section in ALL for name in section.model_fields]
 
 @pytest.mark.parametrize(("section", "name"), FIELDS)
 def test_every_parameter_is_described_in_plain_english(section: type[Section], name: str) -> None:
-    text = generator().descriptions(section)[name]
+    text = descriptions(section)[name]
     assert len(text.split()) >= 3
     assert text.endswith(".")
     assert not BANNED.search(text)
