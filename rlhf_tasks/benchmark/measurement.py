@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks import console
 from rlhf_tasks.benchmark.workloads import Workload
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.ppo.rollout import ValueHead
+from rlhf_tasks.modeling.models import TokenScores
 
 PARTS = ("generate", "score", "train")
 PADDING = "time/padding_share"
@@ -120,7 +120,7 @@ def update_flops(workload: Workload, query: float, response: float) -> float:
     settings, actor_critic = trainer.settings, trainer.actor_critic
     policy = forward_flops(actor_critic.policy, query, response, logits=True)
     critic = reward = 0.0
-    if not isinstance(actor_critic.value, ValueHead):
+    if isinstance(actor_critic.value, TokenScores):
         critic = forward_flops(actor_critic.value.model, query, response, logits=False)
     if workload.reward is not None and any(one.kind == "reward_model" for one in settings.scorers):
         reward = forward_flops(workload.reward.model, query, response, logits=False)

@@ -19,7 +19,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import models, scorers
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.ppo.reference import OwnModel
-from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages.ppo import load_models, ptx_text
@@ -39,7 +39,16 @@ class Workload:
 
 
 def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
-    """PPO of random models: four epochs of one optimiser step, otherwise by `settings`."""
+    """PPO of random models: four epochs of one optimiser step, otherwise by `settings`.
+
+    Raises:
+        UserError: if `samples_per_prompt` does not divide the shape's batch.
+    """
+    if shape.batch % settings.samples_per_prompt:
+        raise UserError(
+            f"ppo.samples_per_prompt={settings.samples_per_prompt} does not divide the {shape.batch} "
+            "episodes of this shape; set it to a number that does"
+        )
     changes = {
         "total_episodes": shape.batch * num_updates,
         "rollout_batch_size": shape.batch,
@@ -51,7 +60,7 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
         "critic_warmup": None,
         "ptx": None,
         "lora": None,
-        "value_model": "separate",
+        "value_model": settings.value_model and "separate",
         "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
     }
     settings = settings.model_copy(update=changes)
@@ -61,11 +70,12 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     for frozen in (made.reference, made.reward):
         rt.freeze(frozen)
     reward = TokenScores(made.reward)
+    critic = TokenScores(made.value) if settings.value_model else NoCritic()
     scorer = scorers.build(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=Path()
     )
     trainer = Trainer(
-        rt, settings, ActorCritic(made.policy, TokenScores(made.value)),
+        rt, settings, ActorCritic(made.policy, critic),
         OwnModel(made.reference, moves=settings.reference_sync is not None), scorer, tokenizer,
         shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab), seed=1,
     )  # fmt: skip

@@ -151,6 +151,8 @@ class Config(Section):
             "reward.batch_size": self.reward.batch_size,
             "ppo.rollout_batch_size / num_mini_batches": self.ppo.rollout_batch_size
             // self.ppo.num_mini_batches,
+            "ppo.rollout_batch_size / samples_per_prompt": self.ppo.rollout_batch_size
+            // self.ppo.samples_per_prompt,
         }.items():
             if size % world:
                 yield f"{key}={size} is not divisible by launch.num_processes={world}"

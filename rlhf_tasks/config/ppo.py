@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from rlhf_tasks.config.critic import critic_conflicts
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.config.ppo_options import (
     AdaptiveKl,
@@ -72,10 +73,10 @@ class Ppo(Section):
     max_grad_norm: PositiveFloat | None
     """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
 
-    value_model: Literal["separate", "shared"]
-    """The critic: a separate model, or a value head on the policy's own trunk."""
-    critic_init: Literal["reward", "sft", "base"]
-    """Initial weights of the critic: the reward model, the SFT model or the base model."""
+    value_model: Literal["separate", "shared"] | None
+    """The critic: a separate model, or a value head on the policy's own trunk; null: no critic."""
+    critic_init: Literal["reward", "sft", "base"] | None
+    """Initial weights of the critic: the reward model, the SFT model or the base model; null: no critic."""
     critic_warmup: CriticWarmup | None
     """Training of the critic alone before the first update; null: none."""
     lora: PolicyLora | None
@@ -131,17 +132,24 @@ class Ppo(Section):
     advantage_clip: PositiveFloat | None
     """Largest absolute advantage, after whitening; null: no clipping."""
 
-    vf_coef: NonNegativeFloat
-    """Weight of the value loss."""
+    vf_coef: NonNegativeFloat | None
+    """Weight of the value loss; null: no critic."""
     entropy_coef: NonNegativeFloat
     """Weight of the entropy bonus; 0: no bonus."""
     ptx: Ptx | None
     """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
+    advantages: Literal["gae", "rloo", "group"]
+    """Estimator of the advantages: generalised advantage estimation with a critic (`gae`), the distance of a
+    response's return from the mean of the other responses to its prompt (`rloo`), or its distance from the
+    mean of all responses to its prompt, in standard deviations (`group`, as in GRPO)."""
+    samples_per_prompt: PositiveInt
+    """Responses to each prompt of a rollout; at least 2 for `rloo` and `group`."""
     gamma: Fraction
-    """Discount γ of future rewards; set it below 1 if `truncation` bootstraps, because with 1 an endless
-    response can keep any value."""
-    lam: Fraction
-    """λ of generalised advantage estimation; a lower value gives less variance and more bias."""
+    """Discount γ of future rewards, 1 without a critic; set it below 1 if `truncation` bootstraps, because
+    with 1 an endless response can keep any value."""
+    lam: Fraction | None
+    """λ of generalised advantage estimation; a lower value gives less variance and more bias; null: no
+    critic."""
     whiten_rewards: bool
     """Whether token rewards are scaled to variance 1, their mean unchanged."""
     whiten_advantages: bool
@@ -182,6 +190,11 @@ class Ppo(Section):
                 f"rollout_batch_size={self.rollout_batch_size} is not divisible by "
                 f"num_mini_batches={self.num_mini_batches}"
             )
+        if self.rollout_batch_size % self.samples_per_prompt:
+            raise ValueError(
+                f"rollout_batch_size={self.rollout_batch_size} is not divisible by "
+                f"samples_per_prompt={self.samples_per_prompt}: all samples of a prompt belong to one rollout"
+            )
         if self.total_episodes < self.rollout_batch_size:
             raise ValueError(
                 f"total_episodes={self.total_episodes} is less than one rollout of "
@@ -192,7 +205,7 @@ class Ppo(Section):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Ppo:
         """Refuse values that have no effect, or a wrong one, with the other values."""
-        problems = list(self._conflicts())
+        problems = [*self._conflicts(), *critic_conflicts(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -200,7 +213,7 @@ class Ppo(Section):
     def _conflicts(self) -> Iterator[str]:
         """Values that have no effect, or the wrong one, beside the other values."""
         adaptive, sync = self.adaptive_kl, self.reference_sync
-        shared, kinds = self.value_model == "shared", [scorer.kind for scorer in self.scorers]
+        kinds = [scorer.kind for scorer in self.scorers]
         if self.kl_in == "loss" and self.kl_estimator == "k1":
             yield (
                 "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so the penalty "
@@ -225,11 +238,6 @@ class Ppo(Section):
                 "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
                 "gradient is zero; use more minibatches or epochs"
             )
-        if self.critic_warmup is not None and self.vf_coef == 0:
-            yield (
-                "critic_warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set "
-                "critic_warmup to null"
-            )
         if self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None:
             yield "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward"
         if self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0:
@@ -248,23 +256,6 @@ class Ppo(Section):
             )
         if not kinds:
             yield "scorers is empty; add at least one, such as {kind: dummy}"
-        if shared and self.critic_init != "sft":
-            yield (
-                f"value_model=shared uses the policy's trunk: critic_init={self.critic_init!r} would be "
-                "ignored; set it to sft"
-            )
-        if shared and self.value_learning_rate is not None:
-            yield (
-                "value_model=shared trains one trunk, so it can have no value_learning_rate of its own; set "
-                "it to null"
-            )
-        if shared and self.critic_warmup is not None:
-            yield (
-                "value_model=shared: a warm-up of the critic would move the policy's trunk; set "
-                "critic_warmup to null, or value_model to separate"
-            )
-        if shared and self.lora is not None and self.lora.value:
-            yield "value_model=shared has no trunk of its own for lora.value; set it to false"
         if self.lora is not None and self.reference_sync is not None:
             yield (
                 "lora: the reference is the policy without its adapter and cannot move; set reference_sync "

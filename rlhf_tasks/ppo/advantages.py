@@ -1,12 +1,21 @@
-"""Generalised advantage estimation over responses of different lengths.
+"""Advantages: by a critic token by token (GAE), or by the other responses to the same prompt (RLOO, group).
+
+Without a critic, a whole response is one action. Its return is the sum of its token rewards, KL penalty
+included, and all of its tokens have the same advantage. Row i of B rows is a response to prompt i mod B / k,
+where k is the number of responses to each prompt.
 
 B batch · R response. `mask` (B, R) is True on real response tokens, EOS included.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
+
+ROUNDING = 1e-4
+"""The part of a group's largest return up to which differences may be rounding."""
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -27,3 +36,45 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         running = deltas[:, t] + gamma * lam * running
         advantages[:, t] = running
     return torch.where(mask, advantages, 0), torch.where(mask, advantages + values, 0)
+
+
+def response_returns(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B,) float64: the sum of the token rewards (B, R) of each response."""
+    return torch.where(mask, rewards, 0).double().sum(1)
+
+
+def rloo(returns: Tensor, num_samples: int) -> Tensor:
+    """(B,): each return minus the mean of the other returns of its group.
+
+        A_i = G_i − 1/(k − 1) · Σ_{j≠i} G_j = k/(k − 1) · (G_i − mean G)
+
+    Ahmadian et al. 2024, arXiv 2402.14740, eq. 6.
+    """
+    return num_samples / (num_samples - 1) * _deviations(returns, num_samples)
+
+
+def group(returns: Tensor, num_samples: int) -> Tensor:
+    """(B,): (G_i − mean G) / std G over its group.
+
+    Shao et al. 2024, arXiv 2402.03300, 4.1.2. The deviation has the divisor k − 1, as in most
+    implementations. A small part of the largest |G| is added to it: where responses are equal, rounding
+    would else have advantages of ±1.
+    """
+    rows = _deviations(returns, num_samples).view(num_samples, -1)
+    largest = returns.view(num_samples, -1).abs().amax(0)
+    deviation = group_deviations(returns, num_samples) + ROUNDING * largest
+    return torch.where(deviation > 0, rows / deviation, 0).flatten()
+
+
+def group_deviations(returns: Tensor, num_samples: int) -> Tensor:
+    """(B / k,): the standard deviation of the returns of each group, with the divisor k − 1."""
+    return returns.view(num_samples, -1).std(0)
+
+
+def _deviations(returns: Tensor, num_samples: int) -> Tensor:
+    rows = returns.view(num_samples, -1)
+    return (rows - rows.mean(0)).flatten()
+
+
+WITHOUT_CRITIC: Mapping[str, Callable[[Tensor, int], Tensor]] = {"rloo": rloo, "group": group}
+"""Advantages (B,) from returns (B,) and k, by the names of `ppo.advantages`."""

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.modeling.tensors import Reduce, whiten
-from rlhf_tasks.ppo.advantages import gae
+from rlhf_tasks.ppo.advantages import WITHOUT_CRITIC, gae, response_returns
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.kl import ESTIMATORS, KlController
 from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import Rollout
-from rlhf_tasks.ppo.rollout_metrics import Metrics, explained_variance, objective_metrics, response_metrics
+from rlhf_tasks.ppo.rollout_metrics import (
+    Metrics,
+    explained_variance,
+    group_metrics,
+    objective_metrics,
+    response_metrics,
+)
 
 
 class AdvantageEstimator:
@@ -28,7 +36,7 @@ class AdvantageEstimator:
     def estimate(self, rollout: Rollout) -> tuple[PPOBatch, Metrics]:
         """The batch that the epochs learn from, and the metrics of the rollout.
 
-        The order is: scaled scores → EOS rule → KL and score as token rewards → whitening → GAE.
+        The order is: scaled scores → EOS rule → KL and score as token rewards → whitening → advantages.
         """
         settings, mask, reduce = self._settings, rollout.mask, self._reduce
         scores = truncated_scores(
@@ -41,7 +49,7 @@ class AdvantageEstimator:
         rewards = token_rewards(scores, kl, mask, reward_kl_coef)
         if settings.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
-        advantages, returns = gae(rewards, rollout.values, mask, settings.gamma, settings.lam)
+        advantages, returns, measured = self._advantages(rewards, rollout)
         if settings.whiten_advantages:
             advantages = whiten(advantages, mask, reduce=reduce)
         if settings.advantage_clip is not None:
@@ -49,9 +57,21 @@ class AdvantageEstimator:
         metrics = objective_metrics(
             rollout, scores, kl, kl_coef=self.kl.coef, reward_kl_coef=reward_kl_coef, reduce=reduce
         )
-        metrics |= response_metrics(rollout, reduce)
-        metrics["val/explained_variance"] = explained_variance(returns, rollout.values, mask, reduce)
+        metrics |= response_metrics(rollout, reduce) | measured
         return PPOBatch(rollout, advantages, returns, self.kl.coef), metrics
+
+    def _advantages(self, rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor, Metrics]:
+        """Advantages and returns, both (B, R), and what is measured of them."""
+        settings, mask = self._settings, rollout.mask
+        if settings.advantages == "gae":
+            assert settings.lam is not None
+            advantages, returns = gae(rewards, rollout.values, mask, settings.gamma, settings.lam)
+            explained = explained_variance(returns, rollout.values, mask, self._reduce)
+            return advantages, returns, {"val/explained_variance": explained}
+        num_samples, of_responses = settings.samples_per_prompt, response_returns(rewards, mask)
+        gains = WITHOUT_CRITIC[settings.advantages](of_responses, num_samples)
+        advantages, returns = (x.to(rewards.dtype)[:, None] * mask for x in (gains, of_responses))
+        return advantages, returns, group_metrics(of_responses, num_samples, self._reduce)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl_coef": self.kl.coef, "scores": self.scaler.state_dict()}

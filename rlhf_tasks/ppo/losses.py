@@ -47,7 +47,8 @@ class Coefficients:
     cliprange_value: float | None = None
     ratio_from: Literal["rollout", "reference"] = "rollout"
     policy_coef: float = 1.0
-    vf_coef: float
+    vf_coef: float | None
+    """None: there is no critic."""
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
@@ -66,10 +67,13 @@ def ppo_loss(outputs: Outputs, batch: MicroBatch, coefficients: Coefficients) ->
 
         L = L_policy + vf_coef · L_value − entropy_coef · H + kl_coef · KL(π ‖ π_ref) + beta · KL(π_old ‖ π)
 
-    The caller divides by the number of tokens of the whole minibatch. PPO-ptx adds `ptx_loss` to it, on
+    Without a critic there is no L_value. The caller divides by the number of tokens of the whole minibatch.
+    PPO-ptx adds `ptx_loss` to it, on
     other rows.
     """
     of_policy, policy_sums = policy_terms(outputs.logprobs, outputs.entropy, batch, coefficients)
+    if coefficients.vf_coef is None:
+        return of_policy, policy_sums
     of_critic, value_sums = value_term(outputs.values, batch, coefficients)
     return of_policy + of_critic, policy_sums | value_sums
 
@@ -103,6 +107,7 @@ def value_term(values: Tensor, batch: MicroBatch, coefficients: Coefficients) ->
     tokens = value_loss(values, batch.values, batch.returns, coefficients.cliprange_value)
     value = masked_sum(tokens.loss, batch.mask)
     sums = {"loss/value_avg": value.detach(), "val/clipfrac_avg": masked_sum(tokens.clipped, batch.mask)}
+    assert coefficients.vf_coef is not None
     return coefficients.vf_coef * value, sums
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate, padded_tokens
 from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import PPOBatch, merged
 from rlhf_tasks.ppo.kl import PenaltyController
@@ -28,7 +29,7 @@ from rlhf_tasks.ppo.losses import (
     ptx_loss,
     value_term,
 )
-from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
+from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums, lowered
 
@@ -173,7 +174,7 @@ class Optimiser:
         Data parallelism and ZeRO need one pass with all weights.
         """
         is_wrapped = self._rt.world_size > 1 or self._rt.is_deepspeed
-        return not (is_wrapped or isinstance(self._models.value, ValueHead))
+        return not is_wrapped and isinstance(self._models.value, TokenScores)
 
     @property
     def _models(self) -> ActorCritic:

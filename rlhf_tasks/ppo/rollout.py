@@ -27,7 +27,7 @@ class Rollout:
     mask: Tensor  # (B, R)
     logprobs: Tensor  # (B, R)
     ref_logprobs: Tensor  # (B, R)
-    values: Tensor  # (B, R), of the state before each token
+    values: Tensor  # (B, R), of the state before each token; 0 without a critic
     last_values: Tensor  # (B,), of the state after the last token
     scores: Tensor  # (B,), the scorers' weighted sum, before scaling and the EOS rule
     parts: dict[str, Tensor]  # each scorer's own, (B,)
@@ -49,13 +49,22 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+class NoCritic(nn.Module):
+    """The critic where advantages need none: it has no weights, and every value is 0."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(B, R + 1) zeros."""
+        num_rows, width = batch.response_mask.shape
+        return torch.zeros(num_rows, width + 1, device=batch.response_mask.device)
+
+
 class ActorCritic(nn.Module):
     """Policy and critic as one module, so that one optimiser and one engine hold both.
 
-    The critic is a model of its own, or a head on the policy's trunk.
+    The critic is a model of its own, or a head on the policy's trunk, or there is none.
     """
 
-    def __init__(self, policy: PreTrainedModel, value: TokenScores | ValueHead) -> None:
+    def __init__(self, policy: PreTrainedModel, value: TokenScores | ValueHead | NoCritic) -> None:
         super().__init__()
         self.policy, self.value = policy, value
 

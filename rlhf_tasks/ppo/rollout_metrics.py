@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.modeling.tensors import Reduce, distinct, masked_moments, masked_sum
+from rlhf_tasks.ppo.advantages import group_deviations
 from rlhf_tasks.ppo.kl import k1
 from rlhf_tasks.ppo.rollout import Rollout
 
@@ -88,6 +89,14 @@ def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, reduce: Re
     rest = masked_moments(returns - values, mask, reduce)[1]
     whole = masked_moments(returns, mask, reduce)[1]
     return 1 - float(rest / whole) if whole > 0 else 0.0
+
+
+def group_metrics(returns: Tensor, num_samples: int, reduce: Reduce) -> Metrics:
+    """`val/group_deviation` of returns (B,): the mean over prompts of their responses' standard deviation."""
+    deviations = group_deviations(returns, num_samples)
+    sums = {"total": deviations.sum(), "count": torch.tensor(float(len(deviations)))}
+    total = _reduced(sums, reduce)
+    return {"val/group_deviation": total["total"] / total["count"]}
 
 
 def perplexity(nats: float) -> float:

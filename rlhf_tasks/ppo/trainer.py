@@ -21,7 +21,7 @@ from rlhf_tasks.ppo.collector import Collector, Scorers, stop_token
 from rlhf_tasks.ppo.estimator import AdvantageEstimator
 from rlhf_tasks.ppo.optimiser import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
-from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.supervised import LanguageModelling
 
@@ -138,8 +138,14 @@ class Trainer:
         }
 
     def _next_queries(self) -> list[Ids]:
-        """This process's share of the next prompts."""
-        return [self.prompts[i] for i in self.rt.share(self._queue.take(self.settings.rollout_batch_size))]
+        """This process's share of the next prompts, all of them once for each of their samples.
+
+        The rows are p_1 … p_n, again p_1 … p_n, and so on. As the processes divide n, each has all samples
+        of its prompts, in the same layout.
+        """
+        num_samples = self.settings.samples_per_prompt
+        taken = self._queue.take(self.settings.rollout_batch_size // num_samples)
+        return [self.prompts[i] for i in self.rt.share(taken * num_samples)]
 
     # ---------------------------------------------------------------------------- critic warm-up
 
@@ -210,6 +216,8 @@ def _optimizer(actor_critic: ActorCritic, settings: Ppo) -> tuple[torch.optim.Op
     """
     optimizer = adamw(actor_critic.policy, settings)
     num_policy_groups = len(optimizer.param_groups)
+    if isinstance(actor_critic.value, NoCritic):
+        return optimizer, num_policy_groups
     scale = (settings.value_learning_rate or settings.learning_rate) / settings.learning_rate
     for group in adamw(actor_critic.value, settings).param_groups:
         optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})

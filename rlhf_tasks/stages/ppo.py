@@ -23,7 +23,7 @@ from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.ppo.collector import stop_token
 from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
-from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
+from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, ValueHead
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.ppo.training_loop import TrainingLoop
@@ -140,7 +140,7 @@ def _is_rewarded(settings: Ppo) -> bool:
 
 
 def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
-    """Policy and critic to train, the reference, and models/reward where there is one."""
+    """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     policy, reference = _policy(rt, config, paths)
     reward = models.load_reward(paths.reward) if config.has_reward_model else None
     if reward is not None:
@@ -164,9 +164,11 @@ def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel
 
 def _critic(
     config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
-) -> TokenScores | ValueHead:
+) -> TokenScores | ValueHead | NoCritic:
     """The critic by `critic_init`; a new head starts at zero, on the trunk's own weights."""
     settings = config.ppo
+    if settings.value_model is None:
+        return NoCritic()
     if settings.value_model == "shared":
         return ValueHead(policy.config.hidden_size)
     if settings.critic_init == "reward":

@@ -13,6 +13,7 @@ from rlhf_tasks import config, errors
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.tracking import context
 from tests import small
+from tests.ppo.toy import without_critic
 
 
 def problems(changes: Mapping[str, Any]) -> str:
@@ -82,6 +83,11 @@ def test_a_missing_key_is_named() -> None:
             "100 is not divisible by num_mini_batches=3",
         ),
         ({"ppo.total_episodes": 4}, "nothing would be trained"),
+        ({"ppo.samples_per_prompt": 3}, "rollout_batch_size=256 is not divisible by samples_per_prompt=3"),
+        (
+            {"ppo.samples_per_prompt": 128, "launch.num_processes": 4},
+            "ppo.rollout_batch_size / samples_per_prompt=2 is not divisible by launch.num_processes=4",
+        ),
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
         ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
@@ -266,3 +272,48 @@ def test_rolling_back_needs_a_positive_kl_coef_and_no_deepspeed() -> None:
     deepspeed = {"launch.deepspeed": "zero2", "launch.num_processes": 2}
     assert "DeepSpeed" in problems({"ppo.guards": guards, **deepspeed})
     assert "must be below" in problems({"ppo.guards": guards | {"kl_min": 12.0}})
+
+
+# ------------------------------------------------------------------------------- without a critic
+
+
+WITHOUT = {f"ppo.{key}": value for key, value in without_critic("rloo").items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"ppo.advantages": "rloo", "ppo.samples_per_prompt": 4},
+            "advantages=rloo has no critic, so that value_model, critic_init, vf_coef, lam, cliprange_value "
+            "would be ignored; set them to null, as `rlhf preset rloo` does",
+        ),
+        (
+            WITHOUT | {"ppo.advantages": "group", "ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}},
+            "critic_warmup would be ignored; set it to null, as `rlhf preset grpo` does",
+        ),
+        (WITHOUT | {"ppo.value_learning_rate": 1e-4}, "value_learning_rate would be ignored"),
+        (
+            WITHOUT | {"ppo.samples_per_prompt": 1},
+            "leaves nothing to compare; set it to 2",
+        ),
+        (WITHOUT | {"ppo.gamma": 0.99}, "gamma=0.99 would be ignored; set it to 1.0"),
+        (
+            WITHOUT | {"ppo.truncation": "bootstrap_add"},
+            "bootstrap_add needs the value of a critic",
+        ),
+        (WITHOUT | {"ppo.lora": {"r": 4, "alpha": 8.0, "value": True}}, "no critic for lora.value"),
+        (WITHOUT | {"ppo.advantages": "gae"}, "needs a critic, and null stands for none: give value_model, "),
+        ({"ppo.lam": None}, "advantages=gae needs a critic, and null stands for none: give lam"),
+    ],
+)
+def test_what_needs_a_critic_is_refused_without_one(changes: dict[str, object], message: str) -> None:
+    assert message in problems(changes)
+
+
+def test_a_critic_may_learn_from_several_samples_of_a_prompt() -> None:
+    assert config.validate(small.params({"ppo.samples_per_prompt": 4}), "test").ppo.advantages == "gae"
+
+
+def test_without_a_critic_the_reward_model_is_needed_by_scorers_and_judges_only() -> None:
+    assert "is needed by ppo.scorers, judge.judges" in problems(WITHOUT | {"reward.train": False})

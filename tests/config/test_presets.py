@@ -229,6 +229,15 @@ def test_the_summary_of_a_preset_of_a_paper_names_the_model_size(name: str) -> N
     assert "written for" in presets.summary(name)
 
 
+@pytest.mark.parametrize(("name", "advantages"), [("rloo", "rloo"), ("grpo", "group")])
+@pytest.mark.parametrize("under", ["docstrings", "smoke", "trl"])
+def test_one_command_trains_without_a_critic(project: Path, name: str, advantages: str, under: str) -> None:
+    assert main.main(["preset", under, name]) == 0
+    settings = config.load().ppo
+    assert settings.advantages == advantages
+    assert (settings.value_model, settings.critic_init, settings.vf_coef) == (None, None, None)
+
+
 def test_the_smoke_preset_neither_trains_nor_uses_a_reward_model() -> None:
     settings = with_preset("smoke")
     assert not settings.reward.train

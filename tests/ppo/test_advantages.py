@@ -1,11 +1,14 @@
-"""GAE against a loop over single rows, and its closed forms for γ and λ of 0 and 1."""
+"""Advantages against loops over single rows or groups, and what holds for all of them."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
-from rlhf_tasks.ppo.advantages import gae
+from rlhf_tasks.ppo.advantages import WITHOUT_CRITIC, gae, group, group_deviations, response_returns, rloo
 
 GENERATOR = torch.Generator().manual_seed(1)
 REWARDS, VALUES = torch.randn(5, 6, generator=GENERATOR), torch.randn(5, 6, generator=GENERATOR)
@@ -46,3 +49,65 @@ def test_two_tokens_equal_hand_computed_values() -> None:
     # δ₁ = 2 + 0 − 3 = −1;  δ₀ = 1 + ½·3 − ½ = 2;  A₀ = 2 + ¼·(−1)
     assert advantages.tolist() == [[1.75, -1.0]]
     assert returns.tolist() == [[2.25, 2.0]]
+
+
+# -------------------- without a critic
+
+RETURNS = torch.randn(12, generator=GENERATOR, dtype=torch.float64) * 3 + 1
+
+
+def groups(num_samples: int) -> list[list[int]]:
+    """The rows of each prompt: of n prompts, prompt i has rows i, i + n, i + 2n, …"""
+    num_prompts = len(RETURNS) // num_samples
+    return [list(range(i, len(RETURNS), num_prompts)) for i in range(num_prompts)]
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 4, 6, 12])
+def test_rloo_is_each_return_less_the_mean_of_the_others(num_samples: int) -> None:
+    found = rloo(RETURNS, num_samples).tolist()
+    for rows in groups(num_samples):
+        for row in rows:
+            others = [RETURNS[i].item() for i in rows if i != row]
+            assert found[row] == pytest.approx(RETURNS[row].item() - sum(others) / len(others), abs=1e-12)
+        assert sum(found[row] for row in rows) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 4, 6, 12])
+def test_group_is_each_return_in_deviations_from_the_groups_mean(num_samples: int) -> None:
+    found = group(RETURNS, num_samples).tolist()
+    for rows in groups(num_samples):
+        own = [RETURNS[i].item() for i in rows]
+        mean = sum(own) / len(own)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in own) / (len(own) - 1))
+        deviation += 1e-4 * max(abs(x) for x in own)
+        assert [found[row] for row in rows] == pytest.approx([(x - mean) / deviation for x in own], abs=1e-12)
+        assert sum(found[row] for row in rows) == pytest.approx(0, abs=1e-12)
+
+
+def test_four_responses_equal_hand_computed_values() -> None:
+    """Two prompts of two responses: 1 and 4 for the first, 7 and 7 for the second."""
+    returns = torch.tensor([1.0, 7.0, 4.0, 7.0]).double()
+    assert rloo(returns, 2).tolist() == [-3.0, 0.0, 3.0, 0.0]
+    half = 1.5 / (math.sqrt(4.5) + 4e-4)
+    assert group(returns, 2).tolist() == pytest.approx([-half, 0, half, 0])
+    assert group_deviations(returns, 2).tolist() == pytest.approx([math.sqrt(4.5), 0])
+
+
+@pytest.mark.parametrize("scale", [0.25, 1024.0])
+def test_the_scale_of_the_rewards_does_not_change_group(scale: float) -> None:
+    assert torch.equal(group(scale * RETURNS, 4), group(RETURNS, 4))
+    assert torch.equal(rloo(scale * RETURNS, 4), scale * rloo(RETURNS, 4))
+
+
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
+@pytest.mark.parametrize("level", [0.0, 3.0])
+def test_equal_responses_have_no_advantage_even_if_rounding_differs(name: str, level: float) -> None:
+    noise = 1e-6 * level * torch.randn(12, generator=torch.Generator().manual_seed(3)).double()
+    assert WITHOUT_CRITIC[name](level + noise, 4).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("junk", [0.0, torch.nan, 1e9])
+def test_the_return_of_a_response_is_the_sum_of_its_real_tokens_rewards(junk: float) -> None:
+    returns: Tensor = response_returns(REWARDS.where(MASK, junk), MASK)
+    expected = [sum(REWARDS[row, :length].tolist()) for row, length in enumerate(LENGTHS)]
+    assert returns.tolist() == pytest.approx(expected, abs=1e-12)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
-from tests.ppo.toy import share_of_token_5, shared, trainer, with_lora
+from tests.ppo.toy import share_of_token_5, shared, trainer, with_lora, without_critic
 
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 
@@ -58,6 +58,27 @@ def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
     # with an adapter the embeddings and the head stay random, and few weights are trained
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
+
+
+KL_IN_LOSS = {"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.01}
+
+
+@pytest.mark.parametrize("advantages", ["rloo", "group"])
+@pytest.mark.parametrize(("adapter", "kl"), [(False, {}), (False, KL_IN_LOSS), (True, {})])
+def test_a_token_is_learned_without_a_critic(advantages: str, adapter: bool, kl: dict[str, Any]) -> None:
+    changes: dict[str, Any] = without_critic(advantages) | kl | {"schedule": "linear"}
+    if adapter:
+        changes["actor_critic"], changes["reference"] = with_lora(None)
+        changes["lora"] = {"r": 16, "alpha": 64.0, "value": False}
+    first, last = learned(share_of_token_5, **changes)
+    assert first < 0.05
+    assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
+
+
+@pytest.mark.parametrize("advantages", ["rloo", "group"])
+def test_a_length_is_learned_without_a_critic(advantages: str) -> None:
+    first, last = learned(near(4), **without_critic(advantages))
+    assert last > first + 0.25, f"from {first:.2f} to {last:.2f} only"
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)

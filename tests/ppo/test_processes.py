@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.data.batches import Ids, TokenBudget
 from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.batch import interleaved
 from rlhf_tasks.ppo.collector import fail_together
 from rlhf_tasks.ppo.rollout import Rollout, lengths_mask
 from rlhf_tasks.ppo.trainer import Metrics
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
-from tests.ppo.toy import parameters, trainer
+from tests.ppo.toy import parameters, trainer, without_critic
 from tests.small import EOS
 
 T = TypeVar("T")
@@ -165,8 +166,13 @@ def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[L
         },
         {"num_mini_batches": 4},
         {"num_mini_batches": 16, "kl_penalty": {"beta": 1.0, "target": 1e-6}},
+        without_critic("rloo") | {"num_mini_batches": 4},
+        without_critic("group", 8) | {"whiten_advantages": True, "micro_batch_tokens": 20},
     ],
-    ids=["one minibatch", "everything that sums", "four minibatches", "minibatches that leave one without"],
+    ids=[
+        "one minibatch", "everything that sums", "four minibatches", "minibatches that leave one without",
+        "rloo", "group",
+    ],
 )  # fmt: skip
 def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
     """Moments, token means, minibatches and the loss's denominator are those of all processes together."""
@@ -182,7 +188,7 @@ def test_two_processes_learn_what_one_does(changes: dict[str, Any]) -> None:
                 continue  # each process cuts its own rows
             assert own_metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
         torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
-    start = parameters(trainer())
+    start = parameters(trainer(**changes))
     assert (weights - start).abs().max() > 1e-3, "the epochs change the weights"
 
 
@@ -219,3 +225,17 @@ def test_each_process_has_equally_many_rows_of_every_minibatch() -> None:
     epochs = taken[0][-4 * 2 :]
     assert epochs == [NUM_ROWS // 4 // 2] * 8
     assert taken[1][-8:] == epochs
+
+
+def test_each_process_samples_whole_groups() -> None:
+    """Both together have the prompts that one process has, in the order that `merged` restores."""
+    meeting = Meeting()
+    changes = without_critic("rloo") | {"total_episodes": 16}
+
+    def queries(rank: int) -> list[Ids]:
+        return trainer(rt=OneOfTwo(rank, meeting), **changes)._next_queries()
+
+    alone = trainer(**changes)._next_queries()
+    both = [queries(rank) for rank in range(2)]
+    assert interleaved(both) == alone
+    assert [own == own[:2] * 4 for own in both] == [True, True]

@@ -16,7 +16,7 @@ from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.modeling import models
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
-from rlhf_tasks.ppo.rollout import ActorCritic, Rollout, ValueHead, lengths_mask, pad_rows
+from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout, ValueHead, lengths_mask, pad_rows
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling
@@ -61,25 +61,33 @@ def trainer(
     **changes: Any,
 ) -> Trainer:
     """A trainer with the same weights, prompts and random numbers each time."""
-    rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
+    rt, frozen, settings = rt or small.runtime(), small.causal(seed=reference_seed), small.ppo(**changes)
+    critic = small.scores(seed=3) if settings.value_model else NoCritic()
     rt.freeze(frozen)
     return Trainer(
-        rt, small.ppo(**changes),
-        actor_critic or ActorCritic(small.causal(), small.scores(seed=3)),
+        rt, settings,
+        actor_critic or ActorCritic(small.causal(), critic),
         reference or OwnModel(frozen, moves="reference_sync" in changes),
         Planted(reward), tokenizer or small.tokenizer(), QUERIES,
         seed=1, demonstrations=demonstrations, clock=clock,
     )  # fmt: skip
 
 
+def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:
+    """The changes for an estimator that needs no critic; advantages are not whitened."""
+    nulls = dict.fromkeys(("value_model", "critic_init", "cliprange_value", "vf_coef", "lam"))
+    own = {"advantages": advantages, "samples_per_prompt": num_samples, "whiten_advantages": False}
+    return own | nulls
+
+
 def shared() -> ActorCritic:
     return ActorCritic(small.causal(), ValueHead(small.HIDDEN))
 
 
-def with_lora(value: str = "separate") -> tuple[ActorCritic, AdapterOff]:
+def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
     policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
-    critic = small.scores(seed=3) if value == "separate" else ValueHead(small.HIDDEN)
-    return ActorCritic(policy, critic), AdapterOff(policy)
+    critics = {"separate": small.scores(seed=3), "shared": ValueHead(small.HIDDEN), None: NoCritic()}
+    return ActorCritic(policy, critics[value]), AdapterOff(policy)
 
 
 def parameters(one: Trainer) -> Tensor:
