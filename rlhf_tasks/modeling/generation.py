@@ -47,8 +47,12 @@ def sample(
     pad: int,
     generator: torch.Generator,
     batch_size: int | None = None,
+    num_samples: int = 1,
 ) -> Samples:
-    """Sample one response to each query from softmax(logits / temperature), by default all at once.
+    """Sample responses to each query from softmax(logits / temperature), by default all at once.
+
+    The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
+    query whose responses share a batch is computed once for them.
 
     A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`. Each token
     takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
@@ -57,13 +61,17 @@ def sample(
     Raises:
         NonFiniteError: if the model's logits are NaN or infinite.
     """
-    uniform = torch.rand((len(queries), max_new_tokens), generator=generator, device=model.device)
-    order = sorted(range(len(queries)), key=lambda i: (len(queries[i]), i))
-    result = Samples([[] for _ in queries], [torch.empty(0) for _ in queries])
+    num_queries, num_rows = len(queries), len(queries) * num_samples
+    uniform = torch.rand((num_rows, max_new_tokens), generator=generator, device=model.device)
+    by_length = sorted(range(num_queries), key=lambda i: (len(queries[i]), i))
+    order = [row for i in by_length for row in range(i, num_rows, num_queries)]
+    result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
     for start in range(0, len(order), batch_size or len(order)):
         rows = order[start : start + (batch_size or len(order))]
-        batch = collate([queries[i] for i in rows], [[] for _ in rows], pad).to(model.device)
-        tokens, logprobs = _decoded(model, batch, uniform[rows], temperature, stop)
+        asked = {i: place for place, i in enumerate(dict.fromkeys(row % num_queries for row in rows))}
+        batch = collate([queries[i] for i in asked], [[] for _ in asked], pad).to(model.device)
+        query_of = torch.tensor([asked[row % num_queries] for row in rows], device=model.device)
+        tokens, logprobs = _decoded(model, batch, query_of, uniform[rows], temperature, stop)
         for i, drawn, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
             count = drawn.index(stop) + 1 if stop in drawn else len(drawn)
             result.responses[i], result.logprobs[i] = drawn[:count], log_p[:count]
@@ -71,10 +79,11 @@ def sample(
 
 
 def _decoded(
-    model: PreTrainedModel, batch: Batch, uniform: Tensor, temperature: float, stop: int
+    model: PreTrainedModel, batch: Batch, query_of: Tensor, uniform: Tensor, temperature: float, stop: int
 ) -> tuple[Tensor, Tensor]:
     """(B, R) tokens and log-probs; what follows a row's first `stop` means nothing.
 
+    `batch` holds the queries, and `query_of` (B,) is the query of each row.
     Rows that have ended are computed with the others until a quarter of the rows has ended.
     """
     num_rows, limit = uniform.shape
@@ -92,6 +101,9 @@ def _decoded(
             input_ids=ids, attention_mask=mask[:, : width + t], position_ids=positions,
             past_key_values=cache, use_cache=True, logits_to_keep=1,
         ).logits[:, -1]  # fmt: skip
+        if t == 0 and len(query_of) > len(logits):
+            logits, positions, mask = (x[query_of] for x in (logits, positions, mask))
+            cache.batch_select_indices(query_of)
         ids, log_p = _drawn(logits.float() / temperature, uniform[rows, t])
         tokens[rows, t], logprobs[rows, t] = ids, log_p
         alive &= ids != stop

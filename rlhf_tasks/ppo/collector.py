@@ -72,7 +72,9 @@ class Collector:
 
     @torch.no_grad()
     def sample(self, queries: list[Ids]) -> Samples:
-        """One response to each query, `sampling_batch_size` at a time.
+        """One response to each row's query, `sampling_batch_size` at a time.
+
+        The queries are n prompts, again the same n, and so on, `samples_per_prompt` times.
 
         Raises:
             NonFiniteError: if the policy gives no distribution; the queries are its `batch`.
@@ -81,11 +83,13 @@ class Collector:
         return fail_together(self._rt, lambda: self._sampled(queries), {"queries": queries})
 
     def _sampled(self, queries: list[Ids]) -> Samples:
+        num_samples = self._settings.samples_per_prompt
         with self._rt.autocast():
             return sample(
-                self._actor_critic.policy, queries, max_new_tokens=self._settings.response_length,
-                temperature=self._settings.temperature, stop=self._stop, pad=self._pad,
-                generator=self.generator, batch_size=self._settings.sampling_batch_size,
+                self._actor_critic.policy, queries[: len(queries) // num_samples],
+                max_new_tokens=self._settings.response_length, temperature=self._settings.temperature,
+                stop=self._stop, pad=self._pad, generator=self.generator,
+                batch_size=self._settings.sampling_batch_size, num_samples=num_samples,
             )  # fmt: skip
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -167,3 +169,46 @@ def test_text_excludes_only_the_final_eos() -> None:
     assert text_of(words, [3, 4, EOS]) == f"{first} {second}"
     assert text_of(words, [3, EOS, 4]) == f"{first} <eos> {second}"
     assert text_of(words, [EOS]) == ""
+
+
+# -------------------- several samples of a query
+
+
+def repeated(family: Family, num_samples: int, batch_size: int | None = None) -> Samples:
+    return sample(
+        small.causal(family), QUERIES, max_new_tokens=12, temperature=0.7, stop=EOS, pad=PAD,
+        generator=torch.Generator().manual_seed(4), num_samples=num_samples, batch_size=batch_size,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [7, None])
+def test_samples_of_a_query_that_is_computed_once_are_those_of_repeated_queries(
+    family: Family, batch_size: int | None
+) -> None:
+    """The same numbers draw the same tokens; log-probs differ by rounding."""
+    found = repeated(family, 3, batch_size)
+    again = sample(
+        small.causal(family), QUERIES * 3, max_new_tokens=12, temperature=0.7, stop=EOS, pad=PAD,
+        generator=torch.Generator().manual_seed(4),
+    )  # fmt: skip
+    assert found.responses == again.responses
+    assert len({tuple(response) for response in found.responses[:: len(QUERIES)]}) > 1
+    for one, other in zip(found.logprobs, again.logprobs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size", "times"), [(1, None, 1), (4, None, 1), (4, 2, 2)])
+def test_a_query_is_computed_once_for_all_of_its_samples_in_a_batch(
+    num_samples: int, batch_size: int | None, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def collated(queries: list[list[int]], *rest: Any) -> Any:
+        counted.extend(map(len, queries))
+        return collate(queries, *rest)
+
+    monkeypatch.setattr(generation, "collate", collated)
+    found = repeated("llama", num_samples, batch_size)
+    assert len(found.responses) == num_samples * len(QUERIES)
+    assert sum(counted) == times * sum(map(len, QUERIES)), f"not {num_samples} times"
