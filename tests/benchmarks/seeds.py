@@ -31,8 +31,8 @@ ROWS = {
 OUT = Path(__file__).with_name("seeds.md")
 
 
-def run_seed(seed: int, work: Path) -> Path:
-    """The folder of a seed's finished run; made where there is none."""
+def run_seed(seed: int, work: Path, *targets: str) -> Path:
+    """The folder of a seed's finished run, or of its stages up to `targets`; made where there is none."""
     folder = work / str(seed)
     if not folder.exists():
         subprocess.run(["git", "clone", "--quiet", ".", str(folder)], check=True)
@@ -40,7 +40,8 @@ def run_seed(seed: int, work: Path) -> Path:
         params.write_text(re.sub(r"^seed: \d+", f"seed: {seed}", params.read_text(), count=1, flags=re.M))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder.resolve())}
     with (folder / "run.log").open("a", encoding="utf-8") as log:
-        subprocess.run(["dvc", "repro"], cwd=folder, env=environment, stdout=log, stderr=log, check=True)
+        command = ["dvc", "repro", *targets]
+        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
     return folder
 
 
