@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from tests import small
+from tests.ppo.toy import without_critic
 
 SETTINGS = {
     "ppo.total_episodes": 48, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
@@ -196,6 +198,22 @@ def test_metrics_have_the_fields_names_and_samples_their_columns(models_here: Pa
     assert list(answers[0]) == ["episode", "prompt", "reference", "response"]
     assert models.load_causal(POLICY) is not None
     assert contracts.identity_of(POLICY)["parents"]["sft"] == contracts.fingerprint(Path("models/sft"))
+
+
+@pytest.mark.parametrize("advantages", ["rloo", "group"])
+def test_the_stage_trains_without_a_critic(
+    advantages: str, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a critic nor its metrics are made; the first rollouts come from the SFT model."""
+    monkeypatch.setattr(models.TokenScores, "from_policy", None)
+    before = contracts.fingerprint(POLICY)
+    metrics, history = run(**{f"ppo.{key}": value for key, value in without_critic(advantages).items()})
+    assert contracts.fingerprint(POLICY) != before
+    assert not {"loss/value_avg", "val/clipfrac_avg", "val/explained_variance"} & set().union(*history)
+    assert all(math.isfinite(value) for row in history for value in row.values())
+    assert abs(history[1]["objective/kl"]) < 1e-4
+    assert metrics["val/group_deviation"] > 0
+    assert models.load_causal(POLICY) is not None
 
 
 def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:

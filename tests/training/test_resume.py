@@ -37,6 +37,7 @@ from rlhf_tasks.training import launch, resume
 from rlhf_tasks.training.resume.manifests import state_folder
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
+from tests.ppo.toy import without_critic
 
 SMALL: Mapping[str, Any] = {
     "model.scratch.hidden_size": 16, "model.scratch.num_layers": 2, "model.scratch.num_heads": 2,
@@ -623,8 +624,9 @@ def test_two_processes_are_resumed_to_the_same_bytes(
             "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
             "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
         },
+        {f"ppo.{key}": value for key, value in without_critic("rloo").items()},
     ],
-    ids=["warm-up-penalty", "lora-shared-checkpointing"],
+    ids=["warm-up-penalty", "lora-shared-checkpointing", "without-critic"],
 )  # fmt: skip
 def test_ppo_on_two_processes_is_resumed_to_the_same_bytes(
     features: dict[str, Any], trained: Path, tmp_path: Path
