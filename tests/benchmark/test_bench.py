@@ -16,7 +16,9 @@ from rlhf_tasks.benchmark import measurement, shapes, workloads
 from rlhf_tasks.benchmark.measurement import Measurement
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.cli import main
+from rlhf_tasks.errors import UserError
 from tests import small
+from tests.ppo.toy import without_critic
 
 TINY = Shape(vocab=40, query_min=4, query=4, response=3, batch=8, micro=4, layers=2, hidden=16, heads=2)
 CHANGES: Mapping[str, Any] = {
@@ -72,6 +74,17 @@ def test_an_update_passes_forward_five_times_and_trains_policy_and_critic(
     trunk, head = 2 * 6144 * 7 + 2 * 2 * 16 * 7**2, 2 * 40 * 16 * 3
     row = 2 * (trunk + head) + trunk + trunk + 4 * 3 * (2 * trunk + head)
     assert measurement.update_flops(workload, 4, 3) == 8 * row
+
+
+def test_an_update_without_a_critic_costs_no_critics_passes() -> None:
+    settings = small.ppo(**without_critic("rloo"))
+    workload = workloads.of_shape(small.runtime(), settings, TINY, num_updates=2)
+    trunk, head = 2 * 6144 * 7 + 2 * 2 * 16 * 7**2, 2 * 40 * 16 * 3
+    row = 2 * (trunk + head) + trunk + 4 * 3 * (trunk + head)
+    assert measurement.update_flops(workload, 4, 3) == 8 * row
+    assert measurement.measure(workload, "no").episodes_per_second > 0
+    with pytest.raises(UserError, match="samples_per_prompt=16 does not divide the 8 episodes"):
+        workloads.of_shape(small.runtime(), small.ppo(**without_critic("rloo", 16)), TINY, num_updates=1)
 
 
 def test_the_split_of_a_measured_update_fits_into_its_time(workload: workloads.Workload) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_tasks import config
 from rlhf_tasks.benchmark.shapes import Shape
-from tests.benchmarks import growth, ledger, speed
+from tests.benchmarks import estimators, growth, ledger, speed
 from tests.benchmarks.speed import Figures
 
 TINY = Shape(vocab=40, query_min=4, query=4, response=8, batch=8, micro=4, layers=1, hidden=16, heads=2)
@@ -86,3 +87,30 @@ def test_growth_is_measured_and_drawn(tmp_path: Path) -> None:
     assert found["batch"][4].episodes_per_second > 0
     growth.draw(found, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_estimators_table_has_each_seeds_rate_and_the_means() -> None:
+    result = {
+        "win_rate": 0.7, "low": 0.68, "high": 0.72, "kl": 1.0, "seconds": 60.0, "weights": 480_960.0,
+        "episodes": 8192.0, "posts": 1000.0,
+    }  # fmt: skip
+    other = result | {"win_rate": 0.8, "low": 0.78, "high": 0.82, "kl": 2.0, "seconds": 70.0}
+    page = estimators.page({"gae": [result, other], "rloo": [other, other]}, [1, 2])
+    assert "python -m tests.benchmarks.estimators 1 2\n" in page
+    assert "with 8,192 episodes" in page
+    rows = page.splitlines()[-2:]
+    assert rows[0] == "| gae | 70.0% (68.0%–72.0%) | 80.0% (78.0%–82.0%) | 75.0% | 1.50 | 65 | 480,960 |"
+    assert rows[1].startswith("| rloo | 80.0% ")
+
+
+def test_an_estimators_workspace_has_the_models_of_its_seed_and_the_values_of_its_preset(
+    tmp_path: Path,
+) -> None:
+    finished = tmp_path / "4"
+    finished.mkdir()
+    (finished / "params.yaml").write_text("seed: 4\n", encoding="utf-8")
+    for name, preset in estimators.NAMES.items():
+        estimators.prepare(tmp_path / name, finished, preset, ["ppo.total_episodes=512"])
+        settings = config.load(tmp_path / name / "params.yaml")
+        assert (settings.seed, settings.ppo.advantages, settings.ppo.total_episodes) == (4, name, 512)
+        assert (tmp_path / name / "models/sft").readlink() == finished / "models/sft"
