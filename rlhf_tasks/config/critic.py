@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from rlhf_tasks.config.ppo import Ppo
+from rlhf_tasks.config.ppo_options import CriticWarmup, PolicyLora
 
 NEEDED = ("value_model", "critic_init", "vf_coef", "lam")
 """What a critic cannot do without."""
@@ -14,7 +13,32 @@ OPTIONAL = ("value_learning_rate", "critic_warmup", "cliprange_value")
 PRESETS = {"rloo": "rloo", "group": "grpo"}
 
 
-def critic_conflicts(ppo: Ppo) -> Iterator[str]:
+class Settings(Protocol):
+    """What the rules read of the section `ppo`."""
+
+    @property
+    def advantages(self) -> str: ...
+    @property
+    def samples_per_prompt(self) -> int: ...
+    @property
+    def value_model(self) -> str | None: ...
+    @property
+    def critic_init(self) -> str | None: ...
+    @property
+    def critic_warmup(self) -> CriticWarmup | None: ...
+    @property
+    def vf_coef(self) -> float | None: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def truncation(self) -> str: ...
+    @property
+    def value_learning_rate(self) -> float | None: ...
+    @property
+    def lora(self) -> PolicyLora | None: ...
+
+
+def critic_conflicts(ppo: Settings) -> Iterator[str]:
     """Settings of a critic that have no effect, or the wrong one, beside the other values."""
     if ppo.advantages == "gae":
         yield from _with_critic(ppo)
@@ -22,7 +46,7 @@ def critic_conflicts(ppo: Ppo) -> Iterator[str]:
         yield from _without_critic(ppo)
 
 
-def _with_critic(ppo: Ppo) -> Iterator[str]:
+def _with_critic(ppo: Settings) -> Iterator[str]:
     missing = [key for key in NEEDED if getattr(ppo, key) is None]
     if missing:
         yield f"advantages=gae needs a critic, and null stands for none: give {', '.join(missing)}"
@@ -52,7 +76,7 @@ def _with_critic(ppo: Ppo) -> Iterator[str]:
         yield "value_model=shared has no trunk of its own for lora.value; set it to false"
 
 
-def _without_critic(ppo: Ppo) -> Iterator[str]:
+def _without_critic(ppo: Settings) -> Iterator[str]:
     given = [key for key in (*NEEDED, *OPTIONAL) if getattr(ppo, key) is not None]
     if given:
         yield (

@@ -86,8 +86,10 @@ def shared() -> ActorCritic:
 
 def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
     policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
-    critics = {"separate": small.scores(seed=3), "shared": ValueHead(small.HIDDEN), None: NoCritic()}
-    return ActorCritic(policy, critics[value]), AdapterOff(policy)
+    if value is None:
+        return ActorCritic(policy, NoCritic()), AdapterOff(policy)
+    critic = small.scores(seed=3) if value == "separate" else ValueHead(small.HIDDEN)
+    return ActorCritic(policy, critic), AdapterOff(policy)
 
 
 def parameters(one: Trainer) -> Tensor:
