@@ -29,6 +29,12 @@ def alone(x: Tensor) -> Tensor:
     return x
 
 
+def last_token(mask: Tensor) -> Tensor:
+    """(B, R) bool: True at the last real token of each row only."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    return columns == mask.sum(dim=1, keepdim=True) - 1
+
+
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Σ of `x` where `mask`, in float32; values elsewhere do not matter, even NaN."""
     return torch.where(mask, x, 0).float().sum()

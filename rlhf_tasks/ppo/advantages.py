@@ -14,21 +14,27 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from rlhf_tasks.modeling.tensors import last_token
+
 ROUNDING = 1e-4
 """The part of a group's largest return up to which differences may be rounding."""
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, beyond: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both (B, R), zero on padding.
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γλ·A_{t+1},   return_t = A_t + V_t
 
-    `values[t]` is the value of the state before token t. The state after the last real token is terminal
-    and has value 0.
+    `values[t]` is the value of the state before token t. `beyond` (B,) is the value of the state after the
+    last real token; without it, or where it is 0, that state is terminal.
     Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    if beyond is not None:
+        next_values = torch.where(last_token(mask), beyond[:, None], next_values)
     deltas = rewards + gamma * next_values - values
     advantages = torch.zeros_like(deltas)
     running = torch.zeros_like(deltas[:, 0])

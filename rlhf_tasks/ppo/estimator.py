@@ -14,7 +14,7 @@ from rlhf_tasks.modeling.tensors import Reduce, whiten
 from rlhf_tasks.ppo.advantages import WITHOUT_CRITIC, gae, response_returns
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.kl import ESTIMATORS, KlController
-from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores
+from rlhf_tasks.ppo.rewards import ScoreScaler, token_rewards, truncated_scores, values_beyond
 from rlhf_tasks.ppo.rollout import Rollout
 from rlhf_tasks.ppo.rollout_metrics import (
     Metrics,
@@ -36,36 +36,40 @@ class AdvantageEstimator:
     def estimate(self, rollout: Rollout) -> tuple[PPOBatch, Metrics]:
         """The batch that the epochs learn from, and the metrics of the rollout.
 
-        The order is: scaled scores → EOS rule → KL and score as token rewards → whitening → advantages.
+        The order is: scaled scores → EOS rule → KL and score as token rewards → whitening → advantages. If
+        the rule bootstraps, GAE takes the critic's value of the state after a response that did not end.
         """
         settings, mask, reduce = self._settings, rollout.mask, self._reduce
         scores = truncated_scores(
             self.scaler(rollout.scores, reduce), rollout.ended, settings.truncation,
-            missing_eos_score=settings.missing_eos_score, gamma=settings.gamma,
-            last_values=rollout.last_values,
+            missing_eos_score=settings.missing_eos_score,
         )  # fmt: skip
+        beyond = values_beyond(rollout.last_values, rollout.ended, settings.truncation)
         kl = ESTIMATORS[settings.kl_estimator](rollout.logprobs, rollout.ref_logprobs)
         reward_kl_coef = self.kl.coef if settings.kl_in == "reward" else 0.0
         rewards = token_rewards(scores, kl, mask, reward_kl_coef)
         if settings.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
-        advantages, returns, measured = self._advantages(rewards, rollout)
+        advantages, returns, measured = self._advantages(rewards, rollout, beyond)
         if settings.whiten_advantages:
             advantages = whiten(advantages, mask, reduce=reduce)
         if settings.advantage_clip is not None:
             advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
         metrics = objective_metrics(
-            rollout, scores, kl, kl_coef=self.kl.coef, reward_kl_coef=reward_kl_coef, reduce=reduce
-        )
+            rollout, scores + settings.gamma * beyond, kl, kl_coef=self.kl.coef,
+            reward_kl_coef=reward_kl_coef, reduce=reduce,
+        )  # fmt: skip
         metrics |= response_metrics(rollout, reduce) | measured
         return PPOBatch(rollout, advantages, returns, self.kl.coef), metrics
 
-    def _advantages(self, rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor, Metrics]:
+    def _advantages(
+        self, rewards: Tensor, rollout: Rollout, beyond: Tensor
+    ) -> tuple[Tensor, Tensor, Metrics]:
         """Advantages and returns, both (B, R), and what is measured of them."""
         settings, mask = self._settings, rollout.mask
         if settings.advantages == "gae":
             assert settings.lam is not None
-            advantages, returns = gae(rewards, rollout.values, mask, settings.gamma, settings.lam)
+            advantages, returns = gae(rewards, rollout.values, mask, settings.gamma, settings.lam, beyond)
             explained = explained_variance(returns, rollout.values, mask, self._reduce)
             return advantages, returns, {"val/explained_variance": explained}
         num_samples, of_responses = settings.samples_per_prompt, response_returns(rewards, mask)

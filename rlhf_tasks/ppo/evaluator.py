@@ -239,8 +239,7 @@ class Evaluator:
             rule = "none"
         return truncated_scores(
             scores, torch.tensor([ids[-1] == stop for ids in responses]), rule,
-            missing_eos_score=self._settings.missing_eos_score, gamma=self._settings.gamma,
-            last_values=torch.zeros_like(scores),
+            missing_eos_score=self._settings.missing_eos_score,
         )  # fmt: skip
 
     # --------------------------------------------------------------------------------------- state

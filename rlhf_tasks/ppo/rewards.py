@@ -15,37 +15,41 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config.ppo_options import ScoreScaling
-from rlhf_tasks.modeling.tensors import Reduce, alone
+from rlhf_tasks.modeling.tensors import Reduce, alone, last_token
 
 Truncation = Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
 
 
-def truncated_scores(
-    scores: Tensor,
-    ended: Tensor,
-    rule: Truncation,
-    *,
-    missing_eos_score: float,
-    gamma: float,
-    last_values: Tensor,
-) -> Tensor:
+def truncated_scores(scores: Tensor, ended: Tensor, rule: Truncation, *, missing_eos_score: float) -> Tensor:
     """The scores (B,); where a response did not end (`ended` (B,) bool is False) the rule decides its score.
 
     - eos_trick_replace: `missing_eos_score` (Ziegler et al. 2019; arXiv 2403.17031, detail 4.2).
     - eos_trick_subtract: the score plus `missing_eos_score`.
-    - bootstrap: γ · the value of the state after the last token, `last_values` (B,), because the
-      episode continues there (Pardo et al. 2018).
-    - bootstrap_add: the score plus that, which counts one outcome twice.
-    - none: the score, unchanged.
+    - bootstrap: none; `values_beyond` stand in for it.
+    - bootstrap_add and none: the score, unchanged.
     """
     unfinished = {
         "eos_trick_replace": lambda: torch.full_like(scores, missing_eos_score),
         "eos_trick_subtract": lambda: scores + missing_eos_score,
-        "bootstrap": lambda: gamma * last_values,
-        "bootstrap_add": lambda: scores + gamma * last_values,
+        "bootstrap": lambda: torch.zeros_like(scores),
+        "bootstrap_add": lambda: scores,
         "none": lambda: scores,
     }
     return torch.where(ended, scores, unfinished[rule]())
+
+
+def values_beyond(last_values: Tensor, ended: Tensor, rule: Truncation) -> Tensor:
+    """(B,) the value of the state after the last token, as GAE is to take it; 0 where the episode is over.
+
+    The rules `bootstrap` and `bootstrap_add` take `last_values` (B,) where a response did not end, because
+    the episode continues there (Pardo et al. 2018). With `bootstrap_add` the score counts beside it, which
+    counts one outcome twice.
+
+    These are values and no rewards: whitening rewards must not rescale them.
+    """
+    if rule not in ("bootstrap", "bootstrap_add"):
+        return torch.zeros_like(last_values)
+    return torch.where(ended, 0, last_values)
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
@@ -53,9 +57,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 
     Ziegler et al. 2019, eq. 2, spread over tokens.
     """
-    last = mask.sum(dim=1, keepdim=True) - 1
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(mask, -kl_coef * kl, 0) + (columns == last) * scores[:, None]
+    return torch.where(mask, -kl_coef * kl, 0) + last_token(mask) * scores[:, None]
 
 
 class ScoreScaler:

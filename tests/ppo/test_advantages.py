@@ -111,3 +111,13 @@ def test_the_return_of_a_response_is_the_sum_of_its_real_tokens_rewards(junk: fl
     returns: Tensor = response_returns(REWARDS.where(MASK, junk), MASK)
     expected = [sum(REWARDS[row, :length].tolist()) for row, length in enumerate(LENGTHS)]
     assert returns.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_state_after_the_last_real_token_has_the_given_value() -> None:
+    mask = torch.tensor([[True, True], [True, False]])
+    rewards, values = torch.tensor([[0.0, 8.0], [1.0, 9.0]]), torch.tensor([[0.5, 2.0], [1.0, 9.0]])
+    advantages, returns = gae(rewards, values, mask, 0.9, 0.8, torch.tensor([3.0, 2.0]))
+    last, only = 8 + 0.9 * 3 - 2, 1 + 0.9 * 2 - 1
+    first = 0 + 0.9 * 2 - 0.5 + 0.9 * 0.8 * last
+    assert advantages.flatten().tolist() == pytest.approx([first, last, only, 0])
+    assert returns.flatten().tolist() == pytest.approx([first + 0.5, last + 2, only + 1, 0])

@@ -120,6 +120,24 @@ def test_whitened_rewards_keep_their_mean() -> None:
     assert ppo_batch.returns[1, 2].item() == pytest.approx(white[4], abs=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["bootstrap", "bootstrap_add"])
+def test_the_value_of_an_unfinished_responses_last_state_is_not_whitened(rule: str) -> None:
+    """With V = 4 and γ = 0.9 the return of the last token is its whitened reward plus 3.6."""
+    one = trainer(whiten_rewards=True, truncation=rule, gamma=0.9, lam=1.0, kl_coef=0.1)
+    rollout = replace(hand_made_rollout(), last_values=torch.tensor([5.0, 4.0]))
+    ppo_batch, metrics = one.estimator.estimate(rollout)
+    score = 6.0 if rule == "bootstrap_add" else 0.0
+    rewards = [-0.1, 2 - 0.05, -0.1, 0.05, score - 0.1]
+    mean = sum(rewards) / 5
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 5)
+    white = [(r - mean) / std + mean for r in rewards]
+    last = white[4] + 3.6
+    middle = white[3] + 0.9 * last
+    expected = [white[0] + 0.9 * white[1], white[1], 0, 0, white[2] + 0.9 * middle, middle, last, 0]
+    assert ppo_batch.returns.flatten().tolist() == pytest.approx(expected, abs=1e-5)
+    assert metrics["objective/scores"] == pytest.approx((2 + score + 3.6) / 2)
+
+
 def test_advantages_can_stay_unwhitened_and_can_be_clipped() -> None:
     plain, _ = trainer(whiten_advantages=False).estimator.estimate(hand_made_rollout())
     white, _ = trainer().estimator.estimate(hand_made_rollout())

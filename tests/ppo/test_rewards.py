@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rlhf_tasks.config.ppo_options import ScoreScaling
-from rlhf_tasks.ppo.advantages import gae
-from rlhf_tasks.ppo.rewards import ScoreScaler, Truncation, token_rewards, truncated_scores
+from rlhf_tasks.ppo.rewards import ScoreScaler, Truncation, token_rewards, truncated_scores, values_beyond
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 KL = torch.tensor([[1.0, -2.0, 0.5], [3.0, torch.nan, 9.0]])
@@ -32,43 +31,27 @@ def test_rewards_sum_to_score_and_non_score_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "unfinished"),
+    ("rule", "unfinished", "beyond"),
     [
-        ("none", 5.0),
-        ("eos_trick_replace", -1.0),
-        ("eos_trick_subtract", 4.0),
-        ("bootstrap", 0.9 * 3.0),
-        ("bootstrap_add", 5.0 + 0.9 * 3.0),
+        ("none", 5.0, 0.0),
+        ("eos_trick_replace", -1.0, 0.0),
+        ("eos_trick_subtract", 4.0, 0.0),
+        ("bootstrap", 0.0, 3.0),
+        ("bootstrap_add", 5.0, 3.0),
     ],
 )
-def test_the_rule_applies_only_to_responses_that_did_not_end(rule: Truncation, unfinished: float) -> None:
-    result = truncated_scores(
-        torch.tensor([2.0, 5.0, -3.0]), torch.tensor([True, False, True]), rule,
-        missing_eos_score=-1.0, gamma=0.9, last_values=torch.tensor([7.0, 3.0, 7.0]),
-    )  # fmt: skip
-    assert result.tolist() == pytest.approx([2.0, unfinished, -3.0])
+def test_the_rule_applies_only_to_responses_that_did_not_end(
+    rule: Truncation, unfinished: float, beyond: float
+) -> None:
+    ended = torch.tensor([True, False, True])
+    scores = truncated_scores(torch.tensor([2.0, 5.0, -3.0]), ended, rule, missing_eos_score=-1.0)
+    assert scores.tolist() == [2.0, unfinished, -3.0]
+    assert values_beyond(torch.tensor([7.0, 3.0, 7.0]), ended, rule).tolist() == [0.0, beyond, 0.0]
 
 
 def test_eos_trick_replace_ignores_the_scorers_number() -> None:
-    result = truncated_scores(
-        torch.tensor([torch.nan]), torch.tensor([False]), "eos_trick_replace",
-        missing_eos_score=-1.0, gamma=1.0, last_values=torch.zeros(1),
-    )  # fmt: skip
-    assert result.item() == -1
-
-
-def test_bootstrapping_equals_gae_on_a_response_that_continues() -> None:
-    """δ of the last token is then r + γ·V(next) − V, with a next state that the batch does not hold."""
-    values, last, gamma = torch.tensor([[0.5, 2.0]]), torch.tensor([3.0]), 0.9
-    mask = torch.tensor([[True, True]])
-    score = truncated_scores(
-        torch.tensor([8.0]), torch.tensor([False]), "bootstrap",
-        missing_eos_score=0.0, gamma=gamma, last_values=last,
-    )  # fmt: skip
-    rewards = token_rewards(score, torch.zeros(1, 2), mask, 0.0)
-    advantages, _ = gae(rewards, values, mask, gamma, 0.8)
-    deltas = [0.0 + gamma * 2.0 - 0.5, 0.0 + gamma * 3.0 - 2.0]
-    assert advantages[0].tolist() == pytest.approx([deltas[0] + gamma * 0.8 * deltas[1], deltas[1]])
+    scores, ended = torch.tensor([torch.nan]), torch.tensor([False])
+    assert truncated_scores(scores, ended, "eos_trick_replace", missing_eos_score=-1.0).item() == -1
 
 
 # --------------------------------------------------------------------------------------- scaling
