@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from ruamel.yaml import YAML
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks import config
@@ -65,6 +65,49 @@ def causal(family: Family = "llama", seed: int = 0, words: Tokenizer | None = No
     model = models.from_scratch(shape(family), words or tokenizer(), max_positions=128)
     model.eval()
     return model
+
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "initializer_range": 0.5, "pad_token_id": PAD, "bos_token_id": EOS, "eos_token_id": EOS,
+}  # fmt: skip
+OPT: Mapping[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": None, "ffn_dim": 32, "word_embed_proj_dim": 8,
+    "do_layer_norm_before": False,
+}  # fmt: skip
+"""The shape of OPT-350m: the head reads states of another width than the layers'."""
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "minicpm3": {"q_lora_rank": 8, "kv_lora_rank": 8, "dim_model_base": 8},
+    "modernbert-decoder": {},
+    "opt": OPT,
+    "llama4_text": {"intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "codegen": {"num_attention_heads": 4, "rotary_dim": 4},
+    "xglm": {"ffn_dim": 32, "attention_heads": 2},
+    "ctrl": {"dff": 32},
+}
+"""Families whose head, classifier or width is not as llama's, with what they need besides SIZES."""
+CHANGING = ("gemma2", "cohere", "granite", "minicpm3", "modernbert-decoder")
+"""Those that change the states before the head, or the logits after it."""
+
+
+def other(family: str, seed: int = 0) -> PreTrainedModel:
+    """A causal LM of another family, random, without dropout."""
+    sizes = {key: value for key, value in {**SIZES, **OTHERS[family]}.items() if value is not None}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.float32)
+    made: PreTrainedModel = models.without_dropout(model).eval()
+    return made
+
+
+def in_float64(family: str) -> PreTrainedModel:
+    """`other`, in float64 where its code runs in that."""
+    model = other(family)
+    return model if family in ("xglm", "olmoe") else model.double()
 
 
 def scores(family: Family = "llama", seed: int = 0) -> TokenScores:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -31,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks.config import Scratch, is_hub_id
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.modeling.classifiers import INSTEAD, AnyClassifier, on_trunk, trunk_of
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
 from rlhf_tasks.modeling.last_layer import last_columns_only
 
@@ -110,6 +110,7 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
             f"{source} is not a reward model: it has {model.config.num_labels} labels, and a reward model "
             "has one score"
         )
+    head_of(model)
     return TokenScores(model)
 
 
@@ -119,7 +120,7 @@ def load_classifier(source: str | Path, revision: str | None = None) -> PreTrain
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
     """
-    return _load(AutoModelForSequenceClassification, source, revision)
+    return _load(AnyClassifier, source, revision)
 
 
 def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
@@ -165,11 +166,13 @@ class TokenScores(nn.Module):
 
     @classmethod
     def from_policy(cls, policy_folder: Path, generator: torch.Generator) -> TokenScores:
-        """The policy's trunk under a new head drawn from N(0, 1/√(H+1)) (arXiv 2403.17031)."""
+        """The policy's trunk under a new head drawn from N(0, 1/√(H+1)) (arXiv 2403.17031).
+
+        Raises:
+            ContractError: naming a family on whose trunk no head can be put.
+        """
         config = AutoConfig.from_pretrained(policy_folder, num_labels=1)
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        trunk = load_causal(policy_folder).base_model
-        model.base_model.load_state_dict(trunk.state_dict())
+        model = on_trunk(trunk_of(load_causal(policy_folder)), config)
         std = 1 / (head_of(model).in_features + 1) ** 0.5
         with torch.no_grad():
             head_of(model).weight.normal_(0.0, std, generator=generator)
@@ -201,11 +204,16 @@ class TokenScores(nn.Module):
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
-    """The score head of a sequence classifier (`score` in every decoder family)."""
+    """The score head of a sequence classifier.
+
+    Raises:
+        ContractError: naming the family, if its head is not the linear map `score` of a token's state.
+    """
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ContractError(
-            f"{type(model).__name__} has no linear head `score`; give a reward model of a known architecture"
+            f"{type(model).__name__} (family {model.config.model_type}) has no linear head `score` of single "
+            f"tokens; {INSTEAD}"
         )
     return head
 

@@ -1,0 +1,107 @@
+"""A classifier with a linear head on the trunk of any causal LM.
+
+transformers has such classes, with a head `score`, for most families of decoders. For the others (Granite,
+Cohere, OLMoE, CodeGen, …), and where the head has another form (CTRL), the class is made here, from the
+generic one on which transformers builds its own. Its folders are plain too: safetensors with the trunk under
+`model.` and the head `score.weight`, and the family's config, whose `architectures` names the class.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from rlhf_tasks.modeling.contracts import ContractError
+
+SUFFIX = "ForTokenScores"
+INSTEAD = (
+    "use a decoder of another family (llama, qwen2, gpt_neox, …); or do without reward models: reward.train: "
+    "false, ppo.scorers of kind function or http, ppo.value_model: shared"
+)
+
+
+class AnyClassifier:
+    """Loads what `AutoModelForSequenceClassification` loads, and the classifiers that are made here."""
+
+    @staticmethod
+    def from_pretrained(source: str | Path, *, revision: str | None = None, **options: Any) -> Any:
+        """As of the auto classes of transformers.
+
+        Raises:
+            ContractError: naming a family that has no classifier.
+        """
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        own = _own_class(config)
+        is_own = own is not None and (config.architectures or [""])[0] == own.__name__
+        auto: Any = own
+        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
+            auto = AutoModelForSequenceClassification
+        if auto is None:
+            raise ContractError(
+                f"{source} is a {config.model_type} model, which has no classifier; {INSTEAD}"
+            )
+        return auto.from_pretrained(source, revision=revision, **options)
+
+
+def on_trunk(trunk: nn.Module, config: PretrainedConfig) -> PreTrainedModel:
+    """A classifier with the weights of a causal LM's trunk, and a random linear head `score`, in float32.
+
+    Raises:
+        ContractError: naming the family, if no classifier of it reads the states of this trunk.
+    """
+    own = _own_class(config)
+    makers: list[Any] = [own._from_config] if own is not None else []
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        makers.insert(0, AutoModelForSequenceClassification.from_config)
+    for make in makers:
+        model: PreTrainedModel = make(config, dtype=torch.float32)
+        if type(model.base_model) is type(trunk) and isinstance(getattr(model, "score", None), nn.Linear):
+            model.base_model.load_state_dict(trunk.state_dict())
+            return model
+    raise ContractError(
+        f"no reward model or critic can be put on {type(trunk).__name__} (family {config.model_type}): it is "
+        f"no trunk of a decoder that transformers builds from its config; {INSTEAD}"
+    )
+
+
+def trunk_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a causal LM below its head, also where `base_model` does not find it (Llama 4)."""
+    if model.base_model is not model:
+        return model.base_model
+    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+
+
+def replace_trunk(model: PreTrainedModel, trunk: nn.Module) -> None:
+    """Put a causal LM's head, and what it does to its logits, on another trunk of the same class."""
+    old = trunk_of(model)
+    name = next(name for name, child in model.named_children() if child is old)
+    setattr(model, name, trunk)
+
+
+def _own_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that is made for a family; None if the family has no causal LM or no trunk of its own."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
+        return None
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return _made(causal)
+
+
+@functools.cache
+def _made(causal: Any) -> type[PreTrainedModel]:
+    family = next(cls for cls in causal.__mro__ if PreTrainedModel in cls.__bases__)
+    name = family.__name__.removesuffix("PreTrainedModel") + SUFFIX
+    return type(name, (GenericForSequenceClassification, family), {"config_class": causal.config_class})

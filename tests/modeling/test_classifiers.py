@@ -1,0 +1,164 @@
+"""A reward model on the trunk of any family: a training step, its folder, padding, adapters, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf_tasks.config.training import Lora
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.modeling import classifiers, contracts, models
+from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.stages.reward import Learner, Pairs
+from tests import small
+from tests.small import PAD
+
+QUERIES, RESPONSES = small.rows(6, longest=7)
+BATCH = collate(QUERIES, RESPONSES, PAD)
+WITHOUT_CLASSIFIER = ("granite", "cohere", "olmoe", "codegen", "xglm", "llama4_text")
+WITH_ANOTHER_HEAD = ("ctrl", "modernbert-decoder")
+MADE_HERE = (*WITHOUT_CLASSIFIER, *WITH_ANOTHER_HEAD)
+
+
+def policy(family: str, folder: Path) -> Path:
+    folder.mkdir()
+    models.save(small.other(family), small.tokenizer(), folder, identity={"kind": "policy"}, card="")
+    return folder
+
+
+def saved(scores: TokenScores, folder: Path) -> Path:
+    folder.mkdir()
+    models.save(scores.model, small.tokenizer(), folder, identity={"kind": "reward"}, card="")
+    return folder
+
+
+def fresh(family: str, tmp_path: Path) -> TokenScores:
+    return TokenScores.from_policy(policy(family, tmp_path / "sft"), torch.Generator().manual_seed(1))
+
+
+def step(scores: TokenScores) -> None:
+    """One step of the pair loss, after which every weight that has a gradient differs."""
+    task = Pairs(QUERIES, RESPONSES, RESPONSES[::-1], PAD, forked=models.takes_forks(scores.model))
+    assert not task.forked
+    optimizer = torch.optim.AdamW([p for p in scores.parameters() if p.requires_grad], lr=1e-2)
+    task.sums(Learner(scores, None), range(6), torch.device("cpu"))["loss"].backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def scores_of(scores: TokenScores) -> Tensor:
+    found: Tensor = scores.eval()(BATCH)
+    return found
+
+
+@pytest.mark.parametrize("family", [*MADE_HERE, "opt"])
+def test_a_trained_reward_model_of_any_family_is_loaded_with_the_same_bytes_of_scores(
+    family: str, tmp_path: Path
+) -> None:
+    scores = fresh(family, tmp_path)
+    before = scores_of(scores)
+    step(scores)
+    scores.set_mean(0.5)
+    ours = scores_of(scores)
+    assert not torch.allclose(ours, before, atol=1e-2)
+    first = saved(scores, tmp_path / "reward")
+    loaded = models.load_reward(first)
+    assert torch.equal(scores_of(loaded), ours)
+    assert contracts.fingerprint(saved(loaded, tmp_path / "again")) == contracts.fingerprint(first)
+    alone = small.last_scores_alone(loaded, QUERIES, RESPONSES)
+    torch.testing.assert_close(alone, ours[:, -1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", MADE_HERE)
+def test_the_folder_is_the_familys_config_and_plain_safetensors(family: str, tmp_path: Path) -> None:
+    folder = saved(fresh(family, tmp_path), tmp_path / "reward")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == family
+    assert config["architectures"] == [type(models.load_classifier(folder)).__name__]
+    assert config["architectures"][0].endswith("ForTokenScores")
+    tensors = load_file(folder / "model.safetensors")
+    assert {key.split(".")[0] for key in tensors} == {"model", "score"}
+    assert tensors["score.weight"].shape == (1, small.HIDDEN)
+
+
+@pytest.mark.parametrize("family", MADE_HERE)
+def test_the_trunk_is_the_policys(family: str, tmp_path: Path) -> None:
+    scores, model = fresh(family, tmp_path), small.other(family)
+    with torch.no_grad():
+        states = classifiers.trunk_of(model)(
+            input_ids=BATCH.query_response, attention_mask=BATCH.attention_mask,
+            position_ids=BATCH.position_ids,
+        ).last_hidden_state  # fmt: skip
+        assert torch.equal(scores.hidden_states(BATCH), states[:, -BATCH.num_response_columns - 1 :])
+
+
+@pytest.mark.parametrize("family", ["granite", "codegen", "ctrl"])
+def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path: Path) -> None:
+    scores = fresh(family, tmp_path)
+    models.with_lora(scores.model, Lora(r=2, alpha=4.0), seed=1)
+    names = [name for name, p in scores.model.named_parameters() if p.requires_grad]
+    assert names[-1] == "score.weight"
+    assert all("lora_" in name for name in names[:-1])
+    assert len(names) > 4
+    for _ in range(3):  # B is zero at first
+        step(scores)
+    scores.set_mean(0.25)
+    merged = TokenScores(models.merged(scores.model))
+    loaded = models.load_reward(saved(merged, tmp_path / "merged"))
+    torch.testing.assert_close(scores_of(loaded), scores_of(scores), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", MADE_HERE)
+def test_a_language_model_is_not_taken_for_a_reward_model_or_the_reverse(family: str, tmp_path: Path) -> None:
+    scores = fresh(family, tmp_path)
+    with pytest.raises(ContractError, match="sft lacks "):
+        models.load_reward(tmp_path / "sft")
+    with pytest.raises(ContractError, match=r"holds score\.weight: it scores or classifies"):
+        models.load_causal(saved(scores, tmp_path / "reward"))
+
+
+def test_a_trunk_that_no_head_fits_on_is_refused_by_its_family(tmp_path: Path) -> None:
+    """BART's causal LM is the decoder alone, but its classifier has the encoder too."""
+    from transformers import BartConfig, BartForCausalLM
+
+    config = BartConfig(
+        vocab_size=small.VOCAB, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16,
+        encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, pad_token_id=PAD, bos_token_id=1,
+        eos_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    (tmp_path / "bart").mkdir()
+    models.save(BartForCausalLM(config), small.tokenizer(), tmp_path / "bart", identity={}, card="")
+    with pytest.raises(ContractError, match=r"BartDecoderWrapper \(family bart\).*reward\.train: false"):
+        TokenScores.from_policy(tmp_path / "bart", torch.Generator())
+
+
+def test_a_reward_model_whose_head_is_no_linear_map_of_states_is_refused_by_its_family(
+    tmp_path: Path,
+) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=small.VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16,
+    )  # fmt: skip
+    config.num_labels = 1
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ContractError, match=r"\(family bert\) has no linear head `score`.*ppo\.scorers"):
+        models.load_reward(tmp_path / "bert")
+
+
+def test_a_family_without_any_classifier_is_refused(tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=16
+    )
+    ViTModel(config).save_pretrained(tmp_path / "vit")
+    with pytest.raises(ContractError, match="vit is a vit model, which has no classifier"):
+        models.load_classifier(tmp_path / "vit")
