@@ -59,6 +59,10 @@ class Batch:
     def to(self, device: torch.device) -> Self:
         return type(self)(**{name: x.to(device) for name, x in vars(self).items()})
 
+    def first(self, rows: int) -> Self:
+        """The first rows alone."""
+        return type(self)(**{name: x[:rows] for name, x in vars(self).items()})
+
 
 def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch:
     """Pad to the longest of these rows."""

@@ -9,7 +9,7 @@ B batch · R response · N tokens · V vocabulary · H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 from weakref import WeakSet
 
 import torch
@@ -18,7 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.data.batches import Batch, collate
+from rlhf_tasks.modeling.classifiers import trunk_of
+from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.last_layer import forward_replaced, last_columns_only
 from rlhf_tasks.modeling.products import RoundedLinear, rounded_products
 
@@ -48,19 +50,21 @@ def token_stats(
     its logits after the head, they are all made instead.
     """
     head = _head(model)
-    if head in _ADJUSTED or not isinstance(head, nn.Linear):
+    if head in _ADJUSTED or not _is_linear(head):
         logits, states = _run(model, batch, head.forward)
         labels, z = batch.responses[batch.response_mask], logits[:, :-1][batch.response_mask].float()
         answer = _spread(stats_of_logits(z / temperature, labels), batch, entropy_gradient)
         return _named(answer, states)
-    made = list[Tensor]()
+    made = list[tuple[int, int]]()
 
     def forward(states: Tensor) -> Tensor:
-        made.append(_stats_of_states(head, states, batch, temperature, entropy_gradient))
-        return made[0]
+        stats = _stats_of_states(head, states, batch, temperature, entropy_gradient)
+        made.append((stats.data_ptr(), stats._version))
+        return stats
 
     answer, states = _run(model, batch, forward)
-    if answer.data_ptr() != made[0].data_ptr():  # the model has changed what it takes for logits
+    pointer, version = made[0]
+    if answer.data_ptr() != pointer or answer._version > version:  # the model has changed its "logits"
         _ADJUSTED.add(head)
         return token_stats(model, batch, temperature, entropy_gradient=entropy_gradient)
     return _named(answer, states)
@@ -69,6 +73,30 @@ def token_stats(
 def head_states(model: nn.Module, batch: Batch) -> Tensor:
     """`TokenStats.states` alone, without the cost of the head."""
     return _run(model, batch, lambda states: states)[1]
+
+
+def head_width(model: PreTrainedModel) -> int:
+    """H of `TokenStats.states`; it may differ from the config's `hidden_size` (OPT-350m)."""
+    return cast(nn.Linear, _head(model)).in_features
+
+
+@torch.no_grad()
+def reads_trunk(model: PreTrainedModel) -> bool:
+    """Whether the logits are the head's product with the trunk's states, unchanged before and after it.
+
+    Only then `head_logprobs` on those states are the model's own. It is tried on four tokens: what is given
+    to the head must be the states, bit for bit, and the model must return what the head returns.
+    """
+    batch = collate([[0, 1]], [[2, 3]], pad=0).to(next(model.parameters()).device)
+    given = token_stats(model, batch).states
+    with last_columns_only(model, given.shape[1]):  # the same sizes of products, or the last bits differ
+        out = trunk_of(model)(
+            input_ids=batch.query_response, attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids, use_cache=False,
+        )  # fmt: skip
+    states = out.last_hidden_state[:, -given.shape[1] :]
+    head = _head(model)
+    return _is_linear(head) and head not in _ADJUSTED and torch.equal(given, states)
 
 
 def head_logprobs(head: nn.Linear, states: Tensor, batch: Batch) -> Tensor:
@@ -81,6 +109,11 @@ def head_logprobs(head: nn.Linear, states: Tensor, batch: Batch) -> Tensor:
 def _head(model: nn.Module) -> nn.Module:
     head: nn.Module = _unwrapped(model).get_output_embeddings()
     return head
+
+
+def _is_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the head computes hidden · weightᵀ + bias and nothing else."""
+    return type(head).forward in (nn.Linear.forward, RoundedLinear.forward)
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
@@ -101,6 +134,12 @@ def _run(model: nn.Module, batch: Batch, forward: Callable[[Tensor], Tensor]) ->
             input_ids=batch.query_response, attention_mask=batch.attention_mask,
             position_ids=batch.position_ids, use_cache=False, logits_to_keep=columns,
         )  # fmt: skip
+    if not given:
+        inner = _unwrapped(model)
+        raise ContractError(
+            f"{type(inner).__name__} (family {inner.config.model_type}) makes its logits without its output "
+            "layer's forward pass, and cannot be trained here; use a model of another family"
+        )
     return out.logits, given[0]
 
 

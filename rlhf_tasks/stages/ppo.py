@@ -18,6 +18,7 @@ from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts, models, scorers
+from rlhf_tasks.modeling.head import head_width
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.ppo.collector import stop_token
@@ -170,7 +171,7 @@ def _critic(
     if settings.value_model is None:
         return NoCritic()
     if settings.value_model == "shared":
-        return ValueHead(policy.config.hidden_size)
+        return ValueHead(head_width(policy))
     if settings.critic_init == "reward":
         assert reward is not None
         critic = copy.deepcopy(reward).requires_grad_(True)

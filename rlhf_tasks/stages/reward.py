@@ -14,14 +14,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
 from rlhf_tasks.data.batches import (
@@ -38,7 +38,8 @@ from rlhf_tasks.data.batches import (
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.modeling.head import head_logprobs
+from rlhf_tasks.modeling.classifiers import replace_trunk
+from rlhf_tasks.modeling.head import head_logprobs, reads_trunk, token_stats
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
 from rlhf_tasks.project import hashing
@@ -170,11 +171,11 @@ class Pairs:
             of_chosen = per_token.gather(1, ends_of_chosen[:, None]).squeeze(1)
             return pair_sums(of_chosen, per_token[:, -1], self.margin, self.centring_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
-        per_token, means = model(batch)
+        per_token, means = model(batch, len(rows) if self.lm_coef else 0)
         of_chosen, of_rejected = per_token[:, -1].chunk(2)
         sums = pair_sums(of_chosen, of_rejected, self.margin, self.centring_coef)
         if means is not None:
-            sums["loss"] = sums["loss"] - self.lm_coef * means[: len(rows)].sum()
+            sums["loss"] = sums["loss"] - self.lm_coef * means.sum()
         return sums
 
 
@@ -187,19 +188,32 @@ def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: fl
 
 
 class Learner(nn.Module):
-    """The reward model in training, with the policy's LM head if `lm_coef` is not 0."""
+    """The reward model in training; with `lm_coef`, the policy's head on the same trunk beside it.
 
-    def __init__(self, scores: TokenScores, lm_head: nn.Linear | None) -> None:
+    If the policy changes states before its head or logits after it (Gemma 2, Cohere, Granite), its own
+    forward pass gives the log-probs. That reads the chosen answers a second time.
+    """
+
+    def __init__(self, scores: TokenScores, policy: PreTrainedModel | None = None) -> None:
         super().__init__()
-        self.scores, self.lm_head = scores, lm_head
+        self.scores = scores
+        self.lm: nn.Module | None = None
+        if policy is not None:
+            plain = reads_trunk(policy)
+            replace_trunk(policy, scores.model.base_model)
+            self.lm = policy.get_output_embeddings() if plain else policy
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """((B, R + 1) scores, (B,) mean log-probs of the response tokens or None)."""
-        hidden, mask = self.scores.hidden_states(batch), batch.response_mask
-        if self.lm_head is None:
+    def forward(self, batch: Batch, lm_rows: int = 0) -> tuple[Tensor, Tensor | None]:
+        """((B, R + 1) scores, (lm_rows,) mean log-probs of the first rows' response tokens or None)."""
+        hidden = self.scores.hidden_states(batch)
+        if self.lm is None or not lm_rows:
             return self.scores.scored(hidden), None
-        logprobs = head_logprobs(self.lm_head, hidden, batch)
-        return self.scores.scored(hidden), logprobs.sum(1) / mask.sum(1)
+        answers = batch.first(lm_rows)
+        if isinstance(self.lm, PreTrainedModel):
+            logprobs = token_stats(self.lm, answers).logprobs
+        else:
+            logprobs = head_logprobs(cast(nn.Linear, self.lm), hidden[:lm_rows], answers)
+        return self.scores.scored(hidden), logprobs.sum(1) / answers.response_mask.sum(1)
 
 
 def _trained(
@@ -216,8 +230,8 @@ def _trained(
     scores = TokenScores.from_policy(paths.sft, generator)
     if settings.lora is not None:
         models.with_lora(scores.model, settings.lora, seed=seed)
-    head = models.load_causal(paths.sft).get_output_embeddings() if settings.lm_coef else None
-    learner = Learner(scores, head).to(rt.device)
+    policy = models.load_causal(paths.sft) if settings.lm_coef else None
+    learner = Learner(scores, policy).to(rt.device)
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")

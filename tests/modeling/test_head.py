@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Categorical
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import head
-from rlhf_tasks.modeling.head import head_logprobs, head_states, label_stats, stats_of_logits, token_stats
+from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.modeling.head import (
+    head_logprobs,
+    head_states,
+    head_width,
+    label_stats,
+    reads_trunk,
+    stats_of_logits,
+    token_stats,
+)
 from rlhf_tasks.modeling.models import response_logits
 from tests import small
 from tests.small import FAMILIES, PAD, Family
@@ -98,26 +110,11 @@ def test_nan_in_one_token_is_seen_in_its_log_prob_only() -> None:
 
 # ------------------------------------------------------------------------------------- within a model
 
-ADJUSTING = {
-    "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8},
-    "cohere": {"logit_scale": 0.3},
-    "granite": {"logits_scaling": 3.0},
-}
-
-
-def adjusting(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        family, vocab_size=small.VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, initializer_range=0.5, pad_token_id=PAD, bos_token_id=1,
-        eos_token_id=1, **ADJUSTING[family],
-    )  # fmt: skip
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    return model
+ADJUSTING = ("gemma2", "cohere", "granite")
 
 
 def model_of(family: str) -> PreTrainedModel:
-    return adjusting(family) if family in ADJUSTING else small.causal(family)  # type: ignore[arg-type]
+    return small.other(family) if family in ADJUSTING else small.causal(family)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ADJUSTING])
@@ -154,6 +151,66 @@ def test_every_weight_gets_the_gradient_that_full_logits_give(family: str) -> No
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(small.OTHERS))
+def test_statistics_of_any_family_are_those_of_its_logits_in_float64(family: str) -> None:
+    model, exact = small.other(family), small.in_float64(family)
+    with torch.no_grad():
+        stats = token_stats(model, BATCH)
+    for row, (query, response) in enumerate(zip(QUERIES, RESPONSES, strict=True)):
+        expected = Categorical(logits=small.logits_alone(exact, query, response).double())
+        torch.testing.assert_close(
+            stats.logprobs[row, -len(response) :].double(), expected.log_prob(torch.tensor(response)),
+            atol=2e-5, rtol=1e-5,
+        )  # fmt: skip
+    assert stats.states.shape[2] == head_width(model)
+
+
+def test_logits_that_are_changed_in_place_are_seen() -> None:
+    model = small.causal()
+    plain, forward = token_stats(model, BATCH), model.forward
+
+    def scaled(**given: Any) -> Any:
+        out = forward(**given)
+        out.logits.mul_(0.5)
+        return out
+
+    model.forward = scaled
+    with torch.no_grad():
+        found, exact = token_stats(model, BATCH), Categorical(logits=response_logits(model, BATCH))
+    mask = BATCH.response_mask
+    torch.testing.assert_close(found.logprobs[mask], exact.log_prob(BATCH.responses)[mask])
+    assert not torch.allclose(found.logprobs[mask], plain.logprobs[mask], atol=1e-3)
+
+
+def test_a_head_that_computes_more_than_a_product_is_not_cut_into_slices() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = small.causal()
+    model.get_output_embeddings().__class__ = Doubled
+    with torch.no_grad():
+        found, exact = token_stats(model, BATCH), Categorical(logits=response_logits(model, BATCH))
+    mask = BATCH.response_mask
+    torch.testing.assert_close(found.logprobs[mask], exact.log_prob(BATCH.responses)[mask])
+
+
+def test_a_model_that_never_runs_its_head_is_refused() -> None:
+    model = small.causal()
+    with (
+        mock.patch.object(model, "get_output_embeddings", return_value=torch.nn.Linear(16, 23)),
+        pytest.raises(ContractError, match=r"family llama\) makes its logits without its output layer"),
+    ):
+        token_stats(model, BATCH)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *sorted(small.OTHERS)])
+def test_only_a_head_on_the_trunks_own_states_reads_the_trunk(family: str) -> None:
+    """The models of `CHANGING` change the states before the head, or the logits after it."""
+    model = small.other(family) if family in small.OTHERS else small.causal(family)  # type: ignore[arg-type]
+    assert reads_trunk(model) == (family not in small.CHANGING)
 
 
 def test_without_entropy_gradient_the_entropy_is_a_number_only() -> None:

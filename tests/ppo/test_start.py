@@ -16,10 +16,11 @@ from rlhf_tasks.config import PpoView
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from tests import small
+from tests.ppo import toy
 from tests.small import PAD
 
 Start = Callable[..., ActorCritic]
@@ -73,6 +74,24 @@ def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start
         assert torch.equal(one.eval().state_values(batch), scores)
     assert scores.std() > 0.01
     assert same(critic_of(one), reward)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama4_text", "cohere", "minicpm3"])
+@pytest.mark.parametrize("value_model", ["shared", "separate"])
+def test_a_critic_of_any_family_and_width_learns(family: str, value_model: str, models_here: Path) -> None:
+    """OPT-350m's head reads states that are narrower than its layers; Llama 4 hides its trunk."""
+    models.save(small.other(family), small.tokenizer(), Paths().sft, identity={}, card="")
+    rewards = {"ppo.scorers": [{"kind": "dummy"}], "reward.train": False, "judge.judges": [small.GOLD]}
+    config = small.view("ppo", rewards | {"ppo.value_model": value_model, "ppo.critic_init": "sft"})
+    one, reference, _ = ppo.load_models(small.runtime(), config, Paths())
+    critic = one.value if isinstance(one.value, ValueHead) else models.head_of(critic_of(one).model)
+    assert not critic.weight.any()
+    changes = {"value_model": value_model, "critic_init": "sft", **toy.ONE_STEP}
+    trainer = toy.trainer(actor_critic=one, reference=reference, **changes)
+    metrics = next(trainer.updates())
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-4)  # of the only step, before which nothing moved
+    assert metrics["objective/kl_k1"] == pytest.approx(0, abs=1e-4)
+    assert critic.weight.all()
 
 
 @pytest.mark.parametrize("source", ["reward", "sft", "base"])

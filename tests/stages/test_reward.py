@@ -64,7 +64,7 @@ def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
     policy = small.causal()
     scores = small.scores()
     scores.model.base_model.load_state_dict(policy.base_model.state_dict())
-    learner = Learner(scores, policy.get_output_embeddings())
+    learner = Learner(scores, policy)
     plain = pairs(pad).sums(learner, range(6), torch.device("cpu"))["loss"].item()
     found = pairs(pad, lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"].item()
     nlls = []
@@ -72,6 +72,30 @@ def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
         log_p = small.logits_alone(policy, query, answer).log_softmax(-1)
         nlls.append(-sum(log_p[t, token].item() for t, token in enumerate(answer)) / len(answer))
     assert found - plain == pytest.approx(0.3 * sum(nlls), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", [*small.CHANGING, "opt", "olmoe"])
+def test_the_lm_term_is_that_of_the_policys_own_logits_in_float64(family: str, tmp_path: Path) -> None:
+    """Also where the policy changes the states before its head or the logits after it."""
+    models.save(small.other(family), small.tokenizer(), tmp_path, identity={}, card="")
+    scores = TokenScores.from_policy(tmp_path, torch.Generator().manual_seed(1))
+    learner, exact = Learner(scores, models.load_causal(tmp_path)), small.in_float64(family)
+    plain = pairs().sums(learner, range(6), torch.device("cpu"))["loss"]
+    found = pairs(lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"]
+    nlls = []
+    for query, answer in zip(QUERIES, CHOSEN, strict=True):
+        log_p = small.logits_alone(exact, query, answer).log_softmax(-1)
+        nlls.append(-sum(log_p[t, token].item() for t, token in enumerate(answer)) / len(answer))
+    assert (found - plain).item() == pytest.approx(0.3 * sum(nlls), rel=1e-5)
+    found.backward()
+    trunk = scores.model.base_model
+    assert not [name for name, p in trunk.named_parameters() if p.grad is None]
+    assert learner.lm is not None
+    assert [p for p in learner.lm.parameters() if p.grad is None] == []
+    # both losses train one trunk: the policy's own is gone
+    beside = {id(p) for p in learner.parameters()} - {id(p) for p in scores.parameters()}
+    heads = {name for name, p in learner.lm.named_parameters() if id(p) in beside}
+    assert all("layers" not in name for name in heads), heads
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,7 +156,7 @@ def test_a_model_with_a_sliding_window_reads_each_prompt_twice() -> None:
 
 
 def test_micro_batches_change_no_sum_of_pairs() -> None:
-    learner = Learner(small.scores(), small.causal().get_output_embeddings())
+    learner = Learner(small.scores(), small.causal())
     task, cpu = pairs(lm_coef=0.3, margin=0.1, centring_coef=0.01), torch.device("cpu")
     whole = task.sums(learner, range(6), cpu)
     parts = [task.sums(learner, [i], cpu) for i in range(6)]
