@@ -250,13 +250,20 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
     """Put low-rank adapters into every linear layer but the head, in place; returns the same model.
 
     W x becomes W x + alpha / r · B A x. A is drawn with `seed` and B is zero, so that the model is unchanged
-    at first (arXiv 2106.09685, 4.1). Only the adapters and the head of a scoring model are trained.
+    at first (arXiv 2106.09685, 4.1). Only the adapters and the head of a scoring model are trained. Experts
+    that a mixture holds as one tensor, and their router, get none.
     """
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
     scores = model.get_output_embeddings() is None
+    head = head_of(model) if scores else model.get_output_embeddings()
+    # by their names: for "all-linear" peft adapts experts too, in a form that could not be merged
+    linear = [
+        name for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]  # fmt: skip
     settings = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules="all-linear",  # type: ignore[arg-type]
+        r=lora.r, lora_alpha=lora.alpha, target_modules=linear,
         task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
     )  # fmt: skip
@@ -264,7 +271,7 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model)
     if scores:
-        head_of(model).requires_grad_(True)
+        head.requires_grad_(True)
     return model
 
 

@@ -402,6 +402,16 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_p
     assert [f.name for f in (tmp_path / "merged").iterdir() if "adapter" in f.name] == []
 
 
+def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path: Path) -> None:
+    model = adapted(small.other("olmoe"))
+    names = trained_names(model)
+    assert {name.split(".")[3] for name in names} == {"self_attn"}
+    assert len(names) == 2 * 2 * 4
+    loaded = models.load_causal(save(models.merged(model), tmp_path / "merged"))
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(logits_of(model), logits_of(small.other("olmoe")), atol=1e-2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_reward_model_keeps_its_head_and_its_mean(family: Family, tmp_path: Path) -> None:
     scores = small.scores(family)
