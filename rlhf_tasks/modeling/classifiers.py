@@ -69,8 +69,10 @@ def on_trunk(trunk: nn.Module, config: PretrainedConfig) -> PreTrainedModel:
         makers.insert(0, AutoModelForSequenceClassification.from_config)
     for make in makers:
         model: PreTrainedModel = make(config, dtype=torch.float32)
-        if type(model.base_model) is type(trunk) and isinstance(getattr(model, "score", None), nn.Linear):
-            model.base_model.load_state_dict(trunk.state_dict())
+        weights, base = trunk.state_dict(), model.base_model
+        is_same = type(base) is type(trunk) and base.state_dict().keys() == weights.keys()
+        if is_same and isinstance(getattr(model, "score", None), nn.Linear):
+            base.load_state_dict(weights)
             return model
     raise ContractError(
         f"no reward model or critic can be put on {type(trunk).__name__} (family {config.model_type}): it is "
@@ -96,6 +98,8 @@ def _own_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class that is made for a family; None if the family has no causal LM or no trunk of its own."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
         return None
+    if not hasattr(config.get_text_config(), "hidden_size"):
+        return None
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return _made(causal)
 
@@ -104,4 +108,6 @@ def _own_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 def _made(causal: Any) -> type[PreTrainedModel]:
     family = next(cls for cls in causal.__mro__ if PreTrainedModel in cls.__bases__)
     name = family.__name__.removesuffix("PreTrainedModel") + SUFFIX
-    return type(name, (GenericForSequenceClassification, family), {"config_class": causal.config_class})
+    # transformers reads in the source of the class's module what the family's attention and experts can do
+    own = {"config_class": causal.config_class, "__module__": family.__module__}
+    return type(name, (GenericForSequenceClassification, family), own)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate
@@ -98,7 +99,7 @@ def test_the_trunk_is_the_policys(family: str, tmp_path: Path) -> None:
         assert torch.equal(scores.hidden_states(BATCH), states[:, -BATCH.num_response_columns - 1 :])
 
 
-@pytest.mark.parametrize("family", ["granite", "codegen", "ctrl"])
+@pytest.mark.parametrize("family", ["granite", "codegen", "ctrl", "olmoe"])
 def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path: Path) -> None:
     scores = fresh(family, tmp_path)
     models.with_lora(scores.model, Lora(r=2, alpha=4.0), seed=1)
@@ -112,6 +113,19 @@ def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path
     merged = TokenScores(models.merged(scores.model))
     loaded = models.load_reward(saved(merged, tmp_path / "merged"))
     torch.testing.assert_close(scores_of(loaded), scores_of(scores), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", MADE_HERE)
+@torch.no_grad()
+def test_it_classifies_whole_texts_as_the_classifiers_of_transformers_do(family: str, tmp_path: Path) -> None:
+    """A ranker judge pads on the right and reads the logit of the last real token."""
+    folder = saved(fresh(family, tmp_path), tmp_path / "reward")
+    model, scores = models.load_classifier(folder).eval(), models.load_reward(folder).eval()
+    texts = [torch.tensor(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
+    ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
+    logits = model(input_ids=ids, attention_mask=(ids != PAD).long()).logits
+    expected = small.last_scores_alone(scores, QUERIES, RESPONSES)
+    torch.testing.assert_close(logits[:, 0], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", MADE_HERE)

@@ -64,7 +64,7 @@ def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
     assert models.load_causal("models/policy").config.model_type == family
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
+@pytest.mark.parametrize("family", ["gpt_neox", "qwen2", "granite"])
 def test_other_families_take_a_step_of_sft_reward_and_ppo(family: str) -> None:
     settings = prepared(family)
     for stage in ("sft", "preferences", "reward", "ppo"):
