@@ -116,7 +116,7 @@ def scores(family: Family = "llama", seed: int = 0) -> TokenScores:
     made.num_labels = 1
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(made, dtype=torch.float32)
-    return TokenScores(models.without_dropout(model)).eval()
+    return TokenScores(model.eval()).eval()
 
 
 def rows(count: int, seed: int = 0, longest: int = 9) -> tuple[list[Ids], list[Ids]]:

@@ -117,7 +117,7 @@ def _decoded(
             break
         if len(left) <= 0.75 * len(rows):
             rows, alive, ids, positions, mask = (x[left] for x in (rows, alive, ids, positions, mask))
-            cache.batch_select_indices(left)
+            cache.reorder_cache(left)
     return tokens, logprobs
 
 
@@ -157,10 +157,10 @@ class _Preallocated(DynamicLayer):
         self.keys, self.values = (whole[:, :, : self._length] for whole in self._all)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        assert self._all is not None
-        self._all = tuple(whole[indices] for whole in self._all)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows. Of two methods for it, only this one keeps a linear-attention layer's states."""
+        if self._all is not None:
+            self._all = tuple(whole[beam_idx] for whole in self._all)
 
 
 def _cache(model: PreTrainedModel, room: int) -> DynamicCache:

@@ -4,6 +4,9 @@ A checkpoint is a Hugging Face folder (safetensors, config, tokenizer, model car
 contracts.py. Its bytes do not change from run to run. Weights that would be newly initialised at load are
 an error: PPO would train on the noise of a new reward head.
 
+Every model is in eval mode, and trains in it: PPO's ratio must be 1 before the first step. So dropout, layer
+drop and the router's noise are off in every family, whatever its config calls them.
+
 B batch · R response · V vocabulary · H hidden.
 """
 
@@ -14,7 +17,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -41,10 +44,7 @@ SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
 def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
-    """A randomly initialised causal LM of one of the known families; weights from torch's global RNG.
-
-    Dropout is off, as everywhere in this pipeline: PPO's ratio must be 1 before the first step.
-    """
+    """A randomly initialised causal LM of one of the known families; weights from torch's global RNG."""
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
@@ -70,7 +70,7 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
             sizes["num_key_value_heads"] = shape.num_heads
     config = AutoConfig.for_model(shape.family, **common, **sizes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+    return model.eval()
 
 
 def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -79,18 +79,8 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
 def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
-    """A causal LM from a folder or the hub, in float32, dropout off.
+    """A causal LM from a folder or the hub, in float32 and eval mode.
 
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
@@ -115,7 +105,7 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
 
 
 def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
-    """A sequence classifier with its trained head, in float32, dropout off.
+    """A sequence classifier with its trained head, in float32 and eval mode.
 
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
@@ -149,7 +139,7 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
             f"{source} lacks {what}: {', '.join(missing[:5])} would be newly initialised; "
             "give a checkpoint that holds every weight"
         )
-    return without_dropout(model)
+    return cast(PreTrainedModel, model.eval())
 
 
 class TokenScores(nn.Module):
@@ -176,7 +166,7 @@ class TokenScores(nn.Module):
         std = 1 / (head_of(model).in_features + 1) ** 0.5
         with torch.no_grad():
             head_of(model).weight.normal_(0.0, std, generator=generator)
-        return cls(without_dropout(model))
+        return cls(model.eval())
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """(B, R + 1, H) of the last layer: before each response token, and after the last."""
@@ -272,7 +262,7 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
         inject_adapter_in_model(settings, model)
     if scores:
         head.requires_grad_(True)
-    return model
+    return model.eval()
 
 
 @contextmanager
@@ -317,8 +307,7 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     plain.load_state_dict(weights)
     if model.can_generate():
         plain.generation_config = copy.deepcopy(model.generation_config)
-    plain.train(model.training)
-    return without_dropout(plain)
+    return plain.eval()
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:

@@ -79,7 +79,6 @@ class Collector:
         Raises:
             NonFiniteError: if the policy gives no distribution; the queries are its `batch`.
         """
-        self._actor_critic.eval()
         return fail_together(self._rt, lambda: self._sampled(queries), {"queries": queries})
 
     def _sampled(self, queries: list[Ids]) -> Samples:
@@ -99,7 +98,6 @@ class Collector:
         Raises:
             NonFiniteError: if any of it is NaN or infinite; the rollout is its `batch`.
         """
-        self._actor_critic.eval()
         responses, width = samples.responses, self._settings.response_length
         logprobs, ref_logprobs, values, last_values = self._forward(queries, responses)
         if self._rt.is_float32:

@@ -5,8 +5,7 @@ B batch · R response.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -158,8 +157,7 @@ class Evaluator:
             NonFiniteError: on all processes, if a number is NaN or infinite; the responses are its `batch`.
         """
         rt, own = self._rt, self._rt.share(prompts)
-        with _evaluating(self._policy):
-            ids = fail_together(rt, lambda: self._sampled(own), {"prompts": own})
+        ids = fail_together(rt, lambda: self._sampled(own), {"prompts": own})
         batch, queries = {"prompts": own, "responses": ids}, encode(self._tokenizer, own)
         everything = interleaved(rt.each({"queries": queries, "ids": ids}))
         parts = self._scored(everything["queries"], everything["ids"], batch)
@@ -189,8 +187,7 @@ class Evaluator:
         """
         rt, own = self._rt, (self._rt.share(queries), self._rt.share(responses))
         batch = {"prompts": self._rt.share(self._prompts), "responses": own[1]}
-        with _evaluating(self._policy):
-            kl = fail_together(rt, lambda: self._own_kl(*own), batch)
+        kl = fail_together(rt, lambda: self._own_kl(*own), batch)
         result: Tensor = interleaved(rt.each(kl))
         return result
 
@@ -257,17 +254,6 @@ class Evaluator:
         self._best, self._selected = state["best"], dict(state["selected"])
         self._weights = state["weights"]
         self.samples, self.answers = list(state["samples"]), list(state["answers"])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode inside the block, in its former mode afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

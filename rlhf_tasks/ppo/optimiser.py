@@ -99,7 +99,6 @@ class Optimiser:
         steps: list[Step] = []
         num_epochs = 0
         self._num_tokens.zero_()
-        self.model.train()
         while num_epochs < self._settings.num_ppo_epochs:
             epoch = [self._step(batch, rows, coefficients, critic_only) for rows in self._mini_batches()]
             steps += epoch

@@ -18,6 +18,7 @@ from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts, models, scorers
+from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import head_width
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
@@ -154,7 +155,7 @@ def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel
     settings = config.ppo
     policy = models.place(models.load_causal(paths.sft), rt.device)
     if settings.gradient_checkpointing:
-        _checkpoint_activations(policy)
+        recompute_activations(policy)
     if settings.lora is not None:
         policy = models.with_lora(policy, settings.lora, seed=config.seed)
         return policy, AdapterOff(policy)
@@ -180,16 +181,10 @@ def _critic(
         critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
         nn.init.zeros_(models.head_of(critic.model).weight)
     if settings.gradient_checkpointing:
-        _checkpoint_activations(critic.model)
+        recompute_activations(critic.model)
     if settings.lora is not None and settings.lora.value:
         critic.model = models.with_lora(critic.model, settings.lora, seed=config.seed)
     return critic
-
-
-def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """`gradient_checkpointing`; transformers 5.23 renames the method."""
-    new = getattr(model, "activation_checkpointing_enable", None)
-    (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _heldout(

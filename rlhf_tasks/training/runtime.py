@@ -121,7 +121,12 @@ class Runtime:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap for data parallelism or ZeRO; call the returned module instead of the given one."""
+        """Wrap for data parallelism or ZeRO; call the returned module instead of the given one.
+
+        The model trains in eval mode: what is random in training, such as dropout, would make PPO's ratio
+        differ from 1 before the first step.
+        """
+        model.eval()
         if self.is_deepspeed:
             # DeepSpeed clips inside its own step, by its own setting
             self.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = (

@@ -154,7 +154,6 @@ class Fit:
 
     def _optimise(self, rows: list[int]) -> tuple[dict[str, float], float]:
         """The sums of a batch, and the norm of its gradient."""
-        self.model.train()
         own, norm = self.rt.share(rows), self.settings.max_grad_norm
 
         def losses() -> list[Callable[[], tuple[Tensor, Sums]]]:
@@ -225,7 +224,6 @@ def total(rt: Runtime, parts: Sequence[Sums]) -> dict[str, float]:
 @torch.no_grad()
 def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict[str, float]:
     """Means of a task's metrics over all of its rows, over all processes."""
-    model.eval()
     rows = range(len(task.sizes))
     cut = groups(rt, task.sizes, rt.share(rows), TokenBudget(max_tokens))
     parts = [_sums(rt, model, task, group, rows) for group in cut]

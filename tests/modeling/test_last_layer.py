@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, collate, fork
 from rlhf_tasks.modeling import last_layer, models
+from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import token_stats
-from rlhf_tasks.stages.ppo import _checkpoint_activations
 from tests import small
 from tests.small import FAMILIES, PAD, Family
 
@@ -69,7 +69,7 @@ def test_only_the_last_layer_is_spared_columns(family: Family) -> None:
 
 
 def test_checkpointed_layers_compute_all_columns() -> None:
-    model = small.causal("gpt_neox").train()
+    model = small.causal("gpt_neox")
     plain = read(model, BATCH)
-    _checkpoint_activations(model)
+    recompute_activations(model)
     torch.testing.assert_close(read(model, BATCH), plain)

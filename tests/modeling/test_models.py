@@ -76,19 +76,6 @@ def test_pad_may_equal_eos(family: Family) -> None:
         assert torch.equal(scores(apart)[:, -1], scores(same)[:, -1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_in_training_has_no_dropout(family: Family, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(**small.causal(family).config.to_dict())
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if hasattr(config, name):
-            setattr(config, name, 0.5)
-    save(AutoModelForCausalLM.from_config(config), tmp_path / "dropping")
-    model = models.load_causal(tmp_path / "dropping").train()
-    batch = collate(QUERIES, RESPONSES, PAD)
-    with torch.no_grad():
-        assert torch.equal(response_logits(model, batch), response_logits(model, batch))
-
-
 # -------------------------------------------------------------------------------- reward heads
 
 

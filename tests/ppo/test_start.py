@@ -130,7 +130,7 @@ def test_lora_puts_adapters_into_the_policy_and_on_demand_into_the_critic(
 @pytest.mark.parametrize("on", [True, False])
 def test_gradient_checkpointing_passes_policy_and_critic_twice(on: bool, start: Start) -> None:
     """Activations that the first pass does not keep are computed again for the gradient."""
-    one = start(gradient_checkpointing=on).train()
+    one = start(gradient_checkpointing=on)
     passes: Counter[str] = Counter()
     for name, module in one.named_modules():
         if name.endswith(".mlp"):
