@@ -37,10 +37,14 @@ LATENT: Mapping[str, Any] = {"head_dim": 4, "num_key_value_heads": 4}
 """Multi-head latent attention has one key and value head for each query head, and rotates this much of it."""
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "bailing_hybrid": {"layer_group_size": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "minimax": {"block_size": 4},

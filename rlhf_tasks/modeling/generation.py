@@ -8,6 +8,7 @@ B batch · Q query · R response · V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,9 @@ def _decoded(
     logprobs = torch.zeros((num_rows, limit), device=uniform.device)
     width = batch.query_response.shape[1]
     cache = _cache(model, width + limit)
+    memory, is_recurrent = {"past_key_values": cache}, _is_recurrent(model)
+    if is_recurrent:
+        memory = {"cache_params": cache}
     mask = F.pad(batch.attention_mask, (0, limit), value=1)
     ids, positions = batch.query_response, batch.position_ids
     rows = torch.arange(num_rows, device=uniform.device)
@@ -98,8 +102,8 @@ def _decoded(
     check = CPU_CHECK if uniform.device.type == "cpu" else GPU_CHECK
     for t in range(limit):
         logits = model(
-            input_ids=ids, attention_mask=mask[:, : width + t], position_ids=positions,
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
+            input_ids=ids, attention_mask=None if is_recurrent and t else mask[:, : width + t],
+            position_ids=positions, use_cache=True, logits_to_keep=1, **memory,
         ).logits[:, -1]  # fmt: skip
         if t == 0 and len(query_of) > len(logits):
             logits, positions, mask = (x[query_of] for x in (logits, positions, mask))
@@ -161,6 +165,11 @@ class _Preallocated(DynamicLayer):
         """Keep these rows. Of two methods for it, only this one keeps a linear-attention layer's states."""
         if self._all is not None:
             self._all = tuple(whole[beam_idx] for whole in self._all)
+
+
+def _is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether no layer attends, as in Mamba: the cache has another name, and only the query has a mask."""
+    return "cache_params" in inspect.signature(model.forward).parameters
 
 
 def _cache(model: PreTrainedModel, room: int) -> DynamicCache:

@@ -15,6 +15,9 @@ LONGER, MORE_REPETITION = 1.2, 0.1
 ROUNDING = 1e-4
 """Nats of a response that float32 may be off by: the KL of an unchanged policy has this size."""
 
+FLOAT32_RATIO_ERROR, BF16_RATIO_ERROR = 1e-3, 0.05
+"""What rounding may cause of the ratio's error at an update's first minibatch, where it should be 1."""
+
 RARE = 0.2
 """A share of ended responses below which its fall is noise."""
 
@@ -26,6 +29,8 @@ class GuardTrip:
     name: str
     what: str
     cause: str
+    can_be_undone: bool = True
+    """Whether a roll back may help. A guard that it cannot help trips at once, without patience."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}; likely cause: {self.cause}"
@@ -38,9 +43,14 @@ class GuardTripped(UserError):
 class Guards:
     """Checks each update; a guard trips when its condition fails for `patience` updates in a row."""
 
-    def __init__(self, settings: config.Guards, num_episodes: int) -> None:
-        """`num_episodes` is the size of a rollout: the smaller it is, the noisier are its shares."""
-        self._settings, self._num_episodes = settings, num_episodes
+    def __init__(
+        self, settings: config.Guards, num_episodes: int, *, ratio_error: float = FLOAT32_RATIO_ERROR
+    ) -> None:
+        """`num_episodes` is the size of a rollout: the smaller it is, the noisier are its shares.
+
+        `ratio_error` is the largest val/first_ratio_error that rounding may cause.
+        """
+        self._settings, self._num_episodes, self._ratio_error = settings, num_episodes, ratio_error
         self._failures: dict[str, int] = {}
         """Updates in a row at which each condition has failed."""
         self._first: list[float] = []
@@ -53,7 +63,10 @@ class Guards:
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
         self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
         self._failures = {name: self._failures.get(name, 0) + 1 for name in failed}
-        return [failed[name] for name, count in self._failures.items() if count == self._settings.patience]
+        patience = {
+            name: self._settings.patience if trip.can_be_undone else 1 for name, trip in failed.items()
+        }
+        return [failed[name] for name, count in self._failures.items() if count == patience[name]]
 
     @property
     def all_passed(self) -> bool:
@@ -62,6 +75,14 @@ class Guards:
 
     def _failed(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
         settings, kl, ratio = self._settings, metrics["objective/kl_k1"], metrics["val/ratio"]
+        error = metrics["val/first_ratio_error"]
+        if error > self._ratio_error:
+            yield GuardTrip(
+                "first_ratio",
+                f"val/first_ratio_error = {error:.3g} exceeds {self._ratio_error:g} before any step",
+                "the model answers differently in training than in sampling; `rlhf check-model` says where",
+                can_be_undone=False,
+            )  # fmt: skip
         noise = ROUNDING + 2 * metrics["objective/kl_k1_standard_error"]
         if kl < settings.kl_min - noise:
             yield GuardTrip(

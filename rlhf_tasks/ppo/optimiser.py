@@ -273,7 +273,9 @@ class Optimiser:
     def _means(self, steps: Sequence[Step]) -> Metrics:
         norms = [step.grad_norm for step in steps]
         means = token_means(self._rt, [sums for step in steps for sums in step.sums])
-        return means | {"train/grad_norm": sum(norms) / len(norms)}
+        first = token_means(self._rt, steps[0].sums)  # before any step: the policy is still the old one
+        error = (first["val/ratio_var"] + (first["val/ratio"] - 1) ** 2) ** 0.5
+        return means | {"val/first_ratio_error": error, "train/grad_norm": sum(norms) / len(norms)}
 
     def _exceeds_target_kl(self, epoch: Sequence[Step]) -> bool:
         if self._settings.target_kl is None:

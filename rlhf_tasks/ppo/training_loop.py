@@ -12,7 +12,13 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluator import Evaluator
-from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
+from rlhf_tasks.ppo.guards import (
+    BF16_RATIO_ERROR,
+    FLOAT32_RATIO_ERROR,
+    Guards,
+    GuardTrip,
+    GuardTripped,
+)
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
@@ -49,7 +55,10 @@ class TrainingLoop:
         self._has_begun = False
         settings, num_updates = self.settings, self.trainer.num_updates
         guards = settings.guards
-        self.guards = None if guards is None else Guards(guards, settings.rollout_batch_size)
+        error = FLOAT32_RATIO_ERROR if self.rt.is_float32 else BF16_RATIO_ERROR
+        self.guards = (
+            None if guards is None else Guards(guards, settings.rollout_batch_size, ratio_error=error)
+        )
         self._selections = selection_updates(settings.num_selections, num_updates)
         self._showings = sample_updates(settings.num_sample_generations, num_updates)
 
@@ -170,7 +179,7 @@ class TrainingLoop:
         if action == "warn" and trip.name != "non_finite":
             console.say(f"guard {trip}")
             return False
-        if guards is None or action != "roll_back" or not self._good:
+        if guards is None or action != "roll_back" or not self._good or not trip.can_be_undone:
             raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
         if self.roll_backs == guards.max_roll_backs:
             raise GuardTripped(

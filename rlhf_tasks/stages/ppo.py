@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
-from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, models, scorers
+from rlhf_tasks.modeling import checks, contracts, models, scorers
 from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import head_width
 from rlhf_tasks.modeling.models import TokenScores
@@ -64,14 +64,16 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
         root=paths.root,
     )  # fmt: skip
-    prompts = [row["prompt"] for row in read_table(paths, "prompts", "train")]
+    splits = (read_table(paths, "prompts", "train"), read_table(paths, "prompts", "validation"))
+    prompts, selection = (encode(tokenizer, [row["prompt"] for row in rows]) for rows in splits)
+    _check_models(settings, actor_critic, reward, prompts, selection, tokenizer.pad_token_id)
     trainer = Trainer(
-        rt, settings, actor_critic, reference, scorer, tokenizer, encode(tokenizer, prompts),
-        seed=config.seed, demonstrations=ptx_text(settings, paths, tokenizer, policy),
+        rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed,
+        demonstrations=ptx_text(settings, paths, tokenizer, policy),
     )  # fmt: skip
     evaluator = Evaluator(
-        rt, settings, policy, reference, tokenizer, read_table(paths, "prompts", "validation"),
-        scorers=scorer, heldout=_heldout(rt, config, paths, tokenizer), judge=judge, seed=config.seed,
+        rt, settings, policy, reference, tokenizer, splits[1], scorers=scorer,
+        heldout=_heldout(rt, config, paths, tokenizer), judge=judge, seed=config.seed,
     )  # fmt: skip
     loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
     metrics = loop.run()
@@ -131,6 +133,32 @@ def _warn_of_bootstrapping(settings: Ppo) -> None:
             f"ppo.truncation={settings.truncation} with ppo.gamma=1 does not determine the value of a "
             "response that never ends, and the critic may value it highest: set ppo.gamma below 1, say 0.99"
         )
+
+
+def _check_models(
+    settings: Ppo,
+    actor_critic: ActorCritic,
+    reward: TokenScores | None,
+    prompts: list[Ids],
+    selection: list[Ids],
+    pad: int,
+) -> None:
+    """Check that policy, reward model and critic compute the same numbers in every way that PPO uses.
+
+    Raises:
+        UserError: naming what differs, by how much, and the likely cause.
+    """
+    policy, critic = actor_critic.policy, actor_critic.value
+    longest = max(map(len, [*prompts, *selection])) + settings.response_length
+    checks.check_positions(policy.config, longest, "models/sft")
+    queries = checks.prompts_of_mixed_lengths(prompts)
+    saves = sum(p.numel() for p in policy.parameters()) <= checks.SMALL
+    results = checks.check_policy(policy, queries, pad=pad, temperature=settings.temperature, saves=saves)
+    checks.require(results, "models/sft")
+    rows = checks.rows_of(queries)
+    for name, model in (("models/reward", reward), ("the critic", critic)):
+        if isinstance(model, TokenScores):
+            checks.require(checks.check_scores(model, rows, pad=pad), name)
 
 
 def _is_rewarded(settings: Ppo) -> bool:

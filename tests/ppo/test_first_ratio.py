@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_tasks.ppo.guards import FLOAT32_RATIO_ERROR
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from tests import families, small
 from tests.ppo import toy
@@ -40,6 +44,7 @@ def test_nothing_in_a_model_is_random_while_it_trains(family: str) -> None:
     metrics = first_update(policy)
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics["val/ratio_var"] < 1e-9
+    assert metrics["val/first_ratio_error"] < 1e-5
     assert not policy.training
 
 
@@ -48,3 +53,40 @@ def test_a_shared_trunk_is_not_random_either() -> None:
     one = toy.trainer(actor_critic=ActorCritic(policy, ValueHead(32)), value_model="shared",
                       critic_init="sft", **toy.ONE_STEP)  # fmt: skip
     assert next(one.updates())["val/ratio_var"] < 1e-9
+
+
+def test_the_error_of_the_first_ratio_is_that_of_the_first_minibatch_alone() -> None:
+    """Later minibatches, whose ratios have moved, have no part in it."""
+    one = toy.trainer(num_mini_batches=4, num_ppo_epochs=2, learning_rate=1e-2)
+    metrics = next(one.updates())
+    assert metrics["val/ratio_var"] > 1e-4
+    assert metrics["val/first_ratio_error"] < 1e-5
+
+
+def test_the_error_of_the_first_ratio_is_the_root_of_the_mean_square() -> None:
+    """Old log-probs are moved by +δ and −2δ: every ratio is exp(−δ) or exp(2δ)."""
+    one = toy.trainer(**toy.ONE_STEP)
+    batch = toy.sampled_batch(one)
+    rollout, delta = batch.rollout, 0.1
+    moved = torch.where(torch.arange(rollout.mask.shape[1]) % 2 == 0, delta, -2 * delta).expand(
+        rollout.mask.shape
+    )
+    expected = ((-moved[rollout.mask].double()).exp() - 1).square().mean().sqrt()
+    changed = replace(batch, rollout=replace(rollout, logprobs=rollout.logprobs + moved * rollout.mask))
+    assert one.optimiser.optimise(changed)["val/first_ratio_error"] == pytest.approx(
+        float(expected), rel=1e-4
+    )
+
+
+class Noisy(nn.Module):
+    """Noise in every mode, as the router's jitter or a dropout that no mode turns off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.1, training=True)
+
+
+def test_a_model_that_is_random_in_every_mode_trips_the_guard() -> None:
+    policy = families.causal("bloom", vocab_size=small.VOCAB)
+    for layer in policy.base_model.h:
+        layer.mlp.gelu_impl = nn.Sequential(layer.mlp.gelu_impl, Noisy())
+    assert first_update(policy)["val/first_ratio_error"] > 10 * FLOAT32_RATIO_ERROR

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config import ppo_options as config
-from rlhf_tasks.ppo.guards import Guards
+from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, Guards
 from tests import small
 
 WELL = {
     "objective/kl_k1": 2.0, "objective/kl_k1_standard_error": 0.1, "val/ratio": 1.0,
-    "objective/perplexity": 1.5,
+    "objective/perplexity": 1.5, "val/first_ratio_error": 1e-6,
     "val/response_length": 20.0, "val/repetition": 0.1, "val/truncated_share": 0.05,
 }  # fmt: skip
 
@@ -47,6 +47,18 @@ def trips(*updates: dict[str, float], num_episodes: int = 256, **changes: Any) -
 )
 def test_a_guard_trips_where_its_metric_leaves_the_range(metrics: dict[str, float], name: str | None) -> None:
     assert trips(metrics) == [name]
+
+
+@pytest.mark.parametrize(("error", "name"), [(9e-4, None), (1.1e-3, "first_ratio"), (0.4, "first_ratio")])
+def test_a_first_ratio_that_is_not_1_trips_at_once(error: float, name: str | None) -> None:
+    """It needs no patience: the number does not depend on what is learned."""
+    assert trips({"val/first_ratio_error": error}, patience=3) == [name]
+
+
+def test_bf16_may_round_more() -> None:
+    guards = Guards(settings(), 256, ratio_error=BF16_RATIO_ERROR)
+    assert guards.check(WELL | {"val/first_ratio_error": 0.02}) == []
+    assert [t.name for t in guards.check(WELL | {"val/first_ratio_error": 0.06})] == ["first_ratio"]
 
 
 def test_a_guard_trips_after_patience_updates_in_a_row() -> None:

@@ -1,0 +1,302 @@
+"""Checks that a model answers the same whichever way it is computed, before it is trained.
+
+PPO samples a token at a time with a cache, and trains on whole padded rows. If the two passes differ, the
+ratio is not 1 before the first step, and training follows an error. A model of any family is checked by
+these numbers, not by its name. Everything here runs in the precision of the weights, which is float32.
+
+B batch · Q query · R response.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlhf_tasks.data.batches import Batch, Ids, collate
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling.generation import GPU_CHECK, Samples, sample
+from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.modeling.models import TokenScores, load_causal, merged
+
+TOLERANCE = {torch.float32: 1e-3}
+"""Nats of a token, or score units: what rounding alone may cause. Errors of models are 0.05 and more."""
+COARSE = 0.25
+"""The same for weights of 16 bits."""
+NUM_PROMPTS, NUM_NEW = 4, 2 * GPU_CHECK
+"""Rows of a check, and tokens sampled for each: enough for rows to leave the batch on a GPU too."""
+SMALL = 10**8
+"""Parameters up to which stage ppo writes a copy and reads it back, in about a second."""
+NO_TOKEN = -1
+
+
+class ModelFault(UserError):
+    """A model that PPO cannot train, with what differs."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check: the largest difference between two ways to compute the same numbers."""
+
+    name: str
+    deviation: float
+    """In nats of a token, or score units; infinite if the model could not be computed at all."""
+    tolerance: float
+    cause: str
+    """The likely cause, if the check fails."""
+
+    @property
+    def passed(self) -> bool:
+        return self.deviation <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.deviation == float("inf"):
+            return f"{self.name}: {self.cause}"
+        return (
+            f"{self.name}: off by {self.deviation:.2g}, where rounding allows {self.tolerance:.2g}; likely "
+            f"cause: {self.cause}"
+        )
+
+
+class Rows(NamedTuple):
+    """Queries with responses to them."""
+
+    queries: Sequence[Ids]
+    responses: Sequence[Ids]
+
+
+# ----------------------------------------------------------------------------------------- causal LMs
+
+
+def check_policy(
+    model: PreTrainedModel, queries: Sequence[Ids], *, pad: int, temperature: float = 1.0, saves: bool = True
+) -> list[Result]:
+    """Check a causal LM on queries of mixed lengths; it draws nothing from torch's global generators.
+
+    With `saves` a copy is written to a temporary folder and read back. A result that failed to be computed is
+    the last.
+    """
+    return _until_failure(model, _policy_results(model, queries, pad, temperature, saves))
+
+
+def _policy_results(
+    model: PreTrainedModel, queries: Sequence[Ids], pad: int, temperature: float, saves: bool
+) -> Iterator[Result]:
+    limit = _tolerance(model)
+    samples = _sampled(model, queries, pad, temperature, NO_TOKEN)
+    rows = Rows(queries, samples.responses)
+    trained = _trained(model, rows, pad, temperature)
+    yield Result(
+        "two training passes agree", _difference(trained, _trained(model, rows, pad, temperature)), limit,
+        "a part of the model is random even in eval mode",
+    )  # fmt: skip
+    yield Result(
+        "a padded batch answers as each row alone", _difference(trained, _alone(model, rows, temperature)),
+        limit, "the model ignores its attention mask or its position ids, or other rows change its positions",
+    )  # fmt: skip
+    yield Result(
+        "sampling answers as training", _difference(samples.logprobs, trained), limit,
+        "the model's cache does not hold all that it has read",
+    )  # fmt: skip
+    stop = _splitting_token(samples.responses)
+    if stop is not None:
+        rest = _sampled(model, queries, pad, temperature, stop)
+        rows = Rows(queries, rest.responses)
+        yield Result(
+            "a row that ends changes no other",
+            _difference(rest.logprobs, _trained(model, rows, pad, temperature)), limit,
+            "the model's cache does not drop the rows that have ended",
+        )  # fmt: skip
+    if saves:
+        yield Result(
+            "a saved copy has the same logits", _after_saving(model, rows, pad), 0.0,
+            "the model does not write all of its weights, or reads them otherwise",
+        )  # fmt: skip
+
+
+def _sampled(
+    model: PreTrainedModel, queries: Sequence[Ids], pad: int, temperature: float, stop: int
+) -> Samples:
+    """The same uniform numbers each time, so that a response is the same up to its end."""
+    return sample(
+        model, queries, max_new_tokens=NUM_NEW, temperature=temperature, stop=stop, pad=pad,
+        generator=torch.Generator(model.device).manual_seed(0),
+    )  # fmt: skip
+
+
+def _splitting_token(responses: Sequence[Ids]) -> int | None:
+    """A token that, as the stop token, ends at least a quarter of the responses early and not all of them."""
+    for token in [token for response in responses for token in response[: GPU_CHECK - 1]]:
+        early = sum(token in response[: GPU_CHECK - 1] for response in responses)
+        if len(responses) / 4 <= early < len(responses):
+            return token
+    return None
+
+
+def _trained(model: PreTrainedModel, rows: Rows, pad: int, temperature: float) -> list[Tensor]:
+    """Each response's log-probs as the optimiser computes them: in one padded batch, with gradients."""
+    batch = collate(rows.queries, rows.responses, pad).to(model.device)
+    with torch.enable_grad():
+        found = token_stats(model, batch, temperature).logprobs.detach()
+    return _split(found, rows)
+
+
+@torch.no_grad()
+def _alone(model: PreTrainedModel, rows: Rows, temperature: float) -> list[Tensor]:
+    """Each response's log-probs from the model's plain logits: one row, no padding, no mask, no positions."""
+    found = []
+    for query, response in zip(*rows, strict=True):
+        ids = torch.tensor([query + response], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(query) - 1 : -1].float()
+        log_p = (logits / temperature).log_softmax(-1)
+        found.append(log_p.gather(1, ids[0, len(query) :, None]).squeeze(1).cpu())
+    return found
+
+
+@torch.no_grad()
+def _after_saving(model: PreTrainedModel, rows: Rows, pad: int) -> float:
+    batch = collate(rows.queries, rows.responses, pad).to(model.device)
+    with tempfile.TemporaryDirectory() as folder:
+        merged(model).save_pretrained(folder)
+        copy = load_causal(Path(folder)).to(model.device)  # type: ignore[arg-type]
+        return _difference([_logits(model, batch)], [_logits(copy, batch)])
+
+
+def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+    logits: Tensor = model(
+        input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
+        use_cache=False,
+    ).logits[batch.attention_mask.bool()]  # fmt: skip
+    return logits.cpu()
+
+
+# --------------------------------------------------------------------------------------- reward models
+
+
+def check_scores(scores: TokenScores, rows: Rows, *, pad: int) -> list[Result]:
+    """Check a reward or value model: the scores of a padded batch are those of each row alone."""
+    return _until_failure(scores.model, _score_results(scores, rows, pad))
+
+
+@torch.no_grad()
+def _score_results(scores: TokenScores, rows: Rows, pad: int) -> Iterator[Result]:
+    device = scores.model.device
+    padded = scores(collate(*rows, pad).to(device))
+    alone = [scores(collate([q], [r], pad).to(device))[0].cpu() for q, r in zip(*rows, strict=True)]
+    own = [row[-len(one) :].cpu() for row, one in zip(padded, alone, strict=True)]
+    size = max(1.0, *(float(one.abs().max()) for one in alone))
+    yield Result(
+        "a padded batch scores as each row alone", _difference(own, alone), size * _tolerance(scores.model),
+        "the reward model ignores its attention mask or its position ids",
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- shared
+
+
+def require(results: Sequence[Result], subject: str) -> None:
+    """Check that every result has passed.
+
+    Raises:
+        ModelFault: with all that have not.
+    """
+    failed = [str(result) for result in results if not result.passed]
+    if failed:
+        lines = "\n".join(f"  {line}" for line in failed)
+        raise ModelFault(
+            f"{subject} does not answer the same in sampling and in training:\n{lines}\n"
+            "give a model of another family; `rlhf check-model FOLDER` repeats this check"
+        )
+
+
+def check_positions(config: PretrainedConfig, longest: int, subject: str) -> None:
+    """Check that rows of `longest` tokens have the same positions alone and beside shorter or longer rows.
+
+    Raises:
+        ModelFault: if the model rescales its positions at a length below `longest`.
+    """
+    bound = rescaling_length(config)
+    if bound is not None and longest > bound:
+        raise ModelFault(
+            f"{subject} rescales its rotary positions for a whole batch as soon as one row exceeds {bound} "
+            f"tokens, and prompt plus response reach {longest}: a row's log-probs would depend on the other "
+            f"rows; lower data.max_prompt_tokens or ppo.response_length so that they stay within {bound}"
+        )
+
+
+def rescaling_length(config: PretrainedConfig) -> int | None:
+    """The length above which rotary positions depend on the longest row of the batch; None if they never do.
+
+    These are the rope types `dynamic` and `longrope`.
+    """
+    text = config.get_text_config(decoder=True)
+    given = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in (given, *given.values()) if isinstance(part, dict)]
+    bounds = [
+        part.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
+        or text.max_position_embeddings
+        for part in parts
+        if part.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(map(int, bounds), default=None)
+
+
+def prompts_of_mixed_lengths(queries: Sequence[Ids]) -> list[Ids]:
+    """A few of them, from the shortest to the longest."""
+    order = sorted(queries, key=len)
+    last = len(order) - 1
+    places = [round(i * last / (NUM_PROMPTS - 1)) for i in range(NUM_PROMPTS)]
+    return [order[place] for place in places]
+
+
+def random_rows(vocab_size: int, longest: int = 24) -> Rows:
+    """Queries and responses of mixed lengths, of token ids drawn with a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> Ids:
+        return torch.randint(min(3, vocab_size - 1), vocab_size, (length,), generator=generator).tolist()
+
+    queries = [ids(max(1, longest * part // NUM_PROMPTS)) for part in range(1, NUM_PROMPTS + 1)]
+    return rows_of(queries)
+
+
+def rows_of(queries: Sequence[Ids]) -> Rows:
+    """Queries with parts of themselves as responses, of mixed lengths, so that a batch of them is padded."""
+    step = NUM_NEW // NUM_PROMPTS
+    return Rows(queries, [query[: step * number] for number, query in enumerate(queries, start=1)])
+
+
+def _until_failure(model: PreTrainedModel, results: Iterator[Result]) -> list[Result]:
+    """The results; a model that cannot be computed in one of these ways ends them with a failed one."""
+    found: list[Result] = []
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            found.extend(results)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a family can raise anything: its name and words are the message
+            words = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            family = type(model).__name__
+            found.append(Result(f"{family} can be computed", float("inf"), 0.0, f"it fails with {words}"))
+    return found
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    return TOLERANCE.get(model.dtype, COARSE)
+
+
+def _split(padded: Tensor, rows: Rows) -> list[Tensor]:
+    return [row[-len(r) :].cpu() for row, r in zip(padded, rows.responses, strict=True)]
+
+
+def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    """The largest absolute difference; NaN, which passes no check, where a number is NaN."""
+    return float(torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max())

@@ -1,0 +1,49 @@
+"""Stage ppo refuses a model that answers otherwise in sampling than in training, before it trains it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling import models
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import ppo
+from rlhf_tasks.tracking import NullTracker
+from tests import families, small
+from tests.stages.test_ppo import SETTINGS
+
+
+def run_with(family: str, value_model: str = "separate", **changes: Any) -> None:
+    """The stage without a reward model, its SFT model replaced by a random one of this family."""
+    folder = Paths().sft
+    words = load_tokenizer(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    model = families.causal(family, vocab_size=len(words), eos_token_id=words.eos_token_id, **changes)
+    models.save(model, words, folder, identity={}, card="a card")
+    settings = small.view("ppo", SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.value_model": value_model})
+    ppo.run(settings, Paths(), NullTracker("ppo"))
+
+
+@pytest.mark.parametrize("family", ["gpt_bigcode", "qwen3_next"])
+def test_ppo_trains_families_of_other_kinds(family: str, models_here: Path) -> None:
+    run_with(family)
+    assert models.load_causal(models_here / "models/policy").config.model_type == family
+
+
+def test_a_family_whose_state_keeps_rows_that_have_ended_is_refused(models_here: Path) -> None:
+    with pytest.raises(UserError) as error:
+        run_with("recurrent_gemma", "shared")
+    assert "models/sft does not answer the same in sampling and in training" in str(error.value)
+    assert "a row that ends changes no other: off by " in str(error.value)
+
+
+def test_positions_that_depend_on_the_longest_row_are_refused(models_here: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UserError, match="models/sft rescales its rotary positions for a whole batch"):
+        run_with("llama", max_position_embeddings=16, rope_parameters=rope)
