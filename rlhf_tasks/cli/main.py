@@ -18,6 +18,7 @@ from types import FrameType, ModuleType
 from rlhf_tasks import console
 from rlhf_tasks.cli import (
     bench,
+    check_model,
     compare,
     deploy,
     down,
@@ -42,11 +43,11 @@ from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
 MODULES: Sequence[ModuleType] = (
-    preset, flow, bench, judge, generate, label, compare, lineage, mlflow, sync, promote, rollback,
-    up, status, down, work, deploy, stage,
+    preset, flow, check_model, bench, judge, generate, label, compare, lineage, mlflow, sync, promote,
+    rollback, up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
-    "Run the pipeline": ("preset", "flow", "bench"),
+    "Run the pipeline": ("preset", "flow", "check-model", "bench"),
     "Review results": ("mlflow", "compare", "lineage", "judge", "label", "generate", "sync"),
     "Promote a policy": ("promote", "rollback"),
     "Run the service": ("up", "status", "down", "work", "deploy"),

@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, Ids, collate
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.generation import GPU_CHECK, Samples, sample
 from rlhf_tasks.modeling.head import token_stats
-from rlhf_tasks.modeling.models import TokenScores, load_causal, merged
+from rlhf_tasks.modeling.models import TokenScores, load_causal, load_reward, merged, place
+from rlhf_tasks.modeling.positions import ModelFault
 
 TOLERANCE = {torch.float32: 1e-3}
 """Nats of a token, or score units: what rounding alone may cause. Errors of models are 0.05 and more."""
@@ -34,10 +35,6 @@ NUM_PROMPTS, NUM_NEW = 4, 2 * GPU_CHECK
 SMALL = 10**8
 """Parameters up to which stage ppo writes a copy and reads it back, in about a second."""
 NO_TOKEN = -1
-
-
-class ModelFault(UserError):
-    """A model that PPO cannot train, with what differs."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ def _after_saving(model: PreTrainedModel, rows: Rows, pad: int) -> float:
     batch = collate(rows.queries, rows.responses, pad).to(model.device)
     with tempfile.TemporaryDirectory() as folder:
         merged(model).save_pretrained(folder)
-        copy = load_causal(Path(folder)).to(model.device)  # type: ignore[arg-type]
+        copy = place(load_causal(Path(folder)), model.device)
         return _difference([_logits(model, batch)], [_logits(copy, batch)])
 
 
@@ -197,6 +194,40 @@ def _score_results(scores: TokenScores, rows: Rows, pad: int) -> Iterator[Result
     )  # fmt: skip
 
 
+# -------------------------------------------------------------------------------------- whole sources
+
+
+def check_source(source: str, revision: str | None = None) -> list[Result]:
+    """Check the model of a folder or the hub: a causal LM, or a reward model by its scores.
+
+    Raises:
+        ContractError: if it cannot be read.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if _is_classifier(config_of(source, revision)):
+        scores = load_reward(source, revision).to(device)
+        return check_scores(scores, random_rows(_vocabulary(scores.model)), pad=0)
+    model = place(load_causal(source, revision), device)
+    return check_policy(model, random_rows(_vocabulary(model)).queries, pad=0)
+
+
+def config_of(source: str, revision: str | None) -> PretrainedConfig:
+    """The config of a folder or the hub."""
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ContractError(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    return found
+
+
+def _is_classifier(config: PretrainedConfig) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
 # --------------------------------------------------------------------------------------------- shared
 
 
@@ -213,39 +244,6 @@ def require(results: Sequence[Result], subject: str) -> None:
             f"{subject} does not answer the same in sampling and in training:\n{lines}\n"
             "give a model of another family; `rlhf check-model FOLDER` repeats this check"
         )
-
-
-def check_positions(config: PretrainedConfig, longest: int, subject: str) -> None:
-    """Check that rows of `longest` tokens have the same positions alone and beside shorter or longer rows.
-
-    Raises:
-        ModelFault: if the model rescales its positions at a length below `longest`.
-    """
-    bound = rescaling_length(config)
-    if bound is not None and longest > bound:
-        raise ModelFault(
-            f"{subject} rescales its rotary positions for a whole batch as soon as one row exceeds {bound} "
-            f"tokens, and prompt plus response reach {longest}: a row's log-probs would depend on the other "
-            f"rows; lower data.max_prompt_tokens or ppo.response_length so that they stay within {bound}"
-        )
-
-
-def rescaling_length(config: PretrainedConfig) -> int | None:
-    """The length above which rotary positions depend on the longest row of the batch; None if they never do.
-
-    These are the rope types `dynamic` and `longrope`.
-    """
-    text = config.get_text_config(decoder=True)
-    given = getattr(text, "rope_parameters", None) or {}
-    parts = [part for part in (given, *given.values()) if isinstance(part, dict)]
-    bounds = [
-        part.get("original_max_position_embeddings")
-        or getattr(text, "original_max_position_embeddings", None)
-        or text.max_position_embeddings
-        for part in parts
-        if part.get("rope_type") in ("dynamic", "longrope")
-    ]
-    return min(map(int, bounds), default=None)
 
 
 def prompts_of_mixed_lengths(queries: Sequence[Ids]) -> list[Ids]:

@@ -274,7 +274,8 @@ class Optimiser:
         norms = [step.grad_norm for step in steps]
         means = token_means(self._rt, [sums for step in steps for sums in step.sums])
         first = token_means(self._rt, steps[0].sums)  # before any step: the policy is still the old one
-        error = (first["val/ratio_var"] + (first["val/ratio"] - 1) ** 2) ** 0.5
+        square = first["val/ratio_var"] + (first["val/ratio"] - 1) ** 2
+        error = max(square, 0.0) ** 0.5  # rounding may leave it below 0
         return means | {"val/first_ratio_error": error, "train/grad_norm": sum(norms) / len(norms)}
 
     def _exceeds_target_kl(self, epoch: Sequence[Step]) -> bool:

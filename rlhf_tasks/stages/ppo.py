@@ -17,7 +17,7 @@ from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.config.judge import RewardModelJudge
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import checks, contracts, models, scorers
+from rlhf_tasks.modeling import checks, contracts, models, positions, scorers
 from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import head_width
 from rlhf_tasks.modeling.models import TokenScores
@@ -150,7 +150,7 @@ def _check_models(
     """
     policy, critic = actor_critic.policy, actor_critic.value
     longest = max(map(len, [*prompts, *selection])) + settings.response_length
-    checks.check_positions(policy.config, longest, "models/sft")
+    positions.check_positions(policy.config, longest, "models/sft")
     queries = checks.prompts_of_mixed_lengths(prompts)
     saves = sum(p.numel() for p in policy.parameters()) <= checks.SMALL
     results = checks.check_policy(policy, queries, pad=pad, temperature=settings.temperature, saves=saves)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_tasks.modeling import checks, generation
-from rlhf_tasks.modeling.checks import ModelFault, Result
+from rlhf_tasks.modeling import checks, generation, positions
+from rlhf_tasks.modeling.checks import Result
+from rlhf_tasks.modeling.positions import ModelFault
 from tests import families, small
 from tests.small import PAD
 
@@ -189,22 +190,22 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
 
 def test_positions_that_depend_on_the_longest_row_are_refused_where_rows_reach_them() -> None:
     config = families.config("llama", max_position_embeddings=32, **DYNAMIC)
-    assert checks.rescaling_length(config) == 32
-    checks.check_positions(config, 32, "models/sft")
+    assert positions.rescaling_length(config) == 32
+    positions.check_positions(config, 32, "models/sft")
     with pytest.raises(ModelFault, match=r"exceeds 32 tokens, and prompt plus response reach 33"):
-        checks.check_positions(config, 33, "models/sft")
+        positions.check_positions(config, 33, "models/sft")
 
 
 def test_phi3s_long_positions_begin_at_its_original_length() -> None:
     factors = [1.0] * 4
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
     config = families.config("phi3", rope_parameters=rope, original_max_position_embeddings=24)
-    assert checks.rescaling_length(config) == 24
+    assert positions.rescaling_length(config) == 24
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "bloom"])
 def test_other_positions_have_no_such_length(family: str) -> None:
-    assert checks.rescaling_length(families.config(family)) is None
+    assert positions.rescaling_length(families.config(family)) is None
 
 
 def test_rows_past_that_length_do_differ_from_rows_alone() -> None:
