@@ -106,11 +106,12 @@ def verdict(family: str) -> Verdict:
         try:
             scores = TokenScores.from_policy(Path(folder), torch.Generator().manual_seed(1))
         except Exception as error:  # the same here
-            note = f"without a reward model of its own, or a separate critic: {_first_line(error)}"
+            lacks = "Unrecognized configuration class" in str(error)
+            why = "transformers has no sequence classifier of it" if lacks else _first_line(error)
+            note = f"no reward model of it, and no separate critic: {why}"
             return Verdict(family, NOTED, _largest(results), note)
-    wrong = [
-        r for r in checks.check_scores(scores, checks.random_rows(families.VOCAB), pad=0) if not r.passed
-    ]
+    of_scores = checks.check_scores(scores, checks.random_rows(families.VOCAB), pad=0)
+    wrong = [result for result in of_scores if not result.passed]
     if wrong:
         return Verdict(family, NOTED, _largest(results), f"as a reward model: {_brief(wrong[0])}")
     return Verdict(family, RIGHT, _largest(results))
