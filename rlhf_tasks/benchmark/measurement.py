@@ -22,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks import console
 from rlhf_tasks.benchmark.workloads import Workload
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.judge import OPTIMISED
+from rlhf_tasks.config.scorers import reward_folders
 from rlhf_tasks.modeling.models import TokenScores
 
 PARTS = ("generate", "score", "train")
@@ -122,7 +124,7 @@ def update_flops(workload: Workload, query: float, response: float) -> float:
     critic = reward = 0.0
     if isinstance(actor_critic.value, TokenScores):
         critic = forward_flops(actor_critic.value.model, query, response, logits=False)
-    if workload.reward is not None and any(one.kind == "reward_model" for one in settings.scorers):
+    if workload.reward is not None and OPTIMISED in reward_folders(settings.scorers):
         reward = forward_flops(workload.reward.model, query, response, logits=False)
     row = 2 * policy + critic + reward + 3 * settings.num_ppo_epochs * (policy + critic)
     return settings.rollout_batch_size * row

@@ -62,6 +62,7 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
         "lora": None,
         "value_model": settings.value_model and "separate",
         "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
+        "combine_reward_models": "sum",
     }
     settings = settings.model_copy(update=changes)
     tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
@@ -100,8 +101,9 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, view, paths)
     scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root
-    )
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root,
+        combine=settings.combine_reward_models, device=rt.device,
+    )  # fmt: skip
     prompts = _prompts(Paths(root), tokenizer, config.data.max_prompt_tokens)
     trainer = Trainer(
         rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=view.seed,

@@ -14,9 +14,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_tasks.config.data import Data, Model
-from rlhf_tasks.config.judge import Judging
+from rlhf_tasks.config.judge import OPTIMISED, Judging
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.promotion import Promotion, conflicts
+from rlhf_tasks.config.scorers import reward_folders
 from rlhf_tasks.config.service import Service
 from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import (
@@ -127,7 +128,7 @@ class Config(Section):
         users = [
             key
             for key, uses_reward_model in {
-                "ppo.scorers": any(scorer.kind == "reward_model" for scorer in self.ppo.scorers),
+                "ppo.scorers": OPTIMISED in reward_folders(self.ppo.scorers),
                 "ppo.critic_init": self.ppo.critic_init == "reward",
                 "judge.judges": self.judge.needs_pipeline_reward_model,
             }.items()

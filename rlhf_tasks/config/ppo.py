@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -19,7 +20,7 @@ from rlhf_tasks.config.ppo_options import (
     ReferenceSync,
     ScoreScaling,
 )
-from rlhf_tasks.config.scorers import Scorer
+from rlhf_tasks.config.scorers import Combination, Scorer, conflicts, reward_folders
 from rlhf_tasks.config.types import (
     Count,
     Decay,
@@ -59,6 +60,10 @@ class Ppo(Section):
 
     scorers: tuple[Scorer, ...] = Field(strict=False)
     """List of scorers by kind; their scores are added up by weight."""
+    combine_reward_models: Combination
+    """What the weighted scores of several reward models become: their `sum`, their minimum (`min`), or their
+    mean minus a multiple of their standard deviation (`{mean_minus_deviations: 1.0}`). Other scorers are
+    added to it."""
 
     learning_rate: PositiveFloat
     """Highest learning rate of AdamW for the policy."""
@@ -213,7 +218,6 @@ class Ppo(Section):
     def _conflicts(self) -> Iterator[str]:
         """Values that have no effect, or the wrong one, beside the other values."""
         adaptive, sync = self.adaptive_kl, self.reference_sync
-        kinds = [scorer.kind for scorer in self.scorers]
         if self.kl_in == "loss" and self.kl_estimator == "k1":
             yield (
                 "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so the penalty "
@@ -254,8 +258,16 @@ class Ppo(Section):
                 "select_by: its function is also a scorer, and PPO does not select by what it optimises; "
                 "name another judge"
             )
-        if not kinds:
-            yield "scorers is empty; add at least one, such as {kind: dummy}"
+        if (
+            self.select_by is not None
+            and self.select_by.judge.kind == "reward_model"
+            and Path(self.select_by.judge.path).as_posix() in reward_folders(self.scorers)
+        ):
+            yield (
+                f"select_by: {self.select_by.judge.path} is also a scorer, and PPO does not select by what "
+                "it optimises; name another judge"
+            )
+        yield from conflicts(self.scorers, self.combine_reward_models, self.response_length)
         if self.lora is not None and self.reference_sync is not None:
             yield (
                 "lora: the reference is the policy without its adapter and cannot move; set reference_sync "
@@ -266,5 +278,3 @@ class Ppo(Section):
                 "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
                 "set it to a small value"
             )
-        if len(set(kinds)) < len(kinds) and kinds.count("reward_model") + kinds.count("dummy") > 1:
-            yield "scorers: reward_model and dummy are allowed once each"

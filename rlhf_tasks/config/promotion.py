@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf_tasks.config.judge import OPTIMISED, CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
+from rlhf_tasks.config.judge import CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
+from rlhf_tasks.config.scorers import reward_folders
 from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
 
 
@@ -112,15 +113,11 @@ def _definition(judge: Judge) -> dict[str, Any]:
 def _optimised(judging: Judging, ppo: Ppo, names: set[str]) -> Iterator[str]:
     """The named judges that are also a scorer of PPO, according to params.yaml."""
     functions = {scorer.function for scorer in ppo.scorers if scorer.kind == "function"}
-    uses_reward_model = any(scorer.kind == "reward_model" for scorer in ppo.scorers)
+    folders = reward_folders(ppo.scorers)
     for judge in judging.judges:
         if judge.name not in names:
             continue
         if isinstance(judge, FunctionJudge) and judge.function in functions:
             yield judge.function
-        if isinstance(judge, RewardModelJudge) and uses_reward_model and _is_optimised(judge):
+        if isinstance(judge, RewardModelJudge) and Path(judge.path).as_posix() in folders:
             yield judge.path
-
-
-def _is_optimised(judge: RewardModelJudge) -> bool:
-    return Path(judge.path).as_posix() == OPTIMISED

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from rlhf_tasks.config.judge import HELDOUT, OPTIMISED
 from rlhf_tasks.config.types import FiniteFloat, PositiveFloat, PositiveInt, Section
+
+COLUMNS_OF_SAMPLES = ("episode", "prompt", "response", "score", "reward_heldout")
+"""Columns of samples.parquet that are no scorers."""
 
 
 class RewardModelScorer(Section):
-    """The reward model models/reward, trained by stage reward or fetched by `reward.from`."""
+    """A reward model: models/reward, which stage reward makes, or a folder.
+
+    `path` and `name` may be left out for null.
+    """
 
     kind: Literal["reward_model"]
     """Kind of this scorer."""
     weight: FiniteFloat
-    """Factor of this score in the sum."""
+    """Factor of this score, before the reward models are combined."""
+    path: str | None = None
+    """Folder of a ready reward model, which may have another tokenizer and chat template; add it to the deps
+    of stage ppo in dvc.yaml; null: models/reward."""
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] | None = None
+    """Name of the scorer in the metrics: lower-case letters, digits and `_`; null: its kind, numbered from
+    the second of a kind."""
 
 
 class FunctionScorer(Section):
@@ -45,6 +61,28 @@ class HttpScorer(Section):
     """Responses per request."""
 
 
+class LengthPenalty(Section):
+    """A soft penalty on long responses (DAPO, arXiv 2503.14476, eq. 13): from 0 down to −1."""
+
+    kind: Literal["length_penalty"]
+    """Kind of this scorer."""
+    weight: PositiveFloat
+    """Factor of this score in the sum."""
+    max_tokens: PositiveInt
+    """Length from which the penalty is −1, in tokens, stop token included."""
+    buffer: PositiveInt
+    """Number of tokens below max_tokens over which the penalty grows linearly from 0."""
+
+    @model_validator(mode="after")
+    def _starts_above_zero(self) -> LengthPenalty:
+        if self.buffer > self.max_tokens:
+            raise ValueError(
+                f"buffer={self.buffer} exceeds max_tokens={self.max_tokens}, so that an empty response would "
+                "have a penalty; lower the buffer"
+            )
+        return self
+
+
 class DummyScorer(Section):
     """Zero for every response: it tests the pipeline without a reward."""
 
@@ -52,4 +90,82 @@ class DummyScorer(Section):
     """Kind of this scorer."""
 
 
-Scorer = Annotated[RewardModelScorer | FunctionScorer | HttpScorer | DummyScorer, Field(discriminator="kind")]
+Scorer = Annotated[
+    RewardModelScorer | FunctionScorer | HttpScorer | LengthPenalty | DummyScorer,
+    Field(discriminator="kind"),
+]
+
+
+class MeanMinusDeviations(Section):
+    """The mean of the reward models' scores minus a multiple of their standard deviation."""
+
+    mean_minus_deviations: PositiveFloat
+    """Multiple of the standard deviation."""
+
+
+def _a_rule(value: Any) -> Any:
+    if value in ("sum", "min") or isinstance(value, dict | MeanMinusDeviations):
+        return value
+    raise ValueError("must be sum, min or {mean_minus_deviations: 1.0}")
+
+
+Combination = Annotated[Literal["sum", "min"] | MeanMinusDeviations, BeforeValidator(_a_rule)]
+
+
+# ----------------------------------------------------------------------------- rules of the list
+
+
+def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
+    """The name of each scorer: its own, else its kind; further ones of the kind are `kind_2`, `kind_3`, …."""
+    names, unnamed = [], Counter[str]()
+    for one in scorers:
+        unnamed[one.kind] += 1
+        number = unnamed[one.kind]
+        given = one.name if isinstance(one, RewardModelScorer) else None
+        names.append(given or (one.kind if number == 1 else f"{one.kind}_{number}"))
+    return names
+
+
+def reward_folders(scorers: Sequence[Scorer]) -> list[str]:
+    """The folder of each reward model that PPO optimises, as configured; models/reward for a null path."""
+    return [
+        OPTIMISED if one.path is None else Path(one.path).as_posix()
+        for one in scorers
+        if isinstance(one, RewardModelScorer)
+    ]
+
+
+def conflicts(scorers: Sequence[Scorer], combine: Combination, response_length: int) -> Iterator[str]:
+    """The problems of `ppo.scorers` with each other and with how they are combined."""
+    if not scorers:
+        yield "scorers is empty; add at least one, such as {kind: dummy}"
+    if sum(one.kind == "dummy" for one in scorers) > 1:
+        yield "scorers: dummy is allowed once"
+    for name, count in Counter(scorer_names(scorers)).items():
+        if count > 1 or name in COLUMNS_OF_SAMPLES:
+            other = "several scorers have" if count > 1 else "a column of samples.parquet has"
+            yield f"scorers: {name!r}: {other} this name; give the scorer another one"
+    yield from _reward_model_conflicts(scorers, combine)
+    for one in scorers:
+        if isinstance(one, LengthPenalty) and one.max_tokens - one.buffer >= response_length:
+            yield (
+                f"scorers: length_penalty starts above max_tokens − buffer = {one.max_tokens - one.buffer} "
+                f"tokens, which no response exceeds with response_length={response_length}; lower max_tokens"
+            )
+
+
+def _reward_model_conflicts(scorers: Sequence[Scorer], combine: Combination) -> Iterator[str]:
+    folders = reward_folders(scorers)
+    for folder, count in Counter(folders).items():
+        if count > 1:
+            yield f"scorers: the reward model {folder} is named {count} times; name each one once"
+    if HELDOUT in folders:
+        yield f"scorers: PPO must not optimise {HELDOUT}, which selects and judges; give another reward model"
+    paths = [one.path for one in scorers if isinstance(one, RewardModelScorer) and one.path is not None]
+    if OPTIMISED in {Path(path).as_posix() for path in paths}:
+        yield f"scorers: path={OPTIMISED} is what a null path means; set it to null"
+    if combine != "sum" and len(folders) < 2:
+        yield (
+            f"combine_reward_models combines several reward models, and scorers has {len(folders)}; add "
+            "another one, or set combine_reward_models to sum"
+        )

@@ -60,6 +60,14 @@ def parents_of(folder: Path) -> dict[str, str]:
     return dict(identity_of(folder).get("parents", {}))
 
 
+def rewards_of(policy: Path) -> set[str]:
+    """The fingerprints of the reward models that PPO optimised for a policy; empty if it names none.
+
+    Their roles are `reward` for models/reward, and `reward/NAME` for a scorer's own folder.
+    """
+    return {digest for role, digest in parents_of(policy).items() if role.partition("/")[0] == "reward"}
+
+
 def is_made(folder: Path) -> bool:
     """False for the empty folder of a reward model that is not needed (`reward.train: false`)."""
     return (folder / "config.json").exists()

@@ -1,4 +1,4 @@
-"""Scorers of responses: a reward model, a Python function, an HTTP service, and their weighted sum.
+"""Scorers of responses: reward models, Python functions, HTTP services, a penalty, and their weighted sum.
 
 PPO's reward and judges use them. A scorer maps token ids to scores: (B,) float32 on the CPU, in the order
 of the rows. Functions and services receive texts: the prompt as the model reads it (with special tokens
@@ -23,16 +23,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
-from rlhf_tasks.data.batches import Ids, TokenBudget, collate, sizes, text_of
+from rlhf_tasks.data.batches import Ids, TokenBudget, collate, load_tokenizer, sizes, text_of
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.combining import combined, length_penalties
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.products import unrounded_products
+from rlhf_tasks.modeling.retokenised import Retokenised
 from rlhf_tasks.modeling.tensors import NonFiniteError
 
 NUM_TRIES = 5
 BACK_OFF_SECONDS = 1.0  # doubles from try to try
 LONGEST_WAIT_SECONDS = 30.0
 SHOWN_CHARACTERS = 200
+CPU = torch.device("cpu")
 
 TextFunction = Callable[[list[str], list[str]], Any]
 
@@ -235,6 +239,16 @@ def _retry_after(headers: httpx.Headers, otherwise: float) -> float:
     return float(seconds) if seconds.isdecimal() else otherwise
 
 
+class LengthPenalty:
+    """The soft over-length penalty: 0 to −1."""
+
+    def __init__(self, max_tokens: int, buffer: int) -> None:
+        self._max_tokens, self._buffer = max_tokens, buffer
+
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        return length_penalties([len(response) for response in responses], self._max_tokens, self._buffer)
+
+
 class DummyScorer:
     """Zero for every response: it runs the pipeline with nothing to learn."""
 
@@ -249,13 +263,17 @@ class Part(NamedTuple):
     name: str
     weight: float
     scorer: Scorer
+    is_reward_model: bool
 
 
 class WeightedSum:
-    """Σ weight · score over the parts; each part can be logged on its own."""
+    """Σ weight · score over the parts, of which the reward models are combined first by `combine`.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = tuple(parts)
+    Each part can be logged on its own.
+    """
+
+    def __init__(self, parts: Sequence[Part], combine: config.Combination = "sum") -> None:
+        self._parts, self._combine = tuple(parts), combine
 
     def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
         """Each part's scores, unweighted: (B,) float32 on the CPU.
@@ -266,8 +284,14 @@ class WeightedSum:
         return {part.name: _finite(part.name, part.scorer(queries, responses)) for part in self._parts}
 
     def total(self, found: Mapping[str, Tensor]) -> Tensor:
-        """Σ weight · score over the scores of all parts; (B,)."""
-        return torch.stack([part.weight * found[part.name] for part in self._parts]).sum(dim=0)
+        """The combined scores of the reward models, plus Σ weight · score over the other parts; (B,)."""
+        weighted = [part.weight * found[part.name] for part in self._parts]
+        if self._combine != "sum":
+            flags = [part.is_reward_model for part in self._parts]
+            rewards = [row for row, flag in zip(weighted, flags, strict=True) if flag]
+            others = [row for row, flag in zip(weighted, flags, strict=True) if not flag]
+            weighted = [combined(torch.stack(rewards), self._combine), *others]
+        return torch.stack(weighted).sum(dim=0)
 
 
 def build(
@@ -277,22 +301,42 @@ def build(
     reward_model: TokenScores | None,
     max_tokens: int,
     root: Path,
+    combine: config.Combination = "sum",
+    device: torch.device = CPU,
 ) -> WeightedSum:
-    """The scorers of `ppo.scorers`; the kind `reward_model` needs `reward_model`.
-    Functions are imported from files below `root`.
-
-    A part is named by its kind; further parts of the same kind are `kind_2`, `kind_3`, ….
+    """The scorers of `ppo.scorers`; the kind `reward_model` with a null path needs `reward_model`.
+    Functions are imported from files below `root`; the folders of reward models are below it too, and those
+    models are put on `device`.
 
     Raises:
-        UserError: for a function that cannot be imported, or an invalid URL.
+        UserError: for a function that cannot be imported, an invalid URL, or a folder without a trained
+            reward model.
     """
     parts: list[Part] = []
-    for number, one in enumerate(settings):
-        earlier = sum(before.kind == one.kind for before in settings[:number])
-        name = f"{one.kind}_{earlier + 1}" if earlier else one.kind
+    for name, one in zip(config.scorer_names(settings), settings, strict=True):
         weight = 0.0 if isinstance(one, config.DummyScorer) else one.weight
-        parts.append(Part(name, weight, _one(one, tokenizer, reward_model, max_tokens, root)))
-    return WeightedSum(parts)
+        if isinstance(one, config.RewardModelScorer) and one.path is not None:
+            scorer: Scorer = load_reward_scorer(root / one.path, tokenizer, max_tokens, device)
+        else:
+            scorer = _one(one, tokenizer, reward_model, max_tokens, root)
+        parts.append(Part(name, weight, scorer, isinstance(one, config.RewardModelScorer)))
+    return WeightedSum(parts, combine)
+
+
+def load_reward_scorer(
+    folder: Path, policy: PreTrainedTokenizerBase, max_tokens: int, device: torch.device
+) -> Scorer:
+    """The reward model of a folder as a scorer of the policy's token ids, through its own tokenizer.
+
+    Raises:
+        ContractError: if the folder holds no reward model with a trained head, or a tokenizer that does not
+            fit it.
+    """
+    own, model = load_tokenizer(folder), models.load_reward(folder)
+    contracts.check_fits(model.model, own, str(folder))
+    scorer = RewardScorer(model.to(device).requires_grad_(False), own, max_tokens)
+    longest = getattr(model.model.config, "max_position_embeddings", None)
+    return Retokenised(scorer, own, policy, folder, longest)
 
 
 def _one(
@@ -309,6 +353,8 @@ def _one(
         return FunctionScorer(one.function, tokenizer, root)
     if isinstance(one, config.HttpScorer):
         return HttpScorer(one.url, tokenizer, timeout_seconds=one.timeout_seconds, batch_size=one.batch_size)
+    if isinstance(one, config.LengthPenalty):
+        return LengthPenalty(one.max_tokens, one.buffer)
     return DummyScorer()
 
 

@@ -198,7 +198,7 @@ def _diagnose(
 
 def _is_optimised(paths: Paths) -> bool:
     """Whether PPO optimised models/reward, by its weights, when it trained the policy."""
-    return contracts.parents_of(paths.policy).get("reward") == contracts.fingerprint(paths.reward)
+    return contracts.fingerprint(paths.reward) in contracts.rewards_of(paths.policy)
 
 
 def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> RewardGaps:

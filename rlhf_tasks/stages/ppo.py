@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView
-from rlhf_tasks.config.judge import RewardModelJudge
+from rlhf_tasks.config.judge import OPTIMISED, RewardModelJudge
+from rlhf_tasks.config.scorers import RewardModelScorer, reward_folders, scorer_names
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts, models, positions, scorers
@@ -29,7 +31,7 @@ from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, ValueHead
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.ppo.training_loop import TrainingLoop
-from rlhf_tasks.project import hashing
+from rlhf_tasks.project import dvc_files, hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
@@ -62,7 +64,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     policy = actor_critic.policy
     scorer = scorers.build(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
-        root=paths.root,
+        root=paths.root, combine=settings.combine_reward_models, device=rt.device,
     )  # fmt: skip
     splits = (read_table(paths, "prompts", "train"), read_table(paths, "prompts", "validation"))
     prompts, selection = (encode(tokenizer, [row["prompt"] for row in rows]) for rows in splits)
@@ -98,6 +100,7 @@ def check(config: PpoView, paths: Paths) -> None:
         contracts.check_same_tokenizer(paths.sft, reward)
         contracts.check_parent(reward, "sft", paths.sft)
     settings = config.ppo
+    _check_reward_models(config, paths)
     _check_selection_judge(settings, paths)
     tokenizer = load_tokenizer(paths.sft)
     stop = stop_token(settings, tokenizer)
@@ -109,15 +112,53 @@ def check(config: PpoView, paths: Paths) -> None:
         _warn_of_bootstrapping(settings)
 
 
+def _check_reward_models(config: PpoView, paths: Paths) -> None:
+    """Check that DVC tracks the folders of `ppo.scorers`, and that none has the weights of another model.
+
+    Raises:
+        UserError: naming the folder.
+    """
+    folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMISED]
+    if not folders:
+        return
+    deps = dvc_files.graph(paths.root)["ppo"].inputs
+    known = {contracts.fingerprint(paths.root / folder): folder for folder in _pipeline_models(config, paths)}
+    for folder in folders:
+        if not any(Path(folder).is_relative_to(dep) for dep in deps):
+            raise UserError(
+                f"ppo.scorers: {folder} is not among the deps of stage ppo in dvc.yaml, so DVC would not "
+                f"notice when it changes; add the line `- {folder}`"
+            )
+        if not contracts.is_made(paths.root / folder):
+            raise UserError(f"ppo.scorers: {folder} holds no model; give the folder of a reward model")
+        digest = contracts.fingerprint(paths.root / folder)
+        if digest in known:
+            raise UserError(
+                f"ppo.scorers: {folder} has the weights of {known[digest]}; name each reward model once, and "
+                "none that selects or judges"
+            )
+        known[digest] = folder
+
+
+def _pipeline_models(config: PpoView, paths: Paths) -> list[str]:
+    """The reward models of the pipeline that a folder of `ppo.scorers` must differ from."""
+    if not config.has_reward_model:
+        return []
+    optimised = [OPTIMISED] if _is_rewarded(config.ppo) else []
+    return [*optimised, paths.relative(paths.reward_heldout)]
+
+
 def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
     judge = None if settings.select_by is None else settings.select_by.judge
-    if not isinstance(judge, RewardModelJudge) or not _is_rewarded(settings):
+    if not isinstance(judge, RewardModelJudge):
         return
-    if contracts.fingerprint(paths.root / judge.path) == contracts.fingerprint(paths.reward):
-        raise UserError(
-            f"ppo.select_by: {judge.path} has the weights of models/reward, which PPO optimises and which "
-            "therefore must not choose; name another judge, or null for models/reward_heldout"
-        )
+    chooses = contracts.fingerprint(paths.root / judge.path)
+    for folder in reward_folders(settings.scorers):
+        if contracts.fingerprint(paths.root / folder) == chooses:
+            raise UserError(
+                f"ppo.select_by: {judge.path} has the weights of {folder}, which PPO optimises and which "
+                "therefore must not choose; name another judge, or null for models/reward_heldout"
+            )
 
 
 def _warn_of_bootstrapping(settings: Ppo) -> None:
@@ -163,7 +204,7 @@ def _check_models(
 
 def _is_rewarded(settings: Ppo) -> bool:
     """Whether models/reward is what PPO optimises, or part of it."""
-    return any(scorer.kind == "reward_model" for scorer in settings.scorers)
+    return OPTIMISED in reward_folders(settings.scorers)
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -268,6 +309,9 @@ def _save_policy(
         inputs["models/reward"] = contracts.fingerprint(paths.reward)
     if _is_rewarded(settings):  # a policy must not be judged by the reward that it was trained on
         parents["reward"] = inputs["models/reward"]
+    for name, scorer in zip(scorer_names(settings.scorers), settings.scorers, strict=True):
+        if isinstance(scorer, RewardModelScorer) and scorer.path is not None:
+            parents[f"reward/{name}"] = inputs[scorer.path] = contracts.fingerprint(paths.root / scorer.path)
     chosen = "the last update's weights"
     if evaluator.selection_metric is not None:
         by = f"the judge {settings.select_by.judge.name}" if settings.select_by else "models/reward_heldout"

@@ -38,7 +38,10 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
     "ROLE": (r"sft|preferences|prompts", "`sft` (demonstrations), `preferences` or `prompts`"),
     "SPLIT": (r"train|validation|test", "`train`, `validation` or `test`"),
     "REASON": (r"[a-z0-9_]+", "why a row cannot be used, such as `too_long` or `duplicate`"),
-    "SCORER": (r"[a-z0-9_]+", "the kind of a scorer in `ppo.scorers`; the second of a kind ends in `_2`"),
+    "SCORER": (
+        r"[a-z0-9_]+",
+        "a scorer of `ppo.scorers`: its `name`, else its kind, and the second of a kind ends in `_2`",
+    ),
     "TEXT": (
         r"sft_text|general",
         "`sft_text` (test demonstrations) or `general` (`judge.retention.general`)",

@@ -205,6 +205,8 @@ def test_flatten_joins_nested_keys_with_dots() -> None:
 
 
 DUMMY = {"kind": "dummy"}
+OWN = {"kind": "reward_model", "weight": 1.0}
+LONG = {"kind": "length_penalty", "weight": 1.0, "max_tokens": 16, "buffer": 4}
 HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0, "batch_size": 4}
 
 
@@ -248,7 +250,53 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ({"ppo.kl_in": "loss", "ppo.kl_estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
         ({"ppo.scorers": []}, "scorers is empty"),
-        ({"ppo.scorers": [DUMMY, DUMMY]}, "are allowed once each"),
+        ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is allowed once"),
+        ({"ppo.scorers": [OWN, OWN]}, "the reward model models/reward is named 2 times"),
+        ({"ppo.scorers": [OWN, {**OWN, "path": "a"}, {**OWN, "path": "./a"}]}, "model a is named 2 times"),
+        ({"ppo.scorers": [{**OWN, "path": "models/reward_heldout"}]}, "must not optimise models/reward_held"),
+        ({"ppo.scorers": [{**OWN, "path": "models/reward"}]}, "is what a null path means; set it to null"),
+        ({"ppo.scorers": [{**OWN, "name": "Bad name"}]}, "ppo.scorers.0.reward_model.name: "),
+        ({"ppo.scorers": [{**OWN, "name": "score"}]}, "'score': a column of samples.parquet has this name"),
+        (
+            {"ppo.scorers": [{**OWN, "name": "safe"}, {**OWN, "name": "safe", "path": "a"}]},
+            "'safe': several scorers have this name",
+        ),
+        ({"ppo.combine_reward_models": "min"}, "several reward models, and scorers has 1"),
+        (
+            {"ppo.combine_reward_models": {"mean_minus_deviations": 1.0}, "ppo.scorers": [OWN, DUMMY]},
+            "several reward models, and scorers has 1",
+        ),
+        ({"ppo.combine_reward_models": "max"}, "must be sum, min or {mean_minus_deviations: 1.0}"),
+        ({"ppo.combine_reward_models": {"mean_minus_deviations": 0.0}}, "mean_minus_deviations: "),
+        ({"ppo.scorers": [{**LONG, "buffer": 17}]}, "buffer=17 exceeds max_tokens=16"),
+        ({"ppo.scorers": [{**LONG, "max_tokens": 40}]}, "which no response exceeds with response_length=32"),
+        (
+            {
+                "ppo.scorers": [OWN, {**OWN, "path": "a"}],
+                "judge.judges": [{"kind": "reward_model", "name": "a", "path": "./a"}],
+                "promotion.judge": "a",
+                "promotion.second_judge": None,
+            },
+            "promotion.judge='a' uses ./a, which PPO optimises",
+        ),
+        (
+            {
+                "ppo.scorers": [{**OWN, "path": "a"}],
+                "ppo.select_by": {
+                    "judge": {"kind": "reward_model", "name": "a", "path": "./a"},
+                    "max_failure_share": 0.05,
+                },
+            },
+            "select_by: ./a is also a scorer",
+        ),
+        (
+            {
+                "ppo.scorers": [{**OWN, "path": "a"}],
+                "ppo.critic_init": "sft",
+                "judge.judges": [small.GOLD],
+            },
+            "reward.train is true, but no scorer, critic or judge uses one",
+        ),
         ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.http.url: "),
         ({"ppo.scorers": [{**HTTP, "urll": "x"}]}, "did you mean 'url'?"),
         ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),

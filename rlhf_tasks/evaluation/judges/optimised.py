@@ -20,19 +20,19 @@ def required_judges(settings: Judging, names: Sequence[str]) -> set[str]:
 def optimised_judges(
     settings: Judging, policy: Path, root: Path, names: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Judges that are the reward model which PPO optimised for `policy`: name → folder as configured.
+    """Judges that are a reward model which PPO optimised for `policy`: name → folder as configured.
 
     Only judges that `names` need are considered. Their folders are below `root`. Weights identify a reward
     model, whatever its folder is called. Empty for a policy whose rlhf.json names no reward model.
     """
     required = required_judges(settings, names)
-    reward = contracts.parents_of(policy).get("reward")
+    rewards = contracts.rewards_of(policy)
     return {
         judge.name: judge.path
         for judge in settings.judges
-        if reward is not None
+        if rewards
         and isinstance(judge, config.RewardModelJudge)
         and judge.name in required
         and contracts.is_made(root / judge.path)
-        and contracts.fingerprint(root / judge.path) == reward
+        and contracts.fingerprint(root / judge.path) in rewards
     }

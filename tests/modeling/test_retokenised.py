@@ -1,0 +1,198 @@
+"""A reward model of another tokenizer and chat template scores texts as it does alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.config import scorers as config
+from rlhf_tasks.data import tokenizer as tokenizers
+from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.data.tables import Chat, Message
+from rlhf_tasks.data.tokenizer import ready_rendering
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.retokenised import Retokenised, messages_of
+from rlhf_tasks.modeling.scorers import build
+from tests import small
+from tests.conftest import CHAT
+
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}<|system|>Be brief.<|end|>\n{% endif %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WITHOUT_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+)
+CONVERSATIONS = (
+    ["hi"],
+    ["hi", "yes?", "w1 w2"],
+    ["one", "two", "three", "four", "five\nsix"],
+)
+
+
+def bytes_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
+    """A byte-level tokenizer, which reads every text; its ids differ from the words of `small`."""
+    shape = small.shape().model_copy(update={"tokenizer": "bpe", "vocab_size": 300})
+    made = tokenizers.train(shape, ["w1 w2 w3 w4 hi"], max_length=500)
+    made.chat_template = template
+    return made
+
+
+def chat_of(template: str) -> Chat:
+    chat = ready_rendering(bytes_tokenizer(template), "x").chat
+    assert chat is not None
+    return chat
+
+
+def messages(texts: Sequence[str], system: str | None) -> list[Message]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return first + [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
+
+
+@pytest.mark.parametrize("system", [None, "Answer in Greek."])
+@pytest.mark.parametrize("texts", CONVERSATIONS, ids=len)
+@pytest.mark.parametrize("template", [CHAT, CHATML], ids=["plain", "default system"])
+def test_the_messages_of_a_prompt_are_found_again(
+    template: str, texts: list[str], system: str | None
+) -> None:
+    chat, given = chat_of(template), messages(texts, system)
+    assert messages_of(chat(given, True), chat) == given
+
+
+def test_a_template_without_a_system_role_is_understood() -> None:
+    chat, given = chat_of(WITHOUT_SYSTEM), messages(["a", "b", "c"], None)
+    assert messages_of(chat(given, True), chat) == given
+
+
+@pytest.mark.parametrize("prompt", ["plain text", "", "<user>no end", "<|user|>hi<|end|>\n<|assistant|>"])
+def test_text_that_the_template_did_not_render_has_no_messages(prompt: str) -> None:
+    assert messages_of(prompt, chat_of(CHATML)) is None
+
+
+class Recorder:
+    """A scorer that records the texts of the ids that it receives."""
+
+    def __init__(self, words: PreTrainedTokenizerBase) -> None:
+        self._words, self.texts = words, list[str]()
+
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> torch.Tensor:
+        self.texts = [str(self._words.decode([*q, *r])) for q, r in zip(queries, responses, strict=True)]
+        return torch.zeros(len(queries))
+
+
+def read(
+    own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, prompt: str, *answers: list[int]
+) -> list[str]:
+    """What a model with the tokenizer `own` reads of the prompt and of each answer, as texts."""
+    recorder, query = Recorder(own), encode(policy, [prompt])[0]
+    Retokenised(recorder, own, policy, Path("m"))([query] * len(answers), list(answers))
+    return recorder.texts
+
+
+def test_a_model_without_a_template_reads_the_policys_text_and_an_end_where_there_is_one() -> None:
+    own, policy = bytes_tokenizer(), small.tokenizer()
+    (word,) = encode(policy, ["w3"])
+    texts = read(own, policy, "w1 w2", [*word, small.EOS], word)
+    assert texts == ["w1 w2w3<eos>", "w1 w2w3"]
+
+
+def test_a_model_with_another_template_reads_the_conversation_in_its_own() -> None:
+    own, policy = bytes_tokenizer(CHATML), bytes_tokenizer(CHAT)
+    given = messages(["hi", "yes", "w1"], None)
+    (answer,) = encode(policy, ["w2"])
+    (text,) = read(own, policy, chat_of(CHAT)(given, True), [*answer, int(policy.eos_token_id)])
+    assert text == chat_of(CHATML)([*given, {"role": "assistant", "content": "w2"}], False)
+    assert text.endswith("<|user|>w1<|end|>\n<|assistant|>w2<|end|>\n")
+
+
+def test_a_plain_prompt_is_one_message_for_a_model_with_a_template() -> None:
+    own, policy = bytes_tokenizer(CHAT), small.tokenizer()
+    assert read(own, policy, "w1 w2", encode(policy, ["w3"])[0]) == ["<user>w1 w2<eos>\n<assistant>w3<eos>\n"]
+
+
+def test_the_prompt_of_the_same_template_is_read_as_it_is() -> None:
+    own, policy = bytes_tokenizer(CHAT), bytes_tokenizer(CHAT)
+    prompt = chat_of(CHAT)(messages(["hi"], None), True)
+    assert read(own, policy, prompt, encode(policy, ["w2"])[0]) == [prompt + "w2"]
+
+
+def test_the_bos_token_is_that_of_the_model_that_reads() -> None:
+    own = copy.deepcopy(bytes_tokenizer())
+    own.add_special_tokens({"bos_token": "<s>"})
+    from tokenizers.processors import TemplateProcessing
+
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", int(own.bos_token_id))]
+    )
+    policy = small.tokenizer()
+    assert read(own, policy, "w1", encode(policy, ["w2"])[0]) == ["<s>w1w2"]
+
+
+# ---------------------------------------------------------------------------------- as a scorer
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A reward model of another family, with a byte-level tokenizer."""
+    words, folder = bytes_tokenizer(), tmp_path / "foreign"
+    causal = small.causal("qwen2", 3, words)
+    models.save(causal, words, tmp_path / "base", identity={}, card="")
+    made = models.TokenScores.from_policy(tmp_path / "base", torch.Generator().manual_seed(5))
+    made.set_mean(0.125)
+    models.save(made.model, words, folder, identity={}, card="")
+    return folder
+
+
+def scorers(root: Path, **keys: Any) -> Any:
+    one = config.RewardModelScorer(kind="reward_model", weight=1.0, **keys)
+    own = config.RewardModelScorer(kind="reward_model", weight=1.0)
+    return build(
+        [own, one], small.tokenizer(), reward_model=small.scores(), max_tokens=300, root=root, combine="min"
+    )
+
+
+def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alone(foreign: Path) -> None:
+    queries, responses = small.rows(9)
+    found = scorers(foreign.parent, path="foreign", name="helpful").parts(queries, responses)
+    assert list(found) == ["reward_model", "helpful"]
+    policy, own = small.tokenizer(), bytes_tokenizer()
+    loaded = models.load_classifier(foreign)
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        end = [int(own.eos_token_id)] if response[-1] == small.EOS else []
+        text = policy.decode([token for token in response if token != small.EOS])
+        ids = own(policy.decode(query))["input_ids"] + own(text)["input_ids"] + end
+        with torch.no_grad():
+            hidden = loaded.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
+            alone = float(models.head_of(loaded)(hidden)) - 0.125
+        assert float(found["helpful"][row]) == pytest.approx(alone, abs=1e-5)
+
+
+def test_micro_batches_change_no_score(foreign: Path) -> None:
+    queries, responses = small.rows(9)
+    one = config.RewardModelScorer(kind="reward_model", weight=1.0, path="foreign")
+    few, many = (
+        build([one], small.tokenizer(), reward_model=None, max_tokens=n, root=foreign.parent)
+        for n in (40, 9999)
+    )
+    torch.testing.assert_close(
+        few.parts(queries, responses)["reward_model"], many.parts(queries, responses)["reward_model"],
+        atol=1e-5, rtol=0,
+    )  # fmt: skip
+
+
+def test_a_reward_model_without_a_trained_head_is_refused(foreign: Path) -> None:
+    with pytest.raises(UserError, match="base lacks its trained head"):
+        scorers(foreign.parent, path="base")
+
+
+def test_a_text_that_the_model_cannot_read_is_one_message(foreign: Path) -> None:
+    with pytest.raises(UserError, match=r"foreign can read 128 tokens, and a prompt with its response has 2"):
+        scorers(foreign.parent, path="foreign").parts([[3] * 70], [[4] * 30])
