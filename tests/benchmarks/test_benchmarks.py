@@ -6,11 +6,14 @@ import csv
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks import config
 from rlhf_tasks.benchmark.shapes import Shape
-from tests.benchmarks import estimators, growth, ledger, speed
+from rlhf_tasks.data.synthetic import generate
+from tests.benchmarks import ensembles, estimators, growth, ledger, speed
 from tests.benchmarks.speed import Figures
 
 TINY = Shape(vocab=40, query_min=4, query=4, response=8, batch=8, micro=4, layers=1, hidden=16, heads=2)
@@ -114,3 +117,33 @@ def test_an_estimators_workspace_has_the_models_of_its_seed_and_the_values_of_it
         settings = config.load(tmp_path / name / "params.yaml")
         assert (settings.seed, settings.ppo.advantages, settings.ppo.total_episodes) == (4, name, 512)
         assert (tmp_path / name / "models/sft").readlink() == finished / "models/sft"
+
+
+def test_the_outcome_of_a_run_is_the_gold_win_rate_of_its_best_its_kept_and_its_last_policy(
+    tmp_path: Path,
+) -> None:
+    """The reference itself is a tie, ½, and an empty answer loses."""
+    made = generate(1, num_prompts=4, num_sft=4, num_preferences=4, num_validation=4, num_test=4)
+    rows = [
+        row | {"episode": episode, "response": row["reference"] if number < ties else " "}
+        for episode, ties in ((0, 2), (64, 4), (128, 3), (192, 0))
+        for number, row in enumerate(made["prompts"]["validation"])
+    ]
+    (tmp_path / "evaluation/ppo").mkdir(parents=True)
+    (tmp_path / "metrics").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "evaluation/ppo/answers.parquet")
+    metrics = {"selected_episode": 128.0, "objective/kl": 21.96}
+    (tmp_path / "metrics/ppo.json").write_text(json.dumps(metrics), encoding="utf-8")
+    found = ensembles.outcome(tmp_path)
+    assert (found.best.value, found.kept.value, found.end.value) == (0.5, 0.375, 0.0)
+    assert "| one | 50.0% | 37.5% | 0.0% | 22.0 | 0.0% (0.0%–0.0%) |" in ensembles.table(
+        {"one": [found]}, [1]
+    )
+
+
+@pytest.mark.parametrize("name", ensembles.VARIANTS)
+def test_every_variant_of_the_ensembles_is_a_valid_params_yaml(name: str, tmp_path: Path) -> None:
+    ensembles.workspace(tmp_path / "a", 7, ["ppo.num_selection_prompts=500"], ensembles.VARIANTS[name])
+    made = config.load(tmp_path / "a/params.yaml")
+    assert (made.seed, made.ppo.kl_coef, made.ppo.num_selection_prompts) == (7, 0.0, 500)
+    assert len(made.ppo.scorers) == (1 if name == "one reward model" else 3)
