@@ -22,6 +22,7 @@ from rlhf_tasks.cli import (
     compare,
     deploy,
     down,
+    export,
     flow,
     generate,
     judge,
@@ -44,12 +45,12 @@ from rlhf_tasks.training import launch
 
 MODULES: Sequence[ModuleType] = (
     preset, flow, check_model, bench, judge, generate, label, compare, lineage, mlflow, sync, promote,
-    rollback, up, status, down, work, deploy, stage,
+    rollback, export, up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
     "Run the pipeline": ("preset", "flow", "check-model", "bench"),
     "Review results": ("mlflow", "compare", "lineage", "judge", "label", "generate", "sync"),
-    "Promote a policy": ("promote", "rollback"),
+    "Promote a policy": ("promote", "rollback", "export"),
     "Run the service": ("up", "status", "down", "work", "deploy"),
     "Stages (`dvc repro` runs them in order)": STAGES,
 }

@@ -1,0 +1,205 @@
+"""`rlhf export NAME --to FOLDER`: a policy as a plain Hugging Face folder, with a card of its origin.
+
+NAME is `champion`, an experiment, or a checkpoint's folder. No torch here until the copy is loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_tasks import config, console
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files, git, hashing, provenance
+from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.project.provenance import Chain
+from rlhf_tasks.promotion import candidate as candidates
+from rlhf_tasks.promotion import experiment, weights
+from rlhf_tasks.promotion.candidate import POLICY
+from rlhf_tasks.promotion.gate import Verdict
+from rlhf_tasks.promotion.record import verdict_file
+from rlhf_tasks.promotion.registry import CHAMPION, Registry, Unreachable
+
+CARD = "README.md"
+
+
+class Hub(Protocol):
+    """What is used of `huggingface_hub.HfApi`."""
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> Any:
+        """Create a repository."""
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> Any:
+        """Commit the files of a folder."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy that was found."""
+
+    label: str
+    """Its name in messages and on the card."""
+    folder: Path
+    md5: str
+    chain: Chain | None
+    """None if the project does not know where it comes from."""
+
+
+def export(paths: Paths, name: str, to: Path) -> Source:
+    """Copy a policy with its card to a new folder, after the copy has been loaded.
+
+    Raises:
+        UserError: if the folder is not empty, there is no such policy, or it cannot be loaded.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"--to {to}: this exists and is not an empty folder; give another name, or remove it")
+    source = find(paths, name)
+    candidates.check(source.folder, source.label)
+    with whole(to) as folder:
+        shutil.copytree(source.folder, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        (folder / CARD).write_text(card(source, paths.home), encoding="utf-8")
+        _check_loads(folder)
+    console.say(f"exported {source.label} ({source.md5}) to {to}; AutoModelForCausalLM loads it")
+    return source
+
+
+def find(paths: Paths, name: str) -> Source:
+    """The policy of this name, restored where it is not a folder.
+
+    Raises:
+        UserError: if there is none, or MLflow does not answer.
+    """
+    root = paths.root
+    if (root / name / "config.json").is_file():
+        return Source(name, root / name, hashing.dvc_md5(root / name), _chain(root, Path(name).as_posix()))
+    if name == CHAMPION:
+        return _champion(paths)
+    revision = experiment.find(root, name)
+    if revision is None:
+        raise UserError(
+            f"{name!r} is neither `{CHAMPION}`, nor a checkpoint's folder, nor an experiment; "
+            "`dvc exp list -A` shows the experiments"
+        )
+    md5 = dvc_files.locked_in(git.show(root, revision, "dvc.lock")).get(POLICY)
+    if md5 is None:
+        raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
+    folder = weights.restore(root, paths.home, md5, {weights.PATH: POLICY, weights.REVISION: revision})
+    return Source(f"{POLICY} of {name}", folder, md5, _chain(root, name))
+
+
+def _champion(paths: Paths) -> Source:
+    settings = config.load(paths.params)
+    if settings.promotion is None:
+        raise UserError("params.yaml has promotion: null, so there is no champion; give the section a value")
+    model = settings.promotion.model
+    try:
+        version = Registry.open(settings.tracking, paths.home, model).champion()
+    except Unreachable as error:
+        raise UserError(f"MLflow does not answer ({error}); repeat the command later") from None
+    if version is None:
+        raise UserError(f"{model} has no champion; `rlhf promote` makes one")
+    if not version.md5:
+        raise UserError(f"version {version.number} of {model} has no tag dvc.md5, so its weights are unknown")
+    folder = weights.restore(paths.root, paths.home, version.md5, version.tags)
+    origin = version.tags.get(weights.EXPERIMENT) or version.tags.get(weights.REVISION)
+    label = f"{model} version {version.number}"
+    return Source(label, folder, version.md5, _chain(paths.root, origin) if origin else None)
+
+
+def _chain(root: Path, name: str) -> Chain | None:
+    try:
+        return provenance.find(root, name)
+    except UserError as error:
+        console.say(f"the card will name no lineage: {error}")
+        return None
+
+
+# ---------------------------------------------------------------------------------------- the card
+
+
+def card(source: Source, home: Path) -> str:
+    """The checkpoint's own card (inputs and parameters), then data, verdict and lineage."""
+    own = source.folder / CARD
+    text = own.read_text(encoding="utf-8").rstrip() if own.exists() else f"# {source.label}"
+    parts = [text, *_data(source.chain), *_verdict(source, home), *_lineage(source)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _data(chain: Chain | None) -> Iterator[str]:
+    if chain is not None and chain.data:
+        rows = "\n".join(f"| `data.{key}` | {value} |" for key, value in config.flatten(chain.data).items())
+        yield f"## Data\n\n| key | value |\n|---|---|\n{rows}"
+
+
+def _verdict(source: Source, home: Path) -> Iterator[str]:
+    file = verdict_file(home, source.md5)
+    if not file.exists():
+        yield "## Verdict\n\nThe gate has not judged this policy."
+        return
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    rows = Verdict.of_tree(tree).rows()
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in rows)]
+    result, where = "Passed" if tree["passed"] else "Refused", f"{tree['time']}, against {tree['against']}"
+    yield f"## Verdict\n\n{result} by the gate: {tree['summary']} ({where})."
+    yield "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _lineage(source: Source) -> Iterator[str]:
+    yield f"## Lineage\n\nmd5 of the original folder: `{source.md5}`"
+    if source.chain is not None:
+        text = "\n".join(itertools.takewhile(bool, provenance.lines(source.chain)))
+        yield f"```\n{text}\n```"
+
+
+# --------------------------------------------------------------------------------- checks, the hub
+
+
+def _check_loads(folder: Path) -> None:
+    """Load the model with all of its weights, and its tokenizer.
+
+    Raises:
+        UserError: if either cannot be loaded, or they do not fit.
+    """
+    from rlhf_tasks.data.batches import load_tokenizer
+    from rlhf_tasks.modeling import contracts, models
+
+    contracts.check_fits(models.load_causal(folder), load_tokenizer(folder), str(folder))
+
+
+def check_id(repo: str) -> None:
+    """Check the form of a hub id, before anything is copied.
+
+    Raises:
+        UserError: unless it is OWNER/NAME.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise UserError(f"--push-to-hub {repo}: give the id of a repository, OWNER/NAME")
+
+
+def push(folder: Path, repo: str, label: str, hub: Hub) -> None:
+    """Upload an exported folder; a repository that does not exist yet is created, private.
+
+    Raises:
+        UserError: if the hub refuses or cannot be reached; the folder stays.
+    """
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        hub.create_repo(repo, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=str(folder), commit_message=f"Export {label}")
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{folder} was exported, but not pushed to {repo}: {reason}; log in with `hf auth login`, or "
+            f"upload it with `hf upload {repo} {folder}`"
+        ) from None
+    console.say(f"pushed to {repo}")

@@ -1,0 +1,148 @@
+"""`rlhf export` writes a folder that loads alone, and says where its policy comes from."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_tasks.cli import main
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.project import hashing
+from rlhf_tasks.promotion import export
+from tests.flows.toy import commit
+from tests.promotion import planted
+from tests.promotion.conftest import Measured
+
+POLICY = Path("models/policy")
+
+
+@pytest.fixture
+def ready(project: Path, trained: Path, measured: Measured) -> Path:
+    """A project whose policy is a real checkpoint, in dvc.lock, the DVC cache and a commit."""
+    shutil.rmtree(POLICY)
+    shutil.copytree(trained / "models/policy", POLICY)
+    planted.lock(project)
+    planted.cached(POLICY, project / ".dvc/cache")
+    lineage = project / "models/lineage/ppo.json"
+    blob = planted.blob(project / ".dvc/cache", hashing.dvc_md5(lineage))
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(lineage, blob)
+    commit(project)
+    return project
+
+
+def test_a_policy_is_exported_with_a_card_and_loads_by_transformers_alone(ready: Path) -> None:
+    assert main.main(["export", "models/policy", "--to", "out/given"]) == 0
+    model = AutoModelForCausalLM.from_pretrained("out/given")
+    tokenizer = AutoTokenizer.from_pretrained("out/given")
+    original = AutoModelForCausalLM.from_pretrained(POLICY)
+    ids = tokenizer("the", return_tensors="pt")["input_ids"]
+    assert torch.equal(model(ids).logits, original(ids).logits)
+    card = Path("out/given/README.md").read_text(encoding="utf-8")
+    assert card.startswith((POLICY / "README.md").read_text(encoding="utf-8").rstrip())
+    assert "| `data.source` | synthetic |" in card
+    assert "The gate has not judged this policy." in card
+    assert f"md5 of the original folder: `{hashing.dvc_md5(POLICY)}`" in card
+    assert "run ppo-of-better, code of cccc" in card
+    assert {path.name for path in Path("out/given").iterdir()} == {p.name for p in POLICY.iterdir()}
+
+
+def test_the_champion_is_exported_from_the_cache_with_its_verdict(ready: Path) -> None:
+    digest = contracts.fingerprint(POLICY)
+    assert main.main(["promote"]) == 0
+    shutil.rmtree(POLICY)
+    assert main.main(["export", "champion", "--to", "out"]) == 0
+    assert contracts.fingerprint(Path("out")) == digest
+    card = Path("out/README.md").read_text(encoding="utf-8")
+    assert "Passed by the gate: " in card
+    assert "| win rate over SFT by gold (95% low) | 0.82 | > 0.5 | +0.32 | passed |" in card
+    assert "run ppo-of-better" in card
+    assert not (Path("out") / "config.json").is_symlink()
+
+
+def test_an_experiment_is_exported_without_touching_the_working_tree(ready: Path) -> None:
+    digest = contracts.fingerprint(POLICY)
+    subprocess.run(["git", "update-ref", "refs/exps/aa/bb/tidy-oak", "HEAD"], check=True)
+    (POLICY / "README.md").write_text("another", encoding="utf-8")
+    assert main.main(["export", "tidy-oak", "--to", "out"]) == 0
+    assert contracts.fingerprint(Path("out")) == digest
+    assert (POLICY / "README.md").read_text(encoding="utf-8") == "another"
+    assert "experiment tidy-oak" in Path("out/README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nothing", "'nothing' is neither `champion`, nor a checkpoint's folder, nor an experiment"),
+        ("champion", "rlhf-policy has no champion; `rlhf promote` makes one"),
+        ("reward", "reward is a reward model; give a policy"),
+        ("broken", "lacks weights"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_message_and_leaves_no_folder(
+    ready: Path, trained: Path, name: str, why: str
+) -> None:
+    shutil.copytree(trained / "models/reward", "reward")
+    (Path("reward") / contracts.IDENTITY).write_text('{"kind": "reward"}', encoding="utf-8")
+    shutil.copytree(POLICY, "broken")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file("broken/model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), "broken/model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=why):
+        export.export(export.Paths(), name, Path("out"))
+    assert not Path("out").exists()
+
+
+def test_a_folder_with_files_is_not_replaced(ready: Path) -> None:
+    Path("out").mkdir()
+    Path("out/mine").write_text("x", encoding="utf-8")
+    with pytest.raises(UserError, match="--to out: this exists and is not an empty folder"):
+        export.export(export.Paths(), "models/policy", Path("out"))
+    assert Path("out/mine").read_text(encoding="utf-8") == "x"
+
+
+class StandIn:
+    """A client of the hub that records the calls, or fails."""
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.fault, self.calls = fault, list[tuple[str, dict[str, Any]]]()
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
+        self.calls.append(("create", {"id": repo_id, "private": private, "exist_ok": exist_ok}))
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+        if self.fault is not None:
+            raise self.fault
+        names = sorted(path.name for path in Path(folder_path).iterdir())
+        self.calls.append(("upload", {"id": repo_id, "names": names, "message": commit_message}))
+
+
+def test_the_exported_folder_is_pushed_to_a_private_repository(
+    ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = StandIn()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    assert main.main(["export", "models/policy", "--to", "out", "--push-to-hub", "me/policy"]) == 0
+    names = sorted(path.name for path in Path("out").iterdir())
+    assert hub.calls == [
+        ("create", {"id": "me/policy", "private": True, "exist_ok": True}),
+        ("upload", {"id": "me/policy", "names": names, "message": "Export models/policy"}),
+    ]
+
+
+def test_a_push_that_fails_keeps_the_folder_and_names_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"was exported, but not pushed to me/p: no route; log in with"):
+        export.push(tmp_path, "me/p", "x", StandIn(OSError("no\nroute")))
+
+
+def test_an_id_of_another_form_is_refused_before_the_export(ready: Path) -> None:
+    assert main.main(["export", "models/policy", "--to", "out", "--push-to-hub", "policy"]) == 2
+    assert not Path("out").exists()
