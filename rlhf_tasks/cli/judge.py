@@ -41,16 +41,25 @@ def add(commands: Commands) -> None:
     judge.add_argument(
         "--out", type=Path, metavar="FILE", help="also write every comparison to FILE.jsonl or FILE.parquet"
     )
+    judge.add_argument(
+        "--export",
+        choices=["alpaca_eval"],
+        help="also write the responses of both contenders to the folder --to, as this tool reads them",
+    )
+    judge.add_argument("--to", type=Path, metavar="FOLDER", help="the folder of --export")
 
 
 def run(options: argparse.Namespace) -> int:
     if options.model is None:
-        if options.against or options.num_examples or options.judge or options.out:
+        given = (options.against, options.num_examples, options.judge, options.out)
+        if any(given) or options.export or options.to:
             raise UserError(
-                "--against, --num-examples, --judge and --out need a MODEL, such as `rlhf judge "
-                "models/policy`; the stage takes everything from params.yaml"
+                "--against, --num-examples, --judge, --out, --export and --to need a MODEL, such as `rlhf "
+                "judge models/policy`; the stage takes everything from params.yaml"
             )
         return runner.run("judge", Paths())
+    if (options.export is None) != (options.to is None):
+        raise UserError("--export alpaca_eval and --to FOLDER need each other; give both")
     view = JudgeView.of(config.load())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from rlhf_tasks.evaluation import head_to_head
@@ -66,5 +75,6 @@ def run(options: argparse.Namespace) -> int:
         num_examples=options.num_examples,
         names=options.judge,
         out=options.out,
+        alpaca_eval=options.to,
     )
     return 0

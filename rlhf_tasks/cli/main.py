@@ -26,6 +26,7 @@ from rlhf_tasks.cli import (
     flow,
     generate,
     judge,
+    judge_reward,
     label,
     lineage,
     mlflow,
@@ -44,12 +45,12 @@ from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
 MODULES: Sequence[ModuleType] = (
-    preset, flow, check_model, bench, judge, generate, label, compare, lineage, mlflow, sync, promote,
-    rollback, export, up, status, down, work, deploy, stage,
+    preset, flow, check_model, bench, judge, judge_reward, generate, label, compare, lineage, mlflow, sync,
+    promote, rollback, export, up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
     "Run the pipeline": ("preset", "flow", "check-model", "bench"),
-    "Review results": ("mlflow", "compare", "lineage", "judge", "label", "generate", "sync"),
+    "Review results": ("mlflow", "compare", "lineage", "judge", "judge-reward", "label", "generate", "sync"),
     "Promote a policy": ("promote", "rollback", "export"),
     "Run the service": ("up", "status", "down", "work", "deploy"),
     "Stages (`dvc repro` runs them in order)": STAGES,

@@ -56,12 +56,14 @@ def compare_models(
     num_examples: int | None = None,
     names: Sequence[str] = (),
     out: Path | None = None,
+    alpaca_eval: Path | None = None,
     functions_root: Path | None = None,
 ) -> EvaluationResults:
     """Print and return the comparisons of `model` with `against` by each judge, or by those called `names`.
 
     Each contender is a checkpoint folder, `HUB/ID@COMMIT`, a `.jsonl` file of responses, or `reference`; the
     results name it as given. `out` is a .jsonl or .parquet file for every comparison with its texts.
+    `alpaca_eval` is a folder for the responses of both, as AlpacaEval reads them.
     Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
     `paths.root`.
 
@@ -86,6 +88,9 @@ def compare_models(
         name: _responses(config, contender, rows, device, paths)
         for name, contender in ((model, a), (against, b))
     }
+    if alpaca_eval is not None:
+        _write_outputs(paths.root / alpaca_eval / "outputs.json", model, prompts, texts[model])
+        _write_outputs(paths.root / alpaca_eval / "reference_outputs.json", against, prompts, texts[against])
     compared: dict[summary.Key, Comparisons] = {}
     for judge in judges:
         compared |= summary.compare(judge, [(model, against)], prompts, texts, config.judge.max_failure_share)
@@ -109,6 +114,16 @@ def check_format(out: Path) -> None:
     """
     if out.suffix not in FORMATS:
         raise UserError(f"--out {out}: give a file whose name ends with {' or '.join(FORMATS)}")
+
+
+def _write_outputs(file: Path, name: str, prompts: Sequence[str], responses: Sequence[str]) -> None:
+    """Write responses as `alpaca_eval` reads them, with --model_outputs or --reference_outputs."""
+    rows = [
+        {"instruction": prompt, "output": response, "generator": name}
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    atomic.write_text(file, json.dumps(rows, ensure_ascii=False, indent=2) + "\n")
+    console.say(f"wrote {len(rows)} responses of {name} to {file}")
 
 
 def _write(out: Path, table: pa.Table) -> None:

@@ -59,9 +59,9 @@ class Retokenised:
         prompts = [str(self._policy.decode(query, skip_special_tokens=False)) for query in queries]
         answers = [text_of(self._policy, response) for response in responses]
         if self._has_own_template:
-            texts = [self._conversation(*row) for row in zip(prompts, answers, strict=True)]
-            ids = encode(self._own, texts)
-            return [row[:-1] for row in ids], [row[-1:] for row in ids]  # the score is read at the last token
+            return conversation_ids(
+                self._own, [self._conversation(*row) for row in zip(prompts, answers, strict=True)]
+            )
         bare = [self._reads.bos + prompt.removeprefix(self._given.bos) for prompt in prompts]
         ends = [response[-1:] == [self._policy.eos_token_id] for response in responses]
         ids = [
@@ -76,6 +76,12 @@ class Retokenised:
         found = None if self._given.chat is None else messages_of(prompt, self._given.chat)
         messages = found or [{"role": "user", "content": prompt.removeprefix(self._given.bos)}]
         return self._reads.chat([*messages, {"role": "assistant", "content": answer}], False)
+
+
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
+    """Whole conversations as queries and responses: a reward model scores the last token alone."""
+    ids = encode(tokenizer, texts)
+    return [row[:-1] for row in ids], [row[-1:] for row in ids]
 
 
 def messages_of(prompt: str, chat: Chat) -> list[Message] | None:

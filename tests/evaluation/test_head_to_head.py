@@ -143,6 +143,33 @@ def test_every_comparison_is_written_with_its_texts(models_here: Path, name: str
     assert win_rate(results, "gold", "models/policy", "models/sft").value == pytest.approx(rate)
 
 
+def test_responses_are_exported_as_alpaca_eval_reads_them(models_here: Path) -> None:
+    """Its leaderboards join model and reference by the instruction; `generator` names the model."""
+    words = ["judge", "models/policy", "--judge", "gold", "--num-examples", "3"]
+    Path("params.yaml").write_bytes((small.ROOT / "params.yaml").read_bytes())
+    assert main.main([*words, "--export", "alpaca_eval", "--to", "alpaca"]) == 0
+    ours, theirs = (
+        json.loads(Path("alpaca", name).read_text(encoding="utf-8"))
+        for name in ("outputs.json", "reference_outputs.json")
+    )
+    rows = read_table(Paths(), "prompts", "test")[:3]
+    keys = ("instruction", "output", "generator")
+    assert [tuple(row) for row in ours] == [keys] * 3
+    assert [tuple(row.values()) for row in theirs] == [
+        (row["prompt"], row["reference"], "reference") for row in rows
+    ]
+    assert [row["instruction"] for row in ours] == [row["prompt"] for row in rows]
+    assert {row["generator"] for row in ours} == {"models/policy"}
+
+
+@pytest.mark.parametrize("words", [["--export", "alpaca_eval"], ["--to", "alpaca"]], ids=" ".join)
+def test_an_export_needs_its_folder_and_a_folder_its_export(
+    words: list[str], models_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["judge", "models/policy", *words]) == 2
+    assert "--export alpaca_eval and --to FOLDER need each other" in capsys.readouterr().err
+
+
 def test_the_output_file_replaces_an_older_one(models_here: Path) -> None:
     Path("comparisons.parquet").write_text("older", encoding="utf-8")
     Path("comparisons.parquet").chmod(0o444)

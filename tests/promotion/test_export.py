@@ -15,6 +15,7 @@ from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.project import hashing
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import export
 from tests.flows.toy import commit
 from tests.promotion import planted
@@ -97,7 +98,7 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_no_folder(
     tensors = load_file("broken/model.safetensors")
     save_file(dict(list(tensors.items())[1:]), "broken/model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=why):
-        export.export(export.Paths(), name, Path("out"))
+        export.export(Paths(), name, Path("out"))
     assert not Path("out").exists()
 
 
@@ -105,7 +106,7 @@ def test_a_folder_with_files_is_not_replaced(ready: Path) -> None:
     Path("out").mkdir()
     Path("out/mine").write_text("x", encoding="utf-8")
     with pytest.raises(UserError, match="--to out: this exists and is not an empty folder"):
-        export.export(export.Paths(), "models/policy", Path("out"))
+        export.export(Paths(), "models/policy", Path("out"))
     assert Path("out/mine").read_text(encoding="utf-8") == "x"
 
 
