@@ -13,8 +13,10 @@ from rlhf_tasks.benchmark import shapes
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.config import Config, Ppo, PpoView
 from rlhf_tasks.config.scorers import RewardModelScorer
+from rlhf_tasks.data import columns
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import models, scorers
 from rlhf_tasks.modeling.models import TokenScores
@@ -100,13 +102,14 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     paths = Paths(scratch)
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, view, paths)
+    prompts, kept = _prompts(Paths(root), tokenizer, config)
     scorer = scorers.build(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root,
-        combine=settings.combine_reward_models, device=rt.device,
+        combine=settings.combine_reward_models, device=rt.device, columns=kept,
     )  # fmt: skip
-    prompts = _prompts(Paths(root), tokenizer, config.data.max_prompt_tokens)
     trainer = Trainer(
         rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=view.seed,
+        columns=kept,
         demonstrations=ptx_text(settings, Paths(root), tokenizer, actor_critic.policy),
     )  # fmt: skip
     if not Paths(root).table("prompts", "train").exists():
@@ -158,10 +161,15 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
     models.save(model, tokenizer, folder, identity={}, card="random weights, for a benchmark\n")
 
 
-def _prompts(own: Paths, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[Ids]:
+def _prompts(own: Paths, tokenizer: PreTrainedTokenizerBase, config: Config) -> tuple[list[Ids], Columns]:
+    """The project's prompts with their columns, or random ones."""
     if own.table("prompts", "train").exists():
-        return encode(tokenizer, [row["prompt"] for row in read_table(own, "prompts", "train")])
-    return shapes.random_rows(NUM_PROMPTS, longest, longest, len(tokenizer))
+        rows = read_table(own, "prompts", "train")
+        return encode(tokenizer, [row["prompt"] for row in rows]), columns.of_rows(rows)
+    if config.data.columns.keep:
+        raise UserError("data/prompts does not exist, and scorers get its columns: run `rlhf prepare` first")
+    longest = config.data.max_prompt_tokens
+    return shapes.random_rows(NUM_PROMPTS, longest, longest, len(tokenizer)), NONE
 
 
 def check_device(shape: Shape) -> None:

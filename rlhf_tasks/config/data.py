@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlhf_tasks.config.types import PositiveInt, Revision, Section, check_source
 
@@ -21,6 +21,15 @@ class Columns(Section):
     """Column that holds the preferred response of a pair."""
     rejected: str
     """Column that holds the other response of a pair."""
+    keep: tuple[Annotated[str, Field(min_length=1)], ...] = Field(strict=False)
+    """List of further columns of the prompt rows, such as `answer`, that scorers and judges get; empty: none.
+    The built-in task has `who`, `thing`, `place` and `plan`."""
+
+    @model_validator(mode="after")
+    def _once_each(self) -> Columns:
+        if len(set(self.keep)) < len(self.keep):
+            raise ValueError(f"`keep` names a column twice: {', '.join(self.keep)}; name each once")
+        return self
 
 
 class HubSet(Section):

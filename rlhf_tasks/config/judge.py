@@ -74,8 +74,9 @@ class FunctionJudge(Section):
     name: Name
     """Name of the judge in the metrics: lower-case letters, digits and `_`."""
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """`module:function`, called with a list of prompts and a list of responses; it returns one float per
-    response, NaN for one that it cannot score."""
+    """`module:function`, called with a list of prompts and a list of responses, and with the columns of
+    `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for one that it
+    cannot score."""
 
 
 class Budget(Section):

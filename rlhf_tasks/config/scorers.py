@@ -42,8 +42,8 @@ class FunctionScorer(Section):
     weight: FiniteFloat
     """Factor of this score in the sum."""
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """`module:function`, called with a list of prompts and a list of responses; it returns one float per
-    response."""
+    """`module:function`, called with a list of prompts and a list of responses, and with the columns of
+    `data.columns.keep` that it takes by keyword; it returns one float per response."""
 
 
 class HttpScorer(Section):
@@ -54,7 +54,8 @@ class HttpScorer(Section):
     weight: FiniteFloat
     """Factor of this score in the sum."""
     url: Annotated[str, Field(pattern=r"^https?://")]
-    """Address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}."""
+    """Address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}; where columns are
+    kept, it also receives {"columns": {NAME: […]}}."""
     timeout_seconds: PositiveFloat
     """Longest wait for a reply, in seconds."""
     batch_size: PositiveInt

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
+from rlhf_tasks.data import columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 
@@ -268,9 +269,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def read_table(paths: Paths, role: str, split: Split) -> list[dict[str, Any]]:
-    """The rows of data/ROLE/SPLIT.parquet."""
+    """The rows of data/ROLE/SPLIT.parquet; `columns` holds the kept columns, where there are any."""
     rows: list[dict[str, Any]] = pq.read_table(paths.table(role, split)).to_pylist()
-    return rows
+    return columns.decoded(rows)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:

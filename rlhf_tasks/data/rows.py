@@ -1,7 +1,8 @@
 """Rows, which every source produces in one form, and the checks on them.
 
 A row is a dict of its role's text columns and `source`, the place it was read from
-(`FILE:LINE` for the user's files). Problems are collected, so that one report names every bad row.
+(`FILE:LINE` for the user's files). Rows that give prompts may have `columns`, the kept values by name.
+Problems are collected, so that one report names every bad row.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rlhf_tasks.config import Split
 
 Role = Literal["sft", "preferences", "prompts"]
-Row = dict[str, str]
+Row = dict[str, Any]
 Corpus = dict[Role, dict[Split, list[Row]]]
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -108,9 +109,10 @@ def prompt_key(prompt: str) -> str:
     return " ".join(prompt.split())
 
 
-def evaluated_role(corpus: Corpus) -> Role:
+def evaluated_role(corpus: Container[Role]) -> Role:
     """The role whose held-out prompts judge the policy: `prompts`, or the role they are derived from."""
-    return next(role for role in ("prompts", "sft", "preferences") if role in corpus)
+    roles: tuple[Role, ...] = ("prompts", "sft", "preferences")
+    return next(role for role in roles if role in corpus)
 
 
 def without(corpus: Corpus, problems: Problems) -> Corpus:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 from rlhf_tasks.config import Split
+from rlhf_tasks.data.columns import KEY
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, Corpus, Role, Row, evaluated_role, prompt_key
 from rlhf_tasks.errors import UserError
 
@@ -115,8 +116,8 @@ def _derived(
         kept: dict[tuple[str, ...], Row] = {}
         for row in rows:
             key = (row["prompt"],) if per_prompt else tuple(row[name] for name in names)
-            new = {ours: row[theirs] for theirs, ours in names.items()} | {"source": row["source"]}
-            kept.setdefault(key, new)
+            same = {name: row[name] for name in ("source", KEY) if name in row}
+            kept.setdefault(key, {ours: row[theirs] for theirs, ours in names.items()} | same)
         derived[split] = list(kept.values())
     return derived
 

@@ -16,8 +16,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_tasks.config import Split
+from rlhf_tasks.data.columns import KEY
 
 LEXICON: dict[str, tuple[str, ...]] = {
     slot: tuple(words.split())
@@ -136,9 +138,16 @@ def gold_scores(prompts: Sequence[str], summaries: Sequence[str]) -> list[float]
 
 
 def generate(
-    seed: int, *, num_prompts: int, num_sft: int, num_preferences: int, num_validation: int, num_test: int
-) -> dict[str, dict[Split, list[dict[str, str]]]]:
-    """Rows by role and split; no post occurs twice, in whatever role.
+    seed: int,
+    *,
+    num_prompts: int,
+    num_sft: int,
+    num_preferences: int,
+    num_validation: int,
+    num_test: int,
+    keep: Sequence[str] = (),
+) -> dict[str, dict[Split, list[dict[str, Any]]]]:
+    """Rows by role and split; no post occurs twice, in whatever role. `keep` are facts that prompts keep.
 
     `prompts` and `preferences` have separate train posts. The first `num_sft` prompts, whose references PPO
     does not read, are also demonstrations. The held-out splits of all roles share their posts.
@@ -151,14 +160,16 @@ def generate(
         "validation": [_post(rng, "validation", seen) for _ in range(num_validation)],
         "test": [_post(rng, "test", seen) for _ in range(num_test)],
     }  # fmt: skip
-    tables: dict[str, dict[Split, list[dict[str, str]]]] = {"sft": {}, "preferences": {}, "prompts": {}}
+    tables: dict[str, dict[Split, list[dict[str, Any]]]] = {"sft": {}, "preferences": {}, "prompts": {}}
     for split in ("train", "validation", "test"):
-        summarised = [
-            (p["prompt"], _summary(rng, p)) for p in posts[split if split != "train" else "prompts"]
-        ]
+        own = posts[split if split != "train" else "prompts"]
+        summarised = [(p["prompt"], _summary(rng, p)) for p in own]
         tables["prompts"][split] = [
             {"prompt": prompt, "reference": summary, "source": "synthetic"} for prompt, summary in summarised
         ]
+        if keep:
+            for row, post in zip(tables["prompts"][split], own, strict=True):
+                row[KEY] = {name: post[name] for name in keep}
         tables["sft"][split] = [
             {"prompt": prompt, "completion": summary, "source": "synthetic"}
             for prompt, summary in (summarised[:num_sft] if split == "train" else summarised)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_tasks.config import Columns, Split
-from rlhf_tasks.data.rows import Corpus, Problems, Reason, Role, Row
+from rlhf_tasks.data.columns import KEY
+from rlhf_tasks.data.columns import fault as value_fault
+from rlhf_tasks.data.rows import Corpus, Problems, Reason, Role, Row, evaluated_role
 from rlhf_tasks.errors import UserError
 
 Message = dict[str, Any]
@@ -72,9 +74,12 @@ def assemble(
         UserError: naming every table that lacks a column, or two tables of one role and split.
     """
     known = [(role or infer_role(table, columns), split, table) for role, split, table in tables]
+    judged = evaluated_role({role for role, _, _ in known}) if known else None
     faults = [
         fault for role, _, table in known if (fault := _missing_columns(table, role, columns)) is not None
     ]
+    prompts = [table for role, _, table in known if role == judged]
+    faults += [fault for table in prompts if (fault := _missing_kept(table, columns)) is not None]
     owner: dict[tuple[Role, Split], str] = {}
     for role, split, table in known:
         other = owner.setdefault((role, split), table.name)
@@ -86,7 +91,8 @@ def assemble(
         raise UserError("the data cannot be read as it is:\n  " + "\n  ".join(faults))
     corpus: Corpus = {}
     for role, split, table in known:
-        corpus.setdefault(role, {})[split] = _rows(table, role, columns, rendering, problems)
+        kept = columns.keep if role == judged else ()
+        corpus.setdefault(role, {})[split] = _rows(table, role, columns, rendering, problems, kept)
     return corpus
 
 
@@ -118,15 +124,43 @@ def _missing_columns(table: Table, role: Role, columns: Columns) -> str | None:
     return f"{table.name}: no column {lost} for {role}; it has {has}; name the right column in {mapping}"
 
 
-def _rows(table: Table, role: Role, columns: Columns, rendering: Rendering, problems: Problems) -> list[Row]:
+def _missing_kept(table: Table, columns: Columns) -> str | None:
+    """Why the prompts of a table lack a column of `data.columns.keep`, or None."""
+    lost = ", ".join(repr(name) for name in columns.keep if name not in table.columns)
+    if not lost or not table.lines:
+        return None
+    has = ", ".join(map(repr, table.columns))
+    return f"{table.name}: no column {lost}, which data.columns.keep names; it has {has}"
+
+
+def _rows(
+    table: Table,
+    role: Role,
+    columns: Columns,
+    rendering: Rendering,
+    problems: Problems,
+    keep: Sequence[str],
+) -> list[Row]:
     names = _source_names(table, role, columns)
     rows = []
     for line in table.lines:
         try:
-            rows.append(_texts(line.values, names, rendering, table.name) | {"source": line.where})
+            row = _texts(line.values, names, rendering, table.name) | {"source": line.where}
+            rows.append(row | ({KEY: _kept(line.values, keep)} if keep else {}))
         except _Unusable as fault:
             problems.add(line.where, line.values, fault.reason, fault.detail)
     return rows
+
+
+def _kept(values: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+    for name in keep:
+        if name not in values:
+            raise _Unusable(
+                "malformed", f"has no {name!r}, which data.columns.keep names; give null for none"
+            )
+        if (fault := value_fault(values[name])) is not None:
+            raise _Unusable("malformed", f"{name!r} cannot be kept: {fault}")
+    return {name: values[name] for name in keep}
 
 
 def _texts(values: Mapping[str, Any], names: Mapping[str, str], rendering: Rendering, table: str) -> Row:

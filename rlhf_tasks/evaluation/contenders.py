@@ -9,7 +9,9 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
+from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.evaluation.responses import Responses, sample
 from rlhf_tasks.evaluation.results import ResponseStatistics
 from rlhf_tasks.modeling.tensors import distinct
@@ -27,6 +29,8 @@ class Contenders:
     texts: dict[str, list[str]]
     """By contender, the references included."""
     sampled: dict[str, Responses]
+    columns: Columns
+    """The kept columns of the prompts' rows."""
 
 
 def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> Contenders:
@@ -39,7 +43,7 @@ def sample_contenders(config: JudgeView, paths: Paths, device: torch.device) -> 
             bar.advance()
     texts = {"reference": [row["reference"] for row in rows]}
     texts |= {name: responses.texts for name, responses in sampled.items()}
-    return Contenders(prompts, [row.get("source", "") for row in rows], texts, sampled)
+    return Contenders(prompts, [row.get("source", "") for row in rows], texts, sampled, columns.of_rows(rows))
 
 
 def sample_policy(

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +18,7 @@ import torch
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView, is_hub_id
 from rlhf_tasks.config.types import check_source, pinned_revision
+from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
 from rlhf_tasks.errors import UserError
@@ -44,7 +45,7 @@ class Checkpoint:
 ResponseFile = Mapping[str, str]
 """Responses by prompt key."""
 Contender = Checkpoint | ResponseFile | Literal["reference"]
-Row = Mapping[str, str]
+Row = Mapping[str, Any]
 
 
 def compare_models(
@@ -79,9 +80,11 @@ def compare_models(
     a, b = _contender(model, paths), _contender(against, paths)
     files = [x for x in (a, b) if isinstance(x, Mapping)]
     rows = _rows(paths, num_examples or config.judge.num_examples, files)
+    kept = columns.of_rows(rows)
     judges = build_judges(
-        config.judge, config.data_source, device, paths, names=names, functions_root=functions_root
-    )
+        config.judge, config.data_source, device, paths, names=names, functions_root=functions_root,
+        columns=kept,
+    )  # fmt: skip
     optimised = _warn(config, paths, [x for x in (a, b) if isinstance(x, Checkpoint)], names)
     prompts = [row["prompt"] for row in rows]
     texts = {
@@ -93,7 +96,9 @@ def compare_models(
         _write_outputs(paths.root / alpaca_eval / "reference_outputs.json", against, prompts, texts[against])
     compared: dict[summary.Key, Comparisons] = {}
     for judge in judges:
-        compared |= summary.compare(judge, [(model, against)], prompts, texts, config.judge.max_failure_share)
+        compared |= summary.compare(
+            judge, [(model, against)], prompts, texts, config.judge.max_failure_share, kept
+        )
     results = EvaluationResults(
         comparisons=summary.summarise_all(compared, texts),
         judge_kappas=summary.kappas(compared),
@@ -102,7 +107,7 @@ def compare_models(
     title = f"win rates on {len(prompts)} test prompts (ties count half)"
     tables.show(title, tables.win_rates(results.comparisons))
     if out is not None:
-        _write(paths.root / out, tables.text_table(compared, prompts, texts))
+        _write(paths.root / out, tables.text_table(compared, prompts, texts, kept))
     return results
 
 

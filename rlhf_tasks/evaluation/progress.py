@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pyarrow.parquet as pq
 
+from rlhf_tasks.data import columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Judge
 from rlhf_tasks.project.paths import Paths
@@ -21,14 +22,14 @@ def log(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
     The responses are to validation prompts, by which PPO selects its checkpoint too. There is no point where
     every comparison failed.
     """
-    rows = pq.read_table(paths.ppo_samples / RESPONSES).to_pylist()
+    rows = columns.decoded(pq.read_table(paths.ppo_samples / RESPONSES).to_pylist())
     for episode, group in itertools.groupby(rows, key=lambda row: row["episode"]):
         evaluation = list(group)
         prompts, responses, references = (
             [row[column] for row in evaluation] for column in ("prompt", "response", "reference")
         )
         for judge in judges:
-            comparisons = judge.compare(prompts, responses, references)
+            comparisons = judge.compare(prompts, responses, references, columns.of_rows(evaluation))
             if len(comparisons.failures) == len(prompts):
                 continue
             rate = statistics.rate(comparisons.outcomes)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge, check_failures
 from rlhf_tasks.evaluation.length_control import length_controlled
@@ -31,15 +32,17 @@ def compare(
     prompts: Sequence[str],
     texts: Mapping[str, Sequence[str]],
     max_failure_share: float,
+    columns: Columns = NONE,
 ) -> dict[Key, Comparisons]:
     """One judge's comparisons of each pair of contenders; `texts` are the responses by contender.
+    `columns` are those of the prompts' rows.
 
     Raises:
         UserError: if the judge cannot work, or fails too often.
     """
     compared = {}
     for a, b in pairs:
-        comparisons = judge.compare(prompts, texts[a], texts[b])
+        comparisons = judge.compare(prompts, texts[a], texts[b], columns)
         check_failures(judge.name, comparisons, max_failure_share)
         compared[Key(judge.name, a, b)] = comparisons
     return compared

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from rlhf_tasks import console
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.results import ComparisonResult
 from rlhf_tasks.evaluation.summary import ByKey
@@ -50,10 +52,12 @@ def comparison_table(compared: ByKey) -> pa.Table:
     return pa.Table.from_pylist(rows, COMPARISONS)
 
 
-def text_table(compared: ByKey, prompts: Sequence[str], texts: Mapping[str, Sequence[str]]) -> pa.Table:
+def text_table(
+    compared: ByKey, prompts: Sequence[str], texts: Mapping[str, Sequence[str]], kept: Columns = NONE
+) -> pa.Table:
     """The same with `prompt`, `response_a` and `response_b`; the outcome of a failure is null.
 
-    `texts` are the responses by contender.
+    `texts` are the responses by contender. `kept` are columns of the prompts' rows, shown as `column/NAME`.
     """
     rows = comparison_table(compared).to_pylist()
     for row in rows:
@@ -63,8 +67,9 @@ def text_table(compared: ByKey, prompts: Sequence[str], texts: Mapping[str, Sequ
             "prompt": prompts[index],
             "response_a": texts[row["a"]][index],
             "response_b": texts[row["b"]][index],
-        }
-    return pa.Table.from_pylist(rows, WITH_TEXTS)
+        } | columns.shown(columns.of_row(kept, index))
+    shown = (pa.field(f"column/{name}", pa.string()) for name in kept)
+    return pa.Table.from_pylist(rows, pa.schema([*WITH_TEXTS, *shown]))
 
 
 def _number(values: Any, i: int) -> float | None:

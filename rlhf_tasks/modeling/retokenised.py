@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, encode, sizes, text_of
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tables import Chat, Message
 from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
@@ -40,7 +41,7 @@ class Retokenised:
         self._reads, self._given = ready_rendering(own, str(folder)), ready_rendering(policy, "the policy")
         self._has_own_template = own.chat_template not in (None, policy.chat_template)
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         """(B,) float32 on the CPU, in the order of the rows.
 
         Raises:

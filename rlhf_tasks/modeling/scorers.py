@@ -3,18 +3,15 @@
 PPO's reward and judges use them. A scorer maps token ids to scores: (B,) float32 on the CPU, in the order
 of the rows. Functions and services receive texts: the prompt as the model reads it (with special tokens
 and chat template) and the response without its EOS. Texts from a `words` tokenizer have one space between
-words, whatever the original white space was.
+words, whatever the original white space was. They also get the kept columns of the prompts' rows.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import httpx
@@ -24,9 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import Ids, TokenBudget, collate, load_tokenizer, sizes, text_of
+from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.combining import combined, length_penalties
+from rlhf_tasks.modeling.functions import TextFunction
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.products import unrounded_products
 from rlhf_tasks.modeling.retokenised import Retokenised
@@ -38,12 +37,10 @@ LONGEST_WAIT_SECONDS = 30.0
 SHOWN_CHARACTERS = 200
 CPU = torch.device("cpu")
 
-TextFunction = Callable[[list[str], list[str]], Any]
-
 
 class Scorer(Protocol):
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
-        """(B,) float32 on the CPU, in the order of the rows."""
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+        """(B,) float32 on the CPU, in the order of the rows; `columns` are those of the prompts' rows."""
 
 
 class ScorerError(RuntimeError):
@@ -71,7 +68,7 @@ class RewardScorer:
         self._device = next(scores.parameters()).device
 
     @torch.no_grad()
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         """(B,) float32 on the CPU, in the order of the rows."""
         result = torch.zeros(len(queries))
 
@@ -87,71 +84,29 @@ class RewardScorer:
 class FunctionScorer:
     """`module:function`, called once with all prompts and all responses; it returns a float for each.
 
-    The module is a file below `root`, or an installed one.
-
     Raises:
-        UserError: if it cannot be imported or called.
+        UserError: as `TextFunction`; `columns` are the names of the kept columns.
     """
 
-    def __init__(self, function: str, tokenizer: PreTrainedTokenizerBase, root: Path) -> None:
-        self._name, self._tokenizer = f"function {function}", tokenizer
-        self._function = load_function(function, "ppo.scorers", root)
+    def __init__(
+        self, function: str, tokenizer: PreTrainedTokenizerBase, root: Path, columns: Collection[str] = ()
+    ) -> None:
+        self._tokenizer, self._function = tokenizer, TextFunction(function, "ppo.scorers", root, columns)
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         if not queries:
             return torch.zeros(0)
-        found = self._function(*_texts(self._tokenizer, queries, responses))
-        return _finite(self._name, numbers(self._name, found, len(queries)))
-
-
-def load_function(function: str, key: str, root: Path) -> TextFunction:
-    """`module:function` from a file below `root`, or else from an installed module; `key` names it.
-
-    Raises:
-        UserError: if it cannot be imported or called.
-    """
-    module_name, _, name = function.partition(":")
-    try:
-        module = _module(module_name, root.resolve())
-    except Exception as error:  # the user's module can raise anything: one message names the function
-        raise UserError(
-            f"{key}: {function} cannot be imported: {type(error).__name__}: {error} "
-            f"(tried files below {root.resolve()} and installed packages)"
-        ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        what = "has no such function" if found is None else f"holds a {type(found).__name__} of that name"
-        raise UserError(f"{key}: {function}: {getattr(module, '__file__', module_name)} {what}")
-    return found  # type: ignore[no-any-return]
-
-
-def _module(name: str, root: Path) -> ModuleType:
-    path = root.joinpath(*name.split("."))
-    file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
-    if file is None:
-        return importlib.import_module(name)
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(file):
-        return known
-    if str(root) not in sys.path:
-        sys.path.append(str(root))  # the module may import its neighbours, also while it runs
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # while it runs, because dataclasses and relative imports look there; an installed module keeps its name
-    is_first = sys.modules.setdefault(name, module) is module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        if is_first:
-            del sys.modules[name]
-        raise
-    return module
+        name, found = (
+            self._function.name,
+            self._function(*texts(self._tokenizer, queries, responses), columns),
+        )
+        return _finite(name, numbers(name, found, len(queries)))
 
 
 class HttpScorer:
     """A service that receives {"prompts": […], "responses": […]} and returns {"scores": […]}.
+
+    Where columns are kept, it also receives {"columns": {NAME: […]}}.
 
     A request is tried NUM_TRIES times, after 429, 5xx, a timeout or a broken connection. The wait doubles
     from try to try, or is that of `Retry-After`. Any other status or content is an error at once.
@@ -179,14 +134,16 @@ class HttpScorer:
         self._timeout, self._batch_size = timeout_seconds, batch_size
         self._back_off, self._sleep = back_off_seconds, sleep
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
-        prompts, answers = _texts(self._tokenizer, queries, responses)
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+        prompts, answers = texts(self._tokenizer, queries, responses)
         parts = [torch.zeros(0)]
         # a client for each call: the service would close an idle connection between updates
         with httpx.Client(timeout=self._timeout) as client:
             for start in range(0, len(prompts), self._batch_size):
                 rows = slice(start, start + self._batch_size)
-                request = {"prompts": prompts[rows], "responses": answers[rows]}
+                request: dict[str, Any] = {"prompts": prompts[rows], "responses": answers[rows]}
+                if columns:
+                    request["columns"] = take(columns, range(len(prompts))[rows])
                 parts.append(self._scores(self._answer(client, request), len(request["prompts"])))
         return torch.cat(parts)
 
@@ -199,7 +156,7 @@ class HttpScorer:
             raise UnusableScores(f'{self._name} must return {{"scores": […]}}, but returned {_shown(body)}')
         return _finite(self._name, numbers(self._name, answer["scores"], count))
 
-    def _answer(self, client: httpx.Client, request: Mapping[str, list[str]]) -> bytes:
+    def _answer(self, client: httpx.Client, request: Mapping[str, Any]) -> bytes:
         """The body of a successful reply, after at most NUM_TRIES tries."""
         problem = ""
         for number in range(NUM_TRIES):
@@ -219,9 +176,7 @@ class HttpScorer:
                 self._sleep(min(wait, LONGEST_WAIT_SECONDS))
         raise ScorerError(f"{self._name} returned no scores in {NUM_TRIES} tries; the last error: {problem}")
 
-    def _request(
-        self, client: httpx.Client, request: Mapping[str, list[str]]
-    ) -> tuple[int, httpx.Headers, bytes]:
+    def _request(self, client: httpx.Client, request: Mapping[str, Any]) -> tuple[int, httpx.Headers, bytes]:
         """Limits the whole reply; the timeout of httpx limits only each pause in it."""
         deadline = time.monotonic() + self._timeout
         body = b""
@@ -245,14 +200,14 @@ class LengthPenalty:
     def __init__(self, max_tokens: int, buffer: int) -> None:
         self._max_tokens, self._buffer = max_tokens, buffer
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         return length_penalties([len(response) for response in responses], self._max_tokens, self._buffer)
 
 
 class DummyScorer:
     """Zero for every response: it runs the pipeline with nothing to learn."""
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         return torch.zeros(len(queries))
 
 
@@ -275,13 +230,17 @@ class WeightedSum:
     def __init__(self, parts: Sequence[Part], combine: config.Combination = "sum") -> None:
         self._parts, self._combine = tuple(parts), combine
 
-    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
+    def parts(
+        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
+    ) -> dict[str, Tensor]:
         """Each part's scores, unweighted: (B,) float32 on the CPU.
 
         Raises:
             ScorerError: if one of them is not finite.
         """
-        return {part.name: _finite(part.name, part.scorer(queries, responses)) for part in self._parts}
+        return {
+            part.name: _finite(part.name, part.scorer(queries, responses, columns)) for part in self._parts
+        }
 
     def total(self, found: Mapping[str, Tensor]) -> Tensor:
         """The combined scores of the reward models, plus Σ weight · score over the other parts; (B,)."""
@@ -303,14 +262,15 @@ def build(
     root: Path,
     combine: config.Combination = "sum",
     device: torch.device = CPU,
+    columns: Collection[str] = (),
 ) -> WeightedSum:
     """The scorers of `ppo.scorers`; the kind `reward_model` with a null path needs `reward_model`.
     Functions are imported from files below `root`; the folders of reward models are below it too, and those
-    models are put on `device`.
+    models are put on `device`. `columns` are the names of the kept columns.
 
     Raises:
-        UserError: for a function that cannot be imported, an invalid URL, or a folder without a trained
-            reward model.
+        UserError: for a function that cannot be imported or asks for a column that is not kept, an invalid
+            URL, or a folder without a trained reward model.
     """
     parts: list[Part] = []
     for name, one in zip(config.scorer_names(settings), settings, strict=True):
@@ -318,7 +278,7 @@ def build(
         if isinstance(one, config.RewardModelScorer) and one.path is not None:
             scorer: Scorer = load_reward_scorer(root / one.path, tokenizer, max_tokens, device)
         else:
-            scorer = _one(one, tokenizer, reward_model, max_tokens, root)
+            scorer = _one(one, tokenizer, reward_model, max_tokens, root, columns)
         parts.append(Part(name, weight, scorer, isinstance(one, config.RewardModelScorer)))
     return WeightedSum(parts, combine)
 
@@ -345,12 +305,13 @@ def _one(
     reward_model: TokenScores | None,
     max_tokens: int,
     root: Path,
+    columns: Collection[str],
 ) -> Scorer:
     if isinstance(one, config.RewardModelScorer):
         assert reward_model is not None, "the config guarantees a reward model"
         return RewardScorer(reward_model, tokenizer, max_tokens)
     if isinstance(one, config.FunctionScorer):
-        return FunctionScorer(one.function, tokenizer, root)
+        return FunctionScorer(one.function, tokenizer, root, columns)
     if isinstance(one, config.HttpScorer):
         return HttpScorer(one.url, tokenizer, timeout_seconds=one.timeout_seconds, batch_size=one.batch_size)
     if isinstance(one, config.LengthPenalty):
@@ -361,9 +322,10 @@ def _one(
 # ------------------------------------------------------------------------------- texts and checks
 
 
-def _texts(
+def texts(
     tokenizer: PreTrainedTokenizerBase, queries: Sequence[Ids], responses: Sequence[Ids]
 ) -> tuple[list[str], list[str]]:
+    """Prompts as the model reads them, and responses without their EOS."""
     prompts = [str(tokenizer.decode(query, skip_special_tokens=False)) for query in queries]
     return prompts, [text_of(tokenizer, response) for response in responses]
 

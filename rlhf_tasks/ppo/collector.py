@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, TokenBudget, collate, realigned, sizes
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling.generation import Samples, sample
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.reference import Reference
@@ -26,8 +27,10 @@ T = TypeVar("T")
 class Scorers(Protocol):
     """What gives responses their scores; `scorers.WeightedSum` outside of tests."""
 
-    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
-        """(B,) by scorer, unweighted, on the CPU."""
+    def parts(
+        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
+    ) -> dict[str, Tensor]:
+        """(B,) by scorer, unweighted, on the CPU; `columns` are those of the prompts' rows."""
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """(B,): the weighted sum."""
@@ -92,7 +95,7 @@ class Collector:
             )  # fmt: skip
 
     @torch.no_grad()
-    def score(self, queries: list[Ids], samples: Samples) -> Rollout:
+    def score(self, queries: list[Ids], samples: Samples, columns: Columns = NONE) -> Rollout:
         """The rollout: the samples with the reference's log-probs, the critic's values and the scores.
 
         Raises:
@@ -103,7 +106,7 @@ class Collector:
         if self._rt.is_float32:
             logprobs = pad_rows(samples.logprobs, width)
         batch = {"queries": queries, "responses": responses}
-        parts = fail_together(self._rt, lambda: self._scorers.parts(queries, responses), batch)
+        parts = fail_together(self._rt, lambda: self._scorers.parts(queries, responses, columns), batch)
         rollout = Rollout(
             queries=queries,
             responses=responses,

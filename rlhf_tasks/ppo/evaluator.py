@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, collate, encode, micro_batches, sizes, text_of
+from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.modeling.generation import answer
 from rlhf_tasks.modeling.scorers import Scorer
 from rlhf_tasks.modeling.tensors import NonFiniteError
@@ -63,13 +65,14 @@ class Evaluator:
         judge: SelectionJudge | None,
         seed: int,
     ) -> None:
-        """`rows` hold `prompt` and `reference`; the first `num_selection_prompts` of them are used."""
+        """`rows` are of data/prompts; the first `num_selection_prompts` of them are used."""
         self._rt, self._settings, self._policy, self._reference = rt, settings, policy, reference
         self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
         self._seed = rt.generator(seed).initial_seed()  # each process samples other responses
         rows = rows[: settings.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
+        self._columns = columns.of_rows(rows)
         self._selected: Metrics = {"selected_episode": 0.0}
         self._best = -float("inf")
         self._weights: dict[str, Tensor] = {}
@@ -92,12 +95,15 @@ class Evaluator:
 
     def evaluate(self, episode: int) -> Metrics:
         """Sample a response to each selection prompt, score them, and keep the weights if they are best."""
-        result = self._respond(self._prompts)
+        result = self._respond(len(self._prompts))
         kl = self._kl(result.queries, result.ids)
         texts = [text_of(self._tokenizer, ids) for ids in result.ids]
         self.answers += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
-            for prompt, reference, text in zip(self._prompts, self._references, texts, strict=True)
+            | columns.encoded(columns.of_row(self._columns, i))
+            for i, (prompt, reference, text) in enumerate(
+                zip(self._prompts, self._references, texts, strict=True)
+            )
         ]
         metrics = {
             "eval/scores": float(result.scores.mean()),
@@ -107,7 +113,9 @@ class Evaluator:
             metrics["eval/heldout_scores"] = float(result.heldout.mean())
             metrics["eval/reward_gap"] = metrics["eval/scores"] - metrics["eval/heldout_scores"]
         if self._judge is not None:
-            metrics["eval/win_rate"] = self._judge.win_rate(self._prompts, texts, self._references)
+            metrics["eval/win_rate"] = self._judge.win_rate(
+                self._prompts, texts, self._references, self._columns
+            )
         metrics["eval/kl"] = float(kl.mean())
         self._select(episode, metrics, kl)
         return metrics
@@ -135,13 +143,14 @@ class Evaluator:
     def show(self, episode: int) -> list[dict[str, Any]]:
         """Responses to the first few prompts with their scores, rows of samples.parquet."""
         prompts = self._prompts[:NUM_SAMPLE_PROMPTS]
-        result = self._respond(prompts)
-        columns = {"score": result.scores, **(result.parts if len(result.parts) > 1 else {})}
+        result = self._respond(len(prompts))
+        scores = {"score": result.scores, **(result.parts if len(result.parts) > 1 else {})}
         if result.heldout is not None:
-            columns["reward_heldout"] = result.heldout
+            scores["reward_heldout"] = result.heldout
         rows = [
             {"episode": episode, "prompt": prompt, "response": text_of(self._tokenizer, ids)}
-            | {name: float(column[i]) for name, column in columns.items()}
+            | columns.shown(columns.of_row(self._columns, i))
+            | {name: float(values[i]) for name, values in scores.items()}
             for i, (prompt, ids) in enumerate(zip(prompts, result.ids, strict=True))
         ]
         self.samples += rows
@@ -150,17 +159,18 @@ class Evaluator:
     # ----------------------------------------------------------------------- sampling and scoring
 
     @torch.no_grad()
-    def _respond(self, prompts: list[str]) -> Responses:
-        """Responses to these prompts: each process samples and scores its share, and all receive the whole.
+    def _respond(self, count: int) -> Responses:
+        """Responses to the first prompts: each process samples and scores a share, and all receive the whole.
 
         Raises:
             NonFiniteError: on all processes, if a number is NaN or infinite; the responses are its `batch`.
         """
-        rt, own = self._rt, self._rt.share(prompts)
+        rt, own = self._rt, self._rt.share(self._prompts[:count])
         ids = fail_together(rt, lambda: self._sampled(own), {"prompts": own})
         batch, queries = {"prompts": own, "responses": ids}, encode(self._tokenizer, own)
         everything = interleaved(rt.each({"queries": queries, "ids": ids}))
-        parts = self._scored(everything["queries"], everything["ids"], batch)
+        kept = columns.take(self._columns, range(count))
+        parts = self._scored(everything["queries"], everything["ids"], kept, batch)
         heldout = None
         if self._heldout is not None:
             heldout = interleaved(
@@ -209,16 +219,19 @@ class Evaluator:
         return result
 
     def _scored(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], batch: Mapping[str, Any]
+        self, queries: Sequence[Ids], responses: Sequence[Ids], kept: Columns, batch: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """(B,) by scorer of all rows, on all processes; the first process alone sends requests."""
         rt = self._rt
         if any(scorer.kind == "http" for scorer in self._settings.scorers):
             ask = rt.is_main
-            parts = fail_together(rt, lambda: self._scorers.parts(queries, responses) if ask else {}, batch)
+            parts = fail_together(
+                rt, lambda: self._scorers.parts(queries, responses, kept) if ask else {}, batch
+            )
             result: dict[str, Tensor] = rt.from_main(parts)
             return result
-        own = rt.share(queries), rt.share(responses)
+        shares = {name: rt.share(values) for name, values in kept.items()}
+        own = rt.share(queries), rt.share(responses), shares
         parts = fail_together(rt, lambda: self._scorers.parts(*own), batch)
         result = interleaved(rt.each(parts))
         return result

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.evaluation.judges.comparisons import check_failures
@@ -21,16 +22,24 @@ class SelectionJudge:
         UserError: if the judge cannot be made.
     """
 
-    def __init__(self, rt: Runtime, settings: Selection, paths: Paths) -> None:
+    def __init__(self, rt: Runtime, settings: Selection, paths: Paths, columns: Collection[str] = ()) -> None:
         self._rt, self._max_failure_share = rt, settings.max_failure_share
         self.name = settings.judge.name
         self._judge = (
-            build_judge(settings.judge, rt.device, settings.max_failure_share, paths, key=KEY)
+            build_judge(
+                settings.judge, rt.device, settings.max_failure_share, paths, columns=columns, key=KEY
+            )
             if rt.is_main
             else None
         )
 
-    def win_rate(self, prompts: Sequence[str], responses: Sequence[str], references: Sequence[str]) -> float:
+    def win_rate(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        references: Sequence[str],
+        columns: Columns = NONE,
+    ) -> float:
         """The share of prompts at which the response wins over the reference; a tie counts half.
 
         Raises:
@@ -38,7 +47,7 @@ class SelectionJudge:
         """
         rate = None
         if self._judge is not None:
-            comparisons = self._judge.compare(prompts, responses, references)
+            comparisons = self._judge.compare(prompts, responses, references, columns)
             check_failures(self.name, comparisons, self._max_failure_share)
             rate = statistics.rate(comparisons.outcomes).value
         result: float = self._rt.from_main(rate)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.collector import Collector, Scorers, stop_token
@@ -59,12 +60,13 @@ class Trainer:
         prompts: list[Ids],
         *,
         seed: int,
+        columns: Columns = NONE,
         demonstrations: LanguageModelling | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`demonstrations` are PPO-ptx's text; None without it."""
+        """`columns` are those of the prompts; `demonstrations` are PPO-ptx's text, or None without it."""
         self.rt, self.settings, self.reference, self.prompts = rt, settings, reference, prompts
-        self.actor_critic, self._clock = actor_critic, clock
+        self.columns, self.actor_critic, self._clock = columns, actor_critic, clock
         pad = tokenizer.pad_token_id
         optimizer, self._num_policy_groups = _optimizer(actor_critic, settings)
         self._model, self._optimizer = rt.prepare(actor_critic, optimizer, settings.max_grad_norm)
@@ -97,10 +99,10 @@ class Trainer:
 
     def _update(self) -> Metrics:
         timer, rate = Stopwatch(self._clock), self._begin_update()
-        queries = self._next_queries()
+        queries, columns = self._next_prompts()
         samples = self.collector.sample(queries)
         timer.lap("generate")
-        rollout = self.collector.score(queries, samples)
+        rollout = self.collector.score(queries, samples, columns)
         timer.lap("score")
         batch, objective = self.estimator.estimate(rollout)
         require_finite(objective, batch)
@@ -137,15 +139,16 @@ class Trainer:
             "lr": rate,
         }
 
-    def _next_queries(self) -> list[Ids]:
-        """This process's share of the next prompts, all of them once for each of their samples.
+    def _next_prompts(self) -> tuple[list[Ids], Columns]:
+        """This process's share of the next prompts with their columns, all once for each of their samples.
 
         The rows are p_1 … p_n, again p_1 … p_n, and so on. As the processes divide n, each has all samples
         of its prompts, in the same layout.
         """
         num_samples = self.settings.samples_per_prompt
         taken = self._queue.take(self.settings.rollout_batch_size // num_samples)
-        return [self.prompts[i] for i in self.rt.share(taken * num_samples)]
+        rows = self.rt.share(taken * num_samples)
+        return [self.prompts[i] for i in rows], take(self.columns, rows)
 
     # ---------------------------------------------------------------------------- critic warm-up
 
@@ -160,8 +163,8 @@ class Trainer:
     def _warm_up_critic(self) -> Metrics:
         """An update of the critic alone, on a rollout of the frozen policy."""
         set_learning_rate(self._optimizer, self.settings.learning_rate)
-        queries = self._next_queries()
-        rollout = self.collector.score(queries, self.collector.sample(queries))
+        queries, columns = self._next_prompts()
+        rollout = self.collector.score(queries, self.collector.sample(queries), columns)
         batch, objective = self.estimator.estimate(rollout)
         require_finite(objective, batch)
         training = self.optimiser.optimise(batch, critic_only=True)

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.config.judge import OPTIMISED
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.evaluation import human_labels, progress, reward_diagnostics, statistics, summary, tables
 from rlhf_tasks.evaluation.contenders import (
@@ -77,7 +79,10 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         UserError: if a judge cannot work or fails too often, or a file of labels or texts cannot be read.
     """
     rt = Runtime(config.launch, config.seed)
-    judges = build_judges(config.judge, config.data_source, rt.device, paths, trace=tracker.trace)
+    judges = build_judges(
+        config.judge, config.data_source, rt.device, paths, trace=tracker.trace,
+        columns=columns.of_rows(read_table(paths, "prompts", "test")),
+    )  # fmt: skip
     labels = human_labels.decided(human_labels.read(paths.root / config.judge.labels))
     probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)
     optimised = _warn_of_optimised(config, paths, tracker)
@@ -86,7 +91,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     judged = _judge(config, judges, contenders)
     scoring = [judge for judge in judges if judge.name in config.judge.scoring]
     progress.log(paths, scoring, tracker)
-    people = _human_labels(labels, judges)
+    people = _human_labels(labels, judges, paths)
     diagnosed = _diagnose(rt, config, paths, contenders, judged)
     results = EvaluationResults(
         comparisons=_results(judged, contenders),
@@ -128,14 +133,14 @@ def _retention(probes: Probes, paths: Paths, rt: Runtime) -> dict[str, Retention
 
 def _judge(config: JudgeView, judges: Sequence[Judge], contenders: Contenders) -> JudgeOutput:
     judged = JudgeOutput({}, {}, {})
-    prompts, texts = contenders.prompts, contenders.texts
+    prompts, texts, kept = contenders.prompts, contenders.texts, contenders.columns
     for judge in judges:
-        compared = summary.compare(judge, PAIRS, prompts, texts, config.judge.max_failure_share)
+        compared = summary.compare(judge, PAIRS, prompts, texts, config.judge.max_failure_share, kept)
         judged.comparisons.update(compared)
         for key, comparisons in compared.items():
             for who, scores in zip((key.a, key.b), comparisons.scores or (), strict=False):
                 judged.scores[judge.name, who] = list(scores)
-        judged.facets[judge.name] = {who: judge.facets(prompts, own) for who, own in texts.items()}
+        judged.facets[judge.name] = {who: judge.facets(prompts, own, kept) for who, own in texts.items()}
     return judged
 
 
@@ -159,17 +164,25 @@ def _length_gain(judge: str, judged: JudgeOutput, contenders: Contenders) -> Int
     return Interval.of(matched_length_gain(scores[0], scores[1], lengths[0], lengths[1]))
 
 
-def _human_labels(labels: Sequence[Label], judges: Sequence[Judge]) -> HumanLabels | None:
-    """How far each judge agrees with the human labels; None without labels."""
+def _human_labels(labels: Sequence[Label], judges: Sequence[Judge], paths: Paths) -> HumanLabels | None:
+    """How far each judge agrees with the human labels; None without labels.
+
+    Where columns are kept, labels of prompts that data/prompts does not have are left out.
+    """
+    rows = {row["prompt"]: row for row in read_table(paths, "prompts", "test")} if labels else {}
+    if any(columns.KEY in row for row in rows.values()):
+        labels = [label for label in labels if label.pair.prompt in rows]
     if not labels:
         return None
     pairs = [label.pair for label in labels]
+    kept = columns.of_rows([rows.get(pair.prompt, {}) for pair in pairs])
     agreements = {}
     for judge in judges:
         comparisons = judge.compare(
             [pair.prompt for pair in pairs],
             [pair.answer_a for pair in pairs],
             [pair.answer_b for pair in pairs],
+            kept,
         )
         agreements[judge.name] = human_labels.agreement(labels, comparisons.outcomes)
     known = {name: one for name, one in agreements.items() if one is not None}
@@ -239,8 +252,10 @@ def _write(
     judged: JudgeOutput,
     diagnosed: DiagnosticOutput,
 ) -> None:
-    columns = {f"{judge}/{who}": values for (judge, who), values in judged.scores.items()}
+    scores = {f"{judge}/{who}": values for (judge, who), values in judged.scores.items()}
     table: dict[str, Any] = {"index": list(range(len(contenders.prompts))), "prompt": contenders.prompts}
+    shown = [columns.shown(columns.of_row(contenders.columns, i)) for i in table["index"]]
+    table |= {name: [row[name] for row in shown] for name in shown[0]}
     with whole(paths.judge_results) as folder:
         results.write(folder / paths.evaluation_results.name)
         pq.write_table(tables.comparison_table(judged.comparisons), folder / "comparisons.parquet")
@@ -254,7 +269,7 @@ def _write(
         pq.write_table(
             pa.Table.from_pylist(diagnosed.lengths, reward_diagnostics.LENGTHS), folder / "lengths.parquet"
         )
-        pq.write_table(pa.table(table | contenders.texts | columns), folder / paths.judged_responses.name)
+        pq.write_table(pa.table(table | contenders.texts | scores), folder / paths.judged_responses.name)
 
 
 def _show(
@@ -268,7 +283,9 @@ def _show(
     rows = tables.win_rates(results.comparisons)
     tables.show(f"win rates on {len(prompts)} test prompts (ties count half)", rows)
     tracker.table("win_rates", rows)
-    tracker.table("comparisons", tables.text_table(judged.comparisons, prompts, texts).to_pylist())
+    tracker.table(
+        "comparisons", tables.text_table(judged.comparisons, prompts, texts, contenders.columns).to_pylist()
+    )
     shown = range(min(config.judge.num_samples_shown, len(prompts)))
     tracker.table(
         "responses", [{"prompt": prompts[i], **{who: t[i] for who, t in texts.items()}} for i in shown]

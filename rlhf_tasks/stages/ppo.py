@@ -17,6 +17,7 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView
 from rlhf_tasks.config.judge import OPTIMISED, RewardModelJudge
 from rlhf_tasks.config.scorers import RewardModelScorer, reward_folders, scorer_names
+from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts, models, positions, scorers
@@ -58,23 +59,24 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     check(config, paths)
     settings = config.ppo
     rt = Runtime(config.launch, config.seed)
-    judge = None if settings.select_by is None else SelectionJudge(rt, settings.select_by, paths)
+    rows, validation = (read_table(paths, "prompts", split) for split in ("train", "validation"))
+    kept = columns.of_rows(rows)
+    judge = None if settings.select_by is None else SelectionJudge(rt, settings.select_by, paths, kept)
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, config, paths)
     policy = actor_critic.policy
     scorer = scorers.build(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
-        root=paths.root, combine=settings.combine_reward_models, device=rt.device,
+        root=paths.root, combine=settings.combine_reward_models, device=rt.device, columns=kept,
     )  # fmt: skip
-    splits = (read_table(paths, "prompts", "train"), read_table(paths, "prompts", "validation"))
-    prompts, selection = (encode(tokenizer, [row["prompt"] for row in rows]) for rows in splits)
+    prompts, selection = (encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation))
     _check_models(settings, actor_critic, reward, prompts, selection, tokenizer.pad_token_id)
     trainer = Trainer(
-        rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed,
+        rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed, columns=kept,
         demonstrations=ptx_text(settings, paths, tokenizer, policy),
     )  # fmt: skip
     evaluator = Evaluator(
-        rt, settings, policy, reference, tokenizer, splits[1], scorers=scorer,
+        rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
         heldout=_heldout(rt, config, paths, tokenizer), judge=judge, seed=config.seed,
     )  # fmt: skip
     loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)

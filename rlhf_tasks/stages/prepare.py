@@ -7,7 +7,7 @@ data/prompts (Parquet by split), data/tokenizer and data/quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Data, Model, PrepareView, Split
-from rlhf_tasks.data import rows, tokenizer
+from rlhf_tasks.data import columns, rows, tokenizer
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, TEXTS, Corpus, Lengths, Problems, Role, Row
 from rlhf_tasks.data.splits import cap_train, complete
 from rlhf_tasks.data.tables import Rendering
@@ -58,7 +58,7 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     _write(paths, kept, words, problems)
     _say(paths, data.source, kept, metrics, problems)
     for role in ROLES:
-        tracker.table(f"examples/{role}", kept[role]["train"][:5])
+        tracker.table(f"examples/{role}", [columns.shown(row) for row in kept[role]["train"][:5]])
     return metrics
 
 
@@ -78,11 +78,13 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
             num_preferences=config.prepare.synthetic_preference_rows,
             num_validation=data.num_validation,
             num_test=data.num_test,
+            keep=_available(data, synthetic.SLOTS),
         )
         return cast(Corpus, tables)
     if data.source == "docstrings":
         from rlhf_tasks.data import docstrings
 
+        _available(data, ())
         pairs = config.prepare.docstrings_max_pairs
         prompt_tokens = data.max_prompt_tokens
         return docstrings.load(config.seed, max_prompt_tokens=prompt_tokens, max_pairs=pairs, sizes=sizes)
@@ -96,6 +98,21 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
 
     assert data.hub is not None  # by a rule of config
     return hub.load(data.hub, data.columns, rendering, problems, seed=config.seed, sizes=sizes)
+
+
+def _available(data: Data, columns: Sequence[str]) -> tuple[str, ...]:
+    """`data.columns.keep` for a generated source that has these columns.
+
+    Raises:
+        UserError: if the source lacks one.
+    """
+    lost = [name for name in data.columns.keep if name not in columns]
+    if lost:
+        raise UserError(
+            f"data.columns.keep: the rows of data.source={data.source} have no column {', '.join(lost)}; "
+            f"they have {', '.join(columns) or 'none'}"
+        )
+    return data.columns.keep
 
 
 def _complete(good: Corpus, problems: Problems) -> Corpus:
@@ -165,9 +182,11 @@ def _write(paths: Paths, corpus: Corpus, words: PreTrainedTokenizerBase, problem
 
 
 def _arrow(role: Role, table: list[Row]) -> pa.Table:
-    names = (*TEXTS[role], "source")
+    kept = (columns.KEY,) if role == "prompts" and table and columns.KEY in table[0] else ()
+    names = (*TEXTS[role], "source", *kept)
     schema = pa.schema([(name, pa.string()) for name in names])
-    return pa.table({name: [row[name] for row in table] for name in names}, schema=schema)
+    written = [columns.encoded(row) for row in table]
+    return pa.table({name: [row[name] for row in written] for name in names}, schema=schema)
 
 
 # -------------------------------------------------------------------------------------- reporting

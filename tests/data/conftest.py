@@ -31,7 +31,9 @@ def plain() -> Rendering:
 
 @pytest.fixture
 def columns() -> config.Columns:
-    return config.Columns(prompt="prompt", completion="completion", chosen="chosen", rejected="rejected")
+    return config.Columns(
+        prompt="prompt", completion="completion", chosen="chosen", rejected="rejected", keep=()
+    )
 
 
 @pytest.fixture

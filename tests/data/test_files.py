@@ -94,7 +94,7 @@ def test_all_missing_columns_are_in_one_error_with_the_columns_of_the_file(
 
 
 def test_columns_are_mapped(tmp_path: Path, plain: Rendering) -> None:
-    named = Columns(prompt="instruction", completion="output", chosen="win", rejected="lose")
+    named = Columns(prompt="instruction", completion="output", chosen="win", rejected="lose", keep=())
     jsonl(
         tmp_path / "sft.jsonl", *({"instruction": f"i {n}", "output": f" o {n}", "id": n} for n in range(8))
     )

@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,13 @@ PROMPT = (
     "SUBREDDIT: r/work\nTITLE: my aunt and my vase\n"
     "POST: my boss stole my lamp . it was at the park . i am so sad . i want a refund .\nTL;DR:"
 )
-SMALL = {"num_prompts": 60, "num_sft": 40, "num_preferences": 60, "num_validation": 40, "num_test": 40}
+SMALL: dict[str, Any] = {
+    "num_prompts": 60,
+    "num_sft": 40,
+    "num_preferences": 60,
+    "num_validation": 40,
+    "num_test": 40,
+}
 
 
 def test_coverage_is_the_share_of_the_posts_facts_in_the_summary() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation import statistics, summary, tables
 from rlhf_tasks.evaluation.judges import combined, prompt_templates
@@ -119,10 +120,14 @@ def test_the_largest_allowed_number_of_failures_is_accepted() -> None:
 
 def test_a_score_that_is_not_finite_is_a_failure() -> None:
     class Some:
-        def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+        def scores(
+            self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+        ) -> list[float]:
             return [math.inf, 1.0, math.nan] if responses[0] == "a" else [0.0, 0.0, 0.0]
 
-        def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+        def facets(
+            self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+        ) -> dict[str, float]:
             return {"other": 2.0}
 
     judge = ScoringJudge("some", Some())

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import progress
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.project.paths import Paths
@@ -16,10 +17,14 @@ from rlhf_tasks.tracking import NullTracker
 
 
 class Length:
-    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    def scores(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> list[float]:
         return [float(len(text)) if text != "broken" else float("nan") for text in responses]
 
-    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
         return {}
 
 

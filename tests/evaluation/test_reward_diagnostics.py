@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import reward_diagnostics
 from rlhf_tasks.evaluation.reward_diagnostics import Pairs
 
@@ -45,7 +46,9 @@ def test_pairs_of_equal_scores_are_left_out_of_calibration_and_count_half_in_agr
 class LongerIsBetter:
     """A reward model that scores a response by its length."""
 
-    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    def scores(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> list[float]:
         return [float(len(text)) for text in responses]
 
 

@@ -295,6 +295,15 @@ def test_a_service_gets_texts_in_batches_and_its_scores_come_in_order(server: Se
     ]
 
 
+def test_a_service_gets_the_columns_of_each_batch(server: Server) -> None:
+    columns = {"answer": [1, "two", [3.5]], "note": [None, True, {"a": 1}]}
+    assert http(server.url, batch_size=2)(QUERIES, RESPONSES, columns).tolist() == [5.0, 2.0, 0.0]
+    assert [request["columns"] for request in server.requests] == [
+        {"answer": [1, "two"], "note": [None, True]},
+        {"answer": [[3.5]], "note": [{"a": 1}]},
+    ]
+
+
 def test_no_request_is_sent_for_no_responses(server: Server) -> None:
     assert http(server.url)([], []).shape == (0,)
     assert server.requests == []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from tests import small
 from tests.ppo.toy import (
@@ -90,7 +91,7 @@ def test_a_custom_stop_token_ends_responses() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_score_that_is_nan_or_infinite_is_an_error(bad: float) -> None:
-    def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def score(queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         return torch.tensor([bad] + [0.0] * (len(queries) - 1))
 
     with pytest.raises(NonFiniteError, match="scores"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.generation import answer
 from rlhf_tasks.modeling.tensors import NonFiniteError
@@ -45,7 +46,9 @@ class Recorder(Planted):
         super().__init__(length)
         self.__dict__["calls"] = list[list[Ids]]()
 
-    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
+    def parts(
+        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
+    ) -> dict[str, Tensor]:
         self.__dict__["calls"].append(list(responses))
         return super().parts(queries, responses)
 
@@ -61,7 +64,7 @@ class Falling:
     def __init__(self) -> None:
         self._next = 5.0
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         self._next -= 1
         return torch.full((len(queries),), self._next)
 
@@ -222,7 +225,7 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
     """The optimised score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
     one = evaluator(
-        scorer=scorers, heldout=lambda queries, responses: length(queries, responses) / 2,
+        scorer=scorers, heldout=lambda queries, responses, columns=NONE: length(queries, responses) / 2,
         truncation=truncation, missing_eos_score=-1.5, stop_token=STOP,
     )  # fmt: skip
     metrics, (responses,) = one.evaluate(16), scorers.calls
@@ -241,7 +244,7 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
 
 def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
     with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
-        evaluator(heldout=lambda queries, responses: length(queries, responses) * math.nan).evaluate(0)
+        evaluator(heldout=lambda q, r, columns=NONE: length(q, r) * math.nan).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.columns import NONE, Columns
 from tests.ppo.toy import share_of_token_5, shared, trainer, with_lora, without_critic
 
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
@@ -18,7 +19,7 @@ Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 def near(length: int) -> Score:
     """1 for a response of `length` tokens, EOS included; each token more or less costs 1 / length."""
 
-    def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def score(queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         return torch.tensor([1 - abs(len(response) - length) / length for response in responses])
 
     return score

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling import models
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
@@ -42,7 +43,9 @@ class Planted:
 
     score: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5
 
-    def parts(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> dict[str, Tensor]:
+    def parts(
+        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
+    ) -> dict[str, Tensor]:
         return {"planted": self.score(queries, responses)}
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:

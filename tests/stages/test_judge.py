@@ -13,6 +13,7 @@ import torch
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import load_tokenizer, read_table
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import human_labels, summary
@@ -125,10 +126,14 @@ class PlantedScores:
     def __init__(self, scores: dict[str, list[float]]) -> None:
         self._scores = scores
 
-    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    def scores(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> list[float]:
         return self._scores[responses[0][0]]
 
-    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
         return {}
 
 

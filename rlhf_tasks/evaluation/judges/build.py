@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges.combined import RULES, CombinedJudge
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
@@ -34,16 +35,20 @@ class MemoizedJudge:
     def __init__(self, judge: Judge) -> None:
         self.name = judge.name
         self._judge = judge
-        self._known: dict[tuple[tuple[str, ...], ...], Comparisons] = {}
+        self._known: dict[tuple[tuple[str, ...] | str, ...], Comparisons] = {}
 
-    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Comparisons:
-        key = (tuple(prompts), tuple(a), tuple(b))
+    def compare(
+        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
+    ) -> Comparisons:
+        key = (tuple(prompts), tuple(a), tuple(b), repr(columns))
         if key not in self._known:
-            self._known[key] = self._judge.compare(prompts, a, b)
+            self._known[key] = self._judge.compare(prompts, a, b, columns)
         return self._known[key]
 
-    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
-        return self._judge.facets(prompts, responses)
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
+        return self._judge.facets(prompts, responses, columns)
 
 
 def build_judges(
@@ -55,15 +60,17 @@ def build_judges(
     names: Sequence[str] = (),
     trace: Trace | None = None,
     functions_root: Path | None = None,
+    columns: Collection[str] = (),
 ) -> list[Judge]:
     """The judges of `judge.judges`, or those called `names`, in the order of the list.
 
     Relative paths of models and prompts are below `paths.root`. Functions are imported from files below
     `functions_root`, by default `paths.root`. `source` is `data.source`; `trace` records replies of llm
-    judges.
+    judges; `columns` are the names of the kept columns.
 
     Raises:
-        UserError: for an unknown name, and for a judge whose key, model, prompt or function is missing.
+        UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
+            function that asks for a column that is not kept.
     """
     known = [judge.name for judge in settings.judges]
     unknown = sorted(set(names) - set(known))
@@ -79,7 +86,7 @@ def build_judges(
         one.name: MemoizedJudge(
             build_judge(
                 one, device, settings.max_failure_share, paths, trace=trace, num_traces=settings.num_traces,
-                functions_root=functions_root,
+                functions_root=functions_root, columns=columns,
             )
         )
         for one in settings.judges
@@ -100,6 +107,7 @@ def build_judge(
     trace: Trace | None = None,
     num_traces: int = 0,
     functions_root: Path | None = None,
+    columns: Collection[str] = (),
     key: str = config.LISTED,
 ) -> Judge:
     """One judge that is not a combined one; `key` is its place in params.yaml, for messages.
@@ -113,7 +121,7 @@ def build_judge(
     if isinstance(one, config.RewardModelJudge):
         return ScoringJudge(one.name, RewardModelScorer(root / one.path, device))
     if isinstance(one, config.FunctionJudge):
-        return ScoringJudge(one.name, TextFunctionScorer(one.function, key, functions_root or root))
+        return ScoringJudge(one.name, TextFunctionScorer(one.function, key, functions_root or root, columns))
     if isinstance(one, config.LlmJudge):
         # The import takes a second: only configurations with such a judge pay for it.
         from rlhf_tasks.evaluation.judges.llm import LlmComparer

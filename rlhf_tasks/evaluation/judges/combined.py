@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
 from rlhf_tasks.evaluation.statistics import Floats
 
@@ -37,11 +38,17 @@ class CombinedJudge:
         self.name = name
         self._rule, self._judges = rule, judges
 
-    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Comparisons:
-        outcomes = self._rule(np.stack([judge.compare(prompts, a, b).outcomes for judge in self._judges]))
+    def compare(
+        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
+    ) -> Comparisons:
+        outcomes = self._rule(
+            np.stack([judge.compare(prompts, a, b, columns).outcomes for judge in self._judges])
+        )
         failed = np.isnan(outcomes).nonzero()[0].tolist()
         names = ", ".join(judge.name for judge in self._judges)
         return Comparisons(outcomes, failures=dict.fromkeys(failed, f"too many of {names} failed"))
 
-    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
         return {}

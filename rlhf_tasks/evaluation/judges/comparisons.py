@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.statistics import Floats
 
@@ -40,14 +41,18 @@ class Judge(Protocol):
     @property
     def name(self) -> str: ...
 
-    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Comparisons:
-        """Compare A's responses with B's, one of each per prompt.
+    def compare(
+        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
+    ) -> Comparisons:
+        """Compare A's responses with B's, one of each per prompt; `columns` are those of the prompts' rows.
 
         Raises:
             UserError: if the judge cannot work, reaches its budget, or fails too often.
         """
 
-    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
         """Other measures that this judge has of a set of responses, as means."""
 
 

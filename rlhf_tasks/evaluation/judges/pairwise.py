@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
 
@@ -55,7 +56,9 @@ class PairwiseJudge:
         self.name = name
         self._comparer, self._max_failure_share = comparer, max_failure_share
 
-    def compare(self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str]) -> Comparisons:
+    def compare(
+        self, prompts: Sequence[str], a: Sequence[str], b: Sequence[str], columns: Columns = NONE
+    ) -> Comparisons:
         differ = [i for i in range(len(prompts)) if a[i] != b[i]]
         questions = [Question(prompts[i], *order) for i in differ for order in ((a[i], b[i]), (b[i], a[i]))]
         # Two failed replies to one pair are one failed comparison: fewer failed replies prove nothing yet.
@@ -77,5 +80,7 @@ class PairwiseJudge:
             num_tokens=sum(reply.num_tokens for reply in replies),
         )
 
-    def facets(self, prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
         return {}

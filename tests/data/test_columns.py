@@ -1,0 +1,105 @@
+"""Columns of the user's rows that scorers and judges get, from every source to data/prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.batches import read_table
+from rlhf_tasks.data.rows import SPLITS
+from rlhf_tasks.errors import ConfigError, UserError
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import prepare
+from rlhf_tasks.tracking import NullTracker
+from tests import small
+from tests.data.conftest import demonstrations, jsonl
+
+NAMES = {"prompt": "prompt", "completion": "completion", "chosen": "chosen", "rejected": "rejected"}
+VALUES = [7, 2.5, "7", True, None, [1, "two", None], {"type": "object", "of": {"n": 1}}, 2**70]
+FILES = {"data.source": "files", "data.path": "mine", "judge.judges": [small.HELDOUT]}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def prepared(changes: Mapping[str, Any], *keep: str) -> dict[str, dict[str, Any]]:
+    """The rows of data/prompts by prompt, after stage prepare."""
+    view = small.view("prepare", {**changes, "data.columns": NAMES | {"keep": list(keep)}})
+    prepare.run(view, Paths(), NullTracker("prepare"))
+    return {row["prompt"]: row for split in SPLITS for row in read_table(Paths(), "prompts", split)}
+
+
+def test_values_of_all_types_reach_the_prompts_that_are_derived_from_demonstrations() -> None:
+    given = [
+        row | {"answer": VALUES[i % 8], "source": f"book {i}"} for i, row in enumerate(demonstrations(24))
+    ]
+    jsonl(Path("mine/sft.jsonl"), *given)
+    jsonl(Path("mine/preferences.jsonl"), {"prompt": "p", "chosen": "a", "rejected": "b"})
+    found = prepared(FILES, "answer", "source")
+    assert len(found) == 24
+    for row in given:
+        assert found[row["prompt"]]["columns"] == {"answer": row["answer"], "source": row["source"]}
+        assert type(found[row["prompt"]]["columns"]["answer"]) is type(row["answer"])
+
+
+def test_parquet_and_csv_keep_their_columns_too() -> None:
+    rows = [row | {"answer": [i]} for i, row in enumerate(demonstrations(8))]
+    Path("mine").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), "mine/sft.parquet")
+    assert prepared(FILES, "answer")["question 3 ?"]["columns"] == {"answer": [3]}
+    Path("mine/sft.parquet").unlink()
+    lines = [f"{row['prompt']},{row['completion']},{i}" for i, row in enumerate(rows)]
+    Path("mine/sft.csv").write_text("\n".join(["prompt,completion,answer", *lines]), encoding="utf-8")
+    assert prepared(FILES, "answer")["question 3 ?"]["columns"] == {"answer": "3"}, "CSV has texts only"
+
+
+def test_a_table_without_the_column_is_refused_with_those_that_it_has() -> None:
+    jsonl(Path("mine/sft.jsonl"), *demonstrations(8))
+    with pytest.raises(UserError, match=r"sft.jsonl: no column 'answer', which .* it has 'prompt', 'compl"):
+        prepared(FILES, "answer")
+
+
+def test_a_row_without_a_value_or_with_one_that_cannot_be_kept_is_named() -> None:
+    rows: list[dict[str, Any]] = [row | {"answer": 1} for row in demonstrations(8)]
+    del rows[2]["answer"]
+    rows[4]["answer"] = float("nan")
+    jsonl(Path("mine/sft.jsonl"), *rows)
+    with pytest.raises(UserError) as error:
+        prepared(FILES, "answer")
+    assert "sft.jsonl:3: malformed: has no 'answer', which data.columns.keep names" in str(error.value)
+    assert "sft.jsonl:5: malformed: 'answer' cannot be kept" in str(error.value)
+
+
+def test_the_built_in_task_keeps_its_facts() -> None:
+    sizes = {"prompt": 40, "sft": 20, "preference": 20}
+    settings = {f"prepare.synthetic_{name}_rows": size for name, size in sizes.items()}
+    settings |= {"data.num_validation": 5, "data.num_test": 5}
+    for row in prepared(settings, "who", "plan").values():
+        assert list(row["columns"]) == ["who", "plan"]
+        assert {row["columns"]["who"], row["columns"]["plan"]} <= set(row["prompt"].split())
+    assert all("columns" not in row for row in prepared(settings).values())
+    with pytest.raises(UserError, match="no column answer; they have who, thing, place, plan"):
+        prepared(settings, "answer")
+    with pytest.raises(UserError, match=r"data.source=docstrings have no column answer; they have none"):
+        prepared({"data.source": "docstrings", "judge.judges": [small.HELDOUT]}, "answer")
+    with pytest.raises(ConfigError, match="names a column twice: who, who"):
+        prepared(settings, "who", "who")
+
+
+def test_rows_and_columns_are_two_views_of_one_thing() -> None:
+    rows = [{"prompt": str(i), "columns": {"a": value, "b": i}} for i, value in enumerate(VALUES)]
+    assert columns.decoded([columns.encoded(row) for row in rows]) == rows
+    table = columns.of_rows(rows)
+    assert table == {"a": VALUES, "b": list(range(8))}
+    assert columns.take(table, [5, 0]) == {"a": [VALUES[5], 7], "b": [5, 0]}
+    assert [{"prompt": str(i)} | columns.of_row(table, i) for i in range(8)] == rows
+    assert columns.shown(rows[5]) == {"prompt": "5", "column/a": '[1, "two", null]', "column/b": "5"}
+    assert columns.of_row(columns.NONE, 3) == columns.of_rows([{"prompt": "p"}]) == {}
