@@ -18,6 +18,7 @@ from rlhf_tasks.config.types import (
     Section,
     check_source,
 )
+from rlhf_tasks.config.verifier import Check, Format
 
 RESERVED = (
     "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
@@ -77,6 +78,19 @@ class FunctionJudge(Section):
     """`module:function`, called with a list of prompts and a list of responses, and with the columns of
     `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for one that it
     cannot score."""
+
+
+class VerifierJudge(Section):
+    """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
+
+    kind: Literal["verifier"]
+    """Kind of this judge."""
+    name: Name
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+    checks: tuple[Check, ...] = Field(strict=False, min_length=1)
+    """List of checks by kind; a response is right if it passes all of them."""
+    format: Format | None
+    """What must stand around the answer; null: the whole response is the answer."""
 
 
 class Budget(Section):
@@ -171,7 +185,14 @@ class CombinedJudge(Section):
 
 
 Judge = Annotated[
-    GoldJudge | RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge | CombinedJudge,
+    GoldJudge
+    | RewardModelJudge
+    | FunctionJudge
+    | VerifierJudge
+    | LlmJudge
+    | LocalJudge
+    | PairRmJudge
+    | CombinedJudge,
     Field(discriminator="kind"),
 ]
 
@@ -264,7 +285,7 @@ class Judging(Section):
     @property
     def scoring(self) -> set[str]:
         """Names of the judges that score each response; they make no requests."""
-        kinds = (GoldJudge, RewardModelJudge, FunctionJudge)
+        kinds = (GoldJudge, RewardModelJudge, FunctionJudge, VerifierJudge)
         return {judge.name for judge in self.judges if isinstance(judge, kinds)}
 
     @property

@@ -103,7 +103,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        problems = [*self._conflicts(), *self._reward_model_conflicts(), *self._size_conflicts()]
+        problems = [
+            *self._conflicts(), *self._column_conflicts(), *self._reward_model_conflicts(),
+            *self._size_conflicts(),
+        ]  # fmt: skip
         if self.promotion is not None:
             problems += conflicts(self.promotion, self.judge, self.ppo)
         if problems:
@@ -122,6 +125,16 @@ class Config(Section):
                 "judge.judges: gold only judges the synthetic task, and data.source is "
                 f"{self.data.source!r}; remove it, or set data.source to synthetic"
             )
+
+    def _column_conflicts(self) -> Iterator[str]:
+        """A verifier reads columns that are kept."""
+        users = [("ppo.scorers", one.checks) for one in self.ppo.scorers if one.kind == "verifier"]
+        users += [("judge.judges", one.checks) for one in self.judge.judges if one.kind == "verifier"]
+        for key, checks in users:
+            lost = {check.column for check in checks} - set(self.data.columns.keep)
+            if lost:
+                names = ", ".join(sorted(lost))
+                yield f"{key}: a verifier needs the column {names}; add it to data.columns.keep"
 
     def _reward_model_conflicts(self) -> Iterator[str]:
         """A reward model is trained if and only if something uses it."""

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config.judge import HELDOUT, OPTIMISED
 from rlhf_tasks.config.types import FiniteFloat, PositiveFloat, PositiveInt, Section
+from rlhf_tasks.config.verifier import Check, Format
 
 COLUMNS_OF_SAMPLES = ("episode", "prompt", "response", "score", "reward_heldout")
 """Columns of samples.parquet that are no scorers."""
@@ -84,6 +85,19 @@ class LengthPenalty(Section):
         return self
 
 
+class VerifierScorer(Section):
+    """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
+
+    kind: Literal["verifier"]
+    """Kind of this scorer."""
+    weight: FiniteFloat
+    """Factor of this score in the sum."""
+    checks: tuple[Check, ...] = Field(strict=False, min_length=1)
+    """List of checks by kind; a response is right if it passes all of them."""
+    format: Format | None
+    """What must stand around the answer; null: the whole response is the answer."""
+
+
 class DummyScorer(Section):
     """Zero for every response: it tests the pipeline without a reward."""
 
@@ -92,7 +106,7 @@ class DummyScorer(Section):
 
 
 Scorer = Annotated[
-    RewardModelScorer | FunctionScorer | HttpScorer | LengthPenalty | DummyScorer,
+    RewardModelScorer | FunctionScorer | HttpScorer | VerifierScorer | LengthPenalty | DummyScorer,
     Field(discriminator="kind"),
 ]
 

@@ -22,7 +22,7 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.rows import prompt_key
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation import summary, tables
+from rlhf_tasks.evaluation import accuracy, summary, tables
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
@@ -80,6 +80,7 @@ def compare_models(
     a, b = _contender(model, paths), _contender(against, paths)
     files = [x for x in (a, b) if isinstance(x, Mapping)]
     rows = _rows(paths, num_examples or config.judge.num_examples, files)
+    accuracy.check(config.judge, rows)
     kept = columns.of_rows(rows)
     judges = build_judges(
         config.judge, config.data_source, device, paths, names=names, functions_root=functions_root,

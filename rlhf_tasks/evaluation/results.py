@@ -170,6 +170,24 @@ class HumanLabels(_Part):
     """Without the judges that failed on every labelled pair."""
 
 
+class Accuracy(_Part):
+    """The shares of right responses by one verifier."""
+
+    right: dict[str, Interval]
+    """By contender."""
+    formatted: dict[str, Interval]
+    """Share of responses that the format matches, by contender; empty for a verifier without a format."""
+    gain: Interval
+    """Accuracy of the policy minus that of SFT, on the same prompts."""
+
+    def metrics(self, judge: str) -> Metrics:
+        values = self.gain.metrics(f"{judge}/accuracy_gain")
+        for name, shares in (("accuracy", self.right), ("format", self.formatted)):
+            for who, share in shares.items():
+                values |= share.metrics(f"{judge}/{name}/{who}")
+        return values
+
+
 class JudgeKappa(_Part):
     """Cohen's kappa of two judges over all comparisons that both made."""
 
@@ -188,6 +206,8 @@ class EvaluationResults(_Part):
     """By contender; not of the references."""
     facets: dict[str, dict[str, dict[str, float]]] = {}
     """What a judge measures of a contender's responses: judge → contender → measure → mean."""
+    accuracies: dict[str, Accuracy] = {}
+    """By judge of kind verifier."""
     retention: dict[str, RetentionResult] = {}
     """By model."""
     reward_diagnostics: tuple[RewardDiagnostic, ...] = ()
@@ -256,6 +276,7 @@ class EvaluationResults(_Part):
             *self._retention_metrics(),
             *(one.metrics() for one in self.comparisons),
             *self._facet_metrics(),
+            *(one.metrics(judge) for judge, one in self.accuracies.items()),
             *self._agreement_metrics(),
             *self._reward_metrics(),
         ):

@@ -1,4 +1,4 @@
-"""Scorers of responses: reward models, Python functions, HTTP services, a penalty, and their weighted sum.
+"""Scorers of responses: reward models, functions, services, verifiers, a penalty; and their weighted sum.
 
 PPO's reward and judges use them. A scorer maps token ids to scores: (B,) float32 on the CPU, in the order
 of the rows. Functions and services receive texts: the prompt as the model reads it (with special tokens
@@ -30,6 +30,7 @@ from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.products import unrounded_products
 from rlhf_tasks.modeling.retokenised import Retokenised
 from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.modeling.verifier import Verifier
 
 NUM_TRIES = 5
 BACK_OFF_SECONDS = 1.0  # doubles from try to try
@@ -204,6 +205,17 @@ class LengthPenalty:
         return length_penalties([len(response) for response in responses], self._max_tokens, self._buffer)
 
 
+class VerifierScorer:
+    """Checks of the answers against the columns, and the format's weight."""
+
+    def __init__(self, verifier: Verifier, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._verifier, self._tokenizer = verifier, tokenizer
+
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+        answers = [text_of(self._tokenizer, response) for response in responses]
+        return torch.tensor(self._verifier.scores(answers, columns), dtype=torch.float32)
+
+
 class DummyScorer:
     """Zero for every response: it runs the pipeline with nothing to learn."""
 
@@ -316,6 +328,8 @@ def _one(
         return HttpScorer(one.url, tokenizer, timeout_seconds=one.timeout_seconds, batch_size=one.batch_size)
     if isinstance(one, config.LengthPenalty):
         return LengthPenalty(one.max_tokens, one.buffer)
+    if isinstance(one, config.VerifierScorer):
+        return VerifierScorer(Verifier(one.checks, one.format), tokenizer)
     return DummyScorer()
 
 

@@ -23,6 +23,11 @@ def responses(results: EvaluationResults) -> Table:
             for measure, value in measures.items():
                 title = _measure(f"{judge}/{name}/{measure}")
                 table.setdefault(title, {})[name] = numbers.number(value)
+    for judge, accuracy in results.accuracies.items():
+        for measure, shares in (("accuracy", accuracy.right), ("format", accuracy.formatted)):
+            for name, share in shares.items():
+                title = _measure(f"{judge}/{measure}/{name}")
+                table.setdefault(title, {})[name] = interval_text(share)
     return dict(sorted(table.items()))
 
 

@@ -16,7 +16,15 @@ from rlhf_tasks.config.judge import OPTIMISED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.evaluation import human_labels, progress, reward_diagnostics, statistics, summary, tables
+from rlhf_tasks.evaluation import (
+    accuracy,
+    human_labels,
+    progress,
+    reward_diagnostics,
+    statistics,
+    summary,
+    tables,
+)
 from rlhf_tasks.evaluation.contenders import (
     SAMPLED,
     Contenders,
@@ -79,9 +87,11 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         UserError: if a judge cannot work or fails too often, or a file of labels or texts cannot be read.
     """
     rt = Runtime(config.launch, config.seed)
+    rows = read_table(paths, "prompts", "test")
+    accuracy.check(config.judge, rows[: config.judge.num_examples])
     judges = build_judges(
         config.judge, config.data_source, rt.device, paths, trace=tracker.trace,
-        columns=columns.of_rows(read_table(paths, "prompts", "test")),
+        columns=columns.of_rows(rows),
     )  # fmt: skip
     labels = human_labels.decided(human_labels.read(paths.root / config.judge.labels))
     probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)
@@ -98,6 +108,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         optimised_judges=optimised,
         responses={who: response_statistics(contenders, who) for who in SAMPLED},
         facets=judged.facets,
+        accuracies=accuracy.measure(config.judge, contenders.texts, contenders.columns),
         retention=retention,
         reward_diagnostics=diagnosed.diagnostics,
         reward_gaps=diagnosed.gaps,

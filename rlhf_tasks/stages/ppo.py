@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Ppo, PpoView
+from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import OPTIMISED, RewardModelJudge
 from rlhf_tasks.config.scorers import RewardModelScorer, reward_folders, scorer_names
 from rlhf_tasks.data import columns
@@ -25,6 +25,7 @@ from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import head_width
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.modeling.verifier import Verifier
 from rlhf_tasks.ppo.collector import stop_token
 from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
@@ -39,6 +40,7 @@ from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, demonstrations, plain
 
+SPLITS_USED: tuple[Split, ...] = ("train", "validation")
 PTX_TOKENS = 256
 """The length at which pretraining text is cut into rows."""
 
@@ -103,6 +105,7 @@ def check(config: PpoView, paths: Paths) -> None:
         contracts.check_parent(reward, "sft", paths.sft)
     settings = config.ppo
     _check_reward_models(config, paths)
+    _check_verifiers(settings, paths)
     _check_selection_judge(settings, paths)
     tokenizer = load_tokenizer(paths.sft)
     stop = stop_token(settings, tokenizer)
@@ -148,6 +151,14 @@ def _pipeline_models(config: PpoView, paths: Paths) -> list[str]:
         return []
     optimised = [OPTIMISED] if _is_rewarded(config.ppo) else []
     return [*optimised, paths.relative(paths.reward_heldout)]
+
+
+def _check_verifiers(settings: Ppo, paths: Paths) -> None:
+    verifiers = [Verifier(one.checks, one.format) for one in settings.scorers if one.kind == "verifier"]
+    for split in SPLITS_USED if verifiers else ():
+        rows = read_table(paths, "prompts", split)
+        for verifier in verifiers:
+            verifier.check(rows, columns.of_rows(rows), f"ppo.scorers: a verifier (data/prompts, {split})")
 
 
 def _check_selection_judge(settings: Ppo, paths: Paths) -> None:

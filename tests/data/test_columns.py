@@ -38,7 +38,7 @@ def prepared(changes: Mapping[str, Any], *keep: str) -> dict[str, dict[str, Any]
 
 
 def test_values_of_all_types_reach_the_prompts_that_are_derived_from_demonstrations() -> None:
-    given = [
+    given: list[dict[str, Any]] = [
         row | {"answer": VALUES[i % 8], "source": f"book {i}"} for i, row in enumerate(demonstrations(24))
     ]
     jsonl(Path("mine/sft.jsonl"), *given)

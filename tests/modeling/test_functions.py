@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import functions
 from rlhf_tasks.modeling.functions import TextFunction
 
-COLUMNS = {"answer": [1, "2"], "tests": [[3], None]}
+COLUMNS: Columns = {"answer": [1, "2"], "tests": [[3], None]}
 
 
 def made(folder: Path, signature: str, body: str = "return locals()") -> TextFunction:

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import encode
+from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import scorers
 from rlhf_tasks.modeling.scorers import DummyScorer, FunctionScorer, HttpScorer, ScorerError, build
@@ -296,7 +297,7 @@ def test_a_service_gets_texts_in_batches_and_its_scores_come_in_order(server: Se
 
 
 def test_a_service_gets_the_columns_of_each_batch(server: Server) -> None:
-    columns = {"answer": [1, "two", [3.5]], "note": [None, True, {"a": 1}]}
+    columns: Columns = {"answer": [1, "two", [3.5]], "note": [None, True, {"a": 1}]}
     assert http(server.url, batch_size=2)(QUERIES, RESPONSES, columns).tolist() == [5.0, 2.0, 0.0]
     assert [request["columns"] for request in server.requests] == [
         {"answer": [1, "two"], "note": [None, True]},

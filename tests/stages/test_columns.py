@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge, ppo
 from rlhf_tasks.tracking import NullTracker
@@ -19,7 +19,7 @@ from tests import small
 
 CODE = """
 def reward(prompts, responses, *, place, tests, **columns):
-    assert not columns
+    assert set(columns) <= {"first"}
     for prompt, p, test in zip(prompts, place, tests, strict=True):
         assert set(p.split()) <= set(prompt.split()) or '<unk>' in prompt
         assert test == [p, 1]
@@ -33,6 +33,8 @@ def lost(prompts, responses, *, label):
 """
 OWN = {"kind": "function", "weight": 1.0, "function": "my_columns:reward"}
 JUDGE = {"kind": "function", "name": "own", "function": "my_columns:judged"}
+FIRST_WORD = {"kind": "regex", "column": "first", "tolerance": 0.0, "weight": 1.0}
+VERIFIER = {"kind": "verifier", "checks": [FIRST_WORD], "format": {"pattern": "(.*)", "weight": 0.5}}
 SETTINGS = {
     "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
     "ppo.response_length": 8, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
@@ -46,10 +48,10 @@ def project(models_here: Path) -> Path:
     """Prompts that keep a part of their text, which the functions look for in it."""
     (models_here / "my_columns.py").write_text(CODE, encoding="utf-8")
     for split in ("train", "validation", "test"):
-        rows = read_table(Paths(), "prompts", split)  # type: ignore[arg-type]
+        rows = read_table(Paths(), "prompts", split)
         for row in rows:
             place = " ".join(row["prompt"].split()[-9:-2])
-            row["columns"] = {"place": place, "tests": [place, 1]}
+            row["columns"] = {"place": place, "tests": [place, 1], "first": r"(my|so) .*"}
         small.write_rows(models_here, "prompts", split, [columns.encoded(row) for row in rows])
     return models_here
 
@@ -72,8 +74,48 @@ def test_scorers_selection_and_judges_get_the_columns_of_their_prompts(project: 
 
 def test_a_function_that_asks_for_another_column_stops_the_stage_before_training(project: Path) -> None:
     lost = {"ppo.scorers": [OWN | {"function": "my_columns:lost"}]}
-    with pytest.raises(UserError, match=r"asks for the column label, and data.columns.keep has place, tests"):
+    with pytest.raises(
+        UserError, match=r"asks for the column label, and data.columns.keep has place, tests, first"
+    ):
         ppo.run(small.view("ppo", SETTINGS | lost), Paths(), NullTracker("ppo"))
     view = small.view("judge", {"judge.judges": [JUDGE | {"function": "my_columns:lost"}]})
     with pytest.raises(UserError, match=r"judge.judges: function my_columns:lost asks for the column label"):
         judge.run(view, Paths(), NullTracker("judge"))
+
+
+def test_a_verifier_rewards_and_measures_accuracy(project: Path) -> None:
+    keep = {"data.columns": {**small.params()["data"]["columns"], "keep": ["first"]}}
+    changes = {"ppo.scorers": [VERIFIER | {"weight": 2.0}], "ppo.select_by": None, "reward.train": False}
+    changes |= {"judge.judges": [VERIFIER | {"name": "verifier"}], **keep}
+    ppo.run(small.view("ppo", SETTINGS | changes), Paths(), NullTracker("ppo"))
+    metrics = judge.run(
+        small.view("judge", changes | {"ppo.critic_init": "sft"}), Paths(), NullTracker("judge")
+    )
+    rows = pq.read_table(Paths().judged_responses).to_pylist()
+    right = {
+        who: [row[who].strip().startswith(("my ", "so ")) for row in rows] for who in ("sft", "reference")
+    }
+    assert metrics["verifier/accuracy/reference"] == 1
+    assert metrics["verifier/accuracy/sft"] == sum(right["sft"]) / len(rows)
+    gain = metrics["verifier/accuracy/policy"] - metrics["verifier/accuracy/sft"]
+    assert metrics["verifier/accuracy_gain"] == pytest.approx(gain)
+    assert metrics["verifier/accuracy_gain/low"] <= gain <= metrics["verifier/accuracy_gain/high"]
+    assert metrics["verifier/format/policy"] == 1
+    assert metrics["verifier/reference/score"] == 1.5
+
+
+def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(project: Path) -> None:
+    columns_kept = small.params()["data"]["columns"]
+    changes = {"ppo.scorers": [VERIFIER | {"weight": 1.0}], "ppo.select_by": None}
+    with pytest.raises(ConfigError, match=r"ppo.scorers: a verifier needs the column first; add it to data"):
+        small.view("ppo", SETTINGS | changes)
+    kept = {"data.columns": {**columns_kept, "keep": ["first"]}}
+    rows = read_table(Paths(), "prompts", "validation")
+    rows[2]["columns"]["first"] = "("
+    small.write_rows(project, "prompts", "validation", [columns.encoded(row) for row in rows])
+    with pytest.raises(UserError, match=r"ppo.scorers: .*validation\): .*\n  synthetic row 3: first: '\('"):
+        ppo.run(small.view("ppo", SETTINGS | changes | kept), Paths(), NullTracker("ppo"))
+    small.write_rows(project, "prompts", "test", [columns.encoded(row) for row in rows])
+    judged = small.view("judge", {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], **kept})
+    with pytest.raises(UserError, match=r"judge.judges: right: the columns of 1 problem"):
+        judge.run(judged, Paths(), NullTracker("judge"))

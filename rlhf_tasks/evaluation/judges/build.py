@@ -22,7 +22,9 @@ from rlhf_tasks.evaluation.judges.scoring import (
     RewardModelScorer,
     ScoringJudge,
     TextFunctionScorer,
+    VerifierScorer,
 )
+from rlhf_tasks.modeling.verifier import Verifier
 from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
@@ -122,6 +124,8 @@ def build_judge(
         return ScoringJudge(one.name, RewardModelScorer(root / one.path, device))
     if isinstance(one, config.FunctionJudge):
         return ScoringJudge(one.name, TextFunctionScorer(one.function, key, functions_root or root, columns))
+    if isinstance(one, config.VerifierJudge):
+        return ScoringJudge(one.name, VerifierScorer(Verifier(one.checks, one.format)))
     if isinstance(one, config.LlmJudge):
         # The import takes a second: only configurations with such a judge pay for it.
         from rlhf_tasks.evaluation.judges.llm import LlmComparer

@@ -18,6 +18,7 @@ from rlhf_tasks.evaluation.judges.comparisons import Comparisons
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.functions import TextFunction
 from rlhf_tasks.modeling.scorers import RewardScorer, numbers
+from rlhf_tasks.modeling.verifier import Verifier
 
 
 class TextScorer(Protocol):
@@ -95,6 +96,23 @@ class RewardModelScorer:
         query_ids = encode(self._tokenizer, prompts)
         response_ids = encode_answers(self._tokenizer, responses)
         return [float(score) for score in self._scorer(query_ids, response_ids)]
+
+    def facets(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> dict[str, float]:
+        return {}
+
+
+class VerifierScorer:
+    """Checks of the answers against the columns, and the format's weight."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    def scores(
+        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
+    ) -> list[float]:
+        return self._verifier.scores(responses, columns)
 
     def facets(
         self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
