@@ -7,9 +7,12 @@ Rows are named `FILE:LINE` (Parquet: `FILE:ROW`, from 1).
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -90,17 +93,18 @@ _MISTAKEN = (".json", ".tsv", ".arrow", ".txt", ".gz")
 
 def _read_jsonl(file: Path, name: str, problems: Problems) -> Table:
     lines: list[Line] = []
-    for number, raw in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    content = _text(file, name)
+    _check_rows_are_lines(content, name)
+    for number, text in enumerate(content.split("\n"), start=1):
         where = f"{name}:{number}"
-        if not raw.strip():
+        if not text.strip():
             continue
-        text = raw.decode("utf-8", errors="surrogateescape")
         if (fault := _bad_byte(text)) is not None:
             problems.add(where, {"line": text}, "not_utf8", fault)
             continue
         try:
             values = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
             problems.add(where, {"line": text}, "malformed", f"not JSON: {error}")
             continue
         if isinstance(values, dict):
@@ -110,9 +114,29 @@ def _read_jsonl(file: Path, name: str, problems: Problems) -> Table:
     return Table(name, tuple(dict.fromkeys(key for line in lines for key in line.values)), lines)
 
 
+def _check_rows_are_lines(content: str, name: str) -> None:
+    """Check that the first JSON value ends on the line on which it starts.
+
+    Raises:
+        UserError: for one JSON document, or for objects that are printed over several lines.
+    """
+    text = content.lstrip()
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return  # the lines are reported one by one
+    if "\n" in text[:end]:
+        number = content[: len(content) - len(text)].count("\n") + 1
+        what = (
+            "this is one JSON document" if not text[end:].strip() else "a JSON value goes over several lines"
+        )
+        raise UserError(f"{name}:{number}: {what}; write one row, a JSON object, per line")
+
+
 def _read_csv(file: Path, name: str, problems: Problems) -> Table:
     """Reads a header line, then a record per row. A quoted field may contain line breaks."""
-    text = file.read_bytes().removeprefix(b"\xef\xbb\xbf").decode("utf-8", errors="surrogateescape")
+    text = _text(file, name)
+    _check_separator(text, name)
     records = _csv_records(text)
     header = next(records, (1, [], None))
     if header[2] is not None or not header[1]:
@@ -120,6 +144,8 @@ def _read_csv(file: Path, name: str, problems: Problems) -> Table:
             f"{name}:1: no CSV header: {header[2] or 'the file is empty'}; name the columns in line 1"
         )
     columns = tuple(header[1])
+    if twice := [column for column, count in Counter(columns).items() if column and count > 1]:
+        raise UserError(f"{name}:1: the header names {', '.join(map(repr, twice))} twice; rename one of them")
     lines: list[Line] = []
     for number, fields, fault in records:
         where = f"{name}:{number}"
@@ -133,6 +159,29 @@ def _read_csv(file: Path, name: str, problems: Problems) -> Table:
         else:
             lines.append(Line(where, dict(zip(columns, fields, strict=True))))
     return Table(name, columns, lines)
+
+
+def _check_separator(text: str, name: str) -> None:
+    """Check that no other separator than a comma makes columns of the header.
+
+    Raises:
+        UserError: naming the separator. A single column is never enough for a row.
+    """
+    header = text.lstrip().partition("\n")[0]
+    if _num_columns(header, ",") > 1:
+        return
+    for separator, known in {";": "semicolons", "\t": "tabs", "|": "bars"}.items():
+        if _num_columns(header, separator) > 1:
+            raise UserError(
+                f"{name}:1: {known} separate the columns; save the file with commas, as CSV has them"
+            )
+
+
+def _num_columns(header: str, separator: str) -> int:
+    try:
+        return len(next(csv.reader([header], delimiter=separator, strict=True), []))
+    except csv.Error:
+        return 0
 
 
 def _csv_records(text: str) -> Iterator[tuple[int, list[str], str | None]]:
@@ -185,12 +234,28 @@ def _nested_value(cell: pa.Scalar) -> Any:
         return error.object.decode("utf-8", errors="surrogateescape")
 
 
+def _text(file: Path, name: str) -> str:
+    """The text of a file without its byte order mark; bytes that are not UTF-8 become lone surrogates.
+
+    Raises:
+        UserError: for UTF-16, of which every line would be a bad row.
+    """
+    content = file.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{name} is UTF-16; save it as UTF-8")
+    return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
+
+
+BAD_BYTE = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of it
+
+
 def _bad_byte(text: str) -> str | None:
-    """The first bad byte of a text decoded by surrogateescape (as U+DC80…U+DCFF), as a message, or None."""
-    place = next((i for i, c in enumerate(text) if "\udc80" <= c <= "\udcff"), None)
-    if place is None:
+    """The first bad byte of a text decoded by surrogateescape, as a message, or None."""
+    found = BAD_BYTE.search(text)
+    if found is None:
         return None
-    return f"byte 0x{ord(text[place]) - 0xDC00:02x} after {place} characters is not UTF-8; save it as UTF-8"
+    byte = ord(found[0]) - 0xDC00
+    return f"byte 0x{byte:02x} after {found.start()} characters is not UTF-8; save it as UTF-8"
 
 
 _READERS: Mapping[str, Callable[[Path, str, Problems], Table]] = {

@@ -7,6 +7,7 @@ and a `messages` column, whose last turn is the completion.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from rlhf_tasks.errors import UserError
 
 Message = dict[str, Any]
 Chat = Callable[[list[Message], bool], str]
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def _source_names(table: Table, role: Role, columns: Columns) -> dict[str, str]:
 
 
 def _missing_columns(table: Table, role: Role, columns: Columns) -> str | None:
-    if not table.lines:
+    if not table.columns:
         return None  # nothing was readable: its lines are named one by one, or it is empty
     names = _source_names(table, role, columns)
     missing = {ours: theirs for ours, theirs in names.items() if theirs not in table.columns}
@@ -203,7 +206,7 @@ def _value(name: str, value: Any) -> str | list[Message]:
     if value is None:
         return ""
     if isinstance(value, str):
-        if any("\ud800" <= c <= "\udfff" for c in value):
+        if LONE_SURROGATE.search(value):
             raise _Unusable("not_utf8", f"{name} is not UTF-8")
         return value
     if not isinstance(value, list):
@@ -221,7 +224,7 @@ def _message(name: str, number: int, item: Any) -> Message:
     for key in ("role", "content"):
         if not isinstance(item.get(key), str):
             raise _Unusable("malformed", f"{name}[{number}] has no text under {key!r}")
-        if any("\ud800" <= c <= "\udfff" for c in item[key]):
+        if LONE_SURROGATE.search(item[key]):
             raise _Unusable("not_utf8", f"{name}[{number}].{key} is not UTF-8")
     return {key: value for key, value in item.items() if value is not None}
 

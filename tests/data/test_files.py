@@ -171,3 +171,61 @@ def test_the_shipped_examples_are_good(columns: Columns, plain: Rendering) -> No
         "sft": 40,
         "preferences": 40,
     }
+
+
+def test_a_number_that_json_cannot_read_is_a_bad_row(
+    tmp_path: Path, columns: Columns, plain: Rendering
+) -> None:
+    jsonl(tmp_path / "sft.jsonl", *demonstrations(4))
+    with (tmp_path / "sft.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "p", "completion": "c", "id": ' + "1" * 5000 + "}\n")
+    problems = Problems()
+    corpus = load(tmp_path, columns, plain, problems)
+    assert sum(len(corpus["sft"][split]) for split in SPLITS) == 4
+    assert "sft.jsonl:5: malformed: not JSON: Exceeds the limit" in problems.report()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "sft.jsonl",
+            json.dumps(demonstrations(3), indent=2),
+            "sft.jsonl:1: this is one JSON document; write",
+        ),
+        (
+            "sft.jsonl",
+            "\n" + json.dumps(demonstrations(1)[0], indent=2),
+            "sft.jsonl:2: this is one JSON document",
+        ),
+        (
+            "sft.jsonl",
+            "".join(json.dumps(row, indent=1) + "\n" for row in demonstrations(3)),
+            "sft.jsonl:1: a JSON value goes over several lines; write one row, a JSON object, per line",
+        ),
+        (
+            "sft.csv",
+            "prompt;completion\n" + "a, b;c\n" * 200,
+            "sft.csv:1: semicolons separate the columns; save",
+        ),
+        ("sft.csv", '"prompt";"completion"\r\n"a";"b"\r\n', "sft.csv:1: semicolons separate the columns"),
+        ("sft.csv", "prompt\tcompletion\na\tb\n", "sft.csv:1: tabs separate the columns"),
+        ("sft.csv", "prompt,completion,prompt\na,b,c\n", "sft.csv:1: the header names 'prompt' twice"),
+        ("sft.csv", "question,answer\na\n", "sft.csv: no column 'prompt', 'completion' for sft"),
+    ],
+)
+def test_a_file_of_another_format_is_one_message(
+    tmp_path: Path, columns: Columns, plain: Rendering, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        load(tmp_path, columns, plain)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", ["sft.jsonl", "sft.csv"])
+def test_utf_16_is_one_message(tmp_path: Path, columns: Columns, plain: Rendering, name: str) -> None:
+    (tmp_path / name).write_text("prompt,completion\na,b\n", encoding="utf-16")
+    with pytest.raises(UserError, match=rf"{name} is UTF-16; save it as UTF-8"):
+        load(tmp_path, columns, plain)
