@@ -41,6 +41,8 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     rendering = _rendering(config.model, ready)
     problems = Problems()
     corpus = _read(paths, config, rendering, problems)
+    rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
+    corpus = rows.without(corpus, problems)  # no step below reads a text that is too long for all of them
     rows.check_texts(corpus, rendering.eos, problems)
     rows.check_duplicates(corpus, problems)
     rows.check_leaks(corpus, problems)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +212,26 @@ def test_mined_pairs_that_are_too_long_are_left_out_and_are_not_bad_rows(
     assert metrics["quarantined"] == 0
     assert metrics["rows/sft/train"] == 10  # i = 0, 2, … 18: i + 2 tokens
     assert metrics["tokens/prompt_max"] == 20
+
+
+def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of 30 MB took half a minute to train the tokenizer on, and to count."""
+    endless = {"prompt": "question x ?", "completion": " word" * 100_000}
+    jsonl(tmp_path / "rows.jsonl", *demonstrations(40), endless)
+    read: list[str] = []
+    train, count = prepare.tokenizer.train, prepare.tokenizer.count_tokens
+
+    def seen(texts: Iterable[str]) -> list[str]:
+        read.extend(found := list(texts))
+        return found
+
+    monkeypatch.setattr(prepare.tokenizer, "train", lambda s, texts, n: train(s, seen(texts), n))
+    monkeypatch.setattr(prepare.tokenizer, "count_tokens", lambda words, texts: count(words, seen(texts)))
+    files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
+    with pytest.raises(UserError, match=r"rows\.jsonl:41: too_long: completion has 500,000 characters"):
+        run(prepare_view(files))
+    assert max(map(len, read)) < 50
+    metrics = run(prepare_view({**files, "data.on_bad_row": "quarantine"}))
+    assert (metrics["quarantined/too_long"], metrics["rows/sft/train"]) == (1, 32)
