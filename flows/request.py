@@ -20,6 +20,7 @@ from pydantic import Field
 
 from rlhf_tasks import config, presets
 from rlhf_tasks.config import Config
+from rlhf_tasks.config.types import LAST_SEED
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, git
@@ -31,7 +32,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 # has no editor for a nullable object or list and no choice for a nullable enum, so that no field is one.
 DEFAULT = "default"
 PresetName = Annotated[str, Field(json_schema_extra={"enum": [DEFAULT, *presets.names()]})]
-Seed = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=LAST_SEED)]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"ppo.kl_coef": 0.05}])]
 Where = Literal["workspace", "checkout"]
 ExperimentName = Annotated[str, Field(pattern=NAME)]

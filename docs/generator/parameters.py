@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from docs.generator.text import Lines, load_yaml, prose, sentence
 from rlhf_tasks.config import Config, Section
+from rlhf_tasks.config.types import Between
 
 BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", "≥"), (Lt, "lt", "<"), (Le, "le", "≤"))
 
@@ -120,15 +121,16 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> list[str]:
-    """The bounds of a number, as `≥ 0 and < 1`."""
+    """The bounds of a number, as `≥ 0 and < 1` or `from 1 to 10`."""
     parts = [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    ranges = [f"from {part.low:,} to {part.high:,}" for part in parts if isinstance(part, Between)]
     bounds = [
         f"{sign} {getattr(part, name):g}"
         for part in parts
         for kind, name, sign in BOUNDS
         if isinstance(part, kind)
     ]
-    return [" and ".join(bounds)] if bounds else []
+    return ranges or ([" and ".join(bounds)] if bounds else [])
 
 
 def _either(parts: Sequence[str]) -> str:

@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf_tasks.config.types import PositiveInt, Revision, Section, check_source
+from rlhf_tasks.config.types import (
+    NumLayers,
+    NumRows,
+    NumTokens,
+    PositiveInt,
+    Revision,
+    Section,
+    Width,
+    check_source,
+)
 
 
 class Columns(Section):
@@ -77,13 +86,13 @@ class Data(Section):
     on_bad_row: Literal["fail", "quarantine"]
     """What happens to rows that cannot be used: `fail` stops the stage and names all of them, `quarantine`
     writes them to data/quarantine and continues without them."""
-    max_prompt_tokens: PositiveInt
+    max_prompt_tokens: NumTokens
     """Longest prompt, in tokens; a longer one is a bad row."""
-    max_completion_tokens: PositiveInt
+    max_completion_tokens: NumTokens
     """Longest completion, in tokens, EOS included; a longer one is a bad row."""
-    num_validation: PositiveInt
+    num_validation: NumRows
     """Number of validation prompts, if the source has no validation split."""
-    num_test: PositiveInt
+    num_test: NumRows
     """Number of test prompts, if the source has no test split."""
     max_rows: PositiveInt | None
     """Largest number of train rows kept per role (sft, preferences, prompts); null: all of them."""
@@ -110,16 +119,19 @@ class Data(Section):
         return self
 
 
+MOST_PARAMETERS = 10**11  # every process holds the whole model: 400 GB in float32
+
+
 class Scratch(Section):
     """The shape of a base model that starts from random weights."""
 
     family: Literal["gpt_neox", "llama", "qwen2", "gpt2"]
     """Architecture of the model."""
-    hidden_size: PositiveInt
+    hidden_size: Width
     """Width of the hidden states."""
-    num_layers: PositiveInt
+    num_layers: NumLayers
     """Number of transformer layers."""
-    num_heads: PositiveInt
+    num_heads: Width
     """Number of attention heads; it divides hidden_size."""
     vocab_size: PositiveInt
     """Largest vocabulary of the trained tokenizer, in tokens."""
@@ -133,6 +145,17 @@ class Scratch(Section):
             raise ValueError(
                 f"hidden_size={self.hidden_size} / num_heads={self.num_heads} must be an even whole number "
                 "(rotary embeddings)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_machine_holds_it(self) -> Scratch:
+        in_layers = 12 * self.num_layers * self.hidden_size**2  # four matrices of attention, eight of the MLP
+        if in_layers > MOST_PARAMETERS:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} and num_layers={self.num_layers} make about "
+                f"{in_layers / 1e9:,.0f} billion parameters, {4 * in_layers / 1e9:,.0f} GB in float32; at "
+                f"most {MOST_PARAMETERS // 10**9} billion are allowed: lower one of them"
             )
         return self
 

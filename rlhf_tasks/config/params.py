@@ -21,13 +21,16 @@ from rlhf_tasks.config.scorers import reward_folders
 from rlhf_tasks.config.service import Service
 from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import (
-    Count,
+    NumProcesses,
     PositiveFloat,
     PositiveInt,
     Section,
+    Seed,
     StoreUri,
 )
 from rlhf_tasks.errors import ConfigError
+
+MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
 
 # ---------------------------------------------------- sections that change where and how a stage runs
 
@@ -35,9 +38,9 @@ from rlhf_tasks.errors import ConfigError
 class Launch(Section):
     """Processes and precision of the training stages."""
 
-    num_processes: PositiveInt
+    num_processes: NumProcesses
     """Number of processes, over all machines; above 1, `accelerate launch` starts them."""
-    num_machines: PositiveInt
+    num_machines: NumProcesses
     """Number of machines that share the processes."""
     deepspeed: Literal["zero2", "zero3"] | None
     """DeepSpeed's ZeRO stage; null: data parallelism without it; PPO refuses `zero3`."""
@@ -70,7 +73,7 @@ class Tracking(Section):
 class Config(Section):
     """All of `params.yaml`."""
 
-    seed: Count
+    seed: Seed
     """Seed of every random number of the pipeline."""
     data: Data
     """Source, limits and sizes of the data."""
@@ -190,9 +193,15 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
             elif problem["type"] == "missing":
                 message = "is missing"
             elif not isinstance(problem["input"], Mapping):
-                message = f"{message} (given: {problem['input']!r})"
+                message = f"{message} (given: {_shown(problem['input'])})"
             lines.append(f"  {key}: {message}")
         raise ConfigError(f"{origin} has {len(lines)} problem(s):\n" + "\n".join(lines)) from None
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, cut after a line or so."""
+    text = hex(value) if type(value) is int and value.bit_length() > 256 else repr(value)
+    return text if len(text) <= MAX_SHOWN_VALUE else f"{text[:MAX_SHOWN_VALUE]}…"
 
 
 def _did_you_mean(loc: tuple[str | int, ...]) -> str:
@@ -267,7 +276,7 @@ def parse(text: str, origin: str) -> Mapping[str, Any]:
     """
     try:
         tree = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:  # a ValueError for a number of too many digits
         raise ConfigError(f"{origin} is not readable as YAML: {error}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{origin} must hold sections (a mapping), but holds {type(tree).__name__}")

@@ -22,11 +22,14 @@ from rlhf_tasks.config.ppo_options import (
 )
 from rlhf_tasks.config.scorers import Combination, Scorer, conflicts, reward_folders
 from rlhf_tasks.config.types import (
+    BatchSize,
+    Between,
     Count,
     Decay,
     FiniteFloat,
     Fraction,
     NonNegativeFloat,
+    NumTokens,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -49,11 +52,11 @@ class Ppo(Section):
 
     total_episodes: PositiveInt
     """Episodes of the whole training; only whole updates are taken."""
-    rollout_batch_size: PositiveInt
+    rollout_batch_size: BatchSize
     """Episodes per update, over all processes."""
-    num_mini_batches: PositiveInt
+    num_mini_batches: BatchSize
     """Optimiser steps per epoch."""
-    num_ppo_epochs: PositiveInt
+    num_ppo_epochs: Annotated[int, Between(1, 10_000)]
     """Passes over the rollout in each update."""
     micro_batch_tokens: PositiveInt
     """Most padded tokens per forward pass and process."""
@@ -90,7 +93,7 @@ class Ppo(Section):
     gradient_checkpointing: bool
     """Whether activations are computed again in the backward pass, to save memory."""
 
-    response_length: PositiveInt
+    response_length: NumTokens
     """Longest response, in tokens, stop token included."""
     temperature: PositiveFloat
     """Sampling temperature; all log-probabilities use it too."""

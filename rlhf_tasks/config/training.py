@@ -7,13 +7,17 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rlhf_tasks.config.types import (
+    BatchSize,
     Count,
     Fraction,
     NonNegativeFloat,
+    NumEpochs,
+    NumRows,
     PositiveFloat,
     PositiveInt,
     Revision,
     Section,
+    Width,
     check_source,
 )
 
@@ -34,11 +38,11 @@ class Optimisation(Section):
     """Weight decay of AdamW."""
     max_grad_norm: PositiveFloat | None
     """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
-    batch_size: PositiveInt
+    batch_size: BatchSize
     """Rows per optimiser step, over all processes."""
     micro_batch_tokens: PositiveInt
     """Most padded tokens per forward pass and process."""
-    num_epochs: PositiveFloat
+    num_epochs: NumEpochs
     """Passes over the train rows; may be a fraction."""
 
 
@@ -48,7 +52,7 @@ class Lora(Section):
     They are merged into the weights when the model is saved.
     """
 
-    r: PositiveInt
+    r: Width
     """Rank of the adapters."""
     alpha: PositiveFloat
     """Scale of the adapters: they are multiplied by alpha / r."""
@@ -57,13 +61,13 @@ class Lora(Section):
 class Prepare(Section):
     """The sizes of the data that stage prepare generates or mines."""
 
-    synthetic_prompt_rows: PositiveInt
+    synthetic_prompt_rows: NumRows
     """Number of train prompts of `data.source: synthetic`."""
-    synthetic_sft_rows: PositiveInt
+    synthetic_sft_rows: NumRows
     """Number of those prompts that have a demonstration."""
-    synthetic_preference_rows: PositiveInt
+    synthetic_preference_rows: NumRows
     """Number of train preference pairs of `data.source: synthetic`."""
-    docstrings_max_pairs: PositiveInt
+    docstrings_max_pairs: NumRows
     """Largest number of pairs that `data.source: docstrings` mines."""
 
     @model_validator(mode="after")

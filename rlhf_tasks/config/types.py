@@ -4,18 +4,51 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "verdict", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Split = Literal["train", "validation", "test"]
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+
+@dataclass(frozen=True)
+class Between:
+    """The range of a whole number, both ends included; its message names both."""
+
+    low: int
+    high: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: int) -> int:
+        if not self.low <= value <= self.high:
+            raise ValueError(f"must be a whole number from {self.low:,} to {self.high:,}")
+        return value
+
+
+LARGEST = 2**31 - 1  # of any whole number: 32 bits hold it everywhere
+PositiveInt = Annotated[int, Between(1, LARGEST)]
+Count = Annotated[int, Between(0, LARGEST)]
+LAST_SEED = 2**32 - 1  # of NumPy, whose range is the smallest of all generators'
+Seed = Annotated[int, Between(0, LAST_SEED)]
+NumRows = Annotated[int, Between(1, 10_000_000)]
+"""Rows that a stage holds in memory: about a kilobyte each."""
+NumTokens = Annotated[int, Between(1, 2**20)]
+"""The length of one text."""
+BatchSize = Annotated[int, Between(1, 2**20)]
+"""Rows that are trained on together."""
+NumProcesses = Annotated[int, Between(1, 2**16)]
+Width = Annotated[int, Between(1, 2**16)]
+"""A side of a weight matrix."""
+NumLayers = Annotated[int, Between(1, 1024)]
+NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

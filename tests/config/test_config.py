@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rlhf_tasks import config, errors
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.tracking import context
+from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.toy import without_critic
 
@@ -66,6 +67,52 @@ def test_the_message_for_an_unknown_key_lists_all_keys_if_none_is_near() -> None
 )
 def test_a_value_of_the_wrong_type_is_refused_and_never_converted(key: str, value: Any) -> None:
     assert f"{key}" in problems({key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"seed": 2**64},
+            "seed: must be a whole number from 0 to 4,294,967,295 (given: 18446744073709551616)",
+        ),
+        ({"seed": -1}, "seed: must be a whole number from 0 to 4,294,967,295 (given: -1)"),
+        (
+            {"model.scratch.hidden_size": 2**31 - 2},
+            "model.scratch.hidden_size: must be a whole number from 1 to",
+        ),
+        (
+            {"model.scratch.hidden_size": 2**16, "model.scratch.num_layers": 96},
+            "hidden_size=65536 and num_layers=96 make about 4,948 billion parameters, 19,791 GB in float32",
+        ),
+        (
+            {"model.scratch.num_layers": 10**9},
+            "model.scratch.num_layers: must be a whole number from 1 to 1,024",
+        ),
+        ({"sft.num_epochs": 1e300}, "sft.num_epochs: Input should be less than or equal to 10000"),
+        ({"ppo.num_ppo_epochs": 10**9}, "ppo.num_ppo_epochs: must be a whole number from 1 to 10,000"),
+        (
+            {"prepare.synthetic_prompt_rows": 10**12},
+            "prompt_rows: must be a whole number from 1 to 10,000,000",
+        ),
+        ({"data.num_test": 10**9}, "data.num_test: must be a whole number from 1 to 10,000,000"),
+        ({"data.max_prompt_tokens": 10**9}, "max_prompt_tokens: must be a whole number from 1 to 1,048,576"),
+        ({"reward.batch_size": 2**40}, "reward.batch_size: must be a whole number from 1 to 1,048,576"),
+        ({"ppo.rollout_batch_size": 2**40}, "rollout_batch_size: must be a whole number from 1 to 1,048,576"),
+        ({"ppo.total_episodes": 2**63}, "total_episodes: must be a whole number from 1 to 2,147,483,647"),
+        ({"launch.num_processes": 10**6}, "launch.num_processes: must be a whole number from 1 to 65,536"),
+        ({"seed": 16**9999}, "(given: 0x1000"),
+    ],
+)
+def test_a_number_that_no_machine_holds_is_refused_with_the_range(changes: dict[str, Any], why: str) -> None:
+    message = problems(changes)
+    assert why in message
+    assert len(message) < 1000
+
+
+def test_the_last_seed_is_one_that_every_generator_accepts() -> None:
+    settings = config.validate(small.params({"seed": 2**32 - 1}), "test")
+    Runtime(settings.launch, settings.seed).generator(settings.seed)
 
 
 def test_a_missing_key_is_named() -> None:
@@ -162,6 +209,9 @@ def test_the_message_names_a_parameter_file_that_cannot_be_read(tmp_path: Path) 
         config.load(file)
     file.write_text("seed: [1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="not readable as YAML"):
+        config.load(file)
+    file.write_text(f"seed: {'9' * 5000}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not readable as YAML: Exceeds the limit"):
         config.load(file)
     file.write_text("- seed\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="must hold sections"):
