@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_tasks.config import Model, Scratch
 from rlhf_tasks.data.tables import Chat, Message, Rendering
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import disk
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -172,4 +173,5 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float
 
 
 def save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
+    with disk.room(folder, lambda: disk.size(folder)):
+        tokenizer.save_pretrained(folder)

@@ -36,6 +36,7 @@ from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.classifiers import INSTEAD, AnyClassifier, on_trunk, trunk_of
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
 from rlhf_tasks.modeling.last_layer import last_columns_only
+from rlhf_tasks.project import disk
 
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
@@ -331,17 +332,21 @@ def save(
 
     `stop`, by default EOS, is the token that ends responses; the generation config holds it.
     The same weights, tokenizer, identity and card give the same bytes.
+
+    Raises:
+        DiskFullError: if the weights do not fit on the disk.
     """
     # the source folder would change the bytes but not the model
     model.config._name_or_path = ""
     if model.can_generate():
         model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    (folder / IDENTITY).write_text(
-        json.dumps(dict(identity), indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    with disk.room(folder.parent, lambda: sum(weights.nbytes for weights in model.state_dict().values())):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / IDENTITY).write_text(
+            json.dumps(dict(identity), indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def local_tokenizer(source: str, revision: str | None) -> Path:

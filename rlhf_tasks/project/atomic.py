@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_tasks.project import disk
+
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
@@ -19,6 +21,9 @@ def whole(path: Path) -> Iterator[Path]:
 
     After an error it is removed and `path` does not change. Folders that killed processes left are removed
     first.
+
+    Raises:
+        DiskFullError: in place of the error of a full disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.partial-"
@@ -27,8 +32,14 @@ def whole(path: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
     partial.chmod(0o755)
     try:
-        yield partial
-        finish(partial, path)
+        free = disk.free(partial)
+        try:
+            yield partial
+            finish(partial, path)
+        except Exception as error:
+            if not disk.is_full(error):
+                raise
+            raise disk.DiskFullError(disk.message(path, disk.size(partial), free)) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -55,8 +66,9 @@ def write_bytes(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        partial.write_bytes(content)
-        fsync(partial)
+        with disk.room(path.parent, lambda: len(content)):
+            partial.write_bytes(content)
+            fsync(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -76,8 +88,10 @@ def append_line(path: Path, line: str) -> None:
     try:
         size = os.fstat(handle).st_size
         torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        os.write(handle, b"\n" * torn + line.encode() + b"\n")
-        os.fsync(handle)
+        content = b"\n" * torn + line.encode() + b"\n"
+        with disk.room(path.parent, lambda: len(content)):
+            os.write(handle, content)
+            os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, dvc_files, lineage
+from rlhf_tasks.project import atomic, disk, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import launch, resume
@@ -52,6 +52,10 @@ def run(stage: Stage, paths: Paths) -> int:
         return _run(stage, paths)
     except KeyboardInterrupt:
         raise  # an interrupt is not a failure
+    except disk.DiskFullError as error:
+        full = disk.DiskFullError(f"{error}. {_what_stands(stage, paths)}")
+        launch.report(full)
+        raise full from error
     except BaseException as error:
         launch.report(error)
         raise
@@ -76,6 +80,14 @@ def _run(stage: Stage, paths: Paths) -> int:
     if stage == STAGES[-1]:
         _say_where_results_are(paths, settings.tracking)
     return 0
+
+
+def _what_stands(stage: Stage, paths: Paths) -> str:
+    """What a stage that a full disk has ended goes on from."""
+    point = resume.point(paths, stage)
+    if point is None:
+        return "It starts from the beginning, because it has no whole snapshot"
+    return f"The last whole snapshot stands, and the stage resumes from it: {point}"
 
 
 def _module(stage: Stage) -> ModuleType:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from filelock import FileLock
 
-from rlhf_tasks.project import atomic
+from rlhf_tasks.project import atomic, disk
 from rlhf_tasks.tracking.events import Event, Header
 
 RUN_LINE = b'{"kind": "run"'  # how a `run` line starts
@@ -80,16 +80,17 @@ class Record:
         """Add a line.
 
         Raises:
-            OSError: if the disk does not take the whole line; the record then ends with the line before.
+            DiskFullError: if the disk does not take the line; the record then ends with the line before.
         """
         line = json.dumps(event).encode() + b"\n"
         handle = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            # One write, so that a reader sees whole lines or the start of one.
-            missing = len(line) - os.write(handle, line)
-            if missing:  # the disk is full: the next line must not continue this one
-                os.ftruncate(handle, os.fstat(handle).st_size - len(line) + missing)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file))
+            with disk.room(self.folder, lambda: len(line)):
+                # One write, so that a reader sees whole lines or the start of one.
+                missing = len(line) - os.write(handle, line)
+                if missing:  # the disk is full: the next line must not continue this one
+                    os.ftruncate(handle, os.fstat(handle).st_size - len(line) + missing)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file))
         finally:
             os.close(handle)
 
@@ -98,7 +99,8 @@ class Record:
         name = f"{folder}/{path.name}" if folder else path.name
         target = self.files / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        with disk.room(self.folder, lambda: path.stat().st_size):
+            shutil.copyfile(path, target)
         return name
 
     def read(self, start: int = 0, end: int | None = None) -> tuple[list[Event], int]:

@@ -21,6 +21,7 @@ import psutil
 
 from rlhf_tasks.config import Launch, Stage
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import disk
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
@@ -154,6 +155,8 @@ def mistake(error: BaseException) -> str | None:
     """The message for a mistake that the user can fix; None for a fault of ours."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError) and disk.is_full(error):
+        return disk.explained(error)
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return f"{error}; give this user the right to read and write there"
     return None

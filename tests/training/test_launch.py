@@ -132,7 +132,12 @@ def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(
     assert report is not None
     assert report["kind"] == "user"
     assert report["message"].endswith("'models'; give this user the right to read and write there")
-    assert launch.mistake(OSError(errno.ENOSPC, "No space left on device")) is None
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert str(launch.mistake(full)).startswith(
+        "a disk is full ([Errno 28] No space left on device). Make room"
+    )
+    full.filename = "models/sft"
+    assert str(launch.mistake(full)).startswith(f"the disk of {Path.cwd() / 'models'} is full: ")
 
 
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])

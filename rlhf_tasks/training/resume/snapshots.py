@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlhf_tasks import config, console
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, lineage
+from rlhf_tasks.project import atomic, disk, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.resume.manifests import MANIFEST, differences, read_manifest, state_folder
@@ -41,7 +41,11 @@ class Loop(Protocol):
         """True if a snapshot is due after this step; all processes call it and get the same result."""
 
     def save(self, step: int, state: State) -> None:
-        """Save the state after a step; ends the stage if it has received a signal."""
+        """Save the state after a step; ends the stage if it has received a signal.
+
+        Raises:
+            DiskFullError: if it does not fit on the disk; the snapshots before it stand.
+        """
 
 
 @contextmanager
@@ -155,8 +159,6 @@ class Snapshots:
         return agreed > 0
 
     def save(self, step: int, state: State) -> None:
-        import torch
-
         rt, snapshot = self._rt, self.folder / f"step-{step:09d}"
         partial = self.folder / f".{snapshot.name}.partial"
         if rt.is_main:
@@ -169,15 +171,15 @@ class Snapshots:
                 f"process {rt.rank} cannot read {partial}; snapshots must be on a disk that all machines "
                 "share: set RLHF_STATE_DIR to a folder there"
             )
-        own = _with_files_written(state, partial)
-        shared = own.pop("shared", {})
-        parts = {f"rank-{rt.rank}.pt": own} | ({"shared.pt": shared} if rt.is_main else {})
-        for name, part in parts.items():
-            torch.save(part, partial / name)
-            atomic.fsync(partial / name)  # another machine cannot do it for this one
-        rt.barrier()
-        if rt.is_main:
-            self._seal(step, partial, snapshot)
+        try:
+            with disk.room(self.folder, lambda: _num_bytes(state)):
+                self._write(state, partial)
+                rt.barrier()
+                if rt.is_main:
+                    self._seal(step, partial, snapshot)
+        except disk.DiskFullError:
+            shutil.rmtree(partial, ignore_errors=True)  # or nothing else could be written
+            raise
         rt.barrier()
         self._saved_at = time.monotonic()
         if self._signals.received:
@@ -185,6 +187,17 @@ class Snapshots:
                 f"{self.folder.name}: saved a snapshot after step {step}; the same command resumes from it"
             )
             self._signals.act()
+
+    def _write(self, state: State, partial: Path) -> None:
+        """This process's part of the state, and from the first one what all of them share."""
+        import torch
+
+        own = _with_files_written(state, partial)
+        shared = own.pop("shared", {})
+        parts = {f"rank-{self._rt.rank}.pt": own} | ({"shared.pt": shared} if self._rt.is_main else {})
+        for name, part in parts.items():
+            torch.save(part, partial / name)
+            atomic.fsync(partial / name)  # another machine cannot do it for this one
 
     def _seal(self, step: int, partial: Path, snapshot: Path) -> None:
         manifest = {
@@ -224,6 +237,13 @@ def _sums(folder: Path) -> dict[str, str]:
             with path.open("rb") as file:
                 sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return sums
+
+
+def _num_bytes(part: Any) -> int:
+    """The bytes of the tensors in a state."""
+    if isinstance(part, Mapping | list | tuple):
+        return sum(map(_num_bytes, part.values() if isinstance(part, Mapping) else part))
+    return int(getattr(part, "nbytes", 0))
 
 
 def _with_files_written(state: State, folder: Path) -> State:

@@ -1,0 +1,84 @@
+"""A full disk, as one message: which folder is on it, how much was needed, and how much was free."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlhf_tasks.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+SPACE = "No space left on device"  # in errors of Rust libraries, which have no number
+NOTHING_FREE = 2**20  # bytes: with less free than this, a failed write has filled the disk
+ADVICE = (
+    "Make room, and run the same command again; `dvc gc -w` removes cached outputs that this working tree does "
+    "not use"
+)
+UNITS = ("bytes", "kB", "MB", "GB", "TB")
+
+
+class DiskFullError(UserError):
+    """A disk has no room for what a stage writes."""
+
+
+@contextmanager
+def room(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
+    """Within the block, which only writes below `folder`, the error of a full disk becomes one message.
+
+    Torch and safetensors raise errors without the reason, so that the free space decides.
+
+    Raises:
+        DiskFullError: if a write fails and the disk had less free than `needed`, or has nothing free now.
+    """
+    before = free(folder)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        most = needed()
+        if is_full(error) or before < most or free(folder) < NOTHING_FREE:
+            raise DiskFullError(message(folder, most, before)) from error
+        raise
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says itself that a disk is full."""
+    return (isinstance(error, OSError) and error.errno in FULL) or SPACE in str(error)
+
+
+def explained(error: OSError) -> str:
+    """The message for an error of a full disk that was not raised in a `room`."""
+    if not isinstance(error.filename, str):
+        return f"a disk is full ({error}). {ADVICE}"
+    folder = Path(error.filename).absolute().parent
+    return message(folder, None, free(folder))
+
+
+def free(folder: Path) -> int:
+    """The bytes that this user can still write to the disk of a folder."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def size(folder: Path) -> int:
+    """The bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def message(folder: Path, needed: int | None, free: int) -> str:
+    """What a user reads; `needed` and `free` are bytes before the write."""
+    wanted = "" if needed is None else f"at least {readable(needed)} ({needed:,} bytes) needed, "
+    return f"the disk of {folder} is full: {wanted}{readable(free)} free. {ADVICE}"
+
+
+def readable(number: float) -> str:
+    """12345678 → `12.3 MB`."""
+    for unit in UNITS[:-1]:
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.3g} {UNITS[-1]}"

@@ -1,0 +1,145 @@
+"""On a file system that is too small, a stage ends with one message, and with room it goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_tasks import config
+from rlhf_tasks.config import SftView
+from rlhf_tasks.project import disk
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+from rlhf_tasks.tracking.outbox import Record
+from rlhf_tasks.training import resume
+from tests import small
+from tests.training.test_resume import workspace, written
+
+STAGES = ("base", "sft", "reward", "ppo")
+
+
+@pytest.fixture
+def little(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte in memory."""
+    folder = tmp_path / "little"
+    folder.mkdir()
+    resize(folder, 1000, "mount", "-t", "tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def resize(folder: Path, kilobytes: int, *words: str) -> None:
+    done = subprocess.run(
+        [*(words or ("mount",)), "-o", f"{'' if words else 'remount,'}size={kilobytes}k", "tmpfs", folder],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"this user cannot mount a file system: {done.stderr.strip()}")
+
+
+def snapshot(steps: int, floats: int) -> None:
+    """Snapshots of a loop of stage sft."""
+    view = SftView.of(config.load())
+    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
+        for step in range(1, steps + 1):
+            snapshots.save(step, {"step": step, "shared": {"weights": torch.zeros(step * floats)}})
+
+
+def test_a_snapshot_that_does_not_fit_leaves_those_before_it(
+    project: Path, little: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch raises a RuntimeError without the reason."""
+    monkeypatch.setenv("RLHF_STATE_DIR", str(little))
+    with pytest.raises(disk.DiskFullError) as error:
+        snapshot(steps=9, floats=50_000)
+    assert "at least 600 kB (600,000 bytes) needed" in str(error.value)
+    assert resume.point(Paths(), "sft") == "step 2 of loop"
+    assert [path.name for path in little.rglob("*.partial")] == [], "it gives its room back"
+
+
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", save)
+
+
+def test_a_stage_says_from_where_it_resumes(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failure = tmp_path / "failure.json"
+    monkeypatch.setenv(runner.launch.FAILURE, str(failure))
+    snapshot(steps=2, floats=1)
+
+    def run(stage: str, paths: Paths) -> int:
+        planted(monkeypatch)
+        snapshot(steps=3, floats=1)
+        return 0
+
+    monkeypatch.setattr(runner, "_run", run)
+    with pytest.raises(
+        disk.DiskFullError, match="snapshot stands, and the stage resumes from it: step 2 of loop$"
+    ):
+        runner.run("sft", Paths())
+    report = runner.launch.reported(failure)
+    assert report is not None
+    assert report["kind"] == "user"
+
+
+def test_a_record_that_does_not_fit_is_the_same_message(little: Path) -> None:
+    record = Record(little, "sft-1")
+    record.begin({"kind": "run"})  # type: ignore[typeddict-item]
+    (little / "rest").write_bytes(b"x" * disk.free(little))
+    with pytest.raises(disk.DiskFullError, match=f"the disk of {little} is full"):
+        for _ in range(2000):
+            record.append({"kind": "run"})  # type: ignore[typeddict-item]
+    assert record.file.read_bytes().endswith(b"}\n")
+
+
+# ------------------------------------------------------------------------------- whole programs
+
+
+def start(stage: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf_tasks.cli", stage],
+        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1", "GIT_CEILING_DIRECTORIES": str(folder.parent)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("stage", "processes"), [(stage, 1) for stage in STAGES] + [("sft", 2)], ids=[*STAGES, "two-processes"]
+)
+def test_a_stage_on_a_full_disk_ends_with_one_message_and_resumes_to_the_same_bytes(
+    stage: str, processes: int, trained: Path, tmp_path: Path, little: Path
+) -> None:
+    changes = {"launch.num_processes": processes}
+    expected = workspace(trained, tmp_path / "expected", **changes)
+    assert start(stage, expected).returncode == 0
+    resize(little, 20_000)
+    folder = workspace(trained, little / "project", **changes)
+    used = 20_000 - disk.free(little) // 1024
+    refused = 0
+    for room in range(60, 6000, 150):
+        resize(little, used + room)
+        done = start(stage, folder)
+        if done.returncode == 0:
+            break
+        message = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(message) == 1, done.stderr
+        assert "is full: " in message[0]
+        refused += 1
+    assert refused > 1
+    assert written(stage, folder) == written(stage, expected)
