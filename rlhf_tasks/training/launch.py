@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -28,6 +29,7 @@ from rlhf_tasks.tracking import context
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
 FAILURE = "RLHF_FAILURE_FILE"  # a failing stage writes the reason there, for its launcher or for the flow
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+WATCH_SECONDS = 1.0
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
 
@@ -44,6 +46,28 @@ def is_worker() -> bool:
 def is_orphan() -> bool:
     """True in a worker whose launcher was killed: nothing else would end it."""
     return LAUNCHER in os.environ and not context.is_alive(os.environ[LAUNCHER])
+
+
+@contextmanager
+def ending_orphans() -> Iterator[None]:
+    """Within the block, this worker ends at once if its launcher was killed, even while it waits in torch.
+
+    The workers meet at an address of `accelerate launch`. If that was killed before, they would try for hours
+    to reach it, and hold the lock of the snapshots.
+    """
+    have_met = threading.Event()
+
+    def watch() -> None:
+        while not have_met.wait(WATCH_SECONDS):
+            if is_orphan():
+                os._exit(1)  # a signal's handler would run only after the wait
+
+    if LAUNCHER in os.environ:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        have_met.set()
 
 
 def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:

@@ -30,6 +30,7 @@ from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.products import round_products
 from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.training.launch import ending_orphans
 from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
@@ -51,10 +52,11 @@ class Runtime:
         self.is_float32 = launch.mixed_precision == "no"
         self._rounds_products = not (self.is_float32 or launch.deepspeed or torch.cuda.is_available())
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
-        self.accelerator = Accelerator(
-            mixed_precision="no" if self._rounds_products else launch.mixed_precision,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-        )
+        with ending_orphans():
+            self.accelerator = Accelerator(
+                mixed_precision="no" if self._rounds_products else launch.mixed_precision,
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+            )
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:

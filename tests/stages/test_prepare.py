@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rlhf_tasks.config import PrepareView
-from rlhf_tasks.data import docstrings
+from rlhf_tasks.data import docstrings, tokenizer
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
@@ -221,14 +221,14 @@ def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
     endless = {"prompt": "question x ?", "completion": " word" * 100_000}
     jsonl(tmp_path / "rows.jsonl", *demonstrations(40), endless)
     read: list[str] = []
-    train, count = prepare.tokenizer.train, prepare.tokenizer.count_tokens
+    train, count = tokenizer.train, tokenizer.count_tokens
 
     def seen(texts: Iterable[str]) -> list[str]:
         read.extend(found := list(texts))
         return found
 
-    monkeypatch.setattr(prepare.tokenizer, "train", lambda s, texts, n: train(s, seen(texts), n))
-    monkeypatch.setattr(prepare.tokenizer, "count_tokens", lambda words, texts: count(words, seen(texts)))
+    monkeypatch.setattr(tokenizer, "train", lambda s, texts, n: train(s, seen(texts), n))
+    monkeypatch.setattr(tokenizer, "count_tokens", lambda words, texts: count(words, seen(texts)))
     files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
     with pytest.raises(UserError, match=r"rows\.jsonl:41: too_long: completion has 500,000 characters"):
         run(prepare_view(files))

@@ -18,8 +18,9 @@ from rlhf_tasks.config import SftView
 from rlhf_tasks.project import disk
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
+from rlhf_tasks.tracking.events import Notice
 from rlhf_tasks.tracking.outbox import Record
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import launch, resume
 from tests import small
 from tests.training.test_resume import workspace, written
 
@@ -76,7 +77,7 @@ def test_a_stage_says_from_where_it_resumes(
     project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     failure = tmp_path / "failure.json"
-    monkeypatch.setenv(runner.launch.FAILURE, str(failure))
+    monkeypatch.setenv(launch.FAILURE, str(failure))
     snapshot(steps=2, floats=1)
 
     def run(stage: str, paths: Paths) -> int:
@@ -86,21 +87,21 @@ def test_a_stage_says_from_where_it_resumes(
 
     monkeypatch.setattr(runner, "_run", run)
     with pytest.raises(
-        disk.DiskFullError, match="snapshot stands, and the stage resumes from it: step 2 of loop$"
+        disk.DiskFullError, match=r"snapshot stands, and the stage resumes from it: step 2 of loop$"
     ):
         runner.run("sft", Paths())
-    report = runner.launch.reported(failure)
+    report = launch.reported(failure)
     assert report is not None
     assert report["kind"] == "user"
 
 
 def test_a_record_that_does_not_fit_is_the_same_message(little: Path) -> None:
     record = Record(little, "sft-1")
-    record.begin({"kind": "run"})  # type: ignore[typeddict-item]
+    line = Notice(kind="event", time=0, name="a", text="b", step=1)
+    record.append(line)
     (little / "rest").write_bytes(b"x" * disk.free(little))
     with pytest.raises(disk.DiskFullError, match=f"the disk of {little} is full"):
-        for _ in range(2000):
-            record.append({"kind": "run"})  # type: ignore[typeddict-item]
+        record.append(Notice(kind="event", time=0, name="a", text="b" * 10_000, step=1))
     assert record.file.read_bytes().endswith(b"}\n")
 
 

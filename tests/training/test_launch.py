@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlhf_tasks.config import STAGES, Launch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.project.processes import free_port
+from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
 ROOT = Path(__file__).parents[2]
@@ -155,3 +159,22 @@ def test_a_workers_message_reaches_the_launcher(kind: str) -> None:
     else:
         assert launch.supervise(words, os.environ) == (1 if kind == "fault" else 0)
     assert launch.FAILURE not in os.environ
+
+
+def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path: Path) -> None:
+    """Else it would try for two hours to reach the launcher, and hold the lock of its stage."""
+    gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    name = context.process_name(psutil.Process(gone.pid))
+    gone.kill()
+    gone.communicate()
+    nobody = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), "RANK": "0", "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "ACCELERATE_USE_CPU": "true", launch.LAUNCHER: name,
+    }  # fmt: skip
+    code = (
+        "from rlhf_tasks.config import Launch; from rlhf_tasks.training.runtime import Runtime\n"
+        "Runtime(Launch(num_processes=2, num_machines=1, deepspeed=None, mixed_precision='no'), 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nobody, check=False, timeout=300)
+    assert done.returncode == 1
