@@ -254,7 +254,7 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]  # fmt: skip
     settings = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=linear,
+        r=lora.r, lora_alpha=lora.alpha, target_modules=linear,  # type: ignore[arg-type]
         task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
     )  # fmt: skip

@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepared(family: str, words: Any = None, logits_scaling: float | None = None, **changes: Any) -> Any:
     """data/ and models/base from a foreign base of this family; the settings."""
-    shape = {} if logits_scaling is None else {"logits_scaling": logits_scaling}
+    shape: dict[str, Any] = {} if logits_scaling is None else {"logits_scaling": logits_scaling}
     toy.foreign("foreign/base", family, words=words, **shape)
     settings = toy.write_params(**changes)
     toy.run("prepare", settings)
