@@ -24,6 +24,7 @@ from rlhf_tasks.config import Stage
 from rlhf_tasks.modeling import models
 from rlhf_tasks.tracking import NullTracker
 from tests import toy
+from tests.ppo.toy import without_critic
 
 pytestmark = pytest.mark.e2e
 
@@ -183,8 +184,9 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
             "critic_warmup": {"max_updates": 1, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
             "ptx": {"coef": 0.1, "text": None},
         },
+        without_critic("rloo"),
     ],
-    ids=["", "warm-up-penalty-ptx"],
+    ids=["", "warm-up-penalty-ptx", "without-critic"],
 )  # fmt: skip
 def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, Any]) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
