@@ -61,6 +61,8 @@ def test_each_reward_model_is_logged_and_the_smallest_score_is_optimised(ensembl
     row = next(row for row in history if names <= set(row))
     assert row["objective/raw_scores"] <= min(row[name] for name in names)
     assert all(catalogue.find("ppo", name) is not None for name in names)
+    (panel,) = (one for one in catalogue.panels("ppo") if one.title == "Score by scorer")
+    assert set(panel.select(row)) == names, "the report draws one curve for each"
     samples = pq.read_table(Paths().ppo_samples / "samples.parquet").to_pylist()
     columns = ["score", "reward_model", "second", "foreign", "reward_heldout"]
     assert list(samples[0]) == ["episode", "prompt", "response", *columns]
