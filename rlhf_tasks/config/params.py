@@ -276,8 +276,9 @@ def parse(text: str, origin: str) -> Mapping[str, Any]:
     """
     try:
         tree = YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError) as error:  # a ValueError for a number of too many digits
-        raise ConfigError(f"{origin} is not readable as YAML: {error}") from None
+    except (YAMLError, ValueError, RecursionError) as error:  # for a number too long, or too deep lists
+        reason = str(error).partition("\nTo suppress this check")[0].rstrip()  # advice for programmers
+        raise ConfigError(f"{origin} is not readable as YAML: {reason}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{origin} must hold sections (a mapping), but holds {type(tree).__name__}")
     return tree

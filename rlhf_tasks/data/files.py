@@ -241,7 +241,7 @@ def _text(file: Path, name: str) -> str:
         UserError: for UTF-16, of which every line would be a bad row.
     """
     content = file.read_bytes()
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
         raise UserError(f"{name} is UTF-16; save it as UTF-8")
     return content.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="surrogateescape")
 

@@ -41,6 +41,7 @@ SUMMARIES: Mapping[Stage, str] = {
     "report": "write one page with all results",
 }
 SHOWN_METRICS = 20
+NOT_MADE = "no stage makes it: restore it, or name another file or folder in params.yaml"
 
 
 def run(stage: Stage, paths: Paths) -> int:
@@ -111,14 +112,14 @@ def check_inputs(paths: Paths, stage: Stage) -> None:
     if stage not in graph:
         raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
     makers = {out: name for name, node in graph.items() for out in node.outs}
-    missing = [
-        f"{path} (made by `rlhf {makers[path]}`)" if path in makers else path
-        for path in graph[stage].inputs
-        if not (paths.root / path).exists()
-    ]
+    missing = [path for path in graph[stage].inputs if not (paths.root / path).exists()]
     if missing:
-        advice = "run `dvc repro`, which runs all stages that are needed, in order"
-        raise UserError(f"stage {stage} lacks {', '.join(missing)}; {advice}")
+        named = [
+            f"{path} ({f'made by `rlhf {makers[path]}`' if path in makers else NOT_MADE})" for path in missing
+        ]
+        advice = "; run `dvc repro`, which runs all stages that are needed, in order"
+        is_made = any(path in makers for path in missing)
+        raise UserError(f"stage {stage} lacks {', '.join(named)}{advice if is_made else ''}")
 
 
 def write_results(

@@ -213,6 +213,13 @@ def test_the_message_names_a_parameter_file_that_cannot_be_read(tmp_path: Path) 
     file.write_text(f"seed: {'9' * 5000}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="not readable as YAML: Exceeds the limit"):
         config.load(file)
+    file.write_text("a: " + "[" * 5000 + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not readable as YAML: maximum recursion depth"):
+        config.load(file)
+    file.write_text("seed: 1\nseed: 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r'found duplicate key "seed" with value "2"') as error:
+        config.load(file)
+    assert "suppress" not in str(error.value)
     file.write_text("- seed\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="must hold sections"):
         config.load(file)

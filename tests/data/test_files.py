@@ -224,8 +224,11 @@ def test_a_file_of_another_format_is_one_message(
     assert len(str(error.value).splitlines()) <= 2
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["sft.jsonl", "sft.csv"])
-def test_utf_16_is_one_message(tmp_path: Path, columns: Columns, plain: Rendering, name: str) -> None:
-    (tmp_path / name).write_text("prompt,completion\na,b\n", encoding="utf-16")
+def test_utf_16_is_one_message(
+    tmp_path: Path, columns: Columns, plain: Rendering, name: str, encoding: str
+) -> None:
+    (tmp_path / name).write_text("prompt,completion\na,b\n", encoding=encoding)
     with pytest.raises(UserError, match=rf"{name} is UTF-16; save it as UTF-8"):
         load(tmp_path, columns, plain)
