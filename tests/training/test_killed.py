@@ -40,7 +40,7 @@ SMOKE: Mapping[str, Any] = {
 }  # fmt: skip
 KILLS: Mapping[Stage, int] = {"base": 3, "sft": 4, "preferences": 3, "reward": 4, "ppo": 4, "judge": 2}
 KILLS_OF_TWO: Mapping[Stage, int] = {"base": 2, "sft": 2, "reward": 3, "ppo": 3}
-KILLS_OF_FLOW = 4
+KILLS_OF_FLOW = 3
 
 
 @dataclass
@@ -51,7 +51,10 @@ class Project:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
-        own = {MARK: str(self.folder), "PREFECT_HOME": str(self.folder / ".rlhf/prefect")}
+        own = {
+            MARK: str(self.folder), "PREFECT_HOME": str(self.folder.parent / "prefect"),
+            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
+        }  # fmt: skip
         return subprocess.Popen(
             [sys.executable, "-m", "rlhf_tasks.cli", command],
             cwd=self.folder, env=projects.environment() | own, stdout=subprocess.DEVNULL,
