@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_tasks.ppo.guards import FLOAT32_RATIO_ERROR
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling.checkpointing import recompute_activations
+from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, FLOAT32_RATIO_ERROR
+from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from tests import families, small
 from tests.ppo import toy
@@ -90,3 +93,46 @@ def test_a_model_that_is_random_in_every_mode_trips_the_guard() -> None:
     for layer in policy.base_model.h:
         layer.mlp.gelu_impl = nn.Sequential(layer.mlp.gelu_impl, Noisy())
     assert first_update(policy)["val/first_ratio_error"] > 10 * FLOAT32_RATIO_ERROR
+
+
+def test_gradient_checkpointing_turns_nothing_random_on() -> None:
+    """transformers itself computes layers again in training mode only, where their dropout is on."""
+    policy = families.causal("bloom", vocab_size=small.VOCAB, hidden_dropout=0.1)
+    recompute_activations(policy)
+    assert first_update(policy)["val/first_ratio_error"] < 1e-5
+
+
+def test_a_family_that_cannot_compute_its_layers_again_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"ppo\.gradient_checkpointing: CTRLLMHeadModel does not support it"):
+        recompute_activations(families.causal("ctrl"))
+
+
+# --------------------------------------------------------------------------------------------- bf16
+
+ONE_BIT = 0.01
+"""Nats: on a CPU a tensor's place in memory changes the last bit of some sums, which bf16 enlarges."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate allows one precision a process there")
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_in_bf16_the_same_micro_batches_give_ratios_of_1_and_a_kl_of_0(family: small.Family) -> None:
+    rt, policy, frozen = small.runtime("bf16"), small.causal(family), small.causal(family)
+    rt.freeze(frozen)
+    one = toy.trainer(
+        rt=rt, actor_critic=ActorCritic(policy, small.scores(seed=3)), reference=OwnModel(frozen),
+        **toy.ONE_STEP,
+    )  # fmt: skip
+    batch = toy.sampled_batch(one)
+    kl = batch.rollout.logprobs - batch.rollout.ref_logprobs
+    assert kl.abs().max() < ONE_BIT
+    assert (kl == 0).float().mean() > 0.7, "one row at most has another last bit"
+    assert one.optimiser.optimise(batch)["val/first_ratio_error"] < ONE_BIT / 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate allows one precision a process there")
+def test_in_bf16_another_cut_stays_within_the_guards_bound() -> None:
+    """The rollout is scored in one micro-batch, and trained on in many."""
+    one = toy.trainer(rt=small.runtime("bf16"), **toy.ONE_STEP)
+    batch = toy.sampled_batch(one)
+    one.optimiser.budget.max_tokens = 12
+    assert one.optimiser.optimise(batch)["val/first_ratio_error"] < BF16_RATIO_ERROR / 4
