@@ -85,7 +85,11 @@ def test_a_function_that_asks_for_another_column_stops_the_stage_before_training
 
 def test_a_verifier_rewards_and_measures_accuracy(project: Path) -> None:
     keep = {"data.columns": {**small.params()["data"]["columns"], "keep": ["first"]}}
-    changes = {"ppo.scorers": [VERIFIER | {"weight": 2.0}], "ppo.select_by": None, "reward.train": False}
+    changes: dict[str, Any] = {
+        "ppo.scorers": [VERIFIER | {"weight": 2.0}],
+        "ppo.select_by": None,
+        "reward.train": False,
+    }
     changes |= {"judge.judges": [VERIFIER | {"name": "verifier"}], **keep}
     ppo.run(small.view("ppo", SETTINGS | changes), Paths(), NullTracker("ppo"))
     metrics = judge.run(
