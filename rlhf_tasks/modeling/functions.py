@@ -27,7 +27,7 @@ class TextFunction:
     the kept columns.
 
     Raises:
-        UserError: if it cannot be imported or called, or asks for a column that is not kept; and later if it
+        UserError: if it cannot be imported or called, or needs a column that is not kept; and later if it
             raises an exception.
     """
 
@@ -62,7 +62,7 @@ def _wanted(function: Callable[..., Any], title: str, columns: Collection[str]) 
     """The columns that a function takes by keyword, by its signature.
 
     Raises:
-        UserError: if it asks for a column that is not kept, or a column has the name of another argument.
+        UserError: if it needs a column that is not kept, or a column has the name of another argument.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -73,7 +73,7 @@ def _wanted(function: Callable[..., Any], title: str, columns: Collection[str]) 
     lost = [p.name for p in named if p.default is p.empty and p.name not in columns]
     if lost:
         raise UserError(
-            f"{title} asks for the column {', '.join(lost)}, and data.columns.keep has "
+            f"{title} needs the column {', '.join(lost)}, and data.columns.keep has "
             f"{', '.join(columns) or 'none'}; add it there, or give the argument a default"
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -281,7 +281,7 @@ def build(
     models are put on `device`. `columns` are the names of the kept columns.
 
     Raises:
-        UserError: for a function that cannot be imported or asks for a column that is not kept, an invalid
+        UserError: for a function that cannot be imported or needs a column that is not kept, an invalid
             URL, or a folder without a trained reward model.
     """
     parts: list[Part] = []

@@ -42,7 +42,7 @@ def test_a_function_gets_the_columns_that_it_names(
 
 
 def test_a_column_that_is_not_kept_is_refused_before_any_call(tmp_path: Path) -> None:
-    message = "ppo.scorers: function .* asks for the column label, and data.columns.keep has answer, tests;"
+    message = "ppo.scorers: function .* needs the column label, and data.columns.keep has answer, tests;"
     with pytest.raises(UserError, match=message):
         made(tmp_path, "prompts, responses, *, label, answer")
     with pytest.raises(UserError, match="has an argument answer, which is also the name of a column"):

@@ -72,7 +72,7 @@ def build_judges(
 
     Raises:
         UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
-            function that asks for a column that is not kept.
+            function that needs a column that is not kept.
     """
     known = [judge.name for judge in settings.judges]
     unknown = sorted(set(names) - set(known))
