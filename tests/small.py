@@ -100,7 +100,7 @@ def other(family: str, seed: int = 0) -> PreTrainedModel:
     sizes = {key: value for key, value in {**SIZES, **OTHERS[family]}.items() if value is not None}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.float32)
-    made: PreTrainedModel = models.without_dropout(model).eval()
+    made: PreTrainedModel = model.eval()
     return made
 
 

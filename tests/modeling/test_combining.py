@@ -11,6 +11,7 @@ import torch
 from pydantic import TypeAdapter
 
 from rlhf_tasks.config import scorers as config
+from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.modeling.combining import combined, length_penalties
 from rlhf_tasks.modeling.scorers import Part, WeightedSum, build
 from tests import small
@@ -25,7 +26,7 @@ def rule(value: Any) -> Any:
 def planted(scores: dict[str, list[float]], weights: dict[str, float], combine: Any) -> torch.Tensor:
     """The total of planted scores; `penalty` is no reward model."""
     parts = [
-        Part(name, weights[name], lambda queries, responses: torch.zeros(0), name != "penalty")
+        Part(name, weights[name], lambda queries, responses, columns=NONE: torch.zeros(0), name != "penalty")
         for name in scores
     ]
     return WeightedSum(parts, rule(combine)).total({name: torch.tensor(row) for name, row in scores.items()})

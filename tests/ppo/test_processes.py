@@ -233,9 +233,9 @@ def test_each_process_samples_whole_groups() -> None:
     changes = without_critic("rloo") | {"total_episodes": 16}
 
     def queries(rank: int) -> list[Ids]:
-        return trainer(rt=OneOfTwo(rank, meeting), **changes)._next_queries()
+        return trainer(rt=OneOfTwo(rank, meeting), **changes)._next_prompts()[0]
 
-    alone = trainer(**changes)._next_queries()
+    alone = trainer(**changes)._next_prompts()[0]
     both = [queries(rank) for rank in range(2)]
     assert interleaved(both) == alone
     assert [own == own[:2] * 4 for own in both] == [True, True]
