@@ -34,8 +34,8 @@ SMOKE: Mapping[str, Any] = {
     "base.batch_size": 8, "sft.batch_size": 8, "sft.num_epochs": 2.0, "preferences.num_prompts": 32,
     "reward.batch_size": 8, "reward.num_epochs": 2.0,
     "ppo.total_episodes": 128, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
-    "ppo.num_sample_generations": 3, "ppo.num_selections": 3, "ppo.num_selection_prompts": 8,
-    "ppo.guards": None, "judge.num_examples": 16, "judge.retention": None,
+    "ppo.num_sample_generations": 3, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
+    "ppo.learning_rate": 1e-3, "ppo.guards": None, "judge.num_examples": 16, "judge.retention": None,
     "resume.every_seconds": 0.1, "tracking.enabled": False, "service.retries": 0,
 }  # fmt: skip
 KILLS: Mapping[Stage, int] = {"base": 3, "sft": 4, "preferences": 3, "reward": 4, "ppo": 4, "judge": 2}
@@ -113,6 +113,9 @@ def differences(one: Project, other: Project) -> Sequence[tuple[str, str]]:
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Project:
     made = project(tmp_path_factory.mktemp("untouched") / "project")
     run_stages(made, {}, {}, 0)
+    weights = identity.contents(made.folder)
+    policy, sft = (weights[f"models/{name}/model.safetensors"] for name in ("policy", "sft"))
+    assert policy != sft, "PPO must have changed what is compared"
     return made
 
 
