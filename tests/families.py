@@ -41,6 +41,8 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    "glm4_moe_lite": {"num_key_value_heads": 4, "head_dim": None},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
@@ -61,7 +63,9 @@ def config(family: str, **changes: Any) -> PretrainedConfig:
     names = {*vars(kind()), *getattr(kind, "attribute_map", {}), "initializer_range"}
     renamed = set(getattr(kind, "attribute_map", {}).values())
     sizes = {name: value for name, value in SIZES.items() if name in names and name not in renamed}
-    sizes |= (LATENT if "qk_rope_head_dim" in sizes else {}) | SPECIAL.get(family, {}) | changes
+    sizes |= {
+        **(LATENT if "qk_rope_head_dim" in sizes else {}), **SPECIAL.get(family, {}), **changes,
+    }  # fmt: skip
     return kind(**{name: value for name, value in sizes.items() if value is not None})
 
 
@@ -69,4 +73,5 @@ def causal(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random causal LM whose answers are far from uniform."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config(family, **changes), dtype=torch.float32)
-    return model.eval()
+    model.eval()
+    return model

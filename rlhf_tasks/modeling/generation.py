@@ -121,7 +121,7 @@ def _decoded(
             break
         if len(left) <= 0.75 * len(rows):
             rows, alive, ids, positions, mask = (x[left] for x in (rows, alive, ids, positions, mask))
-            cache.reorder_cache(left)
+            cache.reorder_cache(left)  # type: ignore[arg-type]
     return tokens, logprobs
 
 

@@ -71,7 +71,8 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
             sizes["num_key_value_heads"] = shape.num_heads
     config = AutoConfig.for_model(shape.family, **common, **sizes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -263,7 +264,8 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
         inject_adapter_in_model(settings, model)
     if scores:
         head.requires_grad_(True)
-    return model.eval()
+    model.eval()
+    return model
 
 
 @contextmanager
@@ -308,7 +310,8 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     plain.load_state_dict(weights)
     if model.can_generate():
         plain.generation_config = copy.deepcopy(model.generation_config)
-    return plain.eval()
+    plain.eval()
+    return plain
 
 
 def _adapted(model: nn.Module) -> dict[str, Any]:

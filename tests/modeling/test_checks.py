@@ -96,12 +96,13 @@ class Noise(nn.Module):
 
 def test_a_part_that_is_random_in_eval_mode_is_found() -> None:
     model = families.causal("bloom")
-    for layer in model.base_model.h:
+    layers: Any = model.base_model.h
+    for layer in layers:
         layer.mlp.gelu_impl = nn.Sequential(layer.mlp.gelu_impl, Noise())
     assert failed(of(model))[0] == "two training passes agree"
 
 
-def wrap(model: PreTrainedModel, change: Callable[[dict[str, Any]], None]) -> PreTrainedModel:
+def wrap(model: Any, change: Callable[[dict[str, Any]], None]) -> PreTrainedModel:
     """The model with its arguments changed before each pass."""
     forward = model.forward
 
@@ -110,7 +111,8 @@ def wrap(model: PreTrainedModel, change: Callable[[dict[str, Any]], None]) -> Pr
         return forward(**given)
 
     model.forward = changed
-    return model
+    wrapped: PreTrainedModel = model
+    return wrapped
 
 
 def unmask(given: dict[str, Any]) -> None:
@@ -185,7 +187,7 @@ def test_a_reward_model_that_ignores_its_mask_is_found() -> None:
 
 # ------------------------------------------------------------------------------------------- positions
 
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
 
 
 def test_positions_that_depend_on_the_longest_row_are_refused_where_rows_reach_them() -> None:

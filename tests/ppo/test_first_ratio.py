@@ -90,7 +90,8 @@ class Noisy(nn.Module):
 
 def test_a_model_that_is_random_in_every_mode_trips_the_guard() -> None:
     policy = families.causal("bloom", vocab_size=small.VOCAB)
-    for layer in policy.base_model.h:
+    layers: Any = policy.base_model.h
+    for layer in layers:
         layer.mlp.gelu_impl = nn.Sequential(layer.mlp.gelu_impl, Noisy())
     assert first_update(policy)["val/first_ratio_error"] > 10 * FLOAT32_RATIO_ERROR
 
