@@ -25,7 +25,7 @@ from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.statistics import Estimate
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.retokenised import conversation_ids
-from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project import atomic
 
 ALL = "all"

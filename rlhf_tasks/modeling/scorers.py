@@ -20,15 +20,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
-from rlhf_tasks.data.batches import Ids, TokenBudget, collate, load_tokenizer, sizes, text_of
+from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.combining import combined, length_penalties
 from rlhf_tasks.modeling.functions import TextFunction
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.products import unrounded_products
 from rlhf_tasks.modeling.retokenised import Retokenised
+from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.modeling.verifier import Verifier
 
@@ -57,29 +57,6 @@ class NonFiniteScore(NonFiniteError, ScorerError):
 
 
 # --------------------------------------------------------------------------------------- scorers
-
-
-class RewardScorer:
-    """A reward model as a function of token ids: the score of each row's last real token."""
-
-    def __init__(
-        self, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 16384
-    ) -> None:
-        self._scores, self._pad, self._budget = scores.eval(), tokenizer.pad_token_id, TokenBudget(max_tokens)
-        self._device = next(scores.parameters()).device
-
-    @torch.no_grad()
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
-        """(B,) float32 on the CPU, in the order of the rows."""
-        result = torch.zeros(len(queries))
-
-        def score(rows: list[int]) -> None:
-            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
-            result[rows] = self._scores(batch.to(self._device))[:, -1].cpu()
-
-        with unrounded_products():
-            self._budget.each(sizes(queries, responses), score)
-        return result
 
 
 class FunctionScorer:

@@ -24,7 +24,7 @@ from rlhf_tasks.modeling import checks, contracts, models, positions, scorers
 from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import head_width
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.modeling.verifier import Verifier
 from rlhf_tasks.ppo.collector import stop_token
 from rlhf_tasks.ppo.evaluator import Evaluator

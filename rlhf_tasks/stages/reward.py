@@ -41,7 +41,7 @@ from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.classifiers import replace_trunk
 from rlhf_tasks.modeling.head import head_logprobs, reads_trunk, token_stats
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_tasks.data.batches import Ids, encode, encode_answers, fork, load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.scorers import RewardScorer
+from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums

@@ -17,7 +17,8 @@ from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.functions import TextFunction
-from rlhf_tasks.modeling.scorers import RewardScorer, numbers
+from rlhf_tasks.modeling.reward_scorer import RewardScorer
+from rlhf_tasks.modeling.scorers import numbers
 from rlhf_tasks.modeling.verifier import Verifier
 
 

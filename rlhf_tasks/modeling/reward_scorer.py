@@ -1,0 +1,37 @@
+"""A reward model as a function of token ids; stage reward depends on this scorer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.data.batches import Ids, TokenBudget, collate, sizes
+from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.products import unrounded_products
+
+
+class RewardScorer:
+    """A reward model as a function of token ids: the score of each row's last real token."""
+
+    def __init__(
+        self, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 16384
+    ) -> None:
+        self._scores, self._pad, self._budget = scores.eval(), tokenizer.pad_token_id, TokenBudget(max_tokens)
+        self._device = next(scores.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+        """(B,) float32 on the CPU, in the order of the rows."""
+        result = torch.zeros(len(queries))
+
+        def score(rows: list[int]) -> None:
+            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
+            result[rows] = self._scores(batch.to(self._device))[:, -1].cpu()
+
+        with unrounded_products():
+            self._budget.each(sizes(queries, responses), score)
+        return result
