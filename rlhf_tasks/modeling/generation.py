@@ -107,7 +107,7 @@ def _decoded(
         ).logits[:, -1]  # fmt: skip
         if t == 0 and len(query_of) > len(logits):
             logits, positions, mask = (x[query_of] for x in (logits, positions, mask))
-            cache.reorder_cache(query_of)
+            cache.reorder_cache(query_of)  # type: ignore[arg-type]
         ids, log_p = _drawn(logits.float() / temperature, uniform[rows, t])
         tokens[rows, t], logprobs[rows, t] = ids, log_p
         alive &= ids != stop

@@ -45,7 +45,7 @@ def test_the_parameters_are_accepted_and_the_rows_keep_their_answers(tmp_path: P
     answers = [
         (row["reference"], row["columns"]["answer"])
         for split in ("train", "validation", "test")
-        for row in read_table(Paths(tmp_path), "prompts", split)  # type: ignore[arg-type]
+        for row in read_table(Paths(tmp_path), "prompts", split)
     ]
     assert len(answers) == 22
     assert all(text == str(answer) for text, answer in answers)

@@ -71,7 +71,7 @@ def test_a_token_is_learned_without_a_critic(advantages: str, adapter: bool, kl:
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(None)
         changes["lora"] = {"r": 16, "alpha": 64.0, "value": False}
-    first, last = learned(share_of_token_5, **changes)
+    first, last = learned(share_of_token_5, 36, **changes)
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
 
