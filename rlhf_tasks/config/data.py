@@ -32,7 +32,7 @@ class Columns(Section):
     """Column that holds the other response of a pair."""
     keep: tuple[Annotated[str, Field(min_length=1)], ...] = Field(strict=False)
     """List of further columns of the prompt rows, such as `answer`, that scorers and judges get; empty: none.
-    The built-in task has `who`, `thing`, `place` and `plan`."""
+    The built-in task has `who`, `thing`, `place` and `plan`, arithmetic has `answer`."""
 
     @model_validator(mode="after")
     def _once_each(self) -> Columns:
@@ -74,9 +74,9 @@ class HubSources(Section):
 class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
-    source: Literal["synthetic", "docstrings", "files", "hub"]
-    """Origin of the data: the built-in TL;DR task, docstrings of installed packages, the user's files, or
-    data sets of the Hugging Face hub."""
+    source: Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
+    """Origin of the data: the built-in TL;DR task, sums and products, docstrings of installed packages, the
+    user's files, or data sets of the Hugging Face hub."""
     path: str
     """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
     hub: HubSources | None
@@ -103,6 +103,8 @@ class Data(Section):
         match self.source:
             case "synthetic":
                 return "the built-in task"
+            case "arithmetic":
+                return "sums and products"
             case "docstrings":
                 return "docstrings of installed packages"
             case "files":

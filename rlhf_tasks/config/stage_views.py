@@ -22,7 +22,7 @@ RUNTIME_SECTIONS = ("launch", "resume", "tracking")
 """Sections that every stage may read: where and how it runs. They change no result."""
 KEY = "key"
 """The name, in a field's metadata, of the dotted key of one value inside a section."""
-DataSource = Literal["synthetic", "docstrings", "files", "hub"]
+DataSource = Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
 
 
 @dataclass(frozen=True, kw_only=True)

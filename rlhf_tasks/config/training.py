@@ -62,7 +62,7 @@ class Prepare(Section):
     """The sizes of the data that stage prepare generates or mines."""
 
     synthetic_prompt_rows: NumRows
-    """Number of train prompts of `data.source: synthetic`."""
+    """Number of train prompts of a generated source, `synthetic` or `arithmetic`."""
     synthetic_sft_rows: NumRows
     """Number of those prompts that have a demonstration."""
     synthetic_preference_rows: NumRows

@@ -83,6 +83,18 @@ def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Pro
             keep=_available(data, synthetic.SLOTS),
         )
         return cast(Corpus, tables)
+    if data.source == "arithmetic":
+        from rlhf_tasks.data import arithmetic
+
+        generated = arithmetic.generate(
+            config.seed,
+            num_prompts=config.prepare.synthetic_prompt_rows,
+            num_sft=config.prepare.synthetic_sft_rows,
+            num_validation=data.num_validation,
+            num_test=data.num_test,
+            keep=_available(data, arithmetic.COLUMNS),
+        )
+        return cast(Corpus, generated)
     if data.source == "docstrings":
         from rlhf_tasks.data import docstrings
 

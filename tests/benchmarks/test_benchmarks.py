@@ -13,7 +13,7 @@ import pytest
 from rlhf_tasks import config
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.data.synthetic import generate
-from tests.benchmarks import ensembles, estimators, growth, ledger, speed
+from tests.benchmarks import ensembles, estimators, growth, ledger, speed, verifier
 from tests.benchmarks.speed import Figures
 
 TINY = Shape(vocab=40, query_min=4, query=4, response=8, batch=8, micro=4, layers=1, hidden=16, heads=2)
@@ -147,3 +147,14 @@ def test_every_variant_of_the_ensembles_is_a_valid_params_yaml(name: str, tmp_pa
     made = config.load(tmp_path / "a/params.yaml")
     assert (made.seed, made.ppo.kl_coef, made.ppo.num_selection_prompts) == (7, 0.0, 500)
     assert len(made.ppo.scorers) == (1 if name == "one reward model" else 3)
+
+
+def test_the_verifiers_table_has_a_row_for_each_seed(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    values = {"accuracy/sft": 0.5, "accuracy/policy": 0.75, "accuracy_gain": 0.25}
+    values |= {"accuracy_gain/low": -0.01, "accuracy_gain/high": 0.4}
+    metrics = {f"verifier/{name}": value for name, value in values.items()}
+    (tmp_path / "metrics/judge.json").write_text(json.dumps(metrics), encoding="utf-8")
+    (tmp_path / verifier.MINUTES).write_text("3.4\n", encoding="utf-8")
+    lines = verifier.table([7], [tmp_path]).splitlines()
+    assert lines[2:] == ["| 7 | 50.0% | 75.0% | +25.0 (-1.0 to +40.0) | 3.4 |"]
