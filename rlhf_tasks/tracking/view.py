@@ -17,6 +17,10 @@ TAG = f"mlflow.sharedViewState.{KEY}"
 MODEL_TRAINING = "workflowType=machine_learning"  # selects one of the two layouts of MLflow's pages
 MAX_COLUMNS = 24  # an experiment's tag has 5,000 characters
 WIDTHS = {"attributes.`Run Name`": 260}
+SECTION = {
+    "uuid": KEY, "name": "PPO", "display": True, "isReordered": True,
+    "columns": 2, "cardHeight": 300,  # three columns would leave no room for the charts' titles
+}  # fmt: skip
 
 
 def page(server: str, experiment: str) -> str:
@@ -41,7 +45,7 @@ def text(metrics: Iterable[str]) -> str:
         "selectedColumns": ["tags.`promotion`", *(f"metrics.`{name}`" for name in names[:MAX_COLUMNS])],
         "columnWidths": WIDTHS,
         "compareRunCharts": charts,
-        "compareRunSections": [{"uuid": KEY, "name": "PPO", "display": True, "isReordered": True}],
+        "compareRunSections": [SECTION],
         "isAccordionReordered": True,
     }
     return json.dumps(state, separators=(",", ":"))

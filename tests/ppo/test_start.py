@@ -16,6 +16,7 @@ from rlhf_tasks.config import PpoView
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
@@ -160,7 +161,7 @@ def test_bootstrapping_from_a_critic_without_warm_up_gives_a_warning(
     models_here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ppo.check(view(truncation=truncation, critic_warmup=warmup), Paths())
+    preconditions.check(view(truncation=truncation, critic_warmup=warmup), Paths())
     assert ("set ppo.critic_warmup" in capsys.readouterr().out) is warned
 
 
@@ -176,5 +177,5 @@ def test_bootstrapping_from_a_critic_without_warm_up_gives_a_warning(
 def test_bootstrapping_without_a_discount_gives_a_warning(
     truncation: str, gamma: float, warned: bool, models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ppo.check(view(truncation=truncation, gamma=gamma), Paths())
+    preconditions.check(view(truncation=truncation, gamma=gamma), Paths())
     assert ("set ppo.gamma below 1" in capsys.readouterr().out) is warned

@@ -1,0 +1,148 @@
+"""What must hold before PPO trains: checkpoints, scorers and judges fit, and models compute right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Ppo, PpoView, Split
+from rlhf_tasks.config.judge import OPTIMISED, RewardModelJudge
+from rlhf_tasks.config.scorers import reward_folders
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling import checks, contracts, positions
+from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.verifier import Verifier
+from rlhf_tasks.ppo.collector import stop_token
+from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.project import dvc_files
+from rlhf_tasks.project.paths import Paths
+
+SPLITS_USED: tuple[Split, ...] = ("train", "validation")
+
+
+def check(config: PpoView, paths: Paths) -> None:
+    """Check the contracts between the checkpoints, the selection judge and the stop token; warn of risks.
+
+    Raises:
+        UserError: naming what does not fit.
+    """
+    for reward in (paths.reward, paths.reward_heldout) if config.has_reward_model else ():
+        contracts.check_same_tokenizer(paths.sft, reward)
+        contracts.check_parent(reward, "sft", paths.sft)
+    settings = config.ppo
+    _check_reward_models(config, paths)
+    _check_verifiers(settings, paths)
+    _check_selection_judge(settings, paths)
+    tokenizer = load_tokenizer(paths.sft)
+    stop = stop_token(settings, tokenizer)
+    if stop >= len(tokenizer):
+        raise UserError(
+            f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
+        )
+    if settings.truncation.startswith("bootstrap"):
+        _warn_of_bootstrapping(settings)
+
+
+def _check_reward_models(config: PpoView, paths: Paths) -> None:
+    """Check that DVC tracks the folders of `ppo.scorers`, and that none has the weights of another model.
+
+    Raises:
+        UserError: naming the folder.
+    """
+    folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMISED]
+    if not folders:
+        return
+    deps = dvc_files.graph(paths.root)["ppo"].inputs
+    known = {contracts.fingerprint(paths.root / folder): folder for folder in _pipeline_models(config, paths)}
+    for folder in folders:
+        if not any(Path(folder).is_relative_to(dep) for dep in deps):
+            raise UserError(
+                f"ppo.scorers: {folder} is not among the deps of stage ppo in dvc.yaml, so DVC would not "
+                f"notice when it changes; add the line `- {folder}`"
+            )
+        if not contracts.is_made(paths.root / folder):
+            raise UserError(f"ppo.scorers: {folder} holds no model; give the folder of a reward model")
+        digest = contracts.fingerprint(paths.root / folder)
+        if digest in known:
+            raise UserError(
+                f"ppo.scorers: {folder} has the weights of {known[digest]}; name each reward model once, and "
+                "none that selects or judges"
+            )
+        known[digest] = folder
+
+
+def _pipeline_models(config: PpoView, paths: Paths) -> list[str]:
+    """The reward models of the pipeline that a folder of `ppo.scorers` must differ from."""
+    if not config.has_reward_model:
+        return []
+    optimised = [OPTIMISED] if is_rewarded(config.ppo) else []
+    return [*optimised, paths.relative(paths.reward_heldout)]
+
+
+def _check_verifiers(settings: Ppo, paths: Paths) -> None:
+    verifiers = [Verifier(one.checks, one.format) for one in settings.scorers if one.kind == "verifier"]
+    for split in SPLITS_USED if verifiers else ():
+        rows = read_table(paths, "prompts", split)
+        for verifier in verifiers:
+            verifier.check(rows, columns.of_rows(rows), f"ppo.scorers: a verifier (data/prompts, {split})")
+
+
+def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
+    judge = None if settings.select_by is None else settings.select_by.judge
+    if not isinstance(judge, RewardModelJudge):
+        return
+    chooses = contracts.fingerprint(paths.root / judge.path)
+    for folder in reward_folders(settings.scorers):
+        if contracts.fingerprint(paths.root / folder) == chooses:
+            raise UserError(
+                f"ppo.select_by: {judge.path} has the weights of {folder}, which PPO optimises and which "
+                "therefore must not choose; name another judge, or null for models/reward_heldout"
+            )
+
+
+def _warn_of_bootstrapping(settings: Ppo) -> None:
+    if settings.critic_warmup is None:
+        shared = settings.value_model == "shared"
+        console.say(
+            f"ppo.truncation={settings.truncation} rewards unfinished responses with the critic's value, and "
+            f"this critic {'starts at zero' if shared else 'is not warmed up'}: "
+            f"{'set ppo.value_model to separate, and ' if shared else ''}set ppo.critic_warmup"
+        )
+    if settings.gamma == 1:
+        console.say(
+            f"ppo.truncation={settings.truncation} with ppo.gamma=1 does not determine the value of a "
+            "response that never ends, and the critic may value it highest: set ppo.gamma below 1, say 0.99"
+        )
+
+
+def check_models(
+    settings: Ppo,
+    actor_critic: ActorCritic,
+    reward: TokenScores | None,
+    prompts: list[Ids],
+    selection: list[Ids],
+    pad: int,
+) -> None:
+    """Check that policy, reward model and critic compute the same numbers in every way that PPO uses.
+
+    Raises:
+        UserError: naming what differs, by how much, and the likely cause.
+    """
+    policy, critic = actor_critic.policy, actor_critic.value
+    longest = max(map(len, [*prompts, *selection])) + settings.response_length
+    positions.check_positions(policy.config, longest, "models/sft")
+    queries = checks.prompts_of_mixed_lengths(prompts)
+    saves = sum(p.numel() for p in policy.parameters()) <= checks.SMALL
+    results = checks.check_policy(policy, queries, pad=pad, temperature=settings.temperature, saves=saves)
+    checks.require(results, "models/sft")
+    rows = checks.rows_of(queries)
+    for name, model in (("models/reward", reward), ("the critic", critic)):
+        if isinstance(model, TokenScores):
+            checks.require(checks.check_scores(model, rows, pad=pad), name)
+
+
+def is_rewarded(settings: Ppo) -> bool:
+    """Whether models/reward is what PPO optimises, or part of it."""
+    return OPTIMISED in reward_folders(settings.scorers)
