@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     check = add_command(
-        commands, "check-model", run, "check that a model answers the same in sampling and in training",
+        commands, "check-model", run, "check that sampling and training give the same probabilities",
         "Answer a few prompts of random tokens and compare every way in which PPO computes a model. Print a "
-        "table, and end with status 2 if the model is not fit for PPO. Stage ppo makes the same check. A "
-        "reward model's scores are compared instead.",
+        "table, and end with status 2 if the model is not fit for PPO. Stage ppo makes the same check. For "
+        "a reward model, compare its scores instead.",
     )  # fmt: skip
-    check.add_argument("model", metavar="MODEL", help="a checkpoint folder, or HUB/ID@COMMIT")
+    check.add_argument("model", metavar="MODEL", help="a checkpoint folder, or OWNER/NAME@COMMIT of the hub")
 
 
 def run(options: argparse.Namespace) -> int:
     given: str = options.model
     source, _, revision = given.partition("@") if not Path(given).exists() else (given, "", "")
     if not Path(source).is_dir() and not is_hub_id(source):
-        raise UserError(f"{given} is neither a checkpoint folder nor HUB/ID@COMMIT")
+        raise UserError(
+            f"{given}: there is no such folder, and it is not a hub model; give a checkpoint folder or "
+            "OWNER/NAME@COMMIT"
+        )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU
     from rlhf_tasks.modeling import checks, positions
@@ -39,15 +42,18 @@ def run(options: argparse.Namespace) -> int:
     failed = show(source, results)
     bound = positions.rescaling_length(checks.config_of(source, revision or None))
     if bound is not None:
-        console.say(f"its positions depend on the batch above {bound} tokens of prompt plus response")
+        console.say(
+            f"above {bound} tokens of prompt plus response, a row's positions depend on the other rows; "
+            "stage ppo refuses longer texts"
+        )
     console.say(f"{source} is {'not fit' if failed else 'fit'} for PPO")
     return 2 if failed else 0
 
 
 def show(title: str, results: list[Result]) -> bool:
     """Print the results as a table, and the likely causes below; returns whether one has failed."""
-    rows = [(r.name, r.deviation, r.tolerance, "right" if r.passed else "WRONG") for r in results]
-    console.table(title, ["check", "largest difference", "rounding allows", ""], rows)
+    rows = [(r.name, r.deviation, r.tolerance, "passed" if r.passed else "FAILED") for r in results]
+    console.table(title, ["check", "largest difference", "rounding allows", "result"], rows)
     for result in results:
         if not result.passed:
             console.say(str(result))

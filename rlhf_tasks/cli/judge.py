@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
         "Without MODEL, run the stage judge: compare reference, SFT and policy. With MODEL, compute the win "
         "rate of a checkpoint or a file of responses on the test prompts, by the judges of params.yaml.",
     )  # fmt: skip
-    kinds = "a checkpoint folder, HUB/ID@COMMIT, or a .jsonl file with `prompt` and `completion`"
+    kinds = "a checkpoint folder, OWNER/NAME@COMMIT, or a .jsonl file with `prompt` and `completion`"
     judge.add_argument("model", nargs="?", metavar="MODEL", help=kinds)
     judge.add_argument(
         "--against", metavar="MODEL", help="the second contender: a MODEL, or `reference` (default)"

@@ -79,9 +79,11 @@ def _with_critic(ppo: Settings) -> Iterator[str]:
 def _without_critic(ppo: Settings) -> Iterator[str]:
     given = [key for key in (*NEEDED, *OPTIONAL) if getattr(ppo, key) is not None]
     if given:
+        nulls = " ".join(f"ppo.{key}=null" for key in given)
         yield (
             f"advantages={ppo.advantages} has no critic, so that {', '.join(given)} would be ignored; set "
-            f"{'it' if len(given) == 1 else 'them'} to null, as `rlhf preset {PRESETS[ppo.advantages]}` does"
+            f"{'it' if len(given) == 1 else 'them'} to null: "
+            f"`rlhf preset {PRESETS[ppo.advantages]} --set {nulls}`"
         )
     if ppo.samples_per_prompt == 1:
         yield (

@@ -154,8 +154,9 @@ def conflicts(scorers: Sequence[Scorer], combine: Combination, response_length: 
     """The problems of `ppo.scorers` with each other and with how they are combined."""
     if not scorers:
         yield "scorers is empty; add at least one, such as {kind: dummy}"
-    if sum(one.kind == "dummy" for one in scorers) > 1:
-        yield "scorers: dummy is allowed once"
+    dummies = sum(one.kind == "dummy" for one in scorers)
+    if dummies > 1:
+        yield f"scorers: dummy is named {dummies} times; keep one"
     for name, count in Counter(scorer_names(scorers)).items():
         if count > 1 or name in COLUMNS_OF_SAMPLES:
             other = "several scorers have" if count > 1 else "a column of samples.parquet has"
@@ -178,9 +179,9 @@ def _reward_model_conflicts(scorers: Sequence[Scorer], combine: Combination) -> 
         yield f"scorers: PPO must not optimise {HELDOUT}, which selects and judges; give another reward model"
     paths = [one.path for one in scorers if isinstance(one, RewardModelScorer) and one.path is not None]
     if OPTIMISED in {Path(path).as_posix() for path in paths}:
-        yield f"scorers: path={OPTIMISED} is what a null path means; set it to null"
+        yield f"scorers: path={OPTIMISED} is the default; remove path, or set it to null"
     if combine != "sum" and len(folders) < 2:
         yield (
-            f"combine_reward_models combines several reward models, and scorers has {len(folders)}; add "
-            "another one, or set combine_reward_models to sum"
+            f"combine_reward_models needs at least two reward models, and scorers has "
+            f"{len(folders)}; add another one, or set it to sum"
         )

@@ -62,8 +62,8 @@ def compare_models(
 ) -> EvaluationResults:
     """Print and return the comparisons of `model` with `against` by each judge, or by those called `names`.
 
-    Each contender is a checkpoint folder, `HUB/ID@COMMIT`, a `.jsonl` file of responses, or `reference`; the
-    results name it as given. `out` is a .jsonl or .parquet file for every comparison with its texts.
+    Each contender is a checkpoint folder, `OWNER/NAME@COMMIT`, a `.jsonl` file of responses, or `reference`;
+    the results name it as given. `out` is a .jsonl or .parquet file for every comparison with its texts.
     `alpaca_eval` is a folder for the responses of both, as AlpacaEval reads them.
     Relative paths are below `paths.root`. Functions of judges are files below `functions_root`, by default
     `paths.root`.
@@ -157,7 +157,7 @@ def _contender(name: str, paths: Paths) -> Contender:
     if not folder.is_dir() and not is_hub_id(source):
         raise UserError(
             f"{name} is not a folder, a .jsonl file of responses or a hub id; give a checkpoint such as "
-            "models/policy, HUB/ID@COMMIT, or a file of rows with `prompt` and `completion`"
+            "models/policy, OWNER/NAME@COMMIT, or a file of rows with `prompt` and `completion`"
         )
     if not folder.exists() and not revision:
         raise UserError(

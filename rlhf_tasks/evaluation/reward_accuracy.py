@@ -30,7 +30,10 @@ from rlhf_tasks.project import atomic
 
 ALL = "all"
 MAX_SHOWN = 10  # problems of a file
-SHAPE = "give `prompt` (text), `chosen` and `rejected` (a text or a list of texts each), and `subset` (text)"
+SHAPE = (
+    "give `prompt` (text), `chosen` and `rejected` (a text or a list of texts each), and `subset` (text "
+    "other than 'all')"
+)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ def read(file: Path) -> list[Row]:
     """
     rows, problems = [], []
     for number, values in enumerate(_values(file), start=1):
+        if values is None:  # an empty line
+            continue
         row = _row(values)
         if row is None:
             problems.append(f"{file}:{number}: {SHAPE}")
@@ -152,7 +157,7 @@ def _values(file: Path) -> list[Any]:
             return table
         if file.suffix == ".jsonl":
             text = file.read_text(encoding="utf-8")
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
+            return [json.loads(line) if line.strip() else None for line in text.split("\n")]
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     raise UserError(f"{file}: give a file whose name ends with .jsonl or .parquet")

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, Ids, collate
+from rlhf_tasks.modeling.classifiers import SUFFIX
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.generation import GPU_CHECK, Samples, sample
 from rlhf_tasks.modeling.head import token_stats
@@ -94,11 +95,11 @@ def _policy_results(
         "a part of the model is random even in eval mode",
     )  # fmt: skip
     yield Result(
-        "a padded batch answers as each row alone", _difference(trained, _alone(model, rows, temperature)),
+        "a padded batch and single rows agree", _difference(trained, _alone(model, rows, temperature)),
         limit, "the model ignores its attention mask or its position ids, or other rows change its positions",
     )  # fmt: skip
     yield Result(
-        "sampling answers as training", _difference(samples.logprobs, trained), limit,
+        "sampling and training agree", _difference(samples.logprobs, trained), limit,
         "the model's cache does not hold all that it has read",
     )  # fmt: skip
     stop = _splitting_token(samples.responses)
@@ -106,7 +107,7 @@ def _policy_results(
         rest = _sampled(model, queries, pad, temperature, stop)
         rows = Rows(queries, rest.responses)
         yield Result(
-            "a row that ends changes no other",
+            "ended rows do not change the others",
             _difference(rest.logprobs, _trained(model, rows, pad, temperature)), limit,
             "the model's cache does not drop the rows that have ended",
         )  # fmt: skip
@@ -189,7 +190,8 @@ def _score_results(scores: TokenScores, rows: Rows, pad: int) -> Iterator[Result
     own = [row[-len(one) :].cpu() for row, one in zip(padded, alone, strict=True)]
     size = max(1.0, *(float(one.abs().max()) for one in alone))
     yield Result(
-        "a padded batch scores as each row alone", _difference(own, alone), size * _tolerance(scores.model),
+        "scores of a padded batch and of single rows agree", _difference(own, alone),
+        size * _tolerance(scores.model),
         "the reward model ignores its attention mask or its position ids",
     )  # fmt: skip
 
@@ -221,7 +223,8 @@ def config_of(source: str, revision: str | None) -> PretrainedConfig:
 
 
 def _is_classifier(config: PretrainedConfig) -> bool:
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    heads = ("ForSequenceClassification", SUFFIX)
+    return any(name.endswith(heads) for name in config.architectures or ())
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
@@ -241,8 +244,9 @@ def require(results: Sequence[Result], subject: str) -> None:
     if failed:
         lines = "\n".join(f"  {line}" for line in failed)
         raise ModelFault(
-            f"{subject} does not answer the same in sampling and in training:\n{lines}\n"
-            "give a model of another family; `rlhf check-model FOLDER` repeats this check"
+            f"{subject} fails the check before training, because the same input gives different numbers:\n"
+            f"{lines}\nuse a model of another family (`model.base`, `sft.from` or `reward.from`); "
+            "`rlhf check-model FOLDER` repeats this check"
         )
 
 
@@ -283,7 +287,7 @@ def _until_failure(model: PreTrainedModel, results: Iterator[Result]) -> list[Re
         except Exception as error:  # a family can raise anything: its name and words are the message
             words = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             family = type(model).__name__
-            found.append(Result(f"{family} can be computed", float("inf"), 0.0, f"it fails with {words}"))
+            found.append(Result(f"{family} could not be computed", float("inf"), 0.0, words))
     return found
 
 

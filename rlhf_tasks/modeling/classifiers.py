@@ -28,10 +28,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from rlhf_tasks.modeling.contracts import ContractError
 
 SUFFIX = "ForTokenScores"
-INSTEAD = (
-    "use a decoder of another family (llama, qwen2, gpt_neox, …); or do without reward models: reward.train: "
-    "false, ppo.scorers of kind function or http, ppo.value_model: shared"
-)
+INSTEAD = "use a decoder of another family, such as llama, qwen2 or gpt_neox"
 
 
 class AnyClassifier:

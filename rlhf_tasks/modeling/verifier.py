@@ -100,7 +100,9 @@ class Verifier:
         if faults:
             more = [f"  … and {len(faults) - MAX_SHOWN} more"] if len(faults) > MAX_SHOWN else []
             text = "\n".join([*faults[:MAX_SHOWN], *more])
-            raise UserError(f"{title}: the columns of {len(faults)} problem(s) cannot be used:\n{text}")
+            raise UserError(
+                f"{title}: {len(faults)} value(s) cannot be used by a check; correct these rows:\n{text}"
+            )
 
 
 # ----------------------------------------------------------------------------------------- checks

@@ -80,7 +80,7 @@ class Guards:
             yield GuardTrip(
                 "first_ratio",
                 f"val/first_ratio_error = {error:.3g} exceeds {self._ratio_error:g} before any step",
-                "the model answers differently in training than in sampling; `rlhf check-model` says where",
+                "the model gives other probabilities in training than in sampling; run `rlhf check-model`",
                 can_be_undone=False,
             )  # fmt: skip
         noise = ROUNDING + 2 * metrics["objective/kl_k1_standard_error"]

@@ -124,8 +124,13 @@ def check_models(
     prompts: list[Ids],
     selection: list[Ids],
     pad: int,
+    *,
+    saves: bool,
 ) -> None:
     """Check that policy, reward model and critic compute the same numbers in every way that PPO uses.
+
+    With `saves`, a small policy is written and read back too. Only one process may do that: transformers
+    writes nothing on the others.
 
     Raises:
         UserError: naming what differs, by how much, and the likely cause.
@@ -134,7 +139,7 @@ def check_models(
     longest = max(map(len, [*prompts, *selection])) + settings.response_length
     positions.check_positions(policy.config, longest, "models/sft")
     queries = checks.prompts_of_mixed_lengths(prompts)
-    saves = sum(p.numel() for p in policy.parameters()) <= checks.SMALL
+    saves = saves and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
     results = checks.check_policy(policy, queries, pad=pad, temperature=settings.temperature, saves=saves)
     checks.require(results, "models/sft")
     rows = checks.rows_of(queries)

@@ -14,8 +14,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 SPACE = "No space left on device"  # in errors of Rust libraries, which have no number
 NOTHING_FREE = 2**20  # bytes: with less free than this, a failed write has filled the disk
 ADVICE = (
-    "Make room, and run the same command again; `dvc gc -w` removes cached outputs that this working tree "
-    "does not use"
+    "Make room, and run the same command again. `dvc gc -w` removes cached outputs that this working tree "
+    "does not use, also those of other commits and experiments"
 )
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
 

@@ -89,7 +89,10 @@ def find(paths: Paths, name: str) -> Source:
         )
     md5 = dvc_files.locked_in(git.show(root, revision, "dvc.lock")).get(POLICY)
     if md5 is None:
-        raise UserError(f"the experiment {name} has no {POLICY}: its stage ppo has not run")
+        raise UserError(
+            f"the experiment {name} has no {POLICY}: its stage ppo has not run; run it, or export another "
+            "experiment"
+        )
     folder = weights.restore(root, paths.home, md5, {weights.PATH: POLICY, weights.REVISION: revision})
     return Source(f"{POLICY} of {name}", folder, md5, _chain(root, name))
 
@@ -106,7 +109,10 @@ def _champion(paths: Paths) -> Source:
     if version is None:
         raise UserError(f"{model} has no champion; `rlhf promote` makes one")
     if not version.md5:
-        raise UserError(f"version {version.number} of {model} has no tag dvc.md5, so its weights are unknown")
+        raise UserError(
+            f"version {version.number} of {model} has no tag dvc.md5, so its weights are unknown; export its "
+            "folder instead"
+        )
     folder = weights.restore(paths.root, paths.home, version.md5, version.tags)
     origin = version.tags.get(weights.EXPERIMENT) or version.tags.get(weights.REVISION)
     label = f"{model} version {version.number}"
@@ -117,7 +123,7 @@ def _chain(root: Path, name: str) -> Chain | None:
     try:
         return provenance.find(root, name)
     except UserError as error:
-        console.say(f"the card will name no lineage: {error}")
+        console.say(f"the card will have no lineage: {error}")
         return None
 
 

@@ -68,7 +68,9 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         root=paths.root, combine=settings.combine_reward_models, device=rt.device, columns=kept,
     )  # fmt: skip
     prompts, selection = (encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation))
-    preconditions.check_models(settings, actor_critic, reward, prompts, selection, tokenizer.pad_token_id)
+    preconditions.check_models(
+        settings, actor_critic, reward, prompts, selection, tokenizer.pad_token_id, saves=rt.is_main
+    )
     trainer = Trainer(
         rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed, columns=kept,
         demonstrations=ptx_text(settings, paths, tokenizer, policy),

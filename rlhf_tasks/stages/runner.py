@@ -84,11 +84,11 @@ def _run(stage: Stage, paths: Paths) -> int:
 
 
 def _what_stands(stage: Stage, paths: Paths) -> str:
-    """What a stage that a full disk has ended goes on from."""
+    """From what a stage will be resumed that a full disk has ended."""
     point = resume.point(paths, stage)
     if point is None:
-        return "It starts from the beginning, because it has no whole snapshot"
-    return f"The last whole snapshot stands, and the stage resumes from it: {point}"
+        return "The stage will start from the beginning, because it has no complete snapshot"
+    return f"The last complete snapshot is intact, and the stage resumes from it: {point}"
 
 
 def _module(stage: Stage) -> ModuleType:

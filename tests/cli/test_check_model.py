@@ -20,7 +20,7 @@ def test_a_right_model_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture
     small.causal().save_pretrained(tmp_path)
     status, shown = check(tmp_path, capsys)
     assert status == 0
-    assert shown.count("| right") == 5
+    assert shown.count("| passed") == 5
     assert "is fit for PPO" in shown
 
 
@@ -30,7 +30,7 @@ def test_a_wrong_model_ends_with_2_and_its_likely_cause(
     families.causal("recurrent_gemma").save_pretrained(tmp_path)
     status, shown = check(tmp_path, capsys)
     assert status == 2
-    assert "a row that ends changes no other: off by" in shown
+    assert "ended rows do not change the others: off by" in shown
     assert "likely cause: the model's cache does not drop the rows that have ended" in shown
     assert "is not fit for PPO" in shown
 
@@ -39,7 +39,7 @@ def test_a_reward_model_is_checked_by_its_scores(tmp_path: Path, capsys: pytest.
     small.scores().model.save_pretrained(tmp_path)
     status, shown = check(tmp_path, capsys)
     assert status == 0
-    assert "a padded batch scores as each row alone" in shown
+    assert "scores of a padded batch and of single rows agree" in shown
 
 
 def test_positions_that_depend_on_the_batch_are_named_with_their_length(
@@ -54,4 +54,4 @@ def test_positions_that_depend_on_the_batch_are_named_with_their_length(
 @pytest.mark.parametrize("given", ["nowhere", "models/nowhere/at/all"])
 def test_what_is_no_model_is_one_message(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["check-model", given]) == 2
-    assert f"{given} is neither a checkpoint folder nor HUB/ID@COMMIT" in capsys.readouterr().err
+    assert f"{given}: there is no such folder, and it is not a hub model" in capsys.readouterr().err

@@ -307,21 +307,24 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ({"ppo.kl_in": "loss", "ppo.kl_estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
         ({"ppo.scorers": []}, "scorers is empty"),
-        ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is allowed once"),
+        ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is named 2 times; keep one"),
         ({"ppo.scorers": [OWN, OWN]}, "the reward model models/reward is named 2 times"),
         ({"ppo.scorers": [OWN, {**OWN, "path": "a"}, {**OWN, "path": "./a"}]}, "model a is named 2 times"),
         ({"ppo.scorers": [{**OWN, "path": "models/reward_heldout"}]}, "must not optimise models/reward_held"),
-        ({"ppo.scorers": [{**OWN, "path": "models/reward"}]}, "is what a null path means; set it to null"),
+        (
+            {"ppo.scorers": [{**OWN, "path": "models/reward"}]},
+            "is the default; remove path, or set it to null",
+        ),
         ({"ppo.scorers": [{**OWN, "name": "Bad name"}]}, "ppo.scorers.0.reward_model.name: "),
         ({"ppo.scorers": [{**OWN, "name": "score"}]}, "'score': a column of samples.parquet has this name"),
         (
             {"ppo.scorers": [{**OWN, "name": "safe"}, {**OWN, "name": "safe", "path": "a"}]},
             "'safe': several scorers have this name",
         ),
-        ({"ppo.combine_reward_models": "min"}, "several reward models, and scorers has 1"),
+        ({"ppo.combine_reward_models": "min"}, "needs at least two reward models, and scorers has 1"),
         (
             {"ppo.combine_reward_models": {"mean_minus_deviations": 1.0}, "ppo.scorers": [OWN, DUMMY]},
-            "several reward models, and scorers has 1",
+            "needs at least two reward models, and scorers has 1",
         ),
         ({"ppo.combine_reward_models": "max"}, "must be sum, min or {mean_minus_deviations: 1.0}"),
         ({"ppo.combine_reward_models": {"mean_minus_deviations": 0.0}}, "mean_minus_deviations: "),
@@ -391,11 +394,11 @@ WITHOUT = {f"ppo.{key}": value for key, value in without_critic("rloo").items()}
         (
             {"ppo.advantages": "rloo", "ppo.samples_per_prompt": 4},
             "advantages=rloo has no critic, so that value_model, critic_init, vf_coef, lam, cliprange_value "
-            "would be ignored; set them to null, as `rlhf preset rloo` does",
+            "would be ignored; set them to null: `rlhf preset rloo --set ppo.value_model=null",
         ),
         (
             WITHOUT | {"ppo.advantages": "group", "ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}},
-            "critic_warmup would be ignored; set it to null, as `rlhf preset grpo` does",
+            "critic_warmup would be ignored; set it to null: `rlhf preset grpo --set ppo.critic_warmup=null`",
         ),
         (WITHOUT | {"ppo.value_learning_rate": 1e-4}, "value_learning_rate would be ignored"),
         (

@@ -121,12 +121,12 @@ def unmask(given: dict[str, Any]) -> None:
 
 def test_a_model_that_ignores_its_mask_is_found() -> None:
     model = wrap(small.causal(), unmask)
-    assert "a padded batch answers as each row alone" in failed(of(model))
+    assert "a padded batch and single rows agree" in failed(of(model))
 
 
 def test_a_model_that_ignores_its_cache_is_found() -> None:
     model = wrap(small.causal(), lambda given: given.update(past_key_values=DynamicCache()))
-    assert "sampling answers as training" in failed(of(model))
+    assert "sampling and training agree" in failed(of(model))
 
 
 def test_rows_that_stay_in_the_cache_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_rows_that_stay_in_the_cache_are_found(monkeypatch: pytest.MonkeyPatch) 
         layer._all = tuple(whole[: len(rows)] for whole in layer._all)
 
     monkeypatch.setattr(generation._Preallocated, "reorder_cache", first_rows)
-    assert failed(of(small.causal())) == ["a row that ends changes no other"]
+    assert failed(of(small.causal())) == ["ended rows do not change the others"]
 
 
 def test_weights_that_are_not_saved_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_computed_is_named_with_its_error() -> None:
     def refuse(given: dict[str, Any]) -> None:
         raise ValueError("only for images")
 
-    with pytest.raises(ModelFault, match="LlamaForCausalLM can be computed: it fails with ValueError: only"):
+    with pytest.raises(ModelFault, match="LlamaForCausalLM could not be computed: ValueError: only"):
         checks.require(of(wrap(small.causal(), refuse)), "models/sft")
 
 
@@ -165,8 +165,8 @@ def test_the_message_says_what_differs_by_how_much_and_why() -> None:
     model = wrap(small.causal(), lambda given: given.update(past_key_values=DynamicCache()))
     with pytest.raises(ModelFault) as error:
         checks.require(of(model), "models/sft")
-    assert "models/sft does not answer the same in sampling and in training" in str(error.value)
-    assert "sampling answers as training: off by " in str(error.value)
+    assert "models/sft fails the check before training" in str(error.value)
+    assert "sampling and training agree: off by " in str(error.value)
     assert "likely cause: the model's cache does not hold all that it has read" in str(error.value)
 
 
@@ -182,7 +182,7 @@ def test_a_reward_model_that_ignores_its_mask_is_found() -> None:
     scores = small.scores("llama")
     wrap(scores.model.base_model, unmask)
     results = checks.check_scores(scores, ROWS, pad=PAD)
-    assert failed(results) == ["a padded batch scores as each row alone"]
+    assert failed(results) == ["scores of a padded batch and of single rows agree"]
 
 
 # ------------------------------------------------------------------------------------------- positions

@@ -39,8 +39,8 @@ def test_ppo_trains_families_of_other_kinds(family: str, models_here: Path) -> N
 def test_a_family_whose_state_keeps_rows_that_have_ended_is_refused(models_here: Path) -> None:
     with pytest.raises(UserError) as error:
         run_with("recurrent_gemma", "shared")
-    assert "models/sft does not answer the same in sampling and in training" in str(error.value)
-    assert "a row that ends changes no other: off by " in str(error.value)
+    assert "models/sft fails the check before training" in str(error.value)
+    assert "ended rows do not change the others: off by " in str(error.value)
 
 
 def test_positions_that_depend_on_the_longest_row_are_refused(models_here: Path) -> None:

@@ -15,6 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
 from rlhf_tasks.project import lineage
+from rlhf_tasks.project.disk import DiskFullError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, rejections, uploader
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
@@ -301,7 +302,7 @@ def test_a_line_that_a_full_disk_cuts_is_removed(home: Path, monkeypatch: pytest
         tracker.metrics({"train/loss": 1.0}, step=1)
         with monkeypatch.context() as full:
             full.setattr(os, "write", lambda handle, data: write(handle, data[:9]))
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(DiskFullError, match="is full"):
                 tracker.metrics({"train/loss": 2.0}, step=2)
         tracker.metrics({"train/loss": 3.0}, step=3)
     assert sync(home) == (1, {})
