@@ -33,6 +33,8 @@ class Settings(Protocol):
     @property
     def truncation(self) -> str: ...
     @property
+    def whiten_rewards(self) -> bool: ...
+    @property
     def value_learning_rate(self) -> float | None: ...
     @property
     def lora(self) -> PolicyLora | None: ...
@@ -94,6 +96,11 @@ def _without_critic(ppo: Settings) -> Iterator[str]:
         yield (
             f"advantages={ppo.advantages} sums the rewards of a response, so that gamma={ppo.gamma:g} would "
             "be ignored; set it to 1.0"
+        )
+    if ppo.whiten_rewards:
+        yield (
+            f"advantages={ppo.advantages} compares sums of token rewards, and whiten_rewards would add a "
+            "part that grows with the length; set it to false"
         )
     if ppo.truncation.startswith("bootstrap"):
         yield (

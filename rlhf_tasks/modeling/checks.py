@@ -26,6 +26,7 @@ from rlhf_tasks.modeling.generation import GPU_CHECK, Samples, sample
 from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.modeling.models import TokenScores, load_causal, load_reward, merged, place
 from rlhf_tasks.modeling.positions import ModelFault
+from rlhf_tasks.project import disk
 
 TOLERANCE = {torch.float32: 5e-3}
 """Nats of a token, or score units: what rounding alone may cause. Errors of models are 0.05 and more."""
@@ -33,6 +34,8 @@ COARSE = 0.25
 """The same for weights of 16 bits."""
 NUM_PROMPTS, NUM_NEW = 4, 2 * GPU_CHECK
 """Rows of a check, and tokens sampled for each: enough for rows to leave the batch on a GPU too."""
+LONGEST = 24
+"""Token ids of the longest random query."""
 SMALL = 10**8
 """Parameters up to which stage ppo writes a copy and reads it back, in about a second."""
 NO_TOKEN = -1
@@ -73,21 +76,44 @@ class Rows(NamedTuple):
 
 
 def check_policy(
-    model: PreTrainedModel, queries: Sequence[Ids], *, pad: int, temperature: float = 1.0, saves: bool = True
+    model: PreTrainedModel,
+    queries: Sequence[Ids],
+    *,
+    pad: int,
+    temperature: float = 1.0,
+    num_new: int = NUM_NEW,
+    saves: bool = True,
 ) -> list[Result]:
     """Check a causal LM on queries of mixed lengths; it draws nothing from torch's global generators.
 
-    With `saves` a copy is written to a temporary folder and read back. A result that failed to be computed is
-    the last.
+    At most `num_new` tokens are sampled for each. With `saves` a copy is written to a temporary folder and
+    read back. A result that failed to be computed is the last.
     """
-    return _until_failure(model, _policy_results(model, queries, pad, temperature, saves))
+    sampler = _Sampler(model, queries, pad, temperature, min(num_new, NUM_NEW))
+    return _until_failure(model, _policy_results(model, queries, sampler, saves))
+
+
+class _Sampler(NamedTuple):
+    """Samples with the same uniform numbers each time, so that a response is the same up to its end."""
+
+    model: PreTrainedModel
+    queries: Sequence[Ids]
+    pad: int
+    temperature: float
+    num_new: int
+
+    def __call__(self, stop: int) -> Samples:
+        return sample(
+            self.model, self.queries, max_new_tokens=self.num_new, temperature=self.temperature, stop=stop,
+            pad=self.pad, generator=torch.Generator(self.model.device).manual_seed(0),
+        )  # fmt: skip
 
 
 def _policy_results(
-    model: PreTrainedModel, queries: Sequence[Ids], pad: int, temperature: float, saves: bool
+    model: PreTrainedModel, queries: Sequence[Ids], sampler: _Sampler, saves: bool
 ) -> Iterator[Result]:
-    limit = _tolerance(model)
-    samples = _sampled(model, queries, pad, temperature, NO_TOKEN)
+    limit, pad, temperature = _tolerance(model), sampler.pad, sampler.temperature
+    samples = sampler(NO_TOKEN)
     rows = Rows(queries, samples.responses)
     trained = _trained(model, rows, pad, temperature)
     yield Result(
@@ -104,7 +130,7 @@ def _policy_results(
     )  # fmt: skip
     stop = _splitting_token(samples.responses)
     if stop is not None:
-        rest = _sampled(model, queries, pad, temperature, stop)
+        rest = sampler(stop)
         rows = Rows(queries, rest.responses)
         yield Result(
             "ended rows do not change the others",
@@ -116,16 +142,6 @@ def _policy_results(
             "a saved copy has the same logits", _after_saving(model, rows, pad), 0.0,
             "the model does not write all of its weights, or reads them otherwise",
         )  # fmt: skip
-
-
-def _sampled(
-    model: PreTrainedModel, queries: Sequence[Ids], pad: int, temperature: float, stop: int
-) -> Samples:
-    """The same uniform numbers each time, so that a response is the same up to its end."""
-    return sample(
-        model, queries, max_new_tokens=NUM_NEW, temperature=temperature, stop=stop, pad=pad,
-        generator=torch.Generator(model.device).manual_seed(0),
-    )  # fmt: skip
 
 
 def _splitting_token(responses: Sequence[Ids]) -> int | None:
@@ -161,7 +177,9 @@ def _alone(model: PreTrainedModel, rows: Rows, temperature: float) -> list[Tenso
 def _after_saving(model: PreTrainedModel, rows: Rows, pad: int) -> float:
     batch = collate(rows.queries, rows.responses, pad).to(model.device)
     with tempfile.TemporaryDirectory() as folder:
-        merged(model).save_pretrained(folder)
+        needed = sum(p.numel() * p.element_size() for p in model.parameters())
+        with disk.room(Path(folder), lambda: needed):
+            merged(model).save_pretrained(folder)
         copy = place(load_causal(Path(folder)), model.device)
         return _difference([_logits(model, batch)], [_logits(copy, batch)])
 
@@ -210,7 +228,8 @@ def check_source(source: str, revision: str | None = None) -> list[Result]:
         scores = load_reward(source, revision).to(device)
         return check_scores(scores, random_rows(_vocabulary(scores.model)), pad=0)
     model = place(load_causal(source, revision), device)
-    return check_policy(model, random_rows(_vocabulary(model)).queries, pad=0)
+    longest, num_new = _lengths(model.config)
+    return check_policy(model, random_rows(_vocabulary(model), longest).queries, pad=0, num_new=num_new)
 
 
 def config_of(source: str, revision: str | None) -> PretrainedConfig:
@@ -225,6 +244,14 @@ def config_of(source: str, revision: str | None) -> PretrainedConfig:
 def _is_classifier(config: PretrainedConfig) -> bool:
     heads = ("ForSequenceClassification", SUFFIX)
     return any(name.endswith(heads) for name in config.architectures or ())
+
+
+def _lengths(config: PretrainedConfig) -> tuple[int, int]:
+    """The longest query and the number of new tokens, so that both together fit a model of few positions."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    whole = min(LONGEST + NUM_NEW, positions or LONGEST + NUM_NEW)
+    longest = max(1, whole * LONGEST // (LONGEST + NUM_NEW))
+    return longest, max(1, whole - longest)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
@@ -258,20 +285,20 @@ def prompts_of_mixed_lengths(queries: Sequence[Ids]) -> list[Ids]:
     return [order[place] for place in places]
 
 
-def random_rows(vocab_size: int, longest: int = 24) -> Rows:
-    """Queries and responses of mixed lengths, of token ids drawn with a fixed seed."""
+def random_rows(vocab_size: int, longest: int = LONGEST, num_new: int = NUM_NEW) -> Rows:
+    """Queries of up to `longest` token ids, drawn with a fixed seed, and responses of up to `num_new`."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> Ids:
         return torch.randint(min(3, vocab_size - 1), vocab_size, (length,), generator=generator).tolist()
 
     queries = [ids(max(1, longest * part // NUM_PROMPTS)) for part in range(1, NUM_PROMPTS + 1)]
-    return rows_of(queries)
+    return rows_of(queries, num_new)
 
 
-def rows_of(queries: Sequence[Ids]) -> Rows:
+def rows_of(queries: Sequence[Ids], num_new: int = NUM_NEW) -> Rows:
     """Queries with parts of themselves as responses, of mixed lengths, so that a batch of them is padded."""
-    step = NUM_NEW // NUM_PROMPTS
+    step = max(1, min(num_new, NUM_NEW) // NUM_PROMPTS)
     return Rows(queries, [query[: step * number] for number, query in enumerate(queries, start=1)])
 
 
@@ -282,7 +309,7 @@ def _until_failure(model: PreTrainedModel, results: Iterator[Result]) -> list[Re
     with torch.random.fork_rng(devices=devices):
         try:
             found.extend(results)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, disk.DiskFullError):  # of the machine, not of the model
             raise
         except Exception as error:  # a family can raise anything: its name and words are the message
             words = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

@@ -77,10 +77,16 @@ def fingerprint(folder: Path) -> str:
     """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits.
 
     Raises:
-        ContractError: for damaged weights.
+        ContractError: for damaged weights, or weights in another format than safetensors.
     """
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and any(folder.glob("*.bin")):
+        raise ContractError(
+            f"{folder} has its weights in *.bin files; save the model again by `save_pretrained` of "
+            "transformers, which writes safetensors"
+        )
+    for file in files:
         try:
             for part in _tensors(file):
                 digest.update(part)

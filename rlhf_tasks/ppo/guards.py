@@ -30,7 +30,7 @@ class GuardTrip:
     what: str
     cause: str
     can_be_undone: bool = True
-    """Whether a roll back may help. A guard that it cannot help trips at once, without patience."""
+    """Whether a roll back may help."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}; likely cause: {self.cause}"
@@ -63,10 +63,7 @@ class Guards:
         self._most_ended = max(self._most_ended, 1 - metrics["val/truncated_share"])
         self._first = self._first or [metrics["val/response_length"], metrics["val/repetition"]]
         self._failures = {name: self._failures.get(name, 0) + 1 for name in failed}
-        patience = {
-            name: self._settings.patience if trip.can_be_undone else 1 for name, trip in failed.items()
-        }
-        return [failed[name] for name, count in self._failures.items() if count == patience[name]]
+        return [failed[name] for name, count in self._failures.items() if count == self._settings.patience]
 
     @property
     def all_passed(self) -> bool:

@@ -68,8 +68,7 @@ def ppo_loss(outputs: Outputs, batch: MicroBatch, coefficients: Coefficients) ->
         L = L_policy + vf_coef · L_value − entropy_coef · H + kl_coef · KL(π ‖ π_ref) + beta · KL(π_old ‖ π)
 
     Without a critic there is no L_value. The caller divides by the number of tokens of the whole minibatch.
-    PPO-ptx adds `ptx_loss` to it, on
-    other rows.
+    PPO-ptx adds `ptx_loss` to it, on other rows.
     """
     of_policy, policy_sums = policy_terms(outputs.logprobs, outputs.entropy, batch, coefficients)
     if coefficients.vf_coef is None:

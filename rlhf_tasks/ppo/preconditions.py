@@ -140,9 +140,12 @@ def check_models(
     positions.check_positions(policy.config, longest, "models/sft")
     queries = checks.prompts_of_mixed_lengths(prompts)
     saves = saves and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
-    results = checks.check_policy(policy, queries, pad=pad, temperature=settings.temperature, saves=saves)
+    results = checks.check_policy(
+        policy, queries, pad=pad, temperature=settings.temperature, num_new=settings.response_length,
+        saves=saves,
+    )  # fmt: skip
     checks.require(results, "models/sft")
-    rows = checks.rows_of(queries)
+    rows = checks.rows_of(queries, settings.response_length)
     for name, model in (("models/reward", reward), ("the critic", critic)):
         if isinstance(model, TokenScores):
             checks.require(checks.check_scores(model, rows, pad=pad), name)

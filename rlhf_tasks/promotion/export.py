@@ -61,6 +61,8 @@ def export(paths: Paths, name: str, to: Path) -> Source:
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"--to {to}: this exists and is not an empty folder; give another name, or remove it")
     source = find(paths, name)
+    if to.resolve().is_relative_to(source.folder.resolve()):
+        raise UserError(f"--to {to}: this lies in the exported folder {source.folder}; give another name")
     candidates.check(source.folder, source.label)
     with whole(to) as folder:
         shutil.copytree(source.folder, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)

@@ -406,6 +406,7 @@ WITHOUT = {f"ppo.{key}": value for key, value in without_critic("rloo").items()}
             "leaves nothing to compare; set it to 2",
         ),
         (WITHOUT | {"ppo.gamma": 0.99}, "gamma=0.99 would be ignored; set it to 1.0"),
+        (WITHOUT | {"ppo.whiten_rewards": True}, "a part that grows with the length; set it to false"),
         (
             WITHOUT | {"ppo.truncation": "bootstrap_add"},
             "bootstrap_add needs the value of a critic",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf_tasks.modeling import checks, generation, positions
 from rlhf_tasks.modeling.checks import Result
 from rlhf_tasks.modeling.positions import ModelFault
+from rlhf_tasks.project.disk import DiskFullError
 from tests import families, small
 from tests.small import PAD
 
@@ -159,6 +162,27 @@ def test_a_model_that_cannot_be_computed_is_named_with_its_error() -> None:
 
     with pytest.raises(ModelFault, match="LlamaForCausalLM could not be computed: ValueError: only"):
         checks.require(of(wrap(small.causal(), refuse)), "models/sft")
+
+
+@pytest.mark.parametrize("num_new", [1, 4, 8])
+def test_no_more_tokens_are_sampled_than_a_model_of_few_positions_has(num_new: int) -> None:
+    model = families.causal("gpt2", n_positions=32)
+    queries = [query + [3] * (32 - num_new - len(query)) for query in ROWS.queries]
+    assert failed(checks.check_policy(model, queries, pad=PAD, num_new=num_new)) == []
+
+
+def test_a_model_of_few_positions_is_checked_by_its_folder(tmp_path: Path) -> None:
+    families.causal("gpt2", n_positions=16).save_pretrained(tmp_path)
+    assert failed(checks.check_source(str(tmp_path))) == []
+
+
+def test_a_full_disk_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(DiskFullError, match="is full"):
+        of(small.causal())
 
 
 def test_the_message_says_what_differs_by_how_much_and_why() -> None:

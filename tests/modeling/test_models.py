@@ -227,6 +227,12 @@ def test_a_foreign_checkpoint_has_no_parent_to_compare(policy: Path, tmp_path: P
     assert contracts.identity_of(foreign) == {}
 
 
+def test_weights_in_another_format_have_no_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ContractError, match="save the model again"):
+        contracts.fingerprint(tmp_path)
+
+
 def test_a_fingerprint_is_of_the_weights_alone(policy: Path, tmp_path: Path) -> None:
     again = save(small.causal(), tmp_path / "again", {"kind": "else"})
     assert contracts.fingerprint(again) == contracts.fingerprint(policy)

@@ -102,6 +102,13 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_no_folder(
     assert not Path("out").exists()
 
 
+def test_a_folder_is_not_exported_into_itself(ready: Path) -> None:
+    before = sorted(Path("models/policy").rglob("*"))
+    with pytest.raises(UserError, match="this lies in the exported folder models/policy; give another name"):
+        export.export(Paths(), "models/policy", Path("models/policy/out"))
+    assert sorted(Path("models/policy").rglob("*")) == before
+
+
 def test_a_folder_with_files_is_not_replaced(ready: Path) -> None:
     Path("out").mkdir()
     Path("out/mine").write_text("x", encoding="utf-8")
