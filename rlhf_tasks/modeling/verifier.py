@@ -10,11 +10,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_tasks.config.verifier import Check, Format
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
+
+if TYPE_CHECKING:
+    from referencing import Resource
 
 MAX_SHOWN = 10
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?([eE][-+]?\d{1,3})?")
@@ -152,24 +155,58 @@ def _regex(value: Any, check: Check) -> Test:
 
 def _json_schema(value: Any, check: Check) -> Test:
     from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema_specifications import REGISTRY  # the published meta-schemas; it fetches nothing
+    from referencing.jsonschema import DRAFT202012
 
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, dict | bool):
             raise ValueError("a schema is an object")
         Draft202012Validator.check_schema(schema)
-    except (ValueError, SchemaError) as error:
+        resource = DRAFT202012.create_resource(schema)
+        _check_references(resource, REGISTRY.resolver_with_root(resource), set())
+    except (ValueError, RecursionError, SchemaError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{_shown(value)} is not a JSON Schema: {reason}") from None
-    validator = Draft202012Validator(schema)
+    validator = Draft202012Validator(schema, registry=REGISTRY)
 
     def test(answer: str) -> bool:
         try:
             return bool(validator.is_valid(json.loads(answer)))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, ArithmeticError):
             return False
 
     return test
+
+
+def _check_references(resource: Resource[Any], resolver: Any, seen: set[int]) -> None:
+    """Check that every reference of a schema, and of the parts it refers to, leads to a schema.
+
+    `resolver` is that of the library `referencing`; `seen` are the ids of the parts that are checked already.
+
+    Raises:
+        ValueError: naming a reference that leads nowhere.
+        SchemaError: for a part that is referred to and is no schema.
+    """
+    from jsonschema import Draft202012Validator
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    part = resource.contents
+    if not isinstance(part, dict) or id(part) in seen:
+        return
+    seen.add(id(part))
+    for reference in (part[keyword] for keyword in ("$ref", "$dynamicRef") if keyword in part):
+        try:
+            found = resolver.lookup(reference)
+        except (Unresolvable, TypeError):
+            raise ValueError(
+                f"the reference {reference!r} leads nowhere in it, and nothing is fetched"
+            ) from None
+        Draft202012Validator.check_schema(found.contents)
+        _check_references(DRAFT202012.create_resource(found.contents), found.resolver, seen)
+    for inner in resource.subresources():
+        _check_references(inner, resolver.in_subresource(inner), seen)
 
 
 _TESTS: Mapping[str, Callable[[Any, Check], Test]] = {

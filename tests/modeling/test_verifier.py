@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.verifier import Verifier
 
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
@@ -32,6 +35,12 @@ def check(kind: str, **changes: Any) -> Check:
         ("regex", r"(red|blue) \d+", ["red 1", "blue 22"], ["red", "a red 1", "red 1.", "green 1"]),
         ("json_schema", SCHEMA, ['{"n": 1}', ' {"n": 1, "m": 2} '], ['{"n": "1"}', "{}", "n: 1", "", "1"]),
         ("json_schema", '{"type": "integer"}', ["1"], ["1.5", '"1"', "[" * 100_000]),
+        ("json_schema", {"multipleOf": 0.1}, ["2"], ["1e999", "-1e999", "1" + "0" * 400, "0.25"]),
+        ("json_schema", {"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}}}, ["1"], ["1.5"]),
+        ("json_schema", {"$ref": "#n", "$defs": {"n": {"$anchor": "n", "minimum": 2}}}, ["2"], ["1"]),
+        ("json_schema", {"items": {"$ref": "#"}, "type": "array"}, ["[]", "[[], [[]]]"], ["1", "[[1]]"]),
+        ("json_schema", {"$ref": DRAFT}, ["true", '{"type": "integer"}'], ['{"type": "no"}']),
+        ("json_schema", {"enum": [{"$ref": "no reference"}]}, ['{"$ref": "no reference"}'], ["{}"]),
     ],
 )
 def test_each_check_accepts_right_answers_only(
@@ -75,16 +84,49 @@ def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
         ("json_schema", {"type": "no"}, ".* is not a JSON Schema: 'no' is not valid"),
         ("json_schema", "{", r"'\{' is not a JSON Schema"),
         ("json_schema", [1], r"\[1\] is not a JSON Schema"),
+        ("json_schema", {"$ref": "#/$defs/missing"}, ".*the reference '#/.defs/missing' leads nowhere"),
+        ("json_schema", {"items": {"$ref": "#missing"}}, ".*the reference '#missing' leads nowhere"),
+        ("json_schema", {"$dynamicRef": "#missing"}, ".*the reference '#missing' leads nowhere"),
+        ("json_schema", {"$ref": "#/a", "a": {"not": {"$ref": "b"}}}, ".*the reference 'b' leads nowhere"),
+        ("json_schema", {"$ref": "#/a", "a": {"type": "no"}}, ".* is not a JSON Schema: 'no' is not valid"),
+        ("json_schema", {"$ref": "#/a/b/c", "a": {"b": 3}}, ".*the reference '#/a/b/c' leads nowhere"),
+        ("json_schema", "[" * 100_000, ".* is not a JSON Schema"),
     ],
 )
 def test_a_value_that_a_check_cannot_use_is_refused_with_its_row(kind: str, value: Any, reason: str) -> None:
     good = {"exact": "a", "number": 1, "regex": "a", "json_schema": {}}[kind]
     rows = [{"source": "mine.jsonl:7"}, {"source": "mine.jsonl:9"}, {"source": "generated"}]
-    with pytest.raises(UserError, match=f"a verifier: the columns of 2 .*\n  mine.jsonl:9: answer: {reason}"):
+    with pytest.raises(UserError, match=f"a verifier: 2 value.*\n  mine.jsonl:9: answer: {reason}"):
         Verifier([check(kind)], None).check(rows, {"answer": [good, value, value]}, "a verifier")
     with pytest.raises(UserError, match="  generated row 3: answer"):
         Verifier([check(kind)], None).check(rows, {"answer": [good, good, value]}, "a verifier")
     Verifier([check(kind)], None).check(rows[:1], {"answer": [good]}, "a verifier")
+
+
+def test_a_schema_is_never_fetched() -> None:
+    requests: list[str] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        schema = {"$ref": f"http://127.0.0.1:{server.server_port}/schema"}
+        verifier = Verifier([check("json_schema")], None)
+        try:
+            with pytest.raises(UserError, match=r"answer: .* leads nowhere in it, and nothing is fetched"):
+                verifier.check([{"source": "mine.jsonl:7"}], {"answer": [schema]}, "a verifier")
+            with pytest.raises(ValueError, match="nothing is fetched"):
+                verifier.correct(["1"], {"answer": [schema]})
+        finally:
+            server.shutdown()
+            thread.join()
+    assert requests == []
 
 
 def test_a_column_that_is_not_kept_is_refused_by_name() -> None:
