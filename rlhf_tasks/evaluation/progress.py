@@ -16,6 +16,11 @@ from rlhf_tasks.tracking import Tracker
 RESPONSES = "answers.parquet"
 
 
+def prompts(paths: Paths) -> set[str]:
+    """The prompts of the responses that `log` compares."""
+    return set(pq.read_table(paths.ppo_samples / RESPONSES, columns=["prompt"])["prompt"].to_pylist())
+
+
 def log(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
     """Log `JUDGE/win_rate`, `/low` and `/high` over the references, one point per evaluation of PPO.
 
@@ -25,12 +30,12 @@ def log(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
     rows = columns.decoded(pq.read_table(paths.ppo_samples / RESPONSES).to_pylist())
     for episode, group in itertools.groupby(rows, key=lambda row: row["episode"]):
         evaluation = list(group)
-        prompts, responses, references = (
+        texts, responses, references = (
             [row[column] for row in evaluation] for column in ("prompt", "response", "reference")
         )
         for judge in judges:
-            comparisons = judge.compare(prompts, responses, references, columns.of_rows(evaluation))
-            if len(comparisons.failures) == len(prompts):
+            comparisons = judge.compare(texts, responses, references, columns.of_rows(evaluation))
+            if len(comparisons.failures) == len(texts):
                 continue
             rate = statistics.rate(comparisons.outcomes)
             point = {"win_rate": rate.value, "low": rate.low, "high": rate.high}

@@ -88,12 +88,13 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     rt = Runtime(config.launch, config.seed)
     rows = read_table(paths, "prompts", "test")
-    accuracy.check(config.judge, rows[: config.judge.num_examples])
+    labels = human_labels.decided(human_labels.read(paths.root / config.judge.labels))
+    labelled = {label.pair.prompt for label in labels}
+    accuracy.check(config.judge, accuracy.judged_rows(paths, config.judge.num_examples, labelled))
     judges = build_judges(
         config.judge, config.data_source, rt.device, paths, trace=tracker.trace,
         columns=columns.of_rows(rows),
     )  # fmt: skip
-    labels = human_labels.decided(human_labels.read(paths.root / config.judge.labels))
     probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)
     optimised = _warn_of_optimised(config, paths, tracker)
     contenders = sample_contenders(config, paths, rt.device)

@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.errors import ConfigError, UserError
+from rlhf_tasks.evaluation import human_labels
+from rlhf_tasks.evaluation.human_labels import Label, Pair
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge, ppo
 from rlhf_tasks.tracking import NullTracker
@@ -121,5 +124,37 @@ def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(
         ppo.run(small.view("ppo", SETTINGS | changes | kept), Paths(), NullTracker("ppo"))
     small.write_rows(project, "prompts", "test", [columns.encoded(row) for row in rows])
     judged = small.view("judge", {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], **kept})
-    with pytest.raises(UserError, match=r"judge.judges: right: the columns of 1 problem"):
+    with pytest.raises(UserError, match=r"judge.judges: right: 2 value\(s\) cannot"):
         judge.run(judged, Paths(), NullTracker("judge"))
+
+
+def test_stage_judge_checks_every_row_that_a_verifier_reads_before_it_samples(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"data.columns": {**small.params()["data"]["columns"], "keep": ["first"]}}
+    view = small.view(
+        "judge",
+        {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], "judge.num_examples": 2,
+         "judge.labels": "labels.jsonl", **kept},
+    )  # fmt: skip
+    monkeypatch.setattr(judge, "sample_contenders", lambda *_: pytest.fail("the stage has begun to sample"))
+    tests, validation = (read_table(Paths(), "prompts", split) for split in ("test", "validation"))
+    answers = [{"episode": 0, "prompt": row["prompt"]} for row in validation[:3]]
+    Paths().ppo_samples.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(answers), Paths().ppo_samples / "answers.parquet")
+    pair = Pair(tests[4]["prompt"], "policy", "sft", "a", "b")
+    human_labels.add(Path("labels.jsonl"), Label(pair, 1.0))
+    for row in (tests[1], tests[3], tests[4], validation[2], validation[3]):
+        row["columns"]["first"] = None
+    tests[1]["source"] = "mine.jsonl:9"
+    for split, rows in (("test", tests), ("validation", validation)):
+        small.write_rows(project, "prompts", split, [columns.encoded(row) for row in rows])
+    with pytest.raises(UserError) as caught:
+        judge.run(view, Paths(), NullTracker("judge"))
+    problem = "first: None is not a regular expression"
+    assert str(caught.value).splitlines() == [
+        "judge.judges: right: 3 value(s) cannot be used by a check; correct these rows:",
+        f"  mine.jsonl:9: {problem}",
+        f"  data/prompts/test:5: {problem}",
+        f"  data/prompts/validation:3: {problem}",
+    ], "test row 4 and validation row 4 are not read"
