@@ -80,7 +80,7 @@ def compare_models(
     a, b = _contender(model, paths), _contender(against, paths)
     files = [x for x in (a, b) if isinstance(x, Mapping)]
     rows = _rows(paths, num_examples or config.judge.num_examples, files)
-    accuracy.check(config.judge, rows)
+    accuracy.check(config.judge, rows, names)
     kept = columns.of_rows(rows)
     judges = build_judges(
         config.judge, config.data_source, device, paths, names=names, functions_root=functions_root,
@@ -176,7 +176,7 @@ def _contender(name: str, paths: Paths) -> Contender:
 def _response_file(file: Path) -> ResponseFile:
     """Responses made elsewhere: one JSON object per line, with `prompt` and `completion`."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines() cuts within JSON texts too
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     responses: dict[str, str] = {}

@@ -157,10 +157,18 @@ def _values(file: Path) -> list[Any]:
             return table
         if file.suffix == ".jsonl":
             text = file.read_text(encoding="utf-8")
-            return [json.loads(line) if line.strip() else None for line in text.split("\n")]
+            return [_json(line, f"{file}:{number}") for number, line in enumerate(text.split("\n"), start=1)]
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     raise UserError(f"{file}: give a file whose name ends with .jsonl or .parquet")
+
+
+def _json(line: str, where: str) -> Any:
+    try:
+        return json.loads(line) if line.strip() else None
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg}, column {error.colno}"
+        raise UserError(f"{where}: this line is not JSON ({reason}); {SHAPE}") from None
 
 
 def _row(values: Any) -> Row | None:

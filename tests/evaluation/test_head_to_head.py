@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_tasks import console
 from rlhf_tasks.cli import main
+from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import load_tokenizer, read_table
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
@@ -239,6 +240,34 @@ def test_invalid_lines_of_a_file_of_responses_are_named(models_here: Path) -> No
         run("theirs.jsonl")
     with pytest.raises(UserError, match="to none of the 12 prompts"):
         run(write_responses({"another prompt": "x"}))
+
+
+def test_a_line_of_a_file_of_responses_ends_at_a_line_feed_only(models_here: Path) -> None:
+    prompt, completion = read_table(Paths(), "prompts", "test")[0]["prompt"], "one\u2028two\x85three"
+    line = json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False)
+    Path("theirs.jsonl").write_bytes(f"{line}\r\n".encode())
+    run("theirs.jsonl", names=["gold"], out=Path("out.jsonl"))
+    written = Path("out.jsonl").read_text(encoding="utf-8").split("\n")
+    assert json.loads(written[0])["response_a"] == completion
+    Path("theirs.jsonl").write_text(f"{line}\nx\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^theirs\.jsonl:2: give an object"):
+        run("theirs.jsonl")
+
+
+def test_only_the_verifiers_that_judge_are_checked(models_here: Path) -> None:
+    check = {"kind": "number", "column": "answer", "tolerance": 0.0, "weight": 1.0}
+    right = {"kind": "verifier", "name": "right", "checks": [check], "format": None}
+    both = {"kind": "all_of", "name": "both", "judges": ["gold", "right"]}
+    rows = read_table(Paths(), "prompts", "test")
+    bad = [columns.encoded(row | {"columns": {"answer": None}}) for row in rows]
+    small.write_rows(models_here, "prompts", "test", bad)
+    kept = {"data.columns": {**small.params()["data"]["columns"], "keep": ["answer"]}}
+    view = small.view("judge", VIEW | kept | {"judge.judges": [small.GOLD, right, both]})
+    results = compare_models(view, "models/sft", "reference", paths=Paths(), names=["gold"])
+    assert {one.judge for one in results.comparisons} == {"gold"}
+    for names in (["right"], ["both"], []):
+        with pytest.raises(UserError, match=r"judge.judges: right: 6 value\(s\) cannot be used"):
+            compare_models(view, "models/sft", "reference", paths=Paths(), names=names)
 
 
 def test_without_data_the_stage_that_makes_it_is_named(

@@ -89,6 +89,13 @@ def test_a_file_that_cannot_be_read_is_one_message(name: str, text: str, tmp_pat
         read(tmp_path / "nowhere.jsonl")
 
 
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    line = json.dumps(ROWS[0] | {"prompt": "my\u2028post"}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_text(f'{line}\n\n{{"prompt": }}\n{line}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"a\.jsonl:3: this line is not JSON \(Expecting value, column 12\)"):
+        read(tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize("template", [None, CHAT], ids=["plain", "chat"])
 def test_scores_are_the_models_own_of_each_text_alone(
     template: str | None, trained: Path, tmp_path: Path
