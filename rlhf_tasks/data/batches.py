@@ -274,11 +274,17 @@ def read_table(paths: Paths, role: str, split: Split) -> list[dict[str, Any]]:
     return columns.decoded(rows)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of texts; no special token is added, since the texts are complete."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, split_special_tokens: bool = False
+) -> list[Ids]:
+    """Token ids of texts; no special token is added, since the texts are complete.
+
+    With `split_special_tokens`, the name of a special token is plain text.
+    """
     if not texts:
         return []
-    ids: list[Ids] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    how = {"split_special_tokens": True} if split_special_tokens else {}
+    ids: list[Ids] = tokenizer(list(texts), add_special_tokens=False, **how)["input_ids"]
     return ids
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_tasks import console
 from rlhf_tasks.data.batches import Ids, encode, sizes, text_of
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.tables import Chat, Message
@@ -25,6 +27,9 @@ class Retokenised:
     Where both tokenizers have the same chat template, or the model has none, the model reads the prompt as
     the policy does, and then the response. Where its template differs, it reads the conversation in its own
     template. A prompt that is no conversation in the policy's template is one message of the user.
+
+    No answer can write the model's special tokens: they are removed from messages, and otherwise read as
+    plain text. A query that is too long loses its start.
     """
 
     def __init__(
@@ -40,34 +45,63 @@ class Retokenised:
         self._folder, self._longest = folder, longest
         self._reads, self._given = ready_rendering(own, str(folder)), ready_rendering(policy, "the policy")
         self._has_own_template = own.chat_template not in (None, policy.chat_template)
+        self._special, self._has_cut = special_names(own), False
 
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
         """(B,) float32 on the CPU, in the order of the rows.
 
         Raises:
-            UserError: for a text that is longer than the model can read.
+            UserError: for a response that is longer than the model can read.
         """
-        own = self._own_ids(queries, responses)
-        most = max(sizes(*own), default=0)
-        if self._longest is not None and most > self._longest:
-            raise UserError(
-                f"ppo.scorers: {self._folder} can read {self._longest} tokens, and a prompt with its "
-                f"response has {most} in its tokenizer; lower data.max_prompt_tokens or ppo.response_length"
-            )
-        return self._score(*own)
-
-    def _own_ids(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> tuple[list[Ids], list[Ids]]:
         prompts = [str(self._policy.decode(query, skip_special_tokens=False)) for query in queries]
         answers = [text_of(self._policy, response) for response in responses]
         if self._has_own_template:
-            return conversation_ids(
-                self._own, [self._conversation(*row) for row in zip(prompts, answers, strict=True)]
+            texts = [self._conversation(*row) for row in zip(prompts, answers, strict=True)]
+            own = conversation_ids(self._own, texts)
+        else:
+            own = self._bare(prompts, answers, responses)
+        excess = 0 if self._longest is None else max(sizes(*own), default=0) - self._longest
+        return self._score(*(self._cut(*own, answers) if excess > 0 else own))
+
+    def _cut(
+        self, queries: list[Ids], responses: list[Ids], answers: Sequence[str]
+    ) -> tuple[list[Ids], list[Ids]]:
+        """Rows that the model can read, in which the whole response is left."""
+        assert self._longest is not None
+        wholes = responses
+        if self._has_own_template:  # the rows are whole conversations: what must be left is the answer's turn
+            plain = [without(answer, self._special) + self._end_of_turn() for answer in answers]
+            wholes = encode(self._own, plain)
+        most = max(map(min, map(len, wholes), sizes(queries, responses)))
+        if most > self._longest:
+            raise UserError(
+                f"ppo.scorers: {self._folder} can read {self._longest} tokens, and a response has {most} in "
+                "its tokenizer; lower ppo.response_length"
             )
+        if not self._has_cut:
+            self._has_cut = True
+            console.say(
+                f"ppo.scorers: {self._folder} can read {self._longest} tokens; where a prompt with its "
+                "response has more, it reads the end of the prompt only"
+            )
+        rows = zip(queries, responses, strict=True)
+        return [q[max(0, len(q) + len(r) - self._longest) :] for q, r in rows], responses
+
+    def _end_of_turn(self) -> str:
+        """What the model's template writes after an answer."""
+        assert self._reads.chat is not None
+        mark = MARKS[2]
+        return self._reads.chat(_chat_of([MARKS[1], mark], []), False).partition(mark)[2]
+
+    def _bare(
+        self, prompts: Sequence[str], answers: Sequence[str], responses: Sequence[Ids]
+    ) -> tuple[list[Ids], list[Ids]]:
+        """The prompts as the policy reads them, and the answers as plain text."""
         bare = [self._reads.bos + prompt.removeprefix(self._given.bos) for prompt in prompts]
         ends = [response[-1:] == [self._policy.eos_token_id] for response in responses]
         ids = [
             row + [int(self._own.eos_token_id)] * end
-            for row, end in zip(encode(self._own, answers), ends, strict=True)
+            for row, end in zip(encode(self._own, answers, split_special_tokens=True), ends, strict=True)
         ]
         return encode(self._own, bare), ids
 
@@ -76,7 +110,25 @@ class Retokenised:
         assert self._reads.chat is not None
         found = None if self._given.chat is None else messages_of(prompt, self._given.chat)
         messages = found or [{"role": "user", "content": prompt.removeprefix(self._given.bos)}]
-        return self._reads.chat([*messages, {"role": "assistant", "content": answer}], False)
+        turns = [*messages, {"role": "assistant", "content": answer}]
+        plain = [turn | {"content": without(str(turn["content"]), self._special)} for turn in turns]
+        return self._reads.chat(plain, False)
+
+
+def special_names(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The names of a tokenizer's special tokens, of which its template makes turns."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return frozenset(name for name in (*tokenizer.all_special_tokens, *added) if name)
+
+
+def without(text: str, names: Collection[str]) -> str:
+    """The text without any of the names, and without those that a removal would leave."""
+    if not names:
+        return text
+    pattern, before = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))), ""
+    while text != before:
+        before, text = text, pattern.sub("", text)
+    return text
 
 
 def conversation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[list[Ids], list[Ids]]:

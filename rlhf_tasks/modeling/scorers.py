@@ -23,7 +23,7 @@ from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import checks, contracts, models, positions
 from rlhf_tasks.modeling.combining import combined, length_penalties
 from rlhf_tasks.modeling.functions import TextFunction
 from rlhf_tasks.modeling.models import TokenScores
@@ -280,11 +280,17 @@ def load_reward_scorer(
     Raises:
         ContractError: if the folder holds no reward model with a trained head, or a tokenizer that does not
             fit it.
+        ModelFault: if the scores of a padded batch are not those of each row alone.
     """
     own, model = load_tokenizer(folder), models.load_reward(folder)
     contracts.check_fits(model.model, own, str(folder))
     scorer = RewardScorer(model.to(device).requires_grad_(False), own, max_tokens)
-    longest = getattr(model.model.config, "max_position_embeddings", None)
+    checks.require(
+        checks.check_scores(model, checks.random_rows(len(own)), pad=own.pad_token_id), str(folder)
+    )
+    settings = model.model.config
+    bounds = getattr(settings, "max_position_embeddings", None), positions.rescaling_length(settings)
+    longest = min((bound for bound in bounds if bound is not None), default=None)
     return Retokenised(scorer, own, policy, folder, longest)
 
 

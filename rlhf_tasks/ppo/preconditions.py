@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_tasks import console
@@ -120,15 +121,16 @@ def _warn_of_bootstrapping(settings: Ppo) -> None:
 def check_models(
     settings: Ppo,
     actor_critic: ActorCritic,
-    reward: TokenScores | None,
+    rewards: Mapping[str, TokenScores | None],
     prompts: list[Ids],
     selection: list[Ids],
     pad: int,
     *,
     saves: bool,
 ) -> None:
-    """Check that policy, reward model and critic compute the same numbers in every way that PPO uses.
+    """Check that policy, reward models and critic compute the same numbers in every way that PPO uses.
 
+    `rewards` are the reward models that read the policy's token ids, by folder.
     With `saves`, a small policy is written and read back too. Only one process may do that: transformers
     writes nothing on the others.
 
@@ -146,8 +148,9 @@ def check_models(
     )  # fmt: skip
     checks.require(results, "models/sft")
     rows = checks.rows_of(queries, settings.response_length)
-    for name, model in (("models/reward", reward), ("the critic", critic)):
+    for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
+            positions.check_positions(model.model.config, longest, name)
             checks.require(checks.check_scores(model, rows, pad=pad), name)
 
 

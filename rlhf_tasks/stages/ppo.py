@@ -68,16 +68,19 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         root=paths.root, combine=settings.combine_reward_models, device=rt.device, columns=kept,
     )  # fmt: skip
     prompts, selection = (encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation))
+    heldout = _heldout(rt, config, paths)
     preconditions.check_models(
-        settings, actor_critic, reward, prompts, selection, tokenizer.pad_token_id, saves=rt.is_main
-    )
+        settings, actor_critic, {"models/reward": reward, "models/reward_heldout": heldout}, prompts,
+        selection, tokenizer.pad_token_id, saves=rt.is_main,
+    )  # fmt: skip
     trainer = Trainer(
         rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed, columns=kept,
         demonstrations=ptx_text(settings, paths, tokenizer, policy),
     )  # fmt: skip
     evaluator = Evaluator(
         rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
-        heldout=_heldout(rt, config, paths, tokenizer), judge=judge, seed=config.seed,
+        heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens), judge=judge,
+        seed=config.seed,
     )  # fmt: skip
     loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
     metrics = loop.run()
@@ -138,13 +141,10 @@ def _critic(
     return critic
 
 
-def _heldout(
-    rt: Runtime, config: PpoView, paths: Paths, tokenizer: PreTrainedTokenizerBase
-) -> RewardScorer | None:
+def _heldout(rt: Runtime, config: PpoView, paths: Paths) -> TokenScores | None:
     if not config.has_reward_model:
         return None
-    model = models.load_reward(paths.reward_heldout).to(rt.device).requires_grad_(False)
-    return RewardScorer(model, tokenizer, config.ppo.micro_batch_tokens)
+    return models.load_reward(paths.reward_heldout).to(rt.device).requires_grad_(False)
 
 
 def ptx_text(

@@ -15,6 +15,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from tests import families, small
+from tests.modeling.test_checks import unmask, wrap
 from tests.stages.test_ppo import SETTINGS
 
 
@@ -41,6 +42,22 @@ def test_a_family_whose_state_keeps_rows_that_have_ended_is_refused(models_here:
         run_with("recurrent_gemma", "shared")
     assert "models/sft fails the check before training" in str(error.value)
     assert "ended rows do not change the others: off by " in str(error.value)
+
+
+def test_a_held_out_reward_model_that_answers_otherwise_in_a_batch_is_refused(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = models.load_reward
+
+    def load_unmasked(folder: Path) -> models.TokenScores:
+        scores = load(folder)
+        if folder == Paths().reward_heldout:
+            wrap(scores.model.base_model, unmask)
+        return scores
+
+    monkeypatch.setattr(models, "load_reward", load_unmasked)
+    with pytest.raises(UserError, match="models/reward_heldout fails the check before training"):
+        ppo.run(small.view("ppo", SETTINGS), Paths(), NullTracker("ppo"))
 
 
 def test_positions_that_depend_on_the_longest_row_are_refused(models_here: Path) -> None:
