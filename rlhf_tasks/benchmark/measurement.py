@@ -22,8 +22,6 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks import console
 from rlhf_tasks.benchmark.workloads import Workload
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.judge import OPTIMISED
-from rlhf_tasks.config.scorers import reward_folders
 from rlhf_tasks.modeling.models import TokenScores
 
 PARTS = ("generate", "score", "train")
@@ -117,15 +115,17 @@ def forward_flops(model: PreTrainedModel, query: float, response: float, *, logi
 
 
 def update_flops(workload: Workload, query: float, response: float) -> float:
-    """Model FLOPs of an update: sampling, the reference, the critic, the reward model, and the epochs."""
+    """Model FLOPs of an update: sampling, the reference, the critic, the reward models, and the epochs.
+
+    A reward model of another tokenizer is counted with the policy's tokens.
+    """
     trainer = workload.trainer
     settings, actor_critic = trainer.settings, trainer.actor_critic
     policy = forward_flops(actor_critic.policy, query, response, logits=True)
-    critic = reward = 0.0
+    critic = 0.0
     if isinstance(actor_critic.value, TokenScores):
         critic = forward_flops(actor_critic.value.model, query, response, logits=False)
-    if workload.reward is not None and OPTIMISED in reward_folders(settings.scorers):
-        reward = forward_flops(workload.reward.model, query, response, logits=False)
+    reward = sum(forward_flops(one.model, query, response, logits=False) for one in workload.rewards)
     row = 2 * policy + critic + reward + 3 * settings.num_ppo_epochs * (policy + critic)
     return settings.rollout_batch_size * row
 

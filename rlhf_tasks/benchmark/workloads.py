@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,10 @@ NUM_PROMPTS = 2048
 
 @dataclass(frozen=True)
 class Workload:
-    """A trainer, the reward model that scores its responses, and in words what its models are."""
+    """A trainer, the reward models that score its responses, and in words what its models are."""
 
     trainer: Trainer
-    reward: TokenScores | None
+    rewards: Sequence[TokenScores]
     description: str
 
 
@@ -82,7 +83,7 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
         OwnModel(made.reference, moves=settings.reference_sync is not None), scorer, tokenizer,
         shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab), seed=1,
     )  # fmt: skip
-    return Workload(trainer, reward, "random models of a named shape")
+    return Workload(trainer, scorer.reward_models, "random models of a named shape")
 
 
 def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_updates: int) -> Workload:
@@ -114,7 +115,8 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     )  # fmt: skip
     if not Paths(root).table("prompts", "train").exists():
         random.append("prompts of the greatest length")
-    return Workload(trainer, reward, f"random {', '.join(random)}" if random else "models of this project")
+    words = f"random {', '.join(random)}" if random else "models of this project"
+    return Workload(trainer, scorer.reward_models, words)
 
 
 def _fill(config: Config, own: Paths, paths: Paths) -> list[str]:

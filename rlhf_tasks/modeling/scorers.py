@@ -207,7 +207,8 @@ class Part(NamedTuple):
     name: str
     weight: float
     scorer: Scorer
-    is_reward_model: bool
+    reward_model: TokenScores | None
+    """The model behind the scorer; None if it is no reward model."""
 
 
 class WeightedSum:
@@ -218,6 +219,7 @@ class WeightedSum:
 
     def __init__(self, parts: Sequence[Part], combine: config.Combination = "sum") -> None:
         self._parts, self._combine = tuple(parts), combine
+        self.reward_models = [part.reward_model for part in parts if part.reward_model is not None]
 
     def parts(
         self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
@@ -235,7 +237,7 @@ class WeightedSum:
         """The combined scores of the reward models, plus Σ weight · score over the other parts; (B,)."""
         weighted = [part.weight * found[part.name] for part in self._parts]
         if self._combine != "sum":
-            flags = [part.is_reward_model for part in self._parts]
+            flags = [part.reward_model is not None for part in self._parts]
             rewards = [row for row, flag in zip(weighted, flags, strict=True) if flag]
             others = [row for row, flag in zip(weighted, flags, strict=True) if not flag]
             weighted = [combined(torch.stack(rewards), self._combine), *others]
@@ -262,20 +264,23 @@ def build(
             URL, or a folder without a trained reward model.
     """
     parts: list[Part] = []
+    scorer: Scorer
+    model: TokenScores | None
     for name, one in zip(config.scorer_names(settings), settings, strict=True):
         weight = 0.0 if isinstance(one, config.DummyScorer) else one.weight
         if isinstance(one, config.RewardModelScorer) and one.path is not None:
-            scorer: Scorer = load_reward_scorer(root / one.path, tokenizer, max_tokens, device)
+            scorer, model = load_reward_scorer(root / one.path, tokenizer, max_tokens, device)
         else:
             scorer = _one(one, tokenizer, reward_model, max_tokens, root, columns)
-        parts.append(Part(name, weight, scorer, isinstance(one, config.RewardModelScorer)))
+            model = reward_model if isinstance(one, config.RewardModelScorer) else None
+        parts.append(Part(name, weight, scorer, model))
     return WeightedSum(parts, combine)
 
 
 def load_reward_scorer(
     folder: Path, policy: PreTrainedTokenizerBase, max_tokens: int, device: torch.device
-) -> Scorer:
-    """The reward model of a folder as a scorer of the policy's token ids, through its own tokenizer.
+) -> tuple[Scorer, TokenScores]:
+    """The reward model of a folder, and a scorer of the policy's token ids through its own tokenizer.
 
     Raises:
         ContractError: if the folder holds no reward model with a trained head, or a tokenizer that does not
@@ -291,7 +296,7 @@ def load_reward_scorer(
     settings = model.model.config
     bounds = getattr(settings, "max_position_embeddings", None), positions.rescaling_length(settings)
     longest = min((bound for bound in bounds if bound is not None), default=None)
-    return Retokenised(scorer, own, policy, folder, longest)
+    return Retokenised(scorer, own, policy, folder, longest), model
 
 
 def _one(

@@ -76,6 +76,14 @@ def test_an_update_passes_forward_five_times_and_trains_policy_and_critic(
     assert measurement.update_flops(workload, 4, 3) == 8 * row
 
 
+def test_every_reward_model_of_an_update_is_counted(workload: workloads.Workload) -> None:
+    """Two more of the same size pass forward twice more."""
+    trunk = 2 * 6144 * 7 + 2 * 2 * 16 * 7**2
+    more = replace(workload, rewards=[*workload.rewards] * 3)
+    one, three = (measurement.update_flops(each, 4, 3) for each in (workload, more))
+    assert three - one == 8 * 2 * trunk
+
+
 def test_an_update_without_a_critic_costs_no_critics_passes() -> None:
     settings = small.ppo(**without_critic("rloo"))
     workload = workloads.of_shape(small.runtime(), settings, TINY, num_updates=2)

@@ -25,8 +25,14 @@ def rule(value: Any) -> Any:
 
 def planted(scores: dict[str, list[float]], weights: dict[str, float], combine: Any) -> torch.Tensor:
     """The total of planted scores; `penalty` is no reward model."""
+    model = small.scores()
     parts = [
-        Part(name, weights[name], lambda queries, responses, columns=NONE: torch.zeros(0), name != "penalty")
+        Part(
+            name,
+            weights[name],
+            lambda queries, responses, columns=NONE: torch.zeros(0),
+            None if name == "penalty" else model,
+        )
         for name in scores
     ]
     return WeightedSum(parts, rule(combine)).total({name: torch.tensor(row) for name, row in scores.items()})

@@ -215,6 +215,7 @@ def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alon
     queries, responses = small.rows(9)
     found = scorers(foreign.parent, path="foreign", name="helpful").parts(queries, responses)
     assert list(found) == ["reward_model", "helpful"]
+    assert len(scorers(foreign.parent, path="foreign", name="helpful").reward_models) == 2
     policy, own = small.tokenizer(), bytes_tokenizer()
     loaded = models.load_classifier(foreign)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
