@@ -254,7 +254,7 @@ def test_a_response_that_the_model_cannot_read_is_one_message(foreign: Path) -> 
 def test_the_start_of_a_query_is_cut_where_the_model_cannot_read_all(
     foreign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The score is that of the last 128 tokens; the console says so once."""
+    """The score is that of the last 128 tokens; it is printed once."""
     query, response = [5] * 10 + [3] * 70, [4] * 20
     scorer = scorers(foreign.parent, path="foreign", name="helpful")
     found = [float(scorer.parts([query], [response])["helpful"][0]) for _ in range(2)]
