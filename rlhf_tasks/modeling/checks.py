@@ -226,7 +226,7 @@ def check_source(source: str, revision: str | None = None) -> list[Result]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if _is_classifier(config_of(source, revision)):
         scores = load_reward(source, revision).to(device)
-        return check_scores(scores, random_rows(_vocabulary(scores.model)), pad=0)
+        return check_scores(scores, rows_for(scores.model), pad=0)
     model = place(load_causal(source, revision), device)
     longest, num_new = _lengths(model.config)
     return check_policy(model, random_rows(_vocabulary(model), longest).queries, pad=0, num_new=num_new)
@@ -294,6 +294,11 @@ def random_rows(vocab_size: int, longest: int = LONGEST, num_new: int = NUM_NEW)
 
     queries = [ids(max(1, longest * part // NUM_PROMPTS)) for part in range(1, NUM_PROMPTS + 1)]
     return rows_of(queries, num_new)
+
+
+def rows_for(model: PreTrainedModel) -> Rows:
+    """Random rows that a model can read, however few positions and tokens it has."""
+    return random_rows(_vocabulary(model), *_lengths(model.config))
 
 
 def rows_of(queries: Sequence[Ids], num_new: int = NUM_NEW) -> Rows:

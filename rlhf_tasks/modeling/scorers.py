@@ -291,7 +291,7 @@ def load_reward_scorer(
     contracts.check_fits(model.model, own, str(folder))
     scorer = RewardScorer(model.to(device).requires_grad_(False), own, max_tokens)
     checks.require(
-        checks.check_scores(model, checks.random_rows(len(own)), pad=own.pad_token_id), str(folder)
+        checks.check_scores(model, checks.rows_for(model.model), pad=own.pad_token_id), str(folder)
     )
     settings = model.model.config
     bounds = getattr(settings, "max_position_embeddings", None), positions.rescaling_length(settings)
