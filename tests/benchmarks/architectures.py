@@ -31,7 +31,7 @@ SECONDS = 60
 RIGHT, NOTED, REFUSED, UNTRIED = "right", "right with a note", "refused", "not tried"
 MEANINGS: Mapping[str, str] = {
     RIGHT: "policy, reward model and separate critic pass every check",
-    NOTED: "the policy passes every check, and something else must be known",
+    NOTED: "the policy passes every check; read the note",
     REFUSED: "stage ppo ends with this message before it trains",
     UNTRIED: "no tiny model of it could be made here; stage ppo checks the real one",
 }
@@ -107,9 +107,7 @@ def verdict(family: str) -> Verdict:
         try:
             scores = TokenScores.from_policy(Path(folder), torch.Generator().manual_seed(1))
         except Exception as error:  # the same here
-            lacks = "Unrecognized configuration class" in str(error)
-            why = "transformers has no sequence classifier of it" if lacks else _first_line(error)
-            note = f"no reward model of it, and no separate critic: {why}"
+            note = f"no reward model of it, and no separate critic: {_first_line(error)}"
             return Verdict(family, NOTED, _largest(results), note)
     of_scores = checks.check_scores(scores, checks.random_rows(families.VOCAB), pad=0)
     wrong = [result for result in of_scores if not result.passed]
@@ -140,11 +138,12 @@ def page(verdicts: Sequence[Verdict]) -> str:
     lines = [
         "# Which architectures PPO can train", "",
         "```sh", "python -m tests.benchmarks.architectures", "```", "",
-        f"Every family of transformers {transformers.__version__} that has a causal LM, as a tiny model with "
-        "random weights, is given the check that stage ppo makes of your model",
-        "([what it compares](../explanation/ppo.md#what-is-checked-before-training)). It passes in float32 "
-        f"where no log-probability differs by more than {checks.TOLERANCE[torch.float32]:g}.",
-        "The check of your own model decides, not this table: run `rlhf check-model FOLDER`.", "",
+        "Stage ppo checks a model before it trains it "
+        "([what it compares](../explanation/ppo.md#what-is-checked-before-training)). This page shows the",
+        f"result for a tiny random model of every family of transformers {transformers.__version__} that has "
+        "a causal LM. A family passes if",
+        f"no log-probability differs by more than {checks.TOLERANCE[torch.float32]:g} in float32. Your own "
+        "model may differ, so run `rlhf check-model FOLDER`.", "",
         "| Verdict | Families | Meaning |", "|---|---|---|",
         *(f"| {kind} | {counts[kind]} | {meaning} |" for kind, meaning in MEANINGS.items()),
     ]  # fmt: skip

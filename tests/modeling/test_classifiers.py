@@ -148,7 +148,9 @@ def test_a_trunk_that_no_head_fits_on_is_refused_by_its_family(tmp_path: Path) -
     )  # fmt: skip
     (tmp_path / "bart").mkdir()
     models.save(BartForCausalLM(config), small.tokenizer(), tmp_path / "bart", identity={}, card="")
-    with pytest.raises(ContractError, match=r"BartDecoderWrapper \(family bart\).*use a decoder of another family"):
+    with pytest.raises(
+        ContractError, match=r"BartDecoderWrapper \(family bart\).*use a decoder of another family"
+    ):
         TokenScores.from_policy(tmp_path / "bart", torch.Generator())
 
 
@@ -163,7 +165,9 @@ def test_a_reward_model_whose_head_is_no_linear_map_of_states_is_refused_by_its_
     )  # fmt: skip
     config.num_labels = 1
     BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(ContractError, match=r"\(family bert\) has no linear head `score`.*use a decoder of another family"):
+    with pytest.raises(
+        ContractError, match=r"\(family bert\) has no linear head `score`.*use a decoder of another family"
+    ):
         models.load_reward(tmp_path / "bert")
 
 

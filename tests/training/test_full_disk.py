@@ -87,7 +87,7 @@ def test_a_stage_says_from_where_it_resumes(
 
     monkeypatch.setattr(runner, "_run", run)
     with pytest.raises(
-        disk.DiskFullError, match=r"snapshot stands, and the stage resumes from it: step 2 of loop$"
+        disk.DiskFullError, match=r"snapshot is intact, and the stage resumes from it: step 2 of loop$"
     ):
         runner.run("sft", Paths())
     report = launch.reported(failure)
