@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ruamel.yaml import YAML
 
@@ -73,14 +74,18 @@ class Project:
             return process.wait(rng.uniform(0, seconds)) != 0
         except subprocess.TimeoutExpired:
             # Without Prefect's own server: a flow waits for one that is killed while it starts.
-            alive = [
-                p for p in processes.find(MARK, str(self.folder)) if "uvicorn" not in " ".join(p.cmdline())
-            ]
+            alive = [p for p in processes.find(MARK, str(self.folder)) if p not in self.servers()]
             for victim in alive if rng.random() < 0.4 else rng.choice([[process], [rng.choice(alive)]]):
                 victim.kill()
         status = process.wait(300)
+        for server in self.servers():  # it outlives a flow that was killed
+            server.kill()
         projects.until(lambda: not processes.find(MARK, str(self.folder)), "the end of what it had started")
         return status != 0
+
+    def servers(self) -> list[psutil.Process]:
+        """The Prefect servers that flows have started."""
+        return [p for p in processes.find(MARK, str(self.folder)) if "uvicorn" in " ".join(p.cmdline())]
 
     def survive(self, command: str, kills: int, rng: random.Random, seconds: float) -> None:
         """Run a command to its end, after as many kills."""
