@@ -22,7 +22,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from tests.benchmarks.seeds import run_seed
+from tests.benchmarks.seeds import linked, run_seed
 
 OUT = Path(__file__).with_suffix(".md")
 EPISODES = 4096
@@ -89,22 +89,12 @@ def run_variant(seed: int, name: str, finished: Path, work: Path) -> dict[str, f
 
 def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
     """Make a workspace with the data and models of a finished run, and parameters of its own."""
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "models").mkdir(parents=True)
-    (folder / "data").symlink_to((finished / "data").absolute())
-    (folder / "rlhf_tasks").symlink_to(Path("rlhf_tasks").absolute())
-    shutil.copy("dvc.yaml", folder)
-    for role in ("base", "sft", "reward", "reward_heldout"):
-        (folder / "models" / role).symlink_to((finished / "models" / role).absolute())
-    yaml = YAML()
-    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
-    params["seed"] = yaml.load((finished / "params.yaml").read_text(encoding="utf-8"))["seed"]
+    params = linked(folder, finished)
     params["ppo"].update({"total_episodes": EPISODES, **changes})
     params["ppo"]["guards"]["action"] = "warn"
     params["ppo"]["num_sample_generations"] = 0
-    params["tracking"]["enabled"] = False
     params["promotion"] = None
-    yaml.dump(params, folder / "params.yaml")
+    YAML().dump(params, folder / "params.yaml")
 
 
 def judge(out: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from rlhf_tasks import presets
-from tests.benchmarks.seeds import run_seed
+from tests.benchmarks.seeds import linked, run_seed
 
 OUT = Path(__file__).parents[2] / "docs/results/estimators.md"
 Result = dict[str, float]
@@ -69,19 +69,9 @@ def _call(folder: Path, *command: str) -> None:
 
 def prepare(folder: Path, finished: Path, preset: str | None, settings: Sequence[str]) -> None:
     """Make a workspace with the data and models of a finished run, and parameters of its own."""
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "models").mkdir(parents=True)
-    (folder / "data").symlink_to((finished / "data").absolute())
-    (folder / "rlhf_tasks").symlink_to(Path("rlhf_tasks").absolute())
-    shutil.copy("dvc.yaml", folder)
-    for role in ("base", "sft", "reward", "reward_heldout"):
-        (folder / "models" / role).symlink_to((finished / "models" / role).absolute())
-    yaml = YAML()
-    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
-    params["seed"] = yaml.load((finished / "params.yaml").read_text(encoding="utf-8"))["seed"]
-    params["tracking"]["enabled"] = False
+    params = linked(folder, finished)
     params["promotion"] = None
-    yaml.dump(params, folder / "params.yaml")
+    YAML().dump(params, folder / "params.yaml")
     presets.apply([preset] if preset else [], folder / "params.yaml", settings)
 
 

@@ -11,9 +11,13 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
 
 ROWS = {
     "SFT vs reference (gold)": ("judge", "gold/sft_vs_reference/win_rate"),
@@ -43,6 +47,22 @@ def run_seed(seed: int, work: Path, *targets: str) -> Path:
         command = ["dvc", "repro", *targets]
         subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
     return folder
+
+
+def linked(folder: Path, finished: Path) -> Any:
+    """Make a workspace with the data and models of a finished run; its parameters, without tracking."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "models").mkdir(parents=True)
+    (folder / "data").symlink_to((finished / "data").absolute())
+    (folder / "rlhf_tasks").symlink_to(Path("rlhf_tasks").absolute())
+    shutil.copy("dvc.yaml", folder)
+    for role in ("base", "sft", "reward", "reward_heldout"):
+        (folder / "models" / role).symlink_to((finished / "models" / role).absolute())
+    yaml = YAML()
+    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
+    params["seed"] = yaml.load((finished / "params.yaml").read_text(encoding="utf-8"))["seed"]
+    params["tracking"]["enabled"] = False
+    return params
 
 
 def cell(folder: Path, stage: str, key: str) -> str:
