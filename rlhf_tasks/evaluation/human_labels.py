@@ -49,6 +49,10 @@ class Pair:
 class Label:
     pair: Pair
     outcome: float | None
+    by: str = ""
+    """Who gave it; empty if unknown."""
+    when: str = ""
+    """The time in ISO 8601, as `rlhf label` writes it; empty if unknown."""
 
 
 def read(path: Path) -> list[Label]:
@@ -81,7 +85,9 @@ def read(path: Path) -> list[Label]:
                 "`outcome` of 1 (A is better), 0.5, 0 or null"
             )
         outcome = None if row["outcome"] is None else float(row["outcome"])
-        labels.append(Label(Pair(*(row[name] for name in TEXTS)), outcome))
+        pair = Pair(*(row[name] for name in TEXTS))
+        signature = (str(row.get(name) or "") for name in ("by", "when"))
+        labels.append(Label(pair, outcome, *signature))
     return labels
 
 

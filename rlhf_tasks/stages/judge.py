@@ -92,7 +92,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     labelled = {label.pair.prompt for label in labels}
     accuracy.check(config.judge, accuracy.judged_rows(paths, config.judge.num_examples, labelled))
     judges = build_judges(
-        config.judge, config.data_source, rt.device, paths, trace=tracker.trace,
+        config.judge, config.data_source, rt.device, paths, trace=tracker.trace, labels=labels,
         columns=columns.of_rows(rows),
     )  # fmt: skip
     probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)

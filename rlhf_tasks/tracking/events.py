@@ -8,8 +8,8 @@ same points, however often they are sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired, TypedDict
 
 from rlhf_tasks.config import Stage
 
@@ -68,6 +68,24 @@ class Notice(TypedDict):
     step: int
 
 
+class Assessment(TypedDict):
+    """What a judge or a person says of a traced reply, in MLflow's terms."""
+
+    name: str
+    """The judge's name, also of what people say of its reply."""
+    kind: Literal["feedback", "expectation"]
+    source: Literal["LLM_JUDGE", "HUMAN"]
+    by: str
+    """The judge's model, or the person."""
+    time: int
+    """In milliseconds since 1970."""
+    value: str | None
+    """None, with the reason in `error`, for a reply without a preference."""
+    error: str
+    rationale: str
+    metadata: Mapping[str, str]
+
+
 class Trace(TypedDict):
     """One call of a model; `start` and `end` in milliseconds since 1970."""
 
@@ -79,6 +97,8 @@ class Trace(TypedDict):
     outputs: Mapping[str, Any]
     start: int
     end: int
+    assessments: NotRequired[Sequence[Assessment]]
+    """Records of earlier versions do not have them."""
 
 
 class Artifact(TypedDict):

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
 
-from rlhf_tasks.tracking import context, curves, rejections, view
+from rlhf_tasks.tracking import context, curves, view
 from rlhf_tasks.tracking.events import (
     PIPELINE,
     REPORT_PAGE,
@@ -25,16 +23,14 @@ from rlhf_tasks.tracking.events import (
     Header,
     Headlines,
     Metrics,
-    Trace,
 )
+from rlhf_tasks.tracking.traces import MAX_TAG, Traces
 
 BATCH_METRICS, BATCH_PARAMS = 1000, 100  # MLflow's limits for one request
-MAX_PARAM, MAX_TAG = 6000, 5000  # characters
+MAX_PARAM = 6000  # characters
 MAX_DIGEST = 36  # characters, as many as `….dir` has
 REASON = "rlhf.reason"  # why a run was killed or failed
 EXPERIMENT = "dvc.exp"
-TRACE_TAG, MAX_TRACES = "rlhf.trace", 500  # a trace's number in its run; MLflow's limit for one page
-REJECTED_TAG = "rlhf.rejected_traces"
 FIGURE_TAG = "rlhf.figure"  # why a run has no figure
 TABLES_TAG = "mlflow.loggedArtifacts"  # MLflow's viewer finds sample tables by it
 KIND_TAG, KIND = (
@@ -190,21 +186,25 @@ class RemoteRun:
     header: Header
     may_have_points: bool
     """True if points may have been sent before: only points are sent whose steps MLflow lacks."""
-    rejected: dict[str, str] = field(default_factory=dict)
-    """Why MLflow will never accept a trace, by its number."""
     _steps: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     _tables: list[str] = field(default_factory=list)
-    _traces: dict[str, Trace] = field(default_factory=dict)
-    _sent: set[str] = field(default_factory=set)
-    """The numbers of the traces that were sent."""
+    _traces: Traces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._traces = Traces(self.client, self.run, may_be_held=self.may_have_points)
+
+    @property
+    def rejected(self) -> dict[str, str]:
+        """Why MLflow will never accept a trace, by its number."""
+        return self._traces.rejected
 
     def resume(self, history: Sequence[Event], rejected: Mapping[str, str]) -> None:
         """Continue after these events were sent, and these traces were rejected."""
-        self.rejected = dict(rejected)
+        self._traces.rejected = dict(rejected)
         self._note(history)
 
     def _note(self, events: Sequence[Event]) -> None:
-        self._traces |= {event["number"]: event for event in events if event["kind"] == "trace"}
+        self._traces.note([event for event in events if event["kind"] == "trace"])
         tables = [event["file"] for event in events if event["kind"] == "artifact" and event["table"]]
         self._tables = list(dict.fromkeys([*self._tables, *tables]))
 
@@ -217,7 +217,7 @@ class RemoteRun:
         self._send_points(self.run, [event for event in events if event["kind"] == "metrics"])
         self._send_headlines([event for event in events if event["kind"] == "headlines"])
         self._note(events)
-        self._send_traces()
+        self._traces.send()
         latest = {event["file"]: event for event in events if event["kind"] == "artifact"}
         for name, artifact in latest.items():
             self.client.log_artifact(self.run, str(files / name), artifact["folder"])
@@ -228,7 +228,7 @@ class RemoteRun:
                 self._set_tags(event["values"])
             elif event["kind"] == "end":
                 self._end(event)
-                self._check_traces()
+                self._traces.check()
         if events and events[-1]["kind"] == "end" and self.header["last"]:
             self._show_columns()
 
@@ -308,68 +308,5 @@ class RemoteRun:
         parent = self.client.get_run(self.parent).info
         return parent.status != "RUNNING" and bool((parent.end_time or 0) > time)
 
-    # ------------------------------------------------------------------------------------ traces
-
-    def _send_traces(self) -> None:
-        """Send each trace once. The exporter raises nothing if one is not accepted: see `_check_traces`."""
-        if self._traces.keys() <= self._sent | self.rejected.keys():
-            return
-        mlflow.set_tracking_uri(self.client.tracking_uri)  # the exporter uses the global address
-        experiment = self._experiment()
-        if self.may_have_points and not self._sent:
-            self._sent = self._held_traces(experiment)
-        for number in [n for n in self._traces if n not in self._sent and n not in self.rejected]:
-            with rejections.logged_errors() as errors:
-                self._send_trace(self._traces[number], experiment)
-            self._sent.add(number)
-            if reason := next(filter(None, map(rejections.reason, errors)), None):
-                self.rejected[number] = reason
-
-    def _send_trace(self, trace: Trace, experiment: str) -> None:
-        span = self.client.start_trace(
-            trace["name"],
-            span_type="LLM",
-            inputs=dict(trace["inputs"]),
-            tags={TRACE_TAG: trace["number"]},
-            experiment_id=experiment,
-            start_time_ns=trace["start"] * 1_000_000,
-            run_id=self.run,
-        )
-        self.client.end_trace(
-            span.trace_id,
-            outputs=dict(trace["outputs"]),
-            status="ERROR" if trace["outputs"].get("failure") else "OK",
-            end_time_ns=trace["end"] * 1_000_000,
-        )
-
-    def _check_traces(self) -> None:
-        if not self._traces:
-            return
-        if self.rejected:
-            reason = next(iter(self.rejected.values()))
-            text = f"{len(self.rejected)} of {len(self._traces)}, such as {reason}"
-            self.client.set_tag(self.run, REJECTED_TAG, text[:MAX_TAG])
-        lost = self._traces.keys() - self._held_traces(self._experiment()) - self.rejected.keys()
-        if lost:
-            raise MlflowException(
-                f"MLflow has not accepted {len(lost)} of {len(self._traces)} traces; see the uploader's log"
-            )
-
     def _experiment(self) -> str:
         return str(self.client.get_run(self.run).info.experiment_id)
-
-    def _held_traces(self, experiment: str) -> set[str]:
-        """The numbers of the traces that MLflow has."""
-        numbers, token = set[str](), None
-        while True:
-            page = self.client.search_traces(
-                locations=[experiment],
-                run_id=self.run,
-                max_results=MAX_TRACES,
-                include_spans=False,
-                page_token=token,
-            )
-            numbers |= {trace.info.tags[TRACE_TAG] for trace in page if TRACE_TAG in trace.info.tags}
-            token = page.token
-            if not token:
-                return numbers

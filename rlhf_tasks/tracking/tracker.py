@@ -35,7 +35,17 @@ from rlhf_tasks.config import Stage, StageView
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, pipeline, uploader
-from rlhf_tasks.tracking.events import Artifact, Figure, Headlines, Metrics, Notice, Trace, ending, now
+from rlhf_tasks.tracking.events import (
+    Artifact,
+    Assessment,
+    Figure,
+    Headlines,
+    Metrics,
+    Notice,
+    Trace,
+    ending,
+    now,
+)
 from rlhf_tasks.tracking.outbox import Outbox, Record, table_json
 
 WAIT_SECONDS = 60.0  # for the delivery, after a stage's end: the first one also creates the database
@@ -84,9 +94,19 @@ class Tracker:
         """Log something that a person should see: a tag of that name, and a row of the table `events`."""
 
     def trace(
-        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        start: int,
+        end: int,
+        assessments: Sequence[Assessment] = (),
     ) -> None:
-        """Log a call of a model, with times in milliseconds since 1970. An output `failure` marks it."""
+        """Log a call of a model, with times in milliseconds since 1970. An output `failure` marks it.
+
+        `assessments` are what a judge and people say of the reply.
+        """
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Keep a copy of a file with the run. Checkpoints do not belong here: DVC keeps them."""
@@ -147,11 +167,20 @@ class RecordTracker(Tracker):
         self.table("events", [{self._history.axis: step, "event": name, "text": text}])
 
     def trace(
-        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        start: int,
+        end: int,
+        assessments: Sequence[Assessment] = (),
     ) -> None:
-        number = secrets.token_hex(6)
-        shown = {"name": name, "number": number, "inputs": dict(inputs), "outputs": dict(outputs)}
-        self._record.append(Trace(kind="trace", time=now(), **shown, start=start, end=end))  # type: ignore[typeddict-item]
+        trace = Trace(
+            kind="trace", time=now(), name=name, number=secrets.token_hex(6), inputs=dict(inputs),
+            outputs=dict(outputs), start=start, end=end, assessments=list(assessments),
+        )  # fmt: skip
+        self._record.append(trace)
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         file = self._record.copy(path, folder)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -461,33 +461,6 @@ def test_the_probability_is_that_of_the_letters_own_token(tokens: list[str], pro
     text = "".join(token for token in tokens if token != "<|end|>")
     body = {"choices": [{"message": {"content": text}, "logprobs": {"content": listed}}]}
     assert reply_of(record_of(json.dumps(body))).probability == pytest.approx(probability)
-
-
-# -------------------------------------------------------------------------------------- traces
-
-
-def test_the_first_replies_are_traced_once_with_request_and_reply(server: Server, tmp_path: Path) -> None:
-    """A kept reply is traced at the time of its request; a failure with its reason."""
-    traces: list[dict[str, Any]] = []
-
-    def trace(
-        name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
-    ) -> None:
-        traces.append({"name": name, "inputs": inputs, "outputs": outputs, "start": start, "end": end})
-
-    sent = questions(3)
-    server.reply = lambda body: endpoint.completion("B" if "prompt 0" in str(body["messages"]) else "Hm")
-    for _ in range(2):
-        judge = LlmComparer(settings(server, tmp_path), 1.0, Paths(tmp_path), trace=trace, num_traces=2)
-        judge(sent, ANY)
-        judge(sent, ANY)
-    first, failed, *again = traces
-    assert again == [first, failed], "the second process traces two kept replies"
-    assert first["name"] == "judge gpt"
-    assert first["inputs"]["messages"][0]["content"].startswith("prompt 0")
-    assert first["outputs"] == {"text": "B", "tokens": 10, "first_is_better": 0.0}
-    assert failed["outputs"]["failure"] == "the reply does not end with A or B: 'Hm'"
-    assert 0 <= first["end"] - first["start"] < 60_000
 
 
 def test_the_client_library_is_imported_for_llm_judges_only() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from mlflow.exceptions import MlflowException
@@ -20,6 +20,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, rejections, uploader
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.delivery import Delivery
+from rlhf_tasks.tracking.events import Assessment
 from rlhf_tasks.tracking.outbox import Outbox, Record, State
 from rlhf_tasks.tracking.store import embedded_uri
 from rlhf_tasks.tracking.uploader import Uploader, sync
@@ -430,6 +431,57 @@ def test_calls_of_models_are_traces_of_the_run_and_none_is_sent_twice(home: Path
     assert [trace.info.state.value for trace in rows] == ["ERROR", "OK", "OK"]
     assert (rows[1].info.request_time, rows[1].info.execution_duration) == (1_700_000_000_000, 250)
     assert rows[1].data.spans[0].outputs == reply
+
+
+def said(name: str, kind: str, value: str | None, **changes: Any) -> Assessment:
+    one: dict[str, Any] = {
+        "name": name, "kind": kind, "source": "HUMAN", "by": "anna", "time": 5, "value": value,
+        "error": "", "rationale": "", "metadata": {},
+    }  # fmt: skip
+    return cast("Assessment", one | changes)
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")
+def test_assessments_arrive_with_their_trace_and_none_twice(home: Path, flow: Uploader) -> None:
+    judge = {"source": "LLM_JUDGE", "by": "judge-1"}
+    first = [
+        said("gpt", "feedback", "A", rationale="Because.", metadata={"probability_of_A": "0.9"}, **judge),
+        said("gpt", "feedback", "B"),
+        said("gpt", "expectation", "B"),
+    ]
+    failed = said("gpt", "feedback", None, error="no preference", **judge)
+    with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
+        tracker.trace("judge gpt", {}, {"text": "A"}, start=5, end=6, assessments=first)
+        flow.step()
+        record(home, "judge-1").state_file.unlink()  # that uploader was killed
+        tracker.trace("judge gpt", {}, {"failure": "no preference"}, start=7, end=8, assessments=[failed])
+        tracker.trace("judge gpt", {}, {"text": "A"}, start=9, end=9)
+    assert sync(home) == (1, {})
+    one, two, three = ([a.to_dictionary() for a in trace.info.assessments] for trace in traces(home))
+    assert three == []
+    by_source = {
+        (a["source"]["source_type"], next(k for k in ("feedback", "expectation") if k in a)): a for a in one
+    }
+    assert len(one) == len(by_source) == 3
+    assert {a["assessment_name"] for a in [*one, *two]} == {"gpt"}
+    verdict = by_source["LLM_JUDGE", "feedback"]
+    assert (verdict["feedback"]["value"], verdict["rationale"]) == ("A", "Because.")
+    assert verdict["source"]["source_id"] == "judge-1"
+    assert verdict["metadata"]["probability_of_A"] == "0.9"
+    assert verdict["metadata"]["mlflow.assessment.sourceRunId"] == runs(home)["judge"].info.run_id
+    assert by_source["HUMAN", "feedback"]["feedback"]["value"] == "B"
+    assert by_source["HUMAN", "expectation"]["expectation"]["value"] == "B"
+    assert two[0]["feedback"]["error"]["error_message"] == "no preference"
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint")
+def test_traces_of_a_record_without_assessments_are_sent(home: Path) -> None:
+    with tracking.open_run(Paths(), "judge", view("judge"), key="judge-1") as tracker:
+        tracker.trace("judge gpt", {}, {"text": "A"}, start=5, end=6)
+    file = record(home, "judge-1").file
+    file.write_text(file.read_text(encoding="utf-8").replace(', "assessments": []', ""), encoding="utf-8")
+    assert sync(home) == (1, {})
+    assert len(traces(home)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint")

@@ -12,6 +12,7 @@ from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.evaluation.human_labels import Label
 from rlhf_tasks.evaluation.judges.combined import RULES, CombinedJudge
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
 from rlhf_tasks.evaluation.judges.local import LocalComparer, RankerComparer
@@ -61,6 +62,7 @@ def build_judges(
     *,
     names: Sequence[str] = (),
     trace: Trace | None = None,
+    labels: Sequence[Label] = (),
     functions_root: Path | None = None,
     columns: Collection[str] = (),
 ) -> list[Judge]:
@@ -68,7 +70,7 @@ def build_judges(
 
     Relative paths of models and prompts are below `paths.root`. Functions are imported from files below
     `functions_root`, by default `paths.root`. `source` is `data.source`; `trace` records replies of llm
-    judges; `columns` are the names of the kept columns.
+    judges, with what `labels` say of them; `columns` are the names of the kept columns.
 
     Raises:
         UserError: for an unknown name, for a judge whose key, model, prompt or function is missing, and for a
@@ -88,7 +90,7 @@ def build_judges(
         one.name: MemoizedJudge(
             build_judge(
                 one, device, settings.max_failure_share, paths, trace=trace, num_traces=settings.num_traces,
-                functions_root=functions_root, columns=columns,
+                labels=labels, functions_root=functions_root, columns=columns,
             )
         )
         for one in settings.judges
@@ -108,6 +110,7 @@ def build_judge(
     *,
     trace: Trace | None = None,
     num_traces: int = 0,
+    labels: Sequence[Label] = (),
     functions_root: Path | None = None,
     columns: Collection[str] = (),
     key: str = config.LISTED,
@@ -130,7 +133,9 @@ def build_judge(
         # The import takes a second: only configurations with such a judge pay for it.
         from rlhf_tasks.evaluation.judges.llm import LlmComparer
 
-        llm = LlmComparer(one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces)
+        llm = LlmComparer(
+            one, max_failure_share, paths, key=key, trace=trace, num_traces=num_traces, labels=labels
+        )
         return PairwiseJudge(one.name, llm, max_failure_share)
     if isinstance(one, config.LocalJudge):
         return PairwiseJudge(one.name, LocalComparer(one, device, root, key), max_failure_share)

@@ -18,13 +18,16 @@ import openai
 from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.judges import prompt_templates
+from rlhf_tasks.evaluation.human_labels import Label
+from rlhf_tasks.evaluation.judges import assessments, prompt_templates
+from rlhf_tasks.evaluation.judges.assessments import Labels
 from rlhf_tasks.evaluation.judges.cache import Cache
 from rlhf_tasks.evaluation.judges.comparisons import excerpt, too_many_failures
 from rlhf_tasks.evaluation.judges.pairwise import Question, Reply
 from rlhf_tasks.evaluation.judges.replies import Malformed, record_of, reply_of
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking.events import Assessment
 
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs per token: as many as every server gives
@@ -38,9 +41,16 @@ Record = Mapping[str, Any]
 
 class Trace(Protocol):
     def __call__(
-        self, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any], *, start: int, end: int
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+        *,
+        start: int,
+        end: int,
+        assessments: Sequence[Assessment],
     ) -> None:
-        """Record one call of a model, with times in milliseconds since 1970."""
+        """Record one call of a model and what is said of it, with times in milliseconds since 1970."""
 
 
 @dataclass
@@ -67,10 +77,13 @@ class LlmComparer:
         key: str = LISTED,
         trace: Trace | None = None,
         num_traces: int = 0,
+        labels: Sequence[Label] = (),
         longest_wait_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:
         self._settings, self._max_failure_share = settings, max_failure_share
-        self._trace, self._num_traces = trace, num_traces
+        self._trace = trace if num_traces else None
+        self._num_traces, self._labels = num_traces, Labels(labels)
+        self._traced = set[str]()
         self._prompt = prompt_templates.load(settings.prompt, key, paths.root)
         self._key, self._cache = _key(settings), Cache(paths.home / FILE)
         self._longest_wait_seconds = longest_wait_seconds
@@ -93,25 +106,41 @@ class LlmComparer:
             Reply.failed(failed[key]) if record is None else reply_of(record)
             for key, record in zip(keys, records, strict=True)
         ]
-        self._record_traces(requests, records, replies)
+        if self._trace is not None:
+            self._record_traces(self._trace, questions, requests, keys, replies)
         return replies
 
     def _record_traces(
-        self, requests: Sequence[Request], records: Sequence[Record | None], replies: Sequence[Reply]
+        self,
+        trace: Trace,
+        questions: Sequence[Question],
+        requests: Sequence[Request],
+        keys: Sequence[str],
+        replies: Sequence[Reply],
     ) -> None:
-        """Trace the first `num_traces` replies; a kept one at the time of its request."""
-        if self._trace is None:
-            return
-        traced = list(zip(requests, records, replies, strict=True))[: self._num_traces]
-        self._num_traces -= len(traced)
+        """Trace the first `num_traces` replies and all on pairs that people labelled, each once.
+
+        A kept reply is traced at the time of its request.
+        """
         now = round(time.time() * 1000)
-        for request, kept, reply in traced:
-            record = kept or {}
-            outputs = {"text": record.get("text", ""), "tokens": reply.num_tokens}
+        for question, request, key, reply in zip(questions, requests, keys, replies, strict=True):
+            labels = self._labels.of(question)
+            if key in self._traced or not (labels or self._num_traces):
+                continue
+            self._traced.add(key)
+            self._num_traces -= not labels
+            record = self._cache.get(key) or {}
+            text = record.get("text", "")
+            outputs = {"text": text, "tokens": reply.num_tokens}
             outputs |= {"failure": reply.failure} if reply.failure else {"first_is_better": reply.probability}
             start = record.get("asked_at", now)
             end = start + record.get("milliseconds", 0)
-            self._trace(f"judge {self._settings.name}", request, outputs, start=start, end=end)
+            name = self._settings.name
+            said = [
+                assessments.of_judge(name, self._settings.model, reply, text, end),
+                *assessments.of_people(name, question, labels, end),
+            ]
+            trace(f"judge {name}", request, outputs, start=start, end=end, assessments=said)
 
     def _request(self, text: str) -> dict[str, Any]:
         request: dict[str, Any] = {
