@@ -22,7 +22,7 @@ from rlhf_tasks.config.verifier import Check, Format
 
 RESERVED = (
     "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
-    "perplexity", "repetition", "reward_gap",
+    "perplexity", "repetition", "reward_gap", "task", "task_drop",
 )  # fmt: skip
 """First parts of the names of the other metrics of stage judge; no judge may have such a name."""
 OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
@@ -221,6 +221,27 @@ class Selection(Section):
         return self
 
 
+class Tasks(Section):
+    """Tasks of lm-evaluation-harness, an extra (`pip install '.[eval]'`), done by base, SFT and policy."""
+
+    names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(strict=False, min_length=1)
+    """Names of tasks, or of groups or tags of tasks."""
+    folder: str | None
+    """Folder of the tasks' YAML files, whose paths are relative to the project's folder; null: only the tasks
+    of the harness, whose data is on a hub."""
+    num_examples: PositiveInt | None
+    """Largest number of documents per task; null: all of them."""
+    batch_size: PositiveInt
+    """Number of requests per forward pass."""
+
+    @model_validator(mode="after")
+    def _are_different(self) -> Self:
+        twice = sorted(name for name, count in Counter(self.names).items() if count > 1)
+        if twice:
+            raise ValueError(f"names: {', '.join(twice)} is there twice; name each task once")
+        return self
+
+
 class Retention(Section):
     """What the language model retains: base, SFT and policy on the same texts and questions."""
 
@@ -235,6 +256,8 @@ class Retention(Section):
     """Multiple-choice questions: `english` (thirty shipped ones, chance is 25%), or a file with one question
     per paragraph (beginning, right ending, wrong endings, one per line); null: which of four completions
     belongs to a prompt."""
+    tasks: Tasks | None
+    """Tasks of lm-evaluation-harness; null: none."""
 
 
 class Judging(Section):
@@ -251,7 +274,8 @@ class Judging(Section):
     num_samples_shown: Count
     """Number of prompts whose responses MLflow shows."""
     num_traces: Count
-    """Number of replies per llm judge that MLflow shows as traces."""
+    """Number of replies per llm judge that MLflow shows as traces, beside those on pairs that people
+    labelled; 0: none at all."""
     labels: str
     """File of human labels; `rlhf label` writes data/labels.jsonl, which DVC then tracks."""
     retention: Retention | None

@@ -11,7 +11,7 @@ from pydantic import Field
 from rlhf_tasks.config.judge import CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.scorers import reward_folders
-from rlhf_tasks.config.types import Fraction, PositiveFloat, PositiveInt, Section
+from rlhf_tasks.config.types import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class Promotion(Section):
@@ -33,6 +33,8 @@ class Promotion(Section):
     """Largest ratio of the policy's perplexity to SFT's, on each text of judge.retention."""
     max_choice_drop: Fraction | None
     """Largest drop of multiple-choice accuracy from SFT to the policy."""
+    max_task_drop: NonNegativeFloat | None
+    """Largest drop from SFT to the policy on each task of judge.retention.tasks, in its first metric."""
     max_failure_share: Fraction | None
     """Largest share of failures among the comparisons of the gate's judges."""
     min_examples: PositiveInt
@@ -58,6 +60,9 @@ def conflicts(promotion: Promotion, judging: Judging, ppo: Ppo) -> Iterator[str]
     for key in ("max_perplexity_growth", "max_choice_drop"):
         if getattr(promotion, key) is not None and judging.retention is None:
             yield f"promotion.{key} needs judge.retention, which measures it; set one, or the other to null"
+    retention = judging.retention
+    if promotion.max_task_drop is not None and (retention is None or retention.tasks is None):
+        yield "promotion.max_task_drop needs judge.retention.tasks, whose tasks it bounds; set it to null"
     if promotion.min_examples > judging.num_examples:
         yield (
             f"promotion.min_examples={promotion.min_examples} is more than judge.num_examples="

@@ -126,6 +126,36 @@ class ResponseStatistics(_Part):
     """1 − distinct 3-grams."""
 
 
+class TaskScore(_Part):
+    """One metric of one language model on a task of lm-evaluation-harness."""
+
+    value: float
+    standard_error: float | None
+    """As the harness estimates it; None where it does not."""
+    examples: int
+    """Documents of the task."""
+
+    def metrics(self, key: str) -> Metrics:
+        error = {} if self.standard_error is None else {f"{key}/standard_error": self.standard_error}
+        return {key: self.value} | error
+
+
+class TaskChange(_Part):
+    """What PPO changed of a task's first metric, from SFT to the policy."""
+
+    metric: str
+    drop: float
+    """How much worse the policy is; negative where it is better."""
+    standard_error: float | None
+    """Of the drop. From the differences on the same documents where the metric is a mean over documents."""
+
+    def metrics(self, task: str) -> Metrics:
+        error = (
+            {} if self.standard_error is None else {f"task_drop/{task}/standard_error": self.standard_error}
+        )
+        return {f"task_drop/{task}": self.drop} | error
+
+
 class RetentionResult(_Part):
     """What one language model still knows."""
 
@@ -133,6 +163,14 @@ class RetentionResult(_Part):
     """By text: `sft_text`, and `general` where such a text is configured."""
     multiple_choice: Interval | None
     """Accuracy on the questions; None without questions."""
+    tasks: dict[str, dict[str, TaskScore]] = {}
+    """By task of lm-evaluation-harness and metric."""
+
+    def scores(self) -> Iterator[tuple[str, str, TaskScore]]:
+        """Each task, metric and score."""
+        for task, metrics in self.tasks.items():
+            for metric, score in metrics.items():
+                yield task, metric, score
 
 
 class RewardDiagnostic(_Part):
@@ -210,6 +248,8 @@ class EvaluationResults(_Part):
     """By judge of kind verifier."""
     retention: dict[str, RetentionResult] = {}
     """By model."""
+    task_changes: dict[str, TaskChange] = {}
+    """By task."""
     reward_diagnostics: tuple[RewardDiagnostic, ...] = ()
     reward_gaps: RewardGaps | None = None
     human_labels: HumanLabels | None = None
@@ -295,6 +335,9 @@ class EvaluationResults(_Part):
             yield {f"perplexity/{text}/{name}": value for text, value in one.perplexity.items()}
             if one.multiple_choice is not None:
                 yield one.multiple_choice.metrics(f"choice/{name}")
+            for task, metric, score in one.scores():
+                yield score.metrics(f"task/{task}/{metric}/{name}")
+        yield from (change.metrics(task) for task, change in self.task_changes.items())
 
     def _facet_metrics(self) -> Iterator[Metrics]:
         for judge, contenders in self.facets.items():

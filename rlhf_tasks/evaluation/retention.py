@@ -9,7 +9,7 @@ B batch · R response.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,9 +26,10 @@ from rlhf_tasks.data.batches import (
     read_table,
     sizes,
 )
-from rlhf_tasks.evaluation import probe_texts, statistics
+from rlhf_tasks.evaluation import harness, probe_texts, statistics
+from rlhf_tasks.evaluation.harness import Done, HarnessTasks
 from rlhf_tasks.evaluation.probe_texts import Choice
-from rlhf_tasks.evaluation.results import Interval, RetentionResult
+from rlhf_tasks.evaluation.results import Interval, RetentionResult, TaskChange
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.project.paths import Paths
@@ -37,10 +38,10 @@ NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
 
 
 class Probes:
-    """The texts and questions of `judge.retention`, read once.
+    """The texts, questions and tasks of `judge.retention`, read once.
 
     Raises:
-        UserError: if a file of them cannot be read, or has another form.
+        UserError: if a file of them cannot be read, or has another form, or a task cannot be loaded.
     """
 
     def __init__(self, settings: config.Retention, paths: Paths) -> None:
@@ -55,11 +56,26 @@ class Probes:
             if settings.questions is None
             else probe_texts.questions(settings.questions, paths.root)[:count]
         )
+        self._tasks = None if settings.tasks is None else HarnessTasks(settings.tasks, paths.root)
 
-    def measure(self, folder: Path, device: torch.device) -> RetentionResult:
+    def measure_all(
+        self, folders: Mapping[str, Path], device: torch.device
+    ) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
+        """The results of checkpoints by name, and what changed on each task from `sft` to `policy`."""
+        results, done = dict[str, RetentionResult](), dict[str, Done]()
+        for name, folder in folders.items():
+            tokenizer = load_tokenizer(folder)
+            model = models.place(models.load_causal(folder), device).eval()
+            results[name] = self._measure(model, tokenizer)
+            if self._tasks is not None:
+                with torch.random.fork_rng():
+                    torch.manual_seed(harness.SEED)  # for tasks whose responses are sampled
+                    done[name] = self._tasks.do(model, tokenizer)
+                results[name] = results[name].model_copy(update={"tasks": done[name].scores})
+        return results, harness.changes(done["sft"], done["policy"]) if done else {}
+
+    def _measure(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RetentionResult:
         """Perplexity on `sft_text` and `general`, and the multiple-choice accuracy, of one checkpoint."""
-        tokenizer = load_tokenizer(folder)
-        model = models.place(models.load_causal(folder), device).eval()
         most = self._settings.micro_batch_tokens
         perplexities: dict[str, float] = {}
         if self._demonstrations:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.data.batches import Ids, collate, encode, load_tokenizer, micro_batches, read_table, sizes
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.responses import sample
-from rlhf_tasks.evaluation.results import RetentionResult
+from rlhf_tasks.evaluation.results import RetentionResult, TaskChange
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.contracts import ContractError
@@ -34,31 +34,32 @@ class Cost:
     retention: Mapping[str, RetentionResult]
     """Of `sft` and `policy`."""
     kl: Kl | None
+    task_changes: Mapping[str, TaskChange] = field(default_factory=dict)
 
 
 def measure(settings: Config, paths: Paths, policy: Path) -> Cost:
     """KL from the SFT model of a project, and the retention of both.
 
     A policy with another tokenizer than SFT's has no KL. Its perplexity per token cannot be compared either:
-    of retention only the multiple-choice accuracy is left, which is computed per character.
+    of retention only the multiple-choice accuracy, which is computed per character, and the tasks are left.
 
     Raises:
         UserError: if the data does not exist.
     """
     _check_data(paths, policy)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    retention: dict[str, RetentionResult] = {}
+    retention: Mapping[str, RetentionResult] = {}
+    changes: Mapping[str, TaskChange] = {}
     if settings.judge.retention is not None:
         probes = Probes(settings.judge.retention, paths)
-        retention = {"sft": probes.measure(paths.sft, device), "policy": probes.measure(policy, device)}
+        retention, changes = probes.measure_all({"sft": paths.sft, "policy": policy}, device)
     try:
         contracts.check_same_tokenizer(paths.sft, policy)
     except ContractError as error:
         console.say(f"neither KL nor perplexity can be compared: {error}")
-        return Cost(
-            {name: one.model_copy(update={"perplexity": {}}) for name, one in retention.items()}, None
-        )
-    return Cost(retention, measure_kl(settings, paths, policy, device))
+        kept = {name: one.model_copy(update={"perplexity": {}}) for name, one in retention.items()}
+        return Cost(kept, None, changes)
+    return Cost(retention, measure_kl(settings, paths, policy, device), changes)
 
 
 def measure_kl(settings: Config, paths: Paths, policy: Path, device: torch.device) -> Kl:

@@ -199,6 +199,19 @@ def _retention(promotion: Promotion, results: EvaluationResults) -> Iterator[Cri
     change = _combined(lambda s, p: p - s, *(_multiple_choice(results, who) for who in ("sft", "policy")))
     bound = None if promotion.max_choice_drop is None else 0.0 - promotion.max_choice_drop
     yield from _bounded("choice_change", "multiple-choice accuracy, change from SFT", change, ">=", bound)
+    yield from _tasks(promotion, results)
+
+
+def _tasks(promotion: Promotion, results: EvaluationResults) -> Iterator[Criterion]:
+    """What the policy lost since SFT on each task; one criterion where no task was measured."""
+    bound = promotion.max_task_drop
+    if not results.task_changes:
+        lacking = "no task of judge.retention.tasks was measured of policy and sft"
+        yield from _bounded("task_drop", "drop on tasks from SFT", lacking, "<=", bound)
+    for task, change in results.task_changes.items():
+        title = f"drop on {task} ({change.metric}) from SFT"
+        error, value = change.standard_error, _finite(change.drop)
+        yield from _bounded(f"task_drop/{task}", title, value, "<=", bound, standard_error=error)
 
 
 def _bounded(

@@ -1,8 +1,8 @@
 """The files that the judges and the retention tests of `judge` read. No torch here.
 
-These are prompts, texts, questions, model folders, and the modules of functions. They are read from the
-project's main checkout (`local`), whichever run is judged. Outs of the pipeline (models/reward_heldout) are
-the exception: they belong to the run that is judged.
+These are prompts, texts, questions, tasks, model folders, and the modules of functions. They are read from
+the project's main checkout (`local`), whichever run is judged. Outs of the pipeline (models/reward_heldout)
+are the exception: they belong to the run that is judged.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ def _paths(judge: Mapping[str, Any], outs: Collection[str]) -> Iterator[tuple[di
     for key in ("general", "questions"):
         if retention.get(key) not in (None, ENGLISH):
             yield retention, key
+    tasks = retention.get("tasks") or {}
+    if tasks.get("folder") is not None:
+        yield tasks, "folder"
 
 
 def _modules(judge: Mapping[str, Any]) -> Iterator[str]:

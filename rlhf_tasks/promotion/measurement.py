@@ -75,7 +75,8 @@ class Measurer:
             from rlhf_tasks.promotion import cost
 
             measured = cost.measure(self._settings(), paths, self.candidate.folder)
-            results, kl = results.model_copy(update={"retention": measured.retention}), measured.kl
+            kept = {"retention": measured.retention, "task_changes": measured.task_changes}
+            results, kl = results.model_copy(update=kept), measured.kl
         if evidence.is_trained_here(paths, self.candidate.md5):
             kl = evidence.selected_kl(paths) or kl
         return Evidence(results=results, kl=kl)
@@ -96,7 +97,8 @@ class Measurer:
         return tuple(comparison.model_copy(update=names) for comparison in results.comparisons)
 
     def _needs_cost(self) -> bool:
-        bounds = (self.criteria.max_kl, self.criteria.max_perplexity_growth, self.criteria.max_choice_drop)
+        own = self.criteria
+        bounds = (own.max_kl, own.max_perplexity_growth, own.max_choice_drop, own.max_task_drop)
         return any(bound is not None for bound in bounds)
 
     def _optimised(self) -> dict[str, str]:

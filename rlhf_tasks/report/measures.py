@@ -32,7 +32,7 @@ def responses(results: EvaluationResults) -> Table:
 
 
 def retention(results: EvaluationResults) -> Table:
-    """Perplexities and multiple-choice accuracy, by model."""
+    """Perplexities, multiple-choice accuracy and scores on tasks, by model."""
     table: Table = {}
     for name, one in results.retention.items():
         if one.multiple_choice is not None:
@@ -41,7 +41,18 @@ def retention(results: EvaluationResults) -> Table:
         for text, perplexity in one.perplexity.items():
             title = _measure(f"perplexity/{text}/{name}")
             table.setdefault(title, {})[name] = numbers.number(perplexity)
+        for task, metric, score in one.scores():
+            title = _measure(f"task/{task}/{metric}/{name}")
+            table.setdefault(title, {})[name] = with_error(score.value, score.standard_error)
+    for task, change in results.task_changes.items():
+        title = catalogue.in_words("judge", f"task_drop/{task}")
+        table[title] = {"policy": with_error(change.drop, change.standard_error)}
     return dict(sorted(table.items()))
+
+
+def with_error(value: float, error: float | None) -> str:
+    """A value as text, with its standard error if it has one."""
+    return numbers.number(value) + ("" if error is None else f" ± {numbers.number(error)}")
 
 
 def _measure(name: str) -> str:

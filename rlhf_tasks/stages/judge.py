@@ -45,6 +45,7 @@ from rlhf_tasks.evaluation.results import (
     RetentionResult,
     RewardDiagnostic,
     RewardGaps,
+    TaskChange,
 )
 from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.evaluation.reward_diagnostics import Rows
@@ -98,7 +99,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)
     optimised = _warn_of_optimised(config, paths, tracker)
     contenders = sample_contenders(config, paths, rt.device)
-    retention = {} if probes is None else _retention(probes, paths, rt)
+    retention, task_changes = _retention(probes, paths, rt)
     judged = _judge(config, judges, contenders)
     scoring = [judge for judge in judges if judge.name in config.judge.scoring]
     progress.log(paths, scoring, tracker)
@@ -111,6 +112,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         facets=judged.facets,
         accuracies=accuracy.measure(config.judge, contenders.texts, contenders.columns),
         retention=retention,
+        task_changes=task_changes,
         reward_diagnostics=diagnosed.diagnostics,
         reward_gaps=diagnosed.gaps,
         human_labels=people,
@@ -135,9 +137,12 @@ def _warn_of_optimised(config: JudgeView, paths: Paths, tracker: Tracker) -> dic
     return optimised
 
 
-def _retention(probes: Probes, paths: Paths, rt: Runtime) -> dict[str, RetentionResult]:
-    folders = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
-    return {name: probes.measure(folder, rt.device) for name, folder in folders.items()}
+def _retention(
+    probes: Probes | None, paths: Paths, rt: Runtime
+) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
+    if probes is None:
+        return {}, {}
+    return probes.measure_all({"base": paths.base, "sft": paths.sft, "policy": paths.policy}, rt.device)
 
 
 # ---------------------------------------------------------------------------------------- judges

@@ -13,6 +13,7 @@ from types import ModuleType
 from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.evaluation import harness
 from rlhf_tasks.project import atomic, disk, dvc_files, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue, context, curves
@@ -65,6 +66,8 @@ def run(stage: Stage, paths: Paths) -> int:
 def _run(stage: Stage, paths: Paths) -> int:
     settings = config.load(paths.params)
     check_inputs(paths, stage)
+    if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
+        harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
     if launch.is_needed(stage, settings.launch):
         return launch.run(paths, stage, settings.launch)
     start = time.monotonic()

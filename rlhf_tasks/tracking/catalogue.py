@@ -46,6 +46,8 @@ PLACEHOLDERS: Mapping[str, tuple[str, str]] = {
         r"sft_text|general",
         "`sft_text` (test demonstrations) or `general` (`judge.retention.general`)",
     ),
+    "TASK": (r"[\w.-]+", "a task or group of `judge.retention.tasks`"),
+    "MEASURE": (r"\w+", "a metric of the task, such as `acc`; with the name of its filter, if it has one"),
     "PART": (
         r"value|bound|margin|passed",
         "`value` (measured), `bound` (allowed), `margin` (distance to the bound, negative if missed) or "

@@ -20,6 +20,8 @@ from rlhf_tasks.evaluation.results import (
     RetentionResult,
     RewardDiagnostic,
     RewardGaps,
+    TaskChange,
+    TaskScore,
 )
 
 
@@ -71,8 +73,18 @@ WHOLE = EvaluationResults(
     facets={"gold": {"reference": {"score": 0.75}}},
     retention={
         "base": RetentionResult(perplexity={"sft_text": 5.0, "general": 7.0}, multiple_choice=interval(50)),
-        "sft": RetentionResult(perplexity={}, multiple_choice=None),
+        "sft": RetentionResult(
+            perplexity={},
+            multiple_choice=None,
+            tasks={
+                "arc": {
+                    "acc": TaskScore(value=0.5, standard_error=0.02, examples=9),
+                    "f1": TaskScore(value=0.25, standard_error=None, examples=9),
+                }
+            },
+        ),
     },
+    task_changes={"arc": TaskChange(metric="acc", drop=-0.125, standard_error=0.01)},
     reward_diagnostics=(
         RewardDiagnostic(model="reward", origin="given", calibration_error=0.01, agreement=None),
         RewardDiagnostic(
@@ -100,6 +112,8 @@ def test_metrics_have_the_keys_and_values_of_metrics_judge_json() -> None:
     expected |= {"length/policy_over_sft": 1.5, "gold/reference/score": 0.75}
     expected |= {"perplexity/sft_text/base": 5, "perplexity/general/base": 7}
     expected |= {"choice/base": 50, "choice/base/low": 49, "choice/base/high": 51}
+    expected |= {"task/arc/acc/sft": 0.5, "task/arc/acc/sft/standard_error": 0.02, "task/arc/f1/sft": 0.25}
+    expected |= {"task_drop/arc": -0.125, "task_drop/arc/standard_error": 0.01}
     expected |= {"calibration/reward/given": 0.01, "calibration/reward_heldout/sft_samples": 0.02}
     agreement = "agreement/reward_heldout/sft_samples"
     expected |= {agreement: 60, f"{agreement}/low": 59, f"{agreement}/high": 61}

@@ -25,8 +25,11 @@ POLICY = Path("models/policy")
 
 
 def measure(folder: Path, **changes: object) -> RetentionResult:
-    settings = {"num_examples": 6, "micro_batch_tokens": 256, "general": None, "questions": None}
-    return Probes(Retention.model_validate(settings | changes), Paths()).measure(folder, CPU)
+    settings = {
+        "num_examples": 6, "micro_batch_tokens": 256, "general": None, "questions": None, "tasks": None,
+    }  # fmt: skip
+    results, _ = Probes(Retention.model_validate(settings | changes), Paths()).measure_all({"x": folder}, CPU)
+    return results["x"]
 
 
 def logprob_alone(model: PreTrainedModel, query: list[int], response: list[int]) -> float:

@@ -10,7 +10,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_tasks.evaluation.results import ComparisonResult, EvaluationResults, Interval, RetentionResult
+from rlhf_tasks.evaluation.results import (
+    ComparisonResult,
+    EvaluationResults,
+    Interval,
+    RetentionResult,
+    TaskChange,
+)
 from rlhf_tasks.project import hashing
 from rlhf_tasks.promotion.cost import Cost
 from rlhf_tasks.promotion.gate import Kl
@@ -58,6 +64,7 @@ def results(
     failures: tuple[int, int] = (0, 10),
     retention: Mapping[str, RetentionResult] = RETENTION,
     optimised: Sequence[str] = (),
+    task_changes: Mapping[str, TaskChange] | None = None,
 ) -> EvaluationResults:
     """Results of a policy that is better than SFT by both judges; None leaves a judge out."""
     lows = zip(JUDGES, (gold, second), examples, failures, strict=True)
@@ -69,6 +76,7 @@ def results(
     return EvaluationResults(
         comparisons=comparisons,
         retention=dict(retention),
+        task_changes=dict(task_changes or {}),
         optimised_judges={name: f"models/{name}" for name in optimised},
     )
 

@@ -11,7 +11,7 @@ import pytest
 from rlhf_tasks import config
 from rlhf_tasks.config import Promotion
 from rlhf_tasks.errors import ConfigError
-from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.evaluation.results import EvaluationResults, TaskChange
 from rlhf_tasks.promotion import gate
 from rlhf_tasks.promotion.gate import Evidence, Kl
 from tests.promotion import planted
@@ -155,6 +155,25 @@ def test_the_champion_must_be_beaten_if_there_is_one() -> None:
     assert failed(decide(champion=EvaluationResults())) == expected
 
 
+def drops(**values: float) -> dict[str, TaskChange]:
+    return {task: TaskChange(metric="acc", drop=drop, standard_error=0.01) for task, drop in values.items()}
+
+
+def test_a_drop_on_a_task_is_bounded_and_shown_with_its_standard_error() -> None:
+    measured = results(task_changes=drops(arc=0.031, sums=-0.2))
+    verdict = decide(measured, max_task_drop=0.03)
+    assert failed(verdict) == ["task_drop/arc"]
+    assert verdict.summary == "drop on arc (acc) from SFT 0.031 ± 0.01 > 0.03"
+    assert decide(measured, max_task_drop=0.031).passed
+    assert not any(c.key.startswith("task_drop") for c in decide(measured).criteria), "null in params.yaml"
+
+
+def test_a_bound_on_tasks_refuses_if_none_was_measured() -> None:
+    verdict = decide(max_task_drop=0.03)
+    assert failed(verdict) == ["task_drop"]
+    assert "no task of judge.retention.tasks was measured" in verdict.summary
+
+
 def test_a_criterion_that_is_null_is_left_out() -> None:
     off = ("max_kl", "max_perplexity_growth", "max_choice_drop", "max_failure_share", "second_judge")
     keys = [c.key for c in decide(kl=None, **dict.fromkeys(off)).criteria]
@@ -206,6 +225,7 @@ FUNCTION = {"kind": "function", "name": "short", "function": "mine:short"}
         ),
         ({"promotion.min_examples": 2000}, "more than judge.num_examples=1000"),
         ({"judge.retention": None}, "promotion.max_choice_drop needs judge.retention"),
+        ({"promotion.max_task_drop": 0.1}, "promotion.max_task_drop needs judge.retention.tasks"),
         ({"ppo.reference_sync": {"every": 2, "alpha": 0.6}}, "set promotion.max_kl to null"),
         (
             {"judge.judges": [GOLD, {**HELDOUT, "path": "models/reward/"}]},

@@ -19,6 +19,8 @@ from rlhf_tasks.evaluation.results import (
     HumanLabels,
     JudgeKappa,
     RetentionResult,
+    TaskChange,
+    TaskScore,
 )
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.report import inputs, page
@@ -356,13 +358,18 @@ def test_samples_of_a_combined_judge_are_sorted_by_the_bare_outcome(whole: Path)
 def test_retention_of_base_sft_and_policy_is_shown_with_intervals(whole: Path) -> None:
     accuracy = workspace.interval(0.5, 0.4, 0.6)
     base = RetentionResult(perplexity={"general": 12.0}, multiple_choice=accuracy)
-    policy = RetentionResult(perplexity={}, multiple_choice=accuracy)
+    arc = {"acc": TaskScore(value=0.625, standard_error=0.05, examples=96)}
+    policy = RetentionResult(perplexity={}, multiple_choice=accuracy, tasks={"arc": arc})
     retention = {"base": base, "policy": policy}
-    workspace.put_results(whole, workspace.RESULTS.model_copy(update={"retention": retention}))
+    changes = {"arc": TaskChange(metric="acc", drop=0.03, standard_error=0.01)}
+    update = {"retention": retention, "task_changes": changes}
+    workspace.put_results(whole, workspace.RESULTS.model_copy(update=update))
     responses, retained = context(whole)["tables"]
     assert retained[2] == {
         "Multiple-choice accuracy": {"base": "0.5 (0.4 to 0.6)", "policy": "0.5 (0.4 to 0.6)"},
         "Perplexity on general text": {"base": "12"},
+        "Task arc, acc": {"policy": "0.625 ± 0.05"},
+        "Drop on task arc from SFT to the policy": {"policy": "0.03 ± 0.01"},
     }
     assert responses[2]["Facts named, by the gold judge"] == {"policy": "0.8432", "sft": "0.6218"}
 

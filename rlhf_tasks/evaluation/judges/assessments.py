@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
-from rlhf_tasks.evaluation.human_labels import Label, Pair
 from rlhf_tasks.evaluation.judges.pairwise import Question, Reply
 from rlhf_tasks.evaluation.judges.prompt_templates import LETTERS
 from rlhf_tasks.tracking.events import Assessment
+
+if TYPE_CHECKING:  # the stage ppo, which builds judges too, does not depend on labels
+    from rlhf_tasks.evaluation.human_labels import Label
 
 TIE = "tie"
 UNNAMED = "rlhf label"
@@ -31,8 +34,7 @@ class Labels:
 
     def of(self, question: Question) -> Sequence[Label]:
         """The labels of a question's two responses."""
-        pair = Pair(question.prompt, "", "", question.first, question.second)
-        return self._known.get(pair.key, ())
+        return self._known.get((question.prompt, frozenset((question.first, question.second))), ())
 
 
 def of_judge(name: str, model: str, reply: Reply, text: str, time: int) -> Assessment:

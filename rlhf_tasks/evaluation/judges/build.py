@@ -12,7 +12,6 @@ from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.human_labels import Label
 from rlhf_tasks.evaluation.judges.combined import RULES, CombinedJudge
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
 from rlhf_tasks.evaluation.judges.local import LocalComparer, RankerComparer
@@ -29,6 +28,7 @@ from rlhf_tasks.modeling.verifier import Verifier
 from rlhf_tasks.project.paths import Paths
 
 if TYPE_CHECKING:
+    from rlhf_tasks.evaluation.human_labels import Label
     from rlhf_tasks.evaluation.judges.llm import Trace
 
 

@@ -11,14 +11,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import openai
 
 from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LlmJudge
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.evaluation.human_labels import Label
 from rlhf_tasks.evaluation.judges import assessments, prompt_templates
 from rlhf_tasks.evaluation.judges.assessments import Labels
 from rlhf_tasks.evaluation.judges.cache import Cache
@@ -28,6 +27,9 @@ from rlhf_tasks.evaluation.judges.replies import Malformed, record_of, reply_of
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking.events import Assessment
+
+if TYPE_CHECKING:
+    from rlhf_tasks.evaluation.human_labels import Label
 
 FILE = "judgements.jsonl"
 NUM_ALTERNATIVES = 5  # log-probs per token: as many as every server gives
