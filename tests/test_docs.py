@@ -36,7 +36,7 @@ PLACEHOLDERS = {
     "rlhf_tasks/stages/STAGE.py",
     "rlhf_tasks/tracking/metrics/STAGE.toml",
 }
-ELSEWHERE = ("cp", "docker", "export", "git", "mkdir", "prefect", "sbatch", "source")
+ELSEWHERE = ("cp", "docker", "export", "git", "mkdir", "prefect", "sbatch", "source", "transformers")
 """Programs of the shown commands that are not the project's own, nor DVC."""
 
 
