@@ -163,13 +163,15 @@ OWN_FILES: dict[str, Any] = {
         },
     ],
     "judge.retention.general": "general.txt",
+    "judge.retention.tasks": {"names": ["x"], "folder": "tasks", "num_examples": None, "batch_size": 1},
 }  # fmt: skip
 
 
 def write_own_files(root: Path, text: str, score: int) -> None:
     """What the judges and retention tests of OWN_FILES read, which a text and a score identify."""
-    (root / "elsewhere").mkdir(exist_ok=True)
-    texts = {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text}
+    for folder in ("elsewhere", "tasks"):
+        (root / folder).mkdir(exist_ok=True)
+    texts = {"rubric.txt": f"{text} {RUBRIC}", "elsewhere/w": text, "general.txt": text, "tasks/x.yaml": text}
     for name, content in texts.items():
         (root / name).write_text(content, encoding="utf-8")
     code = f"def scores(prompts, answers):\n    return [{score} if a == 'good' else 0 for a in answers]\n"
@@ -192,8 +194,10 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     def check(view: JudgeView, paths: Paths, functions: Path) -> None:
         judges: dict[str, Any] = {judge.name: judge for judge in view.judge.judges}
         assert view.judge.retention is not None
+        assert view.judge.retention.tasks is not None
         files = {name: f"{judges[name].path}/w" for name in ("reward_model", "elsewhere")}
         files |= {"gpt": judges["gpt"].prompt, "general": str(view.judge.retention.general)}
+        files["task"] = f"{view.judge.retention.tasks.folder}/x.yaml"
         read.update({n: (paths.root / file).read_text(encoding="utf-8").strip() for n, file in files.items()})
         (own,) = build_judges(
             view.judge, "synthetic", torch.device("cpu"), paths, names=["own"], functions_root=functions
@@ -206,10 +210,11 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     write_own_files(root, "now", 1)
     run(root, "two", seed=12)
     assert main.main(["promote", "two"]) == 0
-    others = "elsewhere, rubric.txt, general.txt, opinion_of_here.py"
+    others = "elsewhere, rubric.txt, general.txt, tasks, opinion_of_here.py"
     assert f"the results here were measured with another {others}: the policy" in capsys.readouterr().out
     assert read == {
-        "reward_model": "its own", "elsewhere": "now", "gpt": f"now {RUBRIC}", "general": "now", "own": [1.0],
+        "reward_model": "its own", "elsewhere": "now", "gpt": f"now {RUBRIC}", "general": "now",
+        "task": "now", "own": [1.0],
     }  # fmt: skip
     assert Path.cwd() == root
 

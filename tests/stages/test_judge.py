@@ -25,6 +25,7 @@ from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.tracking.events import Assessment
 from tests import small
 from tests.evaluation import endpoint
 
@@ -169,18 +170,23 @@ def test_the_gold_judge_is_refused_for_other_data_than_the_synthetic_task() -> N
         build_judges(small.view("judge").judge, "files", torch.device("cpu"), Paths())
 
 
+def preferring_a(server: endpoint.Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An llm judge that prefers what is shown first."""
+    monkeypatch.setenv("JUDGE_KEY", endpoint.KEY)
+    Path("prompt.txt").write_text(endpoint.PROMPT.replace("{prompt}", "{prompt}\n."), encoding="utf-8")
+    server.reply = lambda body: endpoint.completion("A")
+    return {
+        "kind": "llm", "name": "gpt", "base_url": server.url, "model": endpoint.MODEL,
+        "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 1,
+        "concurrency": 4, "timeout_seconds": 10.0, "max_retries": 0, "budget": None,
+    }  # fmt: skip
+
+
 def test_a_pairwise_judge_adds_position_bias_and_cost(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", endpoint.KEY)
-    Path("prompt.txt").write_text(endpoint.PROMPT.replace("{prompt}", "{prompt}\n."), encoding="utf-8")
     with endpoint.serving() as server:
-        server.reply = lambda body: endpoint.completion("A")
-        llm = {
-            "kind": "llm", "name": "gpt", "base_url": server.url, "model": endpoint.MODEL,
-            "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 1,
-            "concurrency": 4, "timeout_seconds": 10.0, "max_retries": 0, "budget": None,
-        }  # fmt: skip
+        llm = preferring_a(server, monkeypatch)
         both = {"kind": "all_of", "name": "both", "judges": ["gpt", "gold"]}
         result = run(judges=[small.GOLD, llm, both])
         num_requests = len(server.bodies)
@@ -213,6 +219,30 @@ def test_agreement_with_human_labels_is_measured_for_every_judge(models_here: Pa
     assert result["human/gold/agreement"] == pytest.approx(2 / 3)
     assert result["human/gold/kappa"] == 0, "a judge of one outcome agrees by chance only"
     assert "human/reward_model/kappa" in result
+
+
+class Traces(NullTracker):
+    def __init__(self) -> None:
+        super().__init__("judge")
+        self.said: list[list[tuple[str, str | None]]] = []
+
+    def trace(self, *_: Any, assessments: Sequence[Assessment] = (), **__: Any) -> None:
+        self.said.append([(one["source"], one["value"]) for one in assessments])
+
+
+def test_labels_of_people_are_on_the_traces_of_an_llm_judge(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One trace by `num_traces`, and those of the labelled pair in both orders."""
+    prompt = read_table(Paths(), "prompts", "test")[0]["prompt"]
+    human_labels.add(Path("labels.jsonl"), Label(Pair(prompt, "policy", "sft", " my lamp", " my stuff"), 0.0))
+    tracker = Traces()
+    with endpoint.serving() as server:
+        llm = preferring_a(server, monkeypatch)
+        run(tracker, judges=[llm], labels="labels.jsonl", num_traces=1, retention=None)
+    judge = ("LLM_JUDGE", "A")
+    people = [[("HUMAN", value)] * 2 for value in ("B", "A")]  # feedback and expectation
+    assert tracker.said == [[judge], *([judge, *said] for said in people)]
 
 
 class Events(NullTracker):
