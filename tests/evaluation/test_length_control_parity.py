@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
@@ -27,6 +28,7 @@ from sklearn.model_selection import KFold
 from rlhf_tasks.evaluation.length_control import length_controlled
 from rlhf_tasks.evaluation.statistics import Floats, rate
 
+Rows = NDArray[np.int64]
 NUM_INSTRUCTIONS = 805
 STRENGTHS = np.logspace(-4, 4, 10)  # scikit-learn's ten inverse penalties
 
@@ -93,14 +95,14 @@ def by_program(length: Floats, baseline: Floats, y: Floats) -> float:
     """The rate by `length_controlled_minimal` as the program fits it: each row twice, won and lost."""
     x = np.stack([np.ones_like(y), features(length, baseline)], axis=1)
 
-    def fit(rows: Floats, strength: float) -> Floats:
+    def fit(rows: Rows, strength: float) -> Floats:
         both = np.concatenate([x[rows], x[rows]])
         won = np.concatenate([np.ones(len(rows)), np.zeros(len(rows))])
         weights = np.concatenate([y[rows], 1 - y[rows]])
         model = LogisticRegression(C=strength, l1_ratio=1, solver="liblinear", fit_intercept=False)
         return np.asarray(model.fit(both, won, sample_weight=weights).coef_[0])
 
-    def loss(rows: Floats, w: Floats) -> float:
+    def loss(rows: Rows, w: Floats) -> float:
         z = x[rows] @ w
         return float((np.logaddexp(0, z) - y[rows] * z).mean())
 
