@@ -7,6 +7,7 @@ schedule is switched on or off.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,14 +36,14 @@ from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import hooks, outcome, settings
+from flows import devices, hooks, outcome, settings
 from flows.pipeline import pipeline
+from flows.slots import limit_of
 from flows.sweep import sweep
 from flows.watch import data_watch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
-GPU_SLOTS = 1
 SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
 FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
 OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
@@ -60,7 +61,8 @@ def apply(
     makes_pool: bool = True,
     is_shared: bool = False,
 ) -> None:
-    """Bring the server up to date for the project at `root`. `gpu_slots` None: unchanged, at first 1.
+    """Bring the server up to date for the project at `root`. `gpu_slots` None: unchanged, at first as
+    many as this machine has GPUs, or 1.
 
     Deployments for another pool than the service's own end with the name of that pool.
 
@@ -77,7 +79,7 @@ def apply(
         place = _place(client, root, pool)
         if is_shared:
             _check_owner(client, place, root)
-        _limit(client, gpu_slots)
+        _limit(client, gpu_slots, is_shared=is_shared)
         _automation(client)
         _deploy_all(client, place)
 
@@ -151,15 +153,29 @@ def _pool(client: SyncPrefectClient, name: str) -> None:
         client.create_work_queue(settings.URGENT, work_pool_name=name, priority=1)
 
 
-def _limit(client: SyncPrefectClient, slots: int | None) -> None:
+def _limit(client: SyncPrefectClient, slots: int | None, *, is_shared: bool) -> None:
+    """The limit `gpu`, at first one slot for each GPU of this machine, or one. Users may change it.
+
+    Where this machine is the only one, more slots than GPUs let runs share a GPU.
+    """
+    gpus = devices.visible()
+    size = _size(client, settings.SLOTS, len(gpus) or 1, slots)
+    for gpu in [] if is_shared else gpus:
+        share = math.ceil(size / len(gpus))
+        _size(client, limit_of(gpu), share, None if slots is None else share)
+
+
+def _size(client: SyncPrefectClient, name: str, first: int, given: int | None) -> int:
+    """Make the limit with its first size, or give an existing one the given size; returns its size."""
     try:
-        client.read_global_concurrency_limit_by_name(settings.SLOTS)
+        found = client.read_global_concurrency_limit_by_name(name).limit
     except ObjectNotFound:
-        limit = GlobalConcurrencyLimitCreate(name=settings.SLOTS, limit=slots or GPU_SLOTS)
-        client.create_global_concurrency_limit(limit)
-        return
-    if slots is not None:
-        client.upsert_global_concurrency_limit_by_name(settings.SLOTS, slots)
+        size = given or first
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=size))
+        return size
+    if given is not None:
+        client.upsert_global_concurrency_limit_by_name(name, given)
+    return given or found
 
 
 def _automation(client: SyncPrefectClient) -> None:
