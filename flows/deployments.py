@@ -27,16 +27,13 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import State, StateType
-from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
-from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
 from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import devices, hooks, outcome, settings
+from flows import automations, devices, hooks, settings
 from flows.pipeline import pipeline
 from flows.slots import limit_of
 from flows.sweep import sweep
@@ -44,12 +41,7 @@ from flows.watch import data_watch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
-SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
-FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
 OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
-LOST = "rlhf: a run that is silent has crashed"
-HEARTBEAT = "prefect.flow-run.heartbeat"
-ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, *outcome.VERDICTS)
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
@@ -80,7 +72,7 @@ def apply(
         if is_shared:
             _check_owner(client, place, root)
         _limit(client, gpu_slots, is_shared=is_shared)
-        _automation(client)
+        automations.apply(client)
         _deploy_all(client, place)
 
 
@@ -176,38 +168,6 @@ def _size(client: SyncPrefectClient, name: str, first: int, given: int | None) -
     if given is not None:
         client.upsert_global_concurrency_limit_by_name(name, given)
     return given or found
-
-
-def _automation(client: SyncPrefectClient) -> None:
-    """A run whose heartbeat stops, because its machine or its worker is gone, becomes Crashed.
-
-    The flow's name, which is in heartbeats and in states, limits this to the flows of this package. An
-    existing automation gets this trigger and action; it stays on or off.
-    """
-    trigger = EventTrigger(
-        after={HEARTBEAT},
-        expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
-        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-        match_related=ResourceSpecification(
-            {"prefect.resource.role": ["flow"], "prefect.resource.name": list(FLOWS)}
-        ),
-        for_each={"prefect.resource.id"},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=SILENCE,
-    )
-    action = ChangeFlowRunState(
-        name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
-    )
-    automation = AutomationCore(name=LOST, trigger=trigger, actions=[action])
-    automations = client.read_automations_by_name(LOST)
-    if not automations:
-        client.create_automation(automation)
-    for existing in automations:
-        current = existing.model_dump(exclude={"id", "owner_resource"})
-        updated = current | automation.model_dump(include={"trigger", "actions"})
-        if updated != current:  # an update drops the runs whose heartbeats it has seen
-            client.update_automation(existing.id, AutomationCore(**updated))
 
 
 def _deploy(

@@ -42,7 +42,8 @@ class Server(Program):
     def call(self, words: Sequence[str], logger: Logger | None, variables: Mapping[str, str | None]) -> int:
         """Run one command with these variables, which None unsets.
 
-        Returns its status, or, without an answer, how the server ended: never 0. `lines` then holds what was printed meanwhile.
+        Returns its status, or, without an answer, how the server ended: never 0. `lines` then holds what
+        was printed meanwhile.
         """
         self.lines, self._status, self._logger = [], None, logger
         assert self._process.stdin is not None

@@ -77,8 +77,15 @@ class Service:
 
     # -------------------------------------------------------------------------------------- up
 
-    def up(self, requested: Mapping[str, int | None], gpu_slots: int | None) -> None:
+    def up(
+        self, requested: Mapping[str, int | None], gpu_slots: int | None, webhook: str | None = None
+    ) -> None:
         """Start what does not run yet, and bring the deployments up to date.
+
+        Args:
+            requested: The port of each server; None: the last one, or the next free one.
+            gpu_slots: The size of the limit `gpu`; None: unchanged.
+            webhook: The address that is notified of the ends of runs; None: unchanged; empty: none.
 
         Raises:
             UserError: for a requested port that a server cannot have, and if a program does not start.
@@ -89,7 +96,7 @@ class Service:
                 self._start_server(name, port)
             self.warn_of_another_server()
             os.environ.update(self.environment(os.environ))
-            from flows import deployments  # only now: Prefect reads its settings from the environment
+            from flows import automations, deployments  # only now: Prefect reads the environment
 
             for name in HEALTH:
                 self.wait_for(name)
@@ -97,6 +104,7 @@ class Service:
             pages.keep_local(self.home / "prefect" / "ui")
             console.say("deployments: are brought up to date")
             deployments.apply(self.root, gpu_slots)
+            automations.notify(webhook)
             if Outbox.of(self.home).pending():
                 sync(self.home)  # runs whose delivery ended with the service
             addresses = {name: self.url(name) for name in HEALTH}
