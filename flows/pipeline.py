@@ -18,9 +18,20 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL
 from prefect.utilities.urls import url_for
 
-from flows import hooks, promotion, request, results, settings, stage_tasks, watch, workplace
+from flows import (
+    hooks,
+    promotion,
+    request,
+    results,
+    settings,
+    stage_tasks,
+    temporary_server,
+    watch,
+    workplace,
+)
 from flows.dvc_client import Dvc
 from flows.outcome import Outcome, has_results
 from flows.slots import Slots
@@ -273,6 +284,8 @@ def run_in_checkout() -> int:
     request.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
+    if PREFECT_API_URL.value() is None:
+        temporary_server.bind()
     state: State[Any] = pipeline(where="checkout", return_state=True)
     if has_results(state):
         return 0
