@@ -69,6 +69,8 @@ def apply(
         if makes_pool:
             _pool(client, pool)
         place = _place(client, root, pool)
+        with suppress(ObjectAlreadyExists):  # priority 1 moves the pool's default queue to 2
+            client.create_work_queue(settings.URGENT, work_pool_name=pool, priority=1)
         if is_shared:
             _check_owner(client, place, root)
         _limit(client, gpu_slots, is_shared=is_shared)
@@ -81,6 +83,7 @@ def _deploy_all(client: SyncPrefectClient, place: Place) -> None:
     hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
     for flow, name, description, schedules in (
         (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
+        (pipeline, settings.URGENT, "Run the pipeline before the runs of the other deployments.", []),
         (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
         (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
         (sweep, "sweep", "Compare settings over seeds.", []),
@@ -141,8 +144,6 @@ def _pool(client: SyncPrefectClient, name: str) -> None:
     template = ProcessWorker.get_default_base_job_template()
     with suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-    with suppress(ObjectAlreadyExists):  # priority 1 moves the pool's default queue to 2
-        client.create_work_queue(settings.URGENT, work_pool_name=name, priority=1)
 
 
 def _limit(client: SyncPrefectClient, slots: int | None, *, is_shared: bool) -> None:
@@ -187,14 +188,17 @@ def _deploy(
         tags=["rlhf", f"{OWNER}{place.owner}"],
         schedules=list(schedules),
         work_pool_name=place.pool,
+        work_queue_name=settings.URGENT if name == settings.URGENT else None,
         job_variables=place.variables,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     try:
         existing = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
     except ObjectNotFound:
-        made.apply()
+        own = DeploymentUpdate(parameter_openapi_schema=form(flow))
+        client.update_deployment(made.apply(), own)
         return
+    is_there = existing.work_pool_name == place.pool  # without its name, an update would change the queue
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
     own = DeploymentUpdate(
         description=description,
@@ -203,10 +207,27 @@ def _deploy(
         tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
         work_pool_name=place.pool,
+        work_queue_name=(existing if is_there else made).work_queue_name,
         job_variables=existing.job_variables | place.variables,
-        parameter_openapi_schema=flow.parameters.model_dump(),
+        parameter_openapi_schema=form(flow),
     )
     client.update_deployment(existing.id, own)
+
+
+def form(flow: Flow[..., Any]) -> dict[str, Any]:
+    """The fields of the run form. One that may be None is a plain field without a default.
+
+    Prefect's server takes that as well as None if it is left empty. As the flow describes such a field, the
+    form has an editor for it only after a click on its type.
+    """
+    schema = flow.parameters.model_dump()
+    for field in schema["properties"].values():
+        kinds = [kind for kind in field.get("anyOf", []) if kind["type"] != "null"]
+        if kinds:
+            (kind,) = kinds
+            del field["anyOf"], field["default"]
+            field.update(kind)
+    return schema
 
 
 def crash_lost_runs() -> None:

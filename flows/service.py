@@ -115,7 +115,8 @@ class Service:
                 deployments.crash_lost_runs()
                 console.say("worker: starts")
                 command = [*worker.command(settings.POOL), "--name", WORKER]
-                self.daemon("worker").start(command, self.environment(os.environ), self.root, **addresses)
+                facts = {**addresses, "earlier_heartbeat": self._last_heartbeat()}
+                self.daemon("worker").start(command, self.environment(os.environ), self.root, **facts)
             workspaces.remove_left(self.root)
             self.wait_for("worker")
             console.say("worker: ready")
@@ -225,7 +226,7 @@ class Service:
             return False
         try:
             if name == "worker":
-                answers = self._last_heartbeat() >= daemon.record()["started"]
+                answers = self._last_heartbeat() not in (0.0, daemon.record().get("earlier_heartbeat"))
             else:
                 answers = httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
             return answers and server.listens(server.record()["port"])
@@ -233,15 +234,14 @@ class Service:
             return False
 
     def _last_heartbeat(self) -> float:
-        """When the worker was last online, in seconds since the epoch; 0 if the server does not know it."""
+        """When the worker was last online, by the server's clock; 0 without an answer that knows it."""
         online = {"workers": {"status": {"any_": ["ONLINE"]}}}
-        workers = self._post(f"work_pools/{settings.POOL}/workers/filter", online)
-        heartbeats = [
-            datetime.fromisoformat(one["last_heartbeat_time"]).timestamp()
-            for one in workers
-            if one["name"] == WORKER
-        ]
-        return max(heartbeats, default=0.0)
+        try:
+            workers = self._post(f"work_pools/{settings.POOL}/workers/filter", online)
+            times = [one["last_heartbeat_time"] for one in workers if one["name"] == WORKER]
+            return max((datetime.fromisoformat(time).timestamp() for time in times), default=0.0)
+        except NO_ANSWER:
+            return 0.0
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """What Prefect's API answers. Raises one of NO_ANSWER."""

@@ -51,6 +51,15 @@ def limit_of(device: str) -> str:
     return f"{settings.SLOTS} {device.replace('/', '-')}"
 
 
+def size() -> int:
+    """The number of slots of the limit `gpu`; 1 if there is no limit."""
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_global_concurrency_limit_by_name(settings.SLOTS).limit
+        except ObjectNotFound:
+            return 1
+
+
 class Slots:
     """The slots that a run holds, and the GPUs that they are; at the end of the block they are free again."""
 
