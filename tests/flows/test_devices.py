@@ -347,3 +347,17 @@ def test_a_lease_that_the_server_has_ended_is_taken_again(
 
     in_a_run(body)
     assert active(client) == 0
+
+
+@pytest.mark.slow
+def test_two_runs_of_the_service_sit_on_two_gpus(tmp_path: Path, show: Show) -> None:
+    show(gpus(FIRST, SECOND))
+    root = toy.make(tmp_path / "project", tracking={"enabled": False}, service={"gpu_slots": 1})
+    seen = tmp_path / "seen"
+    both = f"until [ $(wc -l < {seen}) = 2 ]; do sleep 0.2; done"
+    toy.write_script(root, [f"echo $CUDA_VISIBLE_DEVICES >> {seen}", both, toy.SECOND.strip()])
+    with toy.service(root) as service:
+        runs = [service.start(seed=1), service.start("rlhf-pipeline/urgent", seed=2)]
+        assert [service.end(run)["type"] for run in runs] == ["COMPLETED"] * 2, service.logs(runs[0])
+        assert sorted(seen.read_text(encoding="utf-8").split()) == [FIRST, SECOND]
+        assert "uses GPU-" in service.logs(runs[0])
