@@ -7,6 +7,7 @@ schedule is switched on or off.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,29 +27,21 @@ from prefect.client.schemas.filters import (
     WorkPoolFilterName,
 )
 from prefect.client.schemas.objects import State, StateType
-from prefect.events.actions import ChangeFlowRunState
-from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
-from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
 from prefect.states import Crashed
 from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
-from flows import hooks, outcome, settings
+from flows import automations, devices, hooks, settings
 from flows.pipeline import pipeline
+from flows.slots import limit_of
 from flows.sweep import sweep
 from flows.watch import data_watch
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import git
 
-GPU_SLOTS = 1
-SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
-FLOWS = (settings.PIPELINE, settings.SWEEP, settings.WATCH)
 OWNER = "project:"  # begins the tag with the owner of a deployment, in a work pool of any type
-LOST = "rlhf: a run that is silent has crashed"
-HEARTBEAT = "prefect.flow-run.heartbeat"
-ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, *outcome.VERDICTS)
 OPEN = [StateType.RUNNING, StateType.PENDING, StateType.CANCELLING]
 
 
@@ -60,7 +53,8 @@ def apply(
     makes_pool: bool = True,
     is_shared: bool = False,
 ) -> None:
-    """Bring the server up to date for the project at `root`. `gpu_slots` None: unchanged, at first 1.
+    """Bring the server up to date for the project at `root`. `gpu_slots` None: unchanged, at first as
+    many as this machine has GPUs, or 1.
 
     Deployments for another pool than the service's own end with the name of that pool.
 
@@ -75,10 +69,12 @@ def apply(
         if makes_pool:
             _pool(client, pool)
         place = _place(client, root, pool)
+        with suppress(ObjectAlreadyExists):  # priority 1 moves the pool's default queue to 2
+            client.create_work_queue(settings.URGENT, work_pool_name=pool, priority=1)
         if is_shared:
             _check_owner(client, place, root)
-        _limit(client, gpu_slots)
-        _automation(client)
+        _limit(client, gpu_slots, is_shared=is_shared)
+        automations.apply(client)
         _deploy_all(client, place)
 
 
@@ -87,6 +83,7 @@ def _deploy_all(client: SyncPrefectClient, place: Place) -> None:
     hourly = Interval(timedelta(hours=1), slug="hourly", active=False)
     for flow, name, description, schedules in (
         (pipeline, "pipeline", "Run the pipeline, with changes of parameters if you give them.", []),
+        (pipeline, settings.URGENT, "Run the pipeline before the runs of the other deployments.", []),
         (pipeline, "nightly", "An example of a schedule: every night, with the newest data.", [nightly]),
         (data_watch, "on-data-change", "Check every hour whether the data changed.", [hourly]),
         (sweep, "sweep", "Compare settings over seeds.", []),
@@ -147,51 +144,31 @@ def _pool(client: SyncPrefectClient, name: str) -> None:
     template = ProcessWorker.get_default_base_job_template()
     with suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-    with suppress(ObjectAlreadyExists):  # priority 1 moves the pool's default queue to 2
-        client.create_work_queue(settings.URGENT, work_pool_name=name, priority=1)
 
 
-def _limit(client: SyncPrefectClient, slots: int | None) -> None:
-    try:
-        client.read_global_concurrency_limit_by_name(settings.SLOTS)
-    except ObjectNotFound:
-        limit = GlobalConcurrencyLimitCreate(name=settings.SLOTS, limit=slots or GPU_SLOTS)
-        client.create_global_concurrency_limit(limit)
-        return
-    if slots is not None:
-        client.upsert_global_concurrency_limit_by_name(settings.SLOTS, slots)
+def _limit(client: SyncPrefectClient, slots: int | None, *, is_shared: bool) -> None:
+    """The limit `gpu`, at first one slot for each GPU of this machine, or one. Users may change it.
 
-
-def _automation(client: SyncPrefectClient) -> None:
-    """A run whose heartbeat stops, because its machine or its worker is gone, becomes Crashed.
-
-    The flow's name, which is in heartbeats and in states, limits this to the flows of this package. An
-    existing automation gets this trigger and action; it stays on or off.
+    Where this machine is the only one, more slots than GPUs let runs share a GPU.
     """
-    trigger = EventTrigger(
-        after={HEARTBEAT},
-        expect={HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)},
-        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
-        match_related=ResourceSpecification(
-            {"prefect.resource.role": ["flow"], "prefect.resource.name": list(FLOWS)}
-        ),
-        for_each={"prefect.resource.id"},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=SILENCE,
-    )
-    action = ChangeFlowRunState(
-        name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
-    )
-    automation = AutomationCore(name=LOST, trigger=trigger, actions=[action])
-    automations = client.read_automations_by_name(LOST)
-    if not automations:
-        client.create_automation(automation)
-    for existing in automations:
-        current = existing.model_dump(exclude={"id", "owner_resource"})
-        updated = current | automation.model_dump(include={"trigger", "actions"})
-        if updated != current:  # an update drops the runs whose heartbeats it has seen
-            client.update_automation(existing.id, AutomationCore(**updated))
+    gpus = devices.visible()
+    size = _size(client, settings.SLOTS, len(gpus) or 1, slots)
+    for gpu in [] if is_shared else gpus:
+        share = math.ceil(size / len(gpus))
+        _size(client, limit_of(gpu), share, None if slots is None else share)
+
+
+def _size(client: SyncPrefectClient, name: str, first: int, given: int | None) -> int:
+    """Make the limit with its first size, or give an existing one the given size; returns its size."""
+    try:
+        found = client.read_global_concurrency_limit_by_name(name).limit
+    except ObjectNotFound:
+        size = given or first
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=size))
+        return size
+    if given is not None:
+        client.upsert_global_concurrency_limit_by_name(name, given)
+    return given or found
 
 
 def _deploy(
@@ -211,14 +188,17 @@ def _deploy(
         tags=["rlhf", f"{OWNER}{place.owner}"],
         schedules=list(schedules),
         work_pool_name=place.pool,
+        work_queue_name=settings.URGENT if name == settings.URGENT else None,
         job_variables=place.variables,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     try:
         existing = client.read_deployment_by_name(f"{flow.name}/{name}{place.suffix}")
     except ObjectNotFound:
-        made.apply()
+        own = DeploymentUpdate(parameter_openapi_schema=form(flow))
+        client.update_deployment(made.apply(), own)
         return
+    is_there = existing.work_pool_name == place.pool  # without its name, an update would change the queue
     theirs = [tag for tag in existing.tags if not tag.startswith(OWNER) and tag not in made.tags]
     own = DeploymentUpdate(
         description=description,
@@ -227,10 +207,27 @@ def _deploy(
         tags=[*made.tags, *theirs],
         entrypoint=made.entrypoint,
         work_pool_name=place.pool,
+        work_queue_name=(existing if is_there else made).work_queue_name,
         job_variables=existing.job_variables | place.variables,
-        parameter_openapi_schema=flow.parameters.model_dump(),
+        parameter_openapi_schema=form(flow),
     )
     client.update_deployment(existing.id, own)
+
+
+def form(flow: Flow[..., Any]) -> dict[str, Any]:
+    """The fields of the run form. One that may be None is a plain field without a default.
+
+    Prefect's server takes that as well as None if it is left empty. As the flow describes such a field, the
+    form has an editor for it only after a click on its type.
+    """
+    schema = flow.parameters.model_dump()
+    for field in schema["properties"].values():
+        kinds = [kind for kind in field.get("anyOf", []) if kind["type"] != "null"]
+        if kinds:
+            (kind,) = kinds
+            del field["anyOf"], field["default"]
+            field.update(kind)
+    return schema
 
 
 def crash_lost_runs() -> None:

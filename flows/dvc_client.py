@@ -19,7 +19,7 @@ from types import TracebackType
 
 from prefect import get_run_logger
 
-from flows import dvc_server
+from flows import devices, dvc_server
 from flows.programs import DRAIN_SECONDS, Logger, Program
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files
@@ -39,16 +39,17 @@ class Server(Program):
         self._status: int | None = None
         super().__init__([*command, self._mark], folder, environment, grace_seconds, stdin=subprocess.PIPE)
 
-    def call(self, words: Sequence[str], logger: Logger | None) -> int:
-        """Run one command. Returns its status, or, without an answer, how the server ended: never 0.
+    def call(self, words: Sequence[str], logger: Logger | None, variables: Mapping[str, str | None]) -> int:
+        """Run one command with these variables, which None unsets.
 
-        `lines` then holds what was printed meanwhile.
+        Returns its status, or, without an answer, how the server ended: never 0. `lines` then holds what
+        was printed meanwhile.
         """
         self.lines, self._status, self._logger = [], None, logger
         assert self._process.stdin is not None
         try:
             with suppress(BrokenPipeError):  # the server has ended, which `is_alive` shows
-                self._process.stdin.write(json.dumps(words) + "\n")
+                self._process.stdin.write(json.dumps([variables, words]) + "\n")
                 self._process.stdin.flush()
             self._wait_until(lambda: self._status is not None)
         except BaseException:
@@ -100,14 +101,17 @@ class Dvc:
         self._environment = {**environment, launch.FAILURE: str(self._failure)}
         self._server: Server | None = None
 
-    def call(self, *words: str, logged: bool = False) -> tuple[int, list[str]]:
-        """The exit status of `dvc WORDS`, and what it printed."""
+    def call(self, *words: str, logged: bool = False, gpus: Sequence[str] = ()) -> tuple[int, list[str]]:
+        """The exit status of `dvc WORDS`, and what it printed. Its stages see these GPUs; empty: those that
+        this process sees."""
         if self._server is None or not self._server.is_alive:
             self._close_server()
             # By its path: the commit in `folder` may not have this file. -P: no module of that folder.
             command = [sys.executable, "-P", dvc_server.__file__]
             self._server = Server(command, self.folder, self._environment, self._grace)
-        status = self._server.call(words, (self._logger or get_run_logger()) if logged else None)
+        logger = (self._logger or get_run_logger()) if logged else None
+        seen = ",".join(gpus) if gpus else self._environment.get(devices.VISIBLE)
+        status = self._server.call(words, logger, {devices.VISIBLE: seen})
         return status, [line for line in self._server.lines if line]
 
     def run(self, *words: str) -> str:
@@ -121,10 +125,10 @@ class Dvc:
             raise UserError(f"`dvc {' '.join(words)}` failed: {' '.join(lines)}")
         return "\n".join(lines)
 
-    def reproduce(self, stage: str) -> tuple[int, list[str]]:
+    def reproduce(self, stage: str, gpus: Sequence[str] = ()) -> tuple[int, list[str]]:
         """Run or restore one stage if it has changed; its output becomes log lines. Status and lines."""
         self._failure.unlink(missing_ok=True)
-        return self.call("--wait-for-lock", "repro", "--single-item", stage, logged=True)
+        return self.call("--wait-for-lock", "repro", "--single-item", stage, logged=True, gpus=gpus)
 
     def failure(self) -> dict[str, str] | None:
         """Why the last stage failed, as it has written: `kind` (user or fault) and `message`."""

@@ -2,9 +2,10 @@
 
     python -P flows/dvc_server.py MARK
 
-Each line of stdin is a command: a JSON list of DVC's words. What DVC and its stages print goes to stdout,
-followed by a line `MARK STATUS` with the exit status. `["restorable", STAGE]` is one more command: its
-status is 0 if the run cache holds the outs of the stage. The program ends with its input.
+Each line of stdin is a command, a JSON list of two: variables of the environment (null: not set), and a list
+of DVC's words. What DVC and its stages print goes to stdout, followed by a line `MARK STATUS` with the exit
+status. The words `["restorable", STAGE]` are one more command: its status is 0 if the run cache holds the
+outs of the stage. The program ends with its input.
 """
 
 from __future__ import annotations
@@ -27,11 +28,21 @@ def main(mark: str) -> None:
     for name in HINTS:
         logging.getLogger(name).setLevel(logging.WARNING)
     for line in commands:
-        words = json.loads(line)
+        variables, words = json.loads(line)
+        set_variables(variables)
         status = restorable(words[1]) if words[0] == "restorable" else int(dvc(words))
         sys.stdout.flush()
         # In one write that begins with a line break: processes that a stage started may print meanwhile.
         os.write(1, f"\n{mark} {status}\n".encode())
+
+
+def set_variables(variables: dict[str, str | None]) -> None:
+    """Change the environment of the stages that start from now on."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def restorable(stage: str) -> int:

@@ -16,6 +16,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Crashed
 
+from flows import leases
 from rlhf_tasks.project import processes, workspaces
 from rlhf_tasks.tracking.context import STAGE_RUN
 
@@ -38,8 +39,10 @@ def clean(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
 
 
 def clean_run(flow_run: UUID, end: State[Any]) -> None:
-    """End the stages that the run left running, and its tasks in the same way, and remove its workspace."""
+    """End the stages that the run left running, free its slots, end its tasks, and remove its workspace."""
     processes.end(STAGE_RUN, str(flow_run), signal.SIGINT, GRACE_SECONDS)
+    with get_client(sync_client=True) as client:
+        leases.end_all(client, client.read_flow_run(flow_run))  # only now: nothing uses a GPU any more
     end_tasks(flow_run, end)
     if (Path.cwd() / "dvc.yaml").exists():  # not so where a worker only makes jobs for other machines
         workspaces.remove(Path.cwd(), workspace_name(str(flow_run)))

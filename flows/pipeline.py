@@ -18,13 +18,24 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL
 from prefect.utilities.urls import url_for
 
-from flows import hooks, promotion, request, results, settings, stage_tasks, watch, workplace
+from flows import (
+    hooks,
+    promotion,
+    request,
+    results,
+    settings,
+    stage_tasks,
+    temporary_server,
+    watch,
+    workplace,
+)
 from flows.dvc_client import Dvc
 from flows.outcome import Outcome, has_results
 from flows.slots import Slots
-from rlhf_tasks.config import Config, Service
+from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_cli, dvc_files, git, workspace_inputs
@@ -137,7 +148,7 @@ def _run(
         folder = workplace.folder_of(place)
         environment = workplace.stage_environment(place, run, chosen)
         with Dvc(folder, environment, values.service.grace_seconds) as dvc:
-            how = run_stages(list(dvc_files.graph(folder)), values.service, dvc)
+            how = run_stages(list(dvc_files.graph(folder)), values, dvc)
             saved, experiment = workplace.saved_experiment(place, chosen, name is not None, dvc)
         outcome = Outcome(
             name=saved, how=how, revision=inputs.revision, experiment=experiment, changes=inputs.changes,
@@ -174,7 +185,7 @@ def _facts(inputs: Inputs, title: str, run: str) -> dict[str, str | None]:
     }
 
 
-def run_stages(names: Sequence[str], service: Service, dvc: Dvc) -> dict[str, str]:
+def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]:
     """Run these stages, in this order; returns `ran` or `cached` for each.
 
     Raises:
@@ -189,18 +200,20 @@ def run_stages(names: Sequence[str], service: Service, dvc: Dvc) -> dict[str, st
         update_progress_artifact(progress, 100.0 * len(how) / len(names), description=description)
 
     unchanged = stage_tasks.unchanged(names, dvc)
-    policies = [service.policy(name) for name in names]
+    policies = [values.service.policy(name) for name in names]
     with Slots() as slots:
         for number, (name, policy) in enumerate(zip(names, policies, strict=True)):
             try:
                 plan: stage_tasks.Plan = (
                     "unchanged" if name in unchanged else stage_tasks.make_plan(name, dvc)
                 )
-                if plan == "run" and policy.gpu_slots and slots.hold(policy.gpu_slots, show):
+                needed = slots.needed(name, values) if plan == "run" else 0
+                if needed and slots.hold(needed, show):
                     plan = stage_tasks.make_plan(name, dvc)  # another run may have made the same meanwhile
+                gpus = slots.held if needed and plan == "run" else []
                 show(f"{name}: {DOING[plan]}")
                 # Called, not submitted: the thread of a submitted task would train on after a cancellation.
-                state: Any = stage_tasks.stage_task(name, policy)(name, dvc, plan, return_state=True)
+                state: Any = stage_tasks.stage_task(name, policy)(name, dvc, plan, gpus, return_state=True)
                 if not state.is_completed():
                     raise _failure(name, state)
             except BaseException as error:
@@ -271,6 +284,8 @@ def run_in_checkout() -> int:
     request.resolve(Path.cwd(), Request(), None)
     for variable, value in settings.QUIET.items():
         os.environ.setdefault(variable, value)
+    if PREFECT_API_URL.value() is None:
+        temporary_server.bind()
     state: State[Any] = pipeline(where="checkout", return_state=True)
     if has_results(state):
         return 0

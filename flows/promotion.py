@@ -13,7 +13,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from flows import outcome, programs
+from flows import devices, outcome, programs
 from flows.slots import Slots
 from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
@@ -64,19 +64,14 @@ def promote(
     notes of the run do, since they know the experiment. The task waits for a slot only if it has to judge.
     """
     command, service = [sys.executable, "-m", "rlhf_tasks.cli", "promote"], values.service
-    run = partial(
-        programs.run,
-        folder=folder,
-        environment=environment,
-        grace_seconds=service.grace_seconds,
-        logger=logger,
-    )
-    status, lines = run([*command, "--unless-judging"])
+    run = partial(programs.run, folder=folder, grace_seconds=service.grace_seconds, logger=logger)
+    status, lines = run([*command, "--unless-judging"], environment=environment)
     if status == UNDECIDED:
         with Slots() as slots:
             if service.gpu_slots:
                 slots.hold(service.gpu_slots, lambda line: None)
-            status, lines = run(command)
+            gpus = {devices.VISIBLE: ",".join(slots.held)} if slots.held else {}
+            status, lines = run(command, environment=environment | gpus)
     message = next((line for line in reversed(lines) if line), "it printed nothing")
     name = NAMES.get(status, NAMES[DEFERRED])
     if status not in NAMES:

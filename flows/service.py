@@ -77,8 +77,15 @@ class Service:
 
     # -------------------------------------------------------------------------------------- up
 
-    def up(self, requested: Mapping[str, int | None], gpu_slots: int | None) -> None:
+    def up(
+        self, requested: Mapping[str, int | None], gpu_slots: int | None, webhook: str | None = None
+    ) -> None:
         """Start what does not run yet, and bring the deployments up to date.
+
+        Args:
+            requested: The port of each server; None: the last one, or the next free one.
+            gpu_slots: The size of the limit `gpu`; None: unchanged.
+            webhook: The address that is notified of the ends of runs; None: unchanged; empty: none.
 
         Raises:
             UserError: for a requested port that a server cannot have, and if a program does not start.
@@ -89,7 +96,7 @@ class Service:
                 self._start_server(name, port)
             self.warn_of_another_server()
             os.environ.update(self.environment(os.environ))
-            from flows import deployments  # only now: Prefect reads its settings from the environment
+            from flows import automations, deployments  # only now: Prefect reads the environment
 
             for name in HEALTH:
                 self.wait_for(name)
@@ -97,6 +104,7 @@ class Service:
             pages.keep_local(self.home / "prefect" / "ui")
             console.say("deployments: are brought up to date")
             deployments.apply(self.root, gpu_slots)
+            automations.notify(webhook)
             if Outbox.of(self.home).pending():
                 sync(self.home)  # runs whose delivery ended with the service
             addresses = {name: self.url(name) for name in HEALTH}
@@ -107,7 +115,8 @@ class Service:
                 deployments.crash_lost_runs()
                 console.say("worker: starts")
                 command = [*worker.command(settings.POOL), "--name", WORKER]
-                self.daemon("worker").start(command, self.environment(os.environ), self.root, **addresses)
+                facts = {**addresses, "earlier_heartbeat": self._last_heartbeat()}
+                self.daemon("worker").start(command, self.environment(os.environ), self.root, **facts)
             workspaces.remove_left(self.root)
             self.wait_for("worker")
             console.say("worker: ready")
@@ -217,7 +226,7 @@ class Service:
             return False
         try:
             if name == "worker":
-                answers = self._last_heartbeat() >= daemon.record()["started"]
+                answers = self._last_heartbeat() not in (0.0, daemon.record().get("earlier_heartbeat"))
             else:
                 answers = httpx.get(self.url(name) + HEALTH[name], timeout=10.0).is_success
             return answers and server.listens(server.record()["port"])
@@ -225,15 +234,14 @@ class Service:
             return False
 
     def _last_heartbeat(self) -> float:
-        """When the worker was last online, in seconds since the epoch; 0 if the server does not know it."""
+        """When the worker was last online, by the server's clock; 0 without an answer that knows it."""
         online = {"workers": {"status": {"any_": ["ONLINE"]}}}
-        workers = self._post(f"work_pools/{settings.POOL}/workers/filter", online)
-        heartbeats = [
-            datetime.fromisoformat(one["last_heartbeat_time"]).timestamp()
-            for one in workers
-            if one["name"] == WORKER
-        ]
-        return max(heartbeats, default=0.0)
+        try:
+            workers = self._post(f"work_pools/{settings.POOL}/workers/filter", online)
+            times = [one["last_heartbeat_time"] for one in workers if one["name"] == WORKER]
+            return max((datetime.fromisoformat(time).timestamp() for time in times), default=0.0)
+        except NO_ANSWER:
+            return 0.0
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         """What Prefect's API answers. Raises one of NO_ANSWER."""

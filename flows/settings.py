@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 PIPELINE, SWEEP, WATCH = "rlhf-pipeline", "rlhf-sweep", "rlhf-data-watch"
+FLOWS = (PIPELINE, SWEEP, WATCH)
 POOL = "rlhf"
 SLOTS = "gpu"  # the global concurrency limit
 URGENT = "urgent"  # the work queue whose runs get slots first

@@ -53,8 +53,10 @@ def _is_fault(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, log_prints=False)
-def stage(name: str, dvc: Dvc, plan: Plan) -> State[Any]:
+def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[Any]:
     """Run or restore one stage; its output becomes log lines. The state is `Cached` if nothing had to run.
+
+    `gpus`: those that the stage sees; empty: those that this process sees.
 
     Raises:
         StageFailed: if the stage fails.
@@ -64,7 +66,9 @@ def stage(name: str, dvc: Dvc, plan: Plan) -> State[Any]:
     begin = beginning(name, dvc.folder, int(task_run.get_run_count())) if plan == "run" else ""
     if begin:
         get_run_logger().info("%s", begin)
-    reproduce(name, dvc)
+    if gpus:
+        get_run_logger().info("uses %s", ", ".join(gpus))
+    reproduce(name, dvc, gpus)
     if plan == "restore":
         return Completed(name="Cached", message="DVC restored its outs from an earlier run")
     return Completed(message=f"ran; {begin}" if begin else "ran")
@@ -92,14 +96,14 @@ def unchanged(names: Sequence[str], dvc: Dvc) -> list[str]:
     return [] if changed is None else list(itertools.takewhile(lambda name: name not in changed, names))
 
 
-def reproduce(name: str, dvc: Dvc) -> None:
+def reproduce(name: str, dvc: Dvc, gpus: Sequence[str] = ()) -> None:
     """Run `dvc repro` for one stage.
 
     Raises:
         StageRefused: if the stage has written that the user can fix its failure, or lacks a dep.
         StageFailed: for any other failure.
     """
-    status, lines = dvc.reproduce(name)
+    status, lines = dvc.reproduce(name, gpus)
     if not status:
         return
     failure = dvc.failure()

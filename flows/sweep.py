@@ -30,7 +30,7 @@ from prefect.states import Completed
 from prefect.variables import Variable
 from pydantic import Field
 
-from flows import request, results, settings, sweep_runs, watch
+from flows import request, results, settings, slots, sweep_runs, watch
 from flows.sweep_runs import Cell, Data, Lost, Runs, SweepFailed
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
@@ -66,7 +66,7 @@ def sweep(
     revision: request.Revision | None = None,
     metrics: list[str] = [],  # noqa: B006
     curves: list[str] = list(CURVES),  # noqa: B006
-    parallel: Annotated[int, Field(ge=1)] = 2,
+    parallel: Annotated[int, Field(ge=0)] = 0,
     promote: bool = False,
     deployment: str = f"{settings.PIPELINE}/pipeline",
 ) -> State[Any]:
@@ -82,7 +82,8 @@ def sweep(
             sweep of this name, or the last commit.
         metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
         curves: The panels of the figure: columns of plots/ppo.csv.
-        parallel: The number of runs at once; the limit `gpu` applies as well.
+        parallel: The number of runs at once; the limit `gpu` applies as well. 0: one run more than the limit
+            has slots.
         promote: Let the gate decide at the end of each run whether its policy becomes the champion.
         deployment: The deployment that runs them; one of another work pool uses other machines.
     """
@@ -137,7 +138,7 @@ def _run(
         with tracking.open_run(Paths(root), run, values.tracking, tags) as tracked:
             todo = [cell for cell in cells if cell not in done]
             runs, show = Runs(deployment, preset, commit, promote), progress(cells, done)
-            lost = sweep_runs.run_cells(todo, runs, parallel, data, show)
+            lost = sweep_runs.run_cells(todo, runs, parallel or slots.size() + 1, data, show)
             rows = compare(_completed(root, cells, lost), lost, shown, tracked)
             if lost:
                 raise SweepIncomplete(

@@ -7,6 +7,7 @@ with `--write` it puts that list into dvc.yaml.
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -126,6 +127,13 @@ def dvc_stage(stage: str) -> Mapping[str, Any]:
 
 def test_dvc_yaml_has_every_stage_in_order() -> None:
     assert tuple(dvc_files.graph(ROOT)) == STAGES
+
+
+def test_every_stage_reads_what_the_one_before_it_made() -> None:
+    """So no two stages could run side by side, and the flow runs one after the other."""
+    nodes = list(dvc_files.graph(ROOT).values())
+    for before, after in itertools.pairwise(nodes):
+        assert {*before.outs} & {*after.deps}, f"{after.deps} could be there before {before.outs}"
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -20,7 +20,7 @@ from prefect.utilities.templating import apply_values
 from ruamel.yaml import YAML
 
 from flows import settings
-from flows.deployments import SILENCE
+from flows.automations import SILENCE
 from tests.flows import toy
 
 INFRA = Path(__file__).parents[1] / "infra"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -44,6 +45,13 @@ def port(text: str) -> int:
     if not 1 <= value <= LAST_PORT:
         raise argparse.ArgumentTypeError(f"ports go from 1 to {LAST_PORT} (given: {text})")
     return value
+
+
+def web_address(text: str) -> str:
+    """An address of a web server, or an empty text."""
+    if text and not re.fullmatch(r"https?://[^/\s]+\S*", text):
+        raise argparse.ArgumentTypeError(f"must begin with http:// or https:// and a host (given: {text})")
+    return text
 
 
 def check_output_file(out: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlhf_tasks.cli.arguments import Commands, add_command, port, positive_int
+from rlhf_tasks.cli.arguments import Commands, add_command, port, positive_int, web_address
 
 PORTS = {"prefect": 4200, "mlflow": 5000}
 TITLES = {"prefect": "Prefect", "mlflow": "MLflow"}
@@ -25,7 +25,15 @@ def add(commands: Commands) -> None:
         "--gpu-slots",
         type=positive_int,
         metavar="N",
-        help="size of the concurrency limit `gpu` (default: unchanged; 1 at the first start)",
+        help="size of the concurrency limit `gpu` (default: unchanged; at the first start one "
+        "slot per GPU, or 1)",
+    )
+    up.add_argument(
+        "--webhook",
+        type=web_address,
+        metavar="URL",
+        help="address to notify when a run fails, crashes, is promoted or refused; '' removes it (default: "
+        "unchanged)",
     )
 
 
@@ -34,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
     ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port}
     try:
-        Service.here().up(ports, options.gpu_slots)
+        Service.here().up(ports, options.gpu_slots, options.webhook)
     except KeyboardInterrupt:
         print("rlhf: interrupted; `rlhf down` stops what was started", file=sys.stderr)
         return 130

@@ -19,7 +19,8 @@ class TaskPolicy(Section):
     timeout_seconds: PositiveFloat | None
     """Longest time of one try, in seconds; null: no limit."""
     gpu_slots: Count
-    """Number of slots of the concurrency limit `gpu` that the stage holds while it runs."""
+    """Number of slots of the concurrency limit `gpu` that the stage holds while it runs. Where the machine
+    has GPUs, each slot is one of them, and a training stage holds at least one per process."""
 
 
 class Service(TaskPolicy):

@@ -34,6 +34,7 @@ LAST_PORT = 65535
 POLL_SECONDS = 0.1
 LOG_LINES = 15
 KILL_SECONDS = 2.0
+STARTTIME = 19  # among the fields of /proc/PID/stat after the program's name; see proc_pid_stat(5)
 TOKEN = "RLHF_DAEMON"  # in the environment of a daemon and of its descendants
 
 
@@ -64,9 +65,7 @@ class Daemon:
         record = self.record()
         try:
             process = psutil.Process(record["pid"])
-            return bool(
-                process.create_time() == record["started"] and process.status() != psutil.STATUS_ZOMBIE
-            )
+            return bool(start(process) == record["started"] and process.status() != psutil.STATUS_ZOMBIE)
         except (KeyError, psutil.Error):
             return False
 
@@ -103,7 +102,7 @@ class Daemon:
                 env={**environment, TOKEN: token},
                 start_new_session=True,
             )
-        started = psutil.Process(process.pid).create_time()
+        started = start(psutil.Process(process.pid))
         atomic.write_json(self.file, {"pid": process.pid, "started": started, "token": token, **facts})
         process.returncode = 0  # it outlives this command: the interpreter must not warn of a lost child
 
@@ -142,6 +141,23 @@ class Daemon:
         """If this very process started the program, take its exit status, or it would stay as a zombie."""
         with suppress(ChildProcessError):
             os.waitpid(int(self.record()["pid"]), os.WNOHANG)
+
+
+def start(process: psutil.Process) -> str:
+    """When a process started, which distinguishes it from earlier ones with its pid. It never changes.
+
+    On Linux it is the boot, and the clock ticks since then: psutil adds the date of the boot, which differs
+    after every change of the system's clock, so that a living process would seem to have ended.
+
+    Raises:
+        psutil.NoSuchProcess: if it has ended.
+    """
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:  # another system, or it has ended
+        return f"{process.create_time():.2f}"
+    return f"{boot}-{fields[STARTTIME]}"
 
 
 def find(variable: str, value: str) -> list[psutil.Process]:

@@ -19,9 +19,6 @@ def fill(page: Any, interface: str, name: str, value: Any) -> None:
         label = page.locator(f'.schema-form-property__label:text-is("{title}")')
         one = page.locator(".schema-form-property", has=label).last
     one.wait_for()
-    toggle = "int" if isinstance(value, int) else "str"
-    if (choice := one.get_by_role("tab" if interface else "button", name=toggle, exact=True)).count():
-        choice.click()
     if isinstance(value, bool):
         one.locator("[role=switch], .p-toggle__control").click()
     elif isinstance(value, dict):

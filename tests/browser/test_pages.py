@@ -71,6 +71,20 @@ def test_every_field_can_be_set(running: Service, reader: Reader, interface: str
     assert running.run(new[0])["parameters"] == expected
 
 
+@pytest.mark.parametrize("interface", forms.INTERFACES)
+def test_a_form_that_is_left_as_it_is_starts_a_run(running: Service, reader: Reader, interface: str) -> None:
+    """The fields that may be empty are left out; an empty text or a null would be refused."""
+    made = running.call("GET", f"/deployments/name/{RUNS}")
+    reader.open(f"{running.url('prefect')}{interface}/deployments/deployment/{made['id']}/run")
+    before = runs_of(running, made["id"])
+    reader.page.get_by_role("button", name="Submit").click()
+    new = toy.until(lambda: [run for run in runs_of(running, made["id"]) if run not in before], "the run")
+    given = running.run(new[0])["parameters"]
+    assert {name: given.get(name) for name in ("seed", "revision", "name")} == dict.fromkeys(
+        ("seed", "revision", "name")
+    )
+
+
 def runs_of(service: Service, deployment: str) -> list[str]:
     body = {"deployments": {"id": {"any_": [deployment]}}}
     return [run["id"] for run in service.call("POST", "/flow_runs/filter", body)]

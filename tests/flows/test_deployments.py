@@ -25,7 +25,7 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.states import Completed, Running
 from prefect.variables import Variable
 
-from flows import deployments, pipeline, request, settings, sweep, watch
+from flows import automations, deployments, pipeline, request, settings, sweep, watch
 from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.errors import UserError
@@ -69,6 +69,22 @@ def test_applying_again_keeps_what_users_changed(root: Path) -> None:
     assert again.description == first.description, "the description comes from this project"
     (kept,) = again.schedules
     assert (kept.id, kept.active, kept.schedule.interval) == (hourly.id, True, timedelta(minutes=5))
+
+
+def test_the_urgent_queue_comes_first_and_a_deployment_keeps_the_queue_that_a_user_chose(root: Path) -> None:
+    deployments.apply(root, None)
+    with get_client(sync_client=True) as client:
+        queues = client.match_work_queues(["urgent", "default"], settings.POOL)
+    assert {queue.name: queue.priority for queue in queues} == {"urgent": 1, "default": 2}
+    nightly = f"{settings.PIPELINE}/nightly"
+
+    def chosen() -> list[str]:
+        return [deployment(name).work_queue_name for name in (f"{settings.PIPELINE}/urgent", RUNS, nightly)]
+
+    assert chosen() == ["urgent", "default", "default"]
+    update(nightly, work_pool_name=settings.POOL, work_queue_name="urgent")
+    deployments.apply(root, None)
+    assert chosen() == ["urgent", "default", "urgent"]
 
 
 def test_the_slots_of_the_limit_stay_unless_a_number_is_given(root: Path) -> None:
@@ -189,12 +205,12 @@ def started(of: Any, *, by: str | None = None) -> FlowRun:
 def heartbeat(of: Any, run: FlowRun) -> dict[str, Any]:
     """The event that the run's own process sends."""
     resource, related = FlowRunEngine(of, flow_run=run)._build_heartbeat_event_template()
-    return {"event": deployments.HEARTBEAT, "resource": resource, "related": related}
+    return {"event": automations.HEARTBEAT, "resource": resource, "related": related}
 
 
 def automation() -> Any:
     with get_client(sync_client=True) as client:
-        (made,) = client.read_automations_by_name(deployments.LOST)
+        (made,) = client.read_automations_by_name(automations.LOST)
         return made
 
 
@@ -254,7 +270,7 @@ def test_the_automation_of_an_older_version_is_updated(root: Path) -> None:
 def test_a_run_without_heartbeats_crashes_and_ended_or_foreign_runs_do_not(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployments, "SILENCE", timedelta(seconds=10))
+    monkeypatch.setattr(automations, "SILENCE", timedelta(seconds=10))
     deployments.apply(root, None)
     lost, ended, theirs = started(pipeline.pipeline), started(pipeline.pipeline), started(foreign)
     for of, run in ((foreign, theirs), (pipeline.pipeline, ended), (pipeline.pipeline, lost)):

@@ -200,12 +200,12 @@ class SlowDvc(Dvc):
 def test_a_stage_that_exceeds_its_timeout_is_ended_with_its_processes_and_retried(root: Path) -> None:
     differs = {"second": {"retries": 1, "timeout_seconds": 3.0}}
     toy.write_params(root, tracking={"enabled": False}, service={"stages": differs, "gpu_slots": 0})
-    service = config.load(root / "params.yaml").service
+    values = config.load(root / "params.yaml")
 
     @flow
     def stages_only() -> None:
         with SlowDvc(root, toy.run_environment(), 5.0) as dvc:
-            flows_pipeline.run_stages(["first", "second"], service, dvc)
+            flows_pipeline.run_stages(["first", "second"], values, dvc)
 
     with pytest.raises(stage_tasks.StageFailed, match=r"stage second was ended: .*timeout of 3\.0 second"):
         stages_only()

@@ -148,7 +148,7 @@ def test_a_process_that_ends_without_an_answer_has_failed(root: Path, dvc: Dvc) 
     )
     assert repro(dvc, "second") != 0
     server = Server([sys.executable, "-c", "pass"], root, toy.run_environment(), 5.0)
-    assert server.call(["repro"], None) == dvc_client.FAULT
+    assert server.call(["repro"], None, {}) == dvc_client.FAULT
     server.close()
 
 
@@ -160,7 +160,7 @@ def test_an_answer_counts_even_if_the_process_ends_before_it_is_read(root: Path)
 
     words = [sys.executable, "-c", "import sys; input(); print(sys.argv[1], 0, flush=True); sys.exit(3)"]
     server = LateReader(words, root, toy.run_environment(), 5.0)
-    assert server.call(["repro"], None) == 0
+    assert server.call(["repro"], None, {}) == 0
     server.close()
 
 
@@ -182,7 +182,7 @@ def test_an_interrupt_right_after_the_command_ends_its_stage(root: Path) -> None
     words = [sys.executable, "-P", str(dvc_server.__file__)]
     server = Interrupted(words, root, toy.run_environment(), 20.0)
     with pytest.raises(KeyboardInterrupt):
-        server.call(["repro", "--single-item", "second"], None)
+        server.call(["repro", "--single-item", "second"], None, {})
     assert servers() == []
 
 

@@ -225,6 +225,7 @@ def test_a_killed_flow_run_becomes_crashed_and_its_stage_ends(fresh: Service) ->
     assert fresh.end(identity)["type"] == "CRASHED"
     toy.until(lambda: alive(fresh) == [], "the end of the stage")
     toy.until(lambda: fresh.tasks(identity)["second"] == "Crashed", "the end of the task")
+    assert fresh.call("GET", "/v2/concurrency_limits/gpu")["active_slots"] == 0, "freed before the task ended"
     toy.until(lambda: not list((fresh.root / ".rlhf/workspaces").iterdir()), "the removal of the workspace")
     toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "FAILED", "MLflow")
 

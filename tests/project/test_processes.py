@@ -16,6 +16,7 @@ import pytest
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import processes
 from rlhf_tasks.project.processes import Daemon
+from rlhf_tasks.tracking import context
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 PARENT = (
@@ -62,6 +63,25 @@ def test_a_stale_record_stops_no_other_process(daemon: Daemon) -> None:
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_a_change_of_the_clock_ends_no_process(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil adds the date of the boot to a start, and that date changes with the clock."""
+    start(daemon, PARENT)
+    name, boot = context.process_name(psutil.Process()), psutil.boot_time()
+    before = psutil.Process().create_time()
+    for change in (-86400.0, 3600.0):
+        monkeypatch.setattr(psutil._pslinux, "boot_time", lambda change=change: boot + change)
+        assert psutil.Process().create_time() == pytest.approx(before + change), "the test has no effect"
+        assert daemon.is_running()
+        assert context.is_alive(name), "a worker whose launcher seems to be gone would end itself"
+
+
+def test_a_later_process_with_the_same_pid_is_another_one() -> None:
+    own, parent = psutil.Process(), psutil.Process(os.getppid())
+    assert processes.start(own) == processes.start(psutil.Process(own.pid)) != processes.start(parent)
+    host, pid, _ = context.process_name(own).rsplit(":", 2)
+    assert not context.is_alive(f"{host}:{pid}:{processes.start(parent)}")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"pid": 1}'])

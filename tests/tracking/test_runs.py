@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import hashing
+from rlhf_tasks.project import hashing, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, dashboard
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
@@ -124,9 +124,6 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
         def cmdline(self) -> list[str]:
             return self.command
 
-        def create_time(self) -> float:
-            return 12.34
-
         def parents(self) -> list[Ancestor]:
             shell = Ancestor(2, "/bin/sh", "-c", "rlhf sft")
             return [shell, Ancestor(3, "python", "/x/bin/dvc", "repro"), Ancestor(4, "make", "run")]
@@ -136,7 +133,8 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
 
     for name in ("RLHF_PARENT_RUN", "MLFLOW_RUN_ID", "DVC_EXP_NAME"):
         monkeypatch.delenv(name, raising=False)
-    process = f"{platform.node()}:3:1234"
+    monkeypatch.setattr(processes, "start", lambda ancestor: f"boot-{ancestor.pid}")
+    process = f"{platform.node()}:3:boot-3"
     by_dvc = {"key": f"dvc-{process}", "owner": "dvc", "process": process}
     assert parent() == by_dvc
     monkeypatch.setenv("DVC_EXP_NAME", "mine")
@@ -374,7 +372,7 @@ def test_table_columns_come_in_order_of_appearance() -> None:
 def test_a_process_with_a_reused_pid_is_another_process() -> None:
     host, pid, start = this_process().rsplit(":", 2)
     assert context.is_alive(this_process())
-    assert not context.is_alive(f"{host}:{pid}:{int(start) - 100}")
+    assert not context.is_alive(f"{host}:{pid}:{start}1")
     assert context.is_alive(f"elsewhere:{pid}:{start}"), "nothing is known about other machines"
 
 

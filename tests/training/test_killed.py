@@ -78,8 +78,6 @@ class Project:
             for victim in alive if rng.random() < 0.4 else rng.choice([[process], [rng.choice(alive)]]):
                 victim.kill()
         status = process.wait(300)
-        for server in self.servers():  # it outlives a flow that was killed
-            server.kill()
         projects.until(lambda: not processes.find(MARK, str(self.folder)), "the end of what it had started")
         return status != 0
 

@@ -1,0 +1,119 @@
+"""What the server does by itself when a run ends or vanishes: its automations, and their notification blocks.
+
+Applying them again updates triggers and actions only: an automation that a user switched off stays off. No
+torch here.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ActionTypes, ChangeFlowRunState, SendNotification
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectNotFound
+from prefect.types import SecretDict
+
+from flows import outcome, settings
+
+SILENCE = timedelta(minutes=5)  # ten heartbeats; a server that restarts is not a lost run
+LOST = "rlhf: a run that is silent has crashed"
+NOTIFY = "rlhf: notify of the ends of runs"
+HEARTBEAT = "prefect.flow-run.heartbeat"
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Unpushed", settings.STOPPED, *outcome.VERDICTS)
+NOTIFIED = ("Failed", "Crashed", "Promoted", "Refused")
+LOG, WEBHOOK = "rlhf-log", "rlhf-webhook"  # the blocks
+LOG_KEY = "rlhf-notifications"  # the artifact whose versions are the notifications
+SUBJECT = "{{ flow_run.state.name }}: {{ flow_run.name }}"
+BODY = "{{ flow.name }}: {{ flow_run.state.message }} {{ flow_run|ui_url or '' }}"
+
+
+def apply(client: SyncPrefectClient) -> None:
+    """Bring the automation that every server needs up to date.
+
+    A run whose heartbeat stops, because its machine or its worker is gone, becomes Crashed.
+    """
+    action = ChangeFlowRunState(
+        name="Crashed", state=StateType.CRASHED, message="its heartbeat stopped", force=False
+    )
+    ends = {HEARTBEAT, *(f"prefect.flow-run.{end}" for end in ENDS)}
+    trigger = EventTrigger(
+        after={HEARTBEAT}, expect=ends, posture=Posture.Proactive, threshold=1, within=SILENCE, **_of_runs()
+    )
+    _apply(client, AutomationCore(name=LOST, trigger=trigger, actions=[action]))
+
+
+def notify(webhook: str | None) -> None:
+    """Notify of runs that failed, crashed, were promoted or refused: in Prefect, and by the webhook.
+
+    Args:
+        webhook: The address that gets each notification; None: unchanged, at first none; empty: none.
+    """
+    with get_client(sync_client=True) as client:
+        blocks = [_save(LOG, f"{str(client.api_url).rstrip('/')}/artifacts/", _artifact())]
+        if webhook:
+            blocks.append(_save(WEBHOOK, webhook, {"text": "{{subject}}\n{{body}}"}))
+        elif (found := _find(client, WEBHOOK)) is not None:
+            if webhook is None:
+                blocks.append(found)
+            else:
+                client.delete_block_document(found)
+        actions: list[ActionTypes] = [
+            SendNotification(block_document_id=block, subject=SUBJECT, body=BODY) for block in blocks
+        ]
+        expect = {f"prefect.flow-run.{end}" for end in NOTIFIED}
+        trigger = EventTrigger(
+            expect=expect, posture=Posture.Reactive, threshold=1, within=timedelta(0), **_of_runs()
+        )
+        _apply(client, AutomationCore(name=NOTIFY, trigger=trigger, actions=actions))
+
+
+def _of_runs() -> dict[str, Any]:
+    """Limits a trigger to the flows of this package, whose name is in heartbeats and in states."""
+    flows = {"prefect.resource.role": ["flow"], "prefect.resource.name": list(settings.FLOWS)}
+    return {
+        "match": ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        "match_related": ResourceSpecification(flows),
+        "for_each": {"prefect.resource.id"},
+    }
+
+
+def _apply(client: SyncPrefectClient, automation: AutomationCore) -> None:
+    automations = client.read_automations_by_name(automation.name)
+    if not automations:
+        client.create_automation(automation)
+    for existing in automations:
+        current = existing.model_dump(exclude={"id", "owner_resource"})
+        updated = current | automation.model_dump(include={"trigger", "actions"})
+        if updated != current:  # an update drops the runs whose heartbeats it has seen
+            client.update_automation(existing.id, AutomationCore(**updated))
+
+
+def _artifact() -> dict[str, Any]:
+    """A notification as an artifact of the server itself, which needs no account and no other program."""
+    return {
+        "key": LOG_KEY,
+        "type": "markdown",
+        "description": "{{subject}}",
+        "data": "{{subject}}\n\n{{body}}",
+    }
+
+
+def _save(name: str, address: str, content: dict[str, Any]) -> UUID:
+    """Make or update a block that posts this content. Prefect's pages hide the address, often a secret."""
+    block: Any = CustomWebhookNotificationBlock(
+        name=name, url="{{address}}", json_data=content, secrets=SecretDict({"address": address})
+    )
+    return UUID(str(block.save(name, overwrite=True)))
+
+
+def _find(client: SyncPrefectClient, name: str) -> UUID | None:
+    try:
+        return client.read_block_document_by_name(name, "custom-webhook").id
+    except ObjectNotFound:
+        return None
