@@ -171,12 +171,12 @@ def _sft_ours(shape: Shape, updates: int) -> list[float]:
 
 
 def _reward_ours(shape: Shape, updates: int) -> list[float]:
-    from rlhf_tasks.modeling.models import TokenScores
+    from rlhf_tasks.modeling.models import TokenScores, takes_forks
     from rlhf_tasks.stages.reward import Learner, Pairs
 
-    data = rows(shape, updates)
-    learner = Learner(TokenScores(shapes.models(shape).reward), None)
-    return _fit(learner, Pairs(data.queries, data.chosen, data.rejected, PAD), shape)
+    data, model = rows(shape, updates), shapes.models(shape).reward
+    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, forked=takes_forks(model))  # as the stage does
+    return _fit(Learner(TokenScores(model), None), pairs, shape)
 
 
 def _fit(model: Any, task: Any, shape: Shape) -> list[float]:
