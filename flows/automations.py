@@ -75,7 +75,10 @@ def notify(webhook: str | None) -> None:
 
 def _of_runs() -> dict[str, Any]:
     """Limits a trigger to the flows of this package, whose name is in heartbeats and in states."""
-    flows = {"prefect.resource.role": ["flow"], "prefect.resource.name": list(settings.FLOWS)}
+    flows: dict[str, str | list[str]] = {
+        "prefect.resource.role": ["flow"],
+        "prefect.resource.name": list(settings.FLOWS),
+    }
     return {
         "match": ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
         "match_related": ResourceSpecification(flows),
@@ -107,7 +110,12 @@ def _artifact() -> dict[str, Any]:
 def _save(name: str, address: str, content: dict[str, Any]) -> UUID:
     """Make or update a block that posts this content. Prefect's pages hide the address, often a secret."""
     block: Any = CustomWebhookNotificationBlock(
-        name=name, url="{{address}}", json_data=content, secrets=SecretDict({"address": address})
+        name=name,
+        url="{{address}}",
+        json_data=content,
+        headers=None,
+        cookies=None,
+        secrets=SecretDict({"address": address}),
     )
     return UUID(str(block.save(name, overwrite=True)))
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
-from prefect.client.schemas.objects import StateType
-from prefect.states import Completed, Crashed, Failed, Running, State
+from prefect.client.schemas.objects import State, StateType
+from prefect.states import Completed, Crashed, Failed, Running
 
 from flows import automations, deployments, outcome, settings
 from rlhf_tasks.cli import main as cli

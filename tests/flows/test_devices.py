@@ -289,9 +289,12 @@ def test_a_run_waits_behind_a_run_that_waits_for_a_gpu_of_the_same_machine(
     message = f"{slots.WAITS_HERE}{platform.node()}"
     waiting = other_run(client, Pending(name=WAITING, message=message), settings.URGENT)
 
+    def end(line: str) -> None:
+        client.set_flow_run_state(waiting.id, Completed(), force=True)
+
     def body() -> None:
         with Slots() as held:
-            assert held.hold(1, lambda line: client.set_flow_run_state(waiting.id, Completed(), force=True))
+            assert held.hold(1, end)
 
     in_a_run(body)
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ class SlowDvc(Dvc):
     def is_restorable(self, stage: str) -> bool:
         return False
 
-    def reproduce(self, stage: str) -> tuple[int, list[str]]:
+    def reproduce(self, stage: str, gpus: Sequence[str] = ()) -> tuple[int, list[str]]:
         command = ["sh", "-c", "echo $$ >> tries; exec sleep 600"]
         return programs.run(command, Path.cwd(), toy.run_environment(), 5.0)
 
