@@ -14,7 +14,7 @@ import psutil
 from rlhf_tasks.config import STAGES, Stage, StageView, Tracking
 from rlhf_tasks.config.types import store_uri
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import git, lineage
+from rlhf_tasks.project import git, lineage, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking.events import Header, now
 
@@ -109,7 +109,7 @@ def _is_dvc(process: psutil.Process) -> bool:
 
 def process_name(process: psutil.Process) -> str:
     """HOST:PID:START, which names one process only: the system uses a pid again."""
-    return f"{platform.node()}:{process.pid}:{int(process.create_time() * 100)}"
+    return f"{platform.node()}:{process.pid}:{processes.start_of(process)}"
 
 
 def is_local(name: str) -> bool:

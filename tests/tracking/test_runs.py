@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from rlhf_tasks import config, tracking
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import hashing
+from rlhf_tasks.project import hashing, processes
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context, curves, dashboard
 from rlhf_tasks.tracking import pipeline as tracking_pipeline
@@ -124,9 +124,6 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
         def cmdline(self) -> list[str]:
             return self.command
 
-        def create_time(self) -> float:
-            return 12.34
-
         def parents(self) -> list[Ancestor]:
             shell = Ancestor(2, "/bin/sh", "-c", "rlhf sft")
             return [shell, Ancestor(3, "python", "/x/bin/dvc", "repro"), Ancestor(4, "make", "run")]
@@ -136,6 +133,7 @@ def test_a_stage_finds_its_pipeline_by_the_dvc_process_or_the_environment(
 
     for name in ("RLHF_PARENT_RUN", "MLFLOW_RUN_ID", "DVC_EXP_NAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(processes, "start_of", lambda process: 1234)
     process = f"{platform.node()}:3:1234"
     by_dvc = {"key": f"dvc-{process}", "owner": "dvc", "process": process}
     assert parent() == by_dvc
