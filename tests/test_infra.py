@@ -216,7 +216,7 @@ def test_the_manifests_fit_together() -> None:
             mounted = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]
                        if "persistentVolumeClaim" in volume]  # fmt: skip
             assert set(mounted) <= claims, name
-        if kind == "Service":
+        if kind == "Service" and name != "rlhf-nodes":  # whose pods are those of jobs
             deployment = found["Deployment", name]["spec"]["template"]
             assert tree["spec"]["selector"].items() <= deployment["metadata"]["labels"].items()
             ports = [port["containerPort"] for port in deployment["spec"]["containers"][0]["ports"]]
@@ -224,6 +224,80 @@ def test_the_manifests_fit_together() -> None:
             assert tree["spec"].get("type", "ClusterIP") == "ClusterIP", (
                 "nothing may listen outside the cluster"
             )
+
+
+def job(**values: Any) -> dict[str, Any]:
+    """The manifest of a flow run's job, with the template's defaults."""
+    properties = template()["variables"]["properties"]
+    given = {name: field["default"] for name, field in properties.items() if "default" in field}
+    given |= {"name": "run", "command": "python -m prefect.engine", **values}
+    made: dict[str, Any] = apply_values(template()["job_configuration"], given)["job_manifest"]
+    container = made["spec"]["template"]["spec"]["containers"][0]
+    container["args"] = container["args"].split()  # as Prefect's worker does
+    container["env"] = [{"name": name, "value": value} for name, value in container["env"].items()]
+    return made
+
+
+def test_the_pods_of_several_nodes_are_numbered_and_find_the_first_one() -> None:
+    made = job(nodes=3)
+    spec, pod = made["spec"], made["spec"]["template"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
+    (service,) = [one for one in manifests() if one["metadata"]["name"] == "rlhf-nodes"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"], "the first pod is ready before it has an address"
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert pod["spec"]["subdomain"] == "rlhf-nodes"
+    script = pod["spec"]["containers"][0]["command"][-1]
+    assert f'MASTER_ADDR="$job-0.{pod["spec"]["subdomain"]}"' in (INFRA.parent / script).read_text("utf-8")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_jobs_and_manifests_are_valid_by_the_published_schemas(nodes: int) -> None:
+    """Strictly: a field that Kubernetes does not know is an error."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install '.[kubernetes]'")
+    made = job(nodes=nodes)
+    pod = made["spec"]["template"]["spec"]
+    for name in ("parallelism", "completions"):
+        del pod[name]  # Prefect's worker wants them here, too; Kubernetes ignores them
+    for tree in [made, *manifests()]:
+        schemas.validate(tree, schemas.latest_version(), strict=True)
+    pod["nodeName"] = 7
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate(made, schemas.latest_version(), strict=True)
+
+
+def test_further_pods_join_each_launch_of_the_first_and_end_with_it(tmp_path: Path) -> None:
+    """The flow launches sft, whose first try fails, and then ppo in a workspace."""
+    tools, place = tmp_path / "tools", tmp_path / "workspace"
+    tools.mkdir()
+    place.mkdir()
+    record = f'#!/bin/bash\necho "$MACHINE_RANK $1 $MASTER_ADDR $PYTHONPATH $PWD" >>{tmp_path}/joined\n'
+    (tools / "rlhf").write_text(f'{record}[ "$1" = ppo ]\n', encoding="utf-8")
+    (tools / "rlhf").chmod(0o755)
+    joined = tmp_path / "joined"
+    program = (
+        "import os, time; from pathlib import Path; from rlhf_tasks.training import launch\n"
+        "folder = Path(os.environ[launch.LAUNCHES])\n"
+        "launch.announce(folder, 'sft'); os.chdir('workspace'); launch.announce(folder, 'ppo')\n"
+        f"joined = Path({str(joined)!r})\n"
+        "while not joined.exists() or joined.read_text().count(chr(10)) < 2: time.sleep(0.1)\n"
+    )
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    base = os.environ | {"PATH": path, "PYTHONPATH": str(INFRA.parent)}
+
+    def pod(rank: int, *words: str) -> subprocess.Popen[bytes]:
+        own = {"JOB_COMPLETION_INDEX": str(rank), "HOSTNAME": f"a-run-{rank}"}
+        script = ["bash", str(INFRA / "kubernetes/node.sh"), *words]
+        return subprocess.Popen(script, cwd=tmp_path, env=base | own)
+
+    with pod(1, "unused") as second, pod(0, sys.executable, "-c", program) as first:
+        assert first.wait(60) == 0
+        assert second.wait(60) == 0, "a launch that failed is for the first pod to judge"
+    lines = joined.read_text(encoding="utf-8").splitlines()
+    assert lines == [
+        f"1 sft a-run-0.rlhf-nodes {INFRA.parent} {tmp_path}",
+        f"1 ppo a-run-0.rlhf-nodes {INFRA.parent} {place}",
+    ]
 
 
 def test_the_manifests_as_kustomize_reads_them() -> None:

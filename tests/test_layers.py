@@ -51,6 +51,7 @@ TORCH_FREE = (
     "evaluation.results",
     "report.comparison",
     "report.comparison_page",
+    "benchmark.gpus",
     "benchmark.shapes",
     "cli.main",
     "stages.prepare",

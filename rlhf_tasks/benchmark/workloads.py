@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.benchmark import shapes
+from rlhf_tasks.benchmark.architecture import positions
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.config import Config, Ppo, PpoView
 from rlhf_tasks.config.scorers import RewardModelScorer
@@ -152,10 +152,7 @@ def _initial(config: Config, own: Paths) -> tuple[PreTrainedModel, PreTrainedTok
     tokenizer = (
         load_tokenizer(own.tokenizer) if own.tokenizer.exists() else shapes.tokenizer(shape.vocab_size)
     )
-    longest = config.data.max_prompt_tokens + max(
-        config.data.max_completion_tokens, config.ppo.response_length
-    )
-    return models.from_scratch(shape, tokenizer, 2 ** math.ceil(math.log2(4 * longest))), tokenizer
+    return models.from_scratch(shape, tokenizer, positions(config)), tokenizer
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_tasks.config.types import (
+    Address,
     Count,
     Fraction,
+    KeyVariable,
     PositiveFloat,
     PositiveInt,
     Revision,
@@ -109,11 +111,11 @@ class LlmJudge(Section):
     """Kind of this judge."""
     name: Name
     """Name of the judge in the metrics: lower-case letters, digits and `_`."""
-    base_url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")]
+    base_url: Address
     """Address of the endpoint, such as https://HOST/v1."""
     model: str
     """Name of the model on the server."""
-    key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None
+    key_variable: KeyVariable | None
     """Environment variable that holds the API key; null: the server needs no key."""
     prompt: str
     """Prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}."""

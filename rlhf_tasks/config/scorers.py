@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config.judge import HELDOUT, OPTIMISED
-from rlhf_tasks.config.types import FiniteFloat, PositiveFloat, PositiveInt, Section
+from rlhf_tasks.config.types import Address, FiniteFloat, KeyVariable, PositiveFloat, PositiveInt, Section
 from rlhf_tasks.config.verifier import Check, Format
 
 COLUMNS_OF_SAMPLES = ("episode", "prompt", "response", "score", "reward_heldout")
@@ -48,15 +48,21 @@ class FunctionScorer(Section):
 
 
 class HttpScorer(Section):
-    """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts."""
+    """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts.
+
+    `key_variable` may be left out for null.
+    """
 
     kind: Literal["http"]
     """Kind of this scorer."""
     weight: FiniteFloat
     """Factor of this score in the sum."""
-    url: Annotated[str, Field(pattern=r"^https?://")]
+    url: Address
     """Address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}; where columns are
-    kept, it also receives {"columns": {NAME: […]}}."""
+    kept, it also receives {"columns": {NAME: […]}}. It holds no login."""
+    key_variable: KeyVariable | None = None
+    """Environment variable that holds a key, sent as `Authorization: Bearer …`; null: the server needs
+    none."""
     timeout_seconds: PositiveFloat
     """Longest wait for a reply, in seconds."""
     batch_size: PositiveInt

@@ -109,6 +109,22 @@ def store_uri(value: str) -> str:
 StoreUri = Annotated[str, AfterValidator(store_uri)]
 
 
+def address(value: str) -> str:
+    """An http address without a login, which would be stored wherever parameters are."""
+    if not re.match(r"https?://[^\s/]", value):
+        raise ValueError("must begin with http:// or https:// and name a host")
+    if "@" in value.split("//", 1)[1].split("/", 1)[0]:
+        raise ValueError(
+            "holds a login, which would be stored in git, dvc.lock and MLflow; remove it, and name the "
+            "environment variable of a key by `key_variable`"
+        )
+    return value
+
+
+Address = Annotated[str, AfterValidator(address)]
+KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+
+
 def is_hub_id(source: str) -> bool:
     """Whether a model source is an id of the hub, OWNER/NAME, and no local folder."""
     return not Path(source).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None

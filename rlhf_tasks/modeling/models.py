@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,8 @@ from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
 from rlhf_tasks.modeling.last_layer import last_columns_only
 from rlhf_tasks.project import disk
 
+ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
+"""Set to 1, the environment variable that allows weights in other formats than safetensors."""
 SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
@@ -116,9 +119,10 @@ def load_classifier(source: str | Path, revision: str | None = None) -> PreTrain
 
 
 def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
+    formats: dict[str, bool] = {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
     try:
         model, info = auto.from_pretrained(
-            source, revision=revision, dtype=torch.float32, output_loading_info=True
+            source, revision=revision, dtype=torch.float32, output_loading_info=True, **formats
         )
     except (OSError, ValueError, SafetensorError) as error:
         hint = (
@@ -126,6 +130,11 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
             if is_hub_id(str(source))
             else "is it a checkpoint folder?"
         )
+        if formats and "safetensors" in str(error):
+            hint = (
+                "weights of other formats may be pickles, which can run code: save the model as safetensors, "
+                f"or set the environment variable {ANY_WEIGHTS}=1 if you trust it"
+            )
         raise ContractError(
             f"cannot load a model from {source}: {str(error).splitlines()[0]} ({hint})"
         ) from error

@@ -9,6 +9,7 @@ words, whatever the original white space was. They also get the kept columns of 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +99,7 @@ class HttpScorer:
         *,
         timeout_seconds: float,
         batch_size: int,
+        key: str | None = None,
         back_off_seconds: float = BACK_OFF_SECONDS,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -110,6 +112,7 @@ class HttpScorer:
         shown = parsed.copy_with(username=None, password=None, query=None)  # without parts that may be secret
         self._url, self._name, self._tokenizer = url, f"http scorer {shown}", tokenizer
         self._timeout, self._batch_size = timeout_seconds, batch_size
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._back_off, self._sleep = back_off_seconds, sleep
 
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
@@ -158,12 +161,24 @@ class HttpScorer:
         """Limits the whole reply; the timeout of httpx limits only each pause in it."""
         deadline = time.monotonic() + self._timeout
         body = b""
-        with client.stream("POST", self._url, json=request) as response:
+        with client.stream("POST", self._url, json=request, headers=self._headers) as response:
             for chunk in response.iter_bytes():
                 body += chunk
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout(f"the reply was not complete after {self._timeout} s")
         return response.status_code, response.headers, body
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(
+            f"ppo.scorers: the environment variable {variable} holds no key; export it, or set key_variable "
+            "to null for a server that needs none"
+        )
+    return key
 
 
 def _retry_after(headers: httpx.Headers, otherwise: float) -> float:
@@ -313,7 +328,10 @@ def _one(
     if isinstance(one, config.FunctionScorer):
         return FunctionScorer(one.function, tokenizer, root, columns)
     if isinstance(one, config.HttpScorer):
-        return HttpScorer(one.url, tokenizer, timeout_seconds=one.timeout_seconds, batch_size=one.batch_size)
+        return HttpScorer(
+            one.url, tokenizer, timeout_seconds=one.timeout_seconds, batch_size=one.batch_size,
+            key=_key(one.key_variable),
+        )  # fmt: skip
     if isinstance(one, config.LengthPenalty):
         return LengthPenalty(one.max_tokens, one.buffer)
     if isinstance(one, config.VerifierScorer):

@@ -22,7 +22,7 @@ import psutil
 
 from rlhf_tasks.config import Launch, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import disk
+from rlhf_tasks.project import atomic, disk
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 
@@ -30,6 +30,7 @@ TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages r
 FAILURE = "RLHF_FAILURE_FILE"  # a failing stage writes the reason there, for its launcher or for the flow
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 WATCH_SECONDS = 1.0
+LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 
 
@@ -142,7 +143,17 @@ def run(paths: Paths, stage: Stage, launch: Launch) -> int:
         UserError: for a launch that is not possible, or that a worker reported.
     """
     environment = os.environ | variables(launch, cuda=_has_cuda())
-    return supervise(command(paths, stage, launch, os.environ), environment)
+    words = command(paths, stage, launch, os.environ)
+    if launch.num_machines > 1 and LAUNCHES in os.environ and os.environ["MACHINE_RANK"] == "0":
+        announce(Path(os.environ[LAUNCHES]), stage)
+    return supervise(words, environment)
+
+
+def announce(folder: Path, stage: Stage) -> None:
+    """Write the next launch for the other machines: its stage, its folder and its PYTHONPATH, a line each."""
+    number = 1 + sum(file.name.isdigit() for file in folder.iterdir())
+    lines = [stage, str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+    atomic.write_text(folder / str(number), "\n".join(lines) + "\n")
 
 
 def supervise(words: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,21 @@ def test_missing_weights_are_an_error(policy: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match=f"cannot load a model from {tmp_path}"):
         models.load_causal(tmp_path)
+
+
+def test_pickled_weights_are_loaded_only_if_the_user_trusts_them(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(models.ANY_WEIGHTS, raising=False)
+    shutil.copytree(policy, tmp_path / "pickled")
+    model = models.load_causal(policy)
+    (tmp_path / "pickled/model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pickled/pytorch_model.bin")
+    with pytest.raises(ContractError, match=r"can run code.* RLHF_PICKLED_WEIGHTS=1 if you trust it"):
+        models.load_causal(tmp_path / "pickled")
+    monkeypatch.setenv(models.ANY_WEIGHTS, "1")
+    loaded = models.load_causal(tmp_path / "pickled").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
 def test_damaged_weights_are_an_error(tmp_path: Path) -> None:

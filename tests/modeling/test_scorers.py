@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import encode
@@ -187,6 +187,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script: list[Callable[[Handler], None]] = []
         self.requests: list[dict[str, Any]] = []
+        self.logins: list[str | None] = []
         self.ended = threading.Event()
 
     @property
@@ -204,6 +205,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.requests.append(json.loads(body))
+        self.server.logins.append(self.headers.get("Authorization"))
         script = self.server.script
         if script:
             script.pop(0)(self)
@@ -396,6 +398,33 @@ def test_a_password_in_the_url_is_sent_and_never_shown(server: Server) -> None:
         http(url)(QUERIES, RESPONSES)
     assert "secret" not in str(raised.value)
     assert "hidden" not in str(raised.value)
+
+
+def test_a_key_of_the_environment_is_sent_and_never_shown(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config refuses a login in the address, which would be stored with every run."""
+    one = {
+        "kind": "http", "weight": 1.0, "url": server.url, "key_variable": "SCORER_KEY",
+        "timeout_seconds": 5.0, "batch_size": 8,
+    }  # fmt: skip
+
+    def parts() -> dict[str, Any]:
+        found = build(settings(one), small.tokenizer(), reward_model=None, max_tokens=64, root=Path())
+        return found.parts(QUERIES, RESPONSES)
+
+    monkeypatch.delenv("SCORER_KEY", raising=False)
+    with pytest.raises(UserError, match="the environment variable SCORER_KEY holds no key"):
+        parts()
+    monkeypatch.setenv("SCORER_KEY", "planted")
+    assert parts()["http"].tolist() == [5.0, 2.0, 0.0]
+    assert server.logins == ["Bearer planted"]
+    server.script = [status(401)]
+    with pytest.raises(ScorerError) as raised:
+        parts()
+    assert "planted" not in str(raised.value)
+    with pytest.raises(ValidationError, match="holds a login"):
+        settings(one | {"url": "http://me:secret@here/score"})
 
 
 @pytest.mark.parametrize(

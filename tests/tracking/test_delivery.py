@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -258,6 +259,30 @@ def test_a_resumed_run_is_one_run_without_doubled_points(home: Path, first_part:
     assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
     assert (status(home, "sft"), reason(home, "sft")) == (["FINISHED"], None)
     assert table(home, "sft", "samples")["data"] == [["a"], ["c"]]
+
+
+def test_a_clock_that_is_set_back_loses_no_point_and_doubles_none(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an hour: once between two points, and once more between a kill and the resumed run."""
+    real, behind = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: real() - behind)
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        tracker.metrics({"train/loss": 1.0}, step=1)
+        behind = 3600.0
+        tracker.metrics({"train/loss": 2.0}, step=2)
+        state = tracker.state_dict()
+        tracker.metrics({"train/loss": 3.0}, step=3)
+    killed(home, "k")
+    assert sync(home) == (1, {})
+    behind = 7200.0
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        tracker.load_state_dict(json.loads(json.dumps(state)))
+        for step in (3, 4):
+            tracker.metrics({"train/loss": float(step)}, step=step)
+    assert sync(home) == (1, {})
+    assert points(home) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert (status(home, "sft"), pending(home)) == (["FINISHED"], set())
 
 
 def test_a_live_uploader_continues_with_a_resumed_run(home: Path, flow: Uploader) -> None:

@@ -1,0 +1,171 @@
+"""The memory of PPO on one GPU by part, under each layout. Sizes are in bytes.
+
+The parts are counted from what the trainer holds: float32 weights with copies in bfloat16 for bf16, except
+under DeepSpeed, which keeps bfloat16 weights beside a float32 copy of each process's share. ZeRO: arXiv
+1910.02054, section 3; it keeps 12 bytes a trained parameter for AdamW: that copy and two moments.
+
+P policy · C critic · N processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rlhf_tasks.benchmark.architecture import Architecture
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+
+Layout = Literal["single", "ddp", "zero2", "zero3", "zero3 + engine"]
+LAYOUTS: Sequence[Layout] = get_args(Layout)
+"""From the simplest to the one that spreads most. In the last one an engine on further GPUs samples."""
+FP32, BF16 = 4, 2
+SLICE = 2**26  # logits that the training passes make at a time on a GPU, in modeling/head.py
+BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
+LIVE = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks:
+    """The models of PPO and the section that trains them."""
+
+    policy: Architecture
+    settings: Ppo
+    has_reward_model: bool
+    """Whether models/reward and models/reward_heldout are there; the second is loaded, too."""
+    is_bf16: bool
+    longest: int
+    """Tokens of a prompt; every prompt is taken to be so long."""
+
+    @property
+    def critic_parameters(self) -> int:
+        match self.settings.value_model:
+            case "separate":
+                return self.policy.score_parameters
+            case "shared":
+                return self.policy.hidden + 1
+            case None:
+                return 0
+
+    @property
+    def trained_parameters(self) -> int:
+        """Of policy and critic, those that the optimiser changes."""
+        lora, critic = self.settings.lora, self.critic_parameters
+        if lora is None:
+            return self.policy.parameters + critic
+        if lora.value and self.settings.value_model == "separate":
+            critic = self.policy.adapters(lora.r) + self.policy.hidden
+        return self.policy.adapters(lora.r) + critic
+
+    @property
+    def reference_parameters(self) -> int:
+        """0 with LoRA, where the reference is the policy without its adapters."""
+        return self.policy.parameters if self.settings.lora is None else 0
+
+    @property
+    def num_scoring(self) -> int:
+        """Reward models that score each response."""
+        return len(reward_folders(self.settings.scorers))
+
+    @property
+    def reward_parameters(self) -> int:
+        """Of all reward models, which are taken to be as large as the policy; models/reward once."""
+        others = sum(folder != OPTIMISED for folder in reward_folders(self.settings.scorers))
+        return (others + 2 * self.has_reward_model) * self.policy.score_parameters
+
+    @property
+    def passes_width(self) -> int:
+        """Bytes of a number in a forward pass."""
+        return BF16 if self.is_bf16 else FP32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes on one GPU, by part."""
+
+    weights: float
+    gradients: float
+    optimiser: float
+    activations: float
+    cache: float
+    logits: float
+    """The larger of what sampling and training make."""
+    gathered: float
+    """ZeRO-3's whole weights: of the policy while it samples, or those that a pass is at."""
+    peak: float
+    """The larger of both phases: sampling has no gradients and activations, training no cache."""
+
+
+def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
+    """The memory of each GPU that trains."""
+    states = _states(networks, layout, num_gpus)
+    rows = networks.settings.rollout_batch_size // num_gpus
+    sampled = min(rows, networks.settings.sampling_batch_size or rows)
+    has_engine = layout == "zero3 + engine"
+    cache = 0.0 if has_engine else sampled * _cache_of_row(networks)
+    sampling_logits = 0.0 if has_engine else 3.0 * FP32 * sampled * networks.policy.vocab
+    training_logits = 2.0 * FP32 * SLICE
+    activations = _activations(networks, layout)
+    whole, live = 0.0, 0.0
+    if layout in ("zero3", "zero3 + engine"):
+        whole = 0.0 if has_engine else networks.passes_width * networks.policy.parameters
+        both = networks.policy.parameters + networks.critic_parameters
+        live = networks.passes_width * min(LIVE, both)
+    sampling = cache + sampling_logits + whole
+    training = states["gradients"] + activations + training_logits + live
+    return Footprint(
+        **states, activations=activations, cache=cache, logits=max(sampling_logits, training_logits),
+        gathered=max(whole, live), peak=states["weights"] + states["optimiser"] + max(sampling, training),
+    )  # fmt: skip
+
+
+def _states(networks: Networks, layout: Layout, n: int) -> Mapping[str, float]:
+    """Weights of all models, gradients and optimiser."""
+    policy, critic = networks.policy.parameters, networks.critic_parameters
+    trained, frozen = networks.trained_parameters, networks.reference_parameters
+    rewards = networks.reward_parameters
+    if networks.settings.lora is not None:
+        policy += networks.policy.adapters(networks.settings.lora.r)
+    if layout in ("single", "ddp"):
+        weights = FP32 * (policy + critic + frozen + rewards)
+        if networks.is_bf16:  # the copies of one model's pass, or of one pass over both
+            weights += BF16 * (max(policy, critic) if layout == "single" else policy + critic)
+        buckets = FP32 * trained if layout == "ddp" else 0
+        return {
+            "weights": weights,
+            "gradients": FP32 * trained + buckets,
+            "optimiser": 2 * FP32 * trained,
+        }
+    width = networks.passes_width
+    buckets = 2 * width * min(BUCKET, trained)
+    shared = {"gradients": width * trained / n + buckets, "optimiser": 3 * FP32 * trained / n}
+    if layout == "zero2":  # reward models stay in float32
+        return {"weights": width * (policy + critic + frozen) + FP32 * rewards, **shared}
+    return {"weights": width * (policy + critic + frozen + rewards) / n, **shared}
+
+
+def _activations(networks: Networks, layout: Layout) -> float:
+    """Of one micro-batch: all layers', or with checkpointing each layer's input and one layer's own."""
+    policy, settings = networks.policy, networks.settings
+    per_token = policy.activations
+    if settings.gradient_checkpointing:
+        per_token = policy.layers * policy.hidden + policy.activations // policy.layers
+    tokens = max(settings.micro_batch_tokens, networks.longest + settings.response_length)
+    passes = 2 if layout != "single" and settings.value_model == "separate" else 1
+    return float(passes * tokens * per_token * networks.passes_width)
+
+
+def _cache_of_row(networks: Networks) -> float:
+    tokens = networks.longest + networks.settings.response_length
+    return float(tokens * networks.policy.cache_per_token(networks.passes_width))
+
+
+def engine_gpus(networks: Networks, usable: float) -> int:
+    """The least power of two of GPUs that hold the policy and the whole rollout's cache between them."""
+    needed = networks.passes_width * networks.policy.parameters
+    needed += networks.settings.rollout_batch_size * _cache_of_row(networks)
+    count = 1
+    while needed / count > usable:
+        count *= 2
+    return count

@@ -1,0 +1,204 @@
+"""What `rlhf plan` calculates, beside what `rlhf bench` measures here: `python -m tests.benchmarks.plan`.
+
+Each size is params.yaml with another model and ROWS episodes. `rlhf bench` measures it in its own process, on
+one thread, in CPU seconds, with random models and prompts of the greatest length. The plan is made for this
+processor: its matrix rate is what `rlhf bench` finds, and its bandwidth is that of a large copy. The share of
+the matrix rate is what the training of CALIBRATED reaches, so only the other cells predict a speed. Memory is
+without that of Python and its libraries, which a process without models holds too.
+
+Writes docs/results/plan.md, with the tables of `rlhf plan` below. `--tables` renews those alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rlhf_tasks import config
+from rlhf_tasks.benchmark import architecture
+from rlhf_tasks.benchmark.footprint import SLICE, Networks, footprint
+from rlhf_tasks.benchmark.forecast import Machine, update_seconds
+from rlhf_tasks.benchmark.gpus import GPUS, Assumptions, Gpu
+from rlhf_tasks.cli import plan
+from tests import small
+
+OUT = Path(__file__).parents[2] / "docs/results/plan.md"
+SIZES: Mapping[str, tuple[int, int]] = {
+    "96 wide, 4 layers": (96, 4),
+    "192 wide, 6 layers": (192, 6),
+    "256 wide, 6 layers": (256, 6),
+}
+CALIBRATED = "192 wide, 6 layers"
+ROWS = 32  # episodes of an update
+NUM_GPUS = (1, 8, 64)
+CPU_SECONDS = "import time; time.perf_counter = time.process_time\n"
+"""Other programs on the machine then cost nothing: there is one thread."""
+BENCH = f"{CPU_SECONDS}import sys; from rlhf_tasks.cli import main; sys.exit(main.main(sys.argv[1:]))"
+BEFORE = f"""\
+{CPU_SECONDS}
+import json, resource
+import torch
+from rlhf_tasks.benchmark import measurement, workloads
+from tests import small
+small.runtime()
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+a, b, seconds = torch.zeros(2**27), torch.zeros(2**27), []
+for _ in range(5):
+    start = time.perf_counter()
+    a.copy_(b)
+    seconds.append(time.perf_counter() - start)
+print(json.dumps([memory, 2 * a.nbytes / min(seconds)]))
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size: what was calculated and what was measured, in GB and seconds."""
+
+    parameters: int
+    planned: Mapping[str, float]
+    measured: Mapping[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--updates", type=int, default=1, help="updates to measure for each size")
+    parser.add_argument("--tables", action="store_true", help="renew the tables of `rlhf plan` alone")
+    options = parser.parse_args()
+    before, _, _ = OUT.read_text(encoding="utf-8").partition(MARK) if options.tables else ("", "", "")
+    text = before or HEAD + comparison(measured(options.updates))
+    OUT.write_text(text + MARK + tables(), encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------- comparison
+
+
+def measured(updates: int) -> Mapping[str, Row]:
+    base, bandwidth = json.loads(_run(["-c", BEFORE]))
+    found = {}
+    for name, (hidden, layers) in SIZES.items():
+        changes = {"hidden_size": hidden, "num_layers": layers}
+        tree = small.params({f"model.scratch.{key}": value for key, value in changes.items()})
+        tree["ppo"]["rollout_batch_size"] = ROWS
+        with tempfile.TemporaryDirectory() as folder:
+            YAML().dump(tree, Path(folder) / "params.yaml")
+            words = ["-c", BENCH, "bench", "--json", "--updates", str(updates)]
+            found[name] = (config.validate(tree, "test"), json.loads(_run(words, folder)))
+    rate = found[CALIBRATED][1]["matrix_flops_per_second"]
+    chip = Gpu(
+        name="this processor", memory=1e12, bf16=rate, fp32=rate, bandwidth=bandwidth, link=1e12,
+        source="measured",
+    )  # fmt: skip
+    return {name: row(*each, chip, _share(*found[CALIBRATED], chip), base) for name, each in found.items()}
+
+
+def _share(settings: config.Config, bench: Mapping[str, Any], chip: Gpu) -> float:
+    """The share of the matrix rate that training reaches."""
+    whole = Assumptions(matrix_share=1.0, bandwidth_share=1.0, layer_seconds=1e-6)
+    machine = Machine(gpu=chip, num_gpus=1, assumed=whole)
+    return update_seconds(networks(settings), machine, "single").train / float(bench["train_seconds"])
+
+
+def row(settings: config.Config, bench: Mapping[str, Any], chip: Gpu, share: float, base: float) -> Row:
+    models = networks(settings)
+    assumed = Assumptions(matrix_share=share, bandwidth_share=1.0, layer_seconds=1e-6)
+    machine = Machine(gpu=chip, num_gpus=1, assumed=assumed)
+    seconds = update_seconds(models, machine, "single")
+    # a processor makes smaller slices of the logits, and `rlhf bench` loads one reward model
+    other = 4 * models.policy.score_parameters - 2 * 4 * (SLICE - 2**21)
+    planned = {
+        "memory": (footprint(models, "single", 1).peak + other) / 1e9,
+        "generate": seconds.generate, "score": seconds.score, "train": seconds.train,
+        "total": seconds.total,
+    }  # fmt: skip
+    taken = {
+        "memory": bench["peak_memory_gb"] - base / 1e9,
+        **{part: bench[f"{part}_seconds"] for part in ("generate", "score", "train")},
+        "total": bench["seconds_per_update"],
+    }
+    return Row(models.policy.parameters, planned, taken)
+
+
+def networks(settings: config.Config) -> Networks:
+    return Networks(
+        policy=architecture.of_params(settings, Path("none")), settings=settings.ppo,
+        has_reward_model=False, is_bf16=False, longest=settings.data.max_prompt_tokens,
+    )  # fmt: skip
+
+
+def _run(words: Sequence[str], folder: str = ".") -> str:
+    environment = os.environ | {
+        "PYTHONPATH": str(Path.cwd()),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def comparison(rows: Mapping[str, Row]) -> str:
+    """A line for each size: calculated, measured, and the error of the first."""
+    parts = ("memory", "generate", "score", "train", "total")
+    units = {"memory": "GB"}
+    head = " | ".join(f"{part}, {units.get(part, 's')}" for part in parts)
+    lines = [f"| Model | parameters | {head} |", "|---" * 7 + "|"]
+    for name, found in rows.items():
+        cells = [_cell(found.planned[part], found.measured[part]) for part in parts]
+        lines.append(f"| {name} | {found.parameters:,} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(planned: float, measured: float) -> str:
+    return f"{planned:.2f} / {measured:.2f} ({planned / measured - 1:+.0%})"
+
+
+# -------------------------------------------------------------------------------------------- tables
+
+HEAD = f"""\
+# A plan before the bill
+
+`rlhf plan` calculates memory, layout, speed and cost of PPO on GPUs that are not here. This page sets what it
+calculates beside what `rlhf bench` measures on a processor, and shows its tables for three published sizes.
+`python -m tests.benchmarks.plan` makes both.
+
+## Calculated and measured
+
+One thread of one processor, in float32 and CPU seconds, with the shipped `params.yaml`, {ROWS} episodes an
+update and other models from scratch. A cell is calculated / measured, and the error of the first. Memory is
+without Python and its libraries. The share of the matrix rate is that of training {CALIBRATED}, so
+this cell is no prediction.
+
+"""
+MARK = "\n## What larger models need\n"
+
+
+def tables() -> str:
+    """The tables of `rlhf plan` for the shipped params.yaml on H100s."""
+    settings, gpu, assumed = config.validate(small.params(), "params.yaml"), GPUS["h100"], Assumptions()
+    text = "\nThe batch and the lengths are those of the shipped `params.yaml`: `rlhf plan --gpus 1 8 64`.\n"
+    for num_gpus in NUM_GPUS:
+        found = plan.plans(settings, Path("none"), gpu, num_gpus, assumed, 2.5)
+        text += f"\n### {num_gpus} × {gpu.name}\n\n| | {' | '.join(found)} |\n" + "|---" * 5 + "|\n"
+        text += "".join(f"| {' | '.join(cells)} |\n" for cells in plan.rows(found))
+    notes = [f"- {note[0].upper()}{note[1:]}." for note in plan.assumptions(settings, gpu, assumed, 2.5)]
+    return text + "\n### What is assumed\n\n" + "\n".join(notes) + "\n"
+
+
+if __name__ == "__main__":
+    main()

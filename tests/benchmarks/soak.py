@@ -1,0 +1,161 @@
+"""A long run: `python -m tests.benchmarks.soak`. Memory and open files stay flat, and the disk is bounded.
+
+`rlhf ppo` takes 2,000 updates of a model of a few thousand weights, with tracking, snapshots, evaluations and
+guards, as a user would run it. Beside it, this program samples the resident memory and the open files of the
+stage, and the bytes of its snapshots. The first quarter of the run fills caches. The mean of the last quarter
+may exceed that of the second one by 2%, for each of the three. Exit status 1 if one of them exceeds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from ruamel.yaml import YAML
+
+from tests import small
+
+ROOT = Path(__file__).parents[2]
+ROLLOUT = 8
+ALLOWED = 0.02
+EVERY_SECONDS = 0.5
+TERMINATED = 143
+CHANGES: Mapping[str, Any] = {
+    "data.max_prompt_tokens": 80, "ppo.rollout_batch_size": ROLLOUT, "ppo.num_mini_batches": 1,
+    "ppo.num_ppo_epochs": 1, "ppo.response_length": 4, "ppo.num_sample_generations": 20,
+    "ppo.num_selections": 20, "ppo.num_selection_prompts": 8, "ppo.guards.action": "warn",
+    "ppo.learning_rate": 1e-5, "resume.every_seconds": 5.0,
+}  # fmt: skip
+
+
+class Sample(NamedTuple):
+    """What the stage holds at one moment."""
+
+    memory: int
+    files: int
+    snapshots: int
+    """Bytes of the snapshots; those that are being written or removed are left out."""
+    record: int
+    """Bytes of everything else that it writes."""
+    step: int
+    """The update of the newest snapshot."""
+
+
+class Change(NamedTuple):
+    """A mean of the second quarter of the samples, and of the last one."""
+
+    before: float
+    after: float
+
+    @property
+    def growth(self) -> float:
+        return self.after / self.before - 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then, done or not")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        samples = run(Path(folder), options.updates, 60 * options.minutes)
+    found = changes(samples)
+    done = max(one.step for one in samples)
+    print(f"{done} of {options.updates} updates, {len(samples)} samples; second quarter → last quarter:")
+    for name, scale, unit in (("memory", 1e6, "MB"), ("files", 1, "open files"), ("snapshots", 1e6, "MB")):
+        change = found[name]
+        print(
+            f"{name}: {change.before / scale:.2f} → {change.after / scale:.2f} {unit} ({change.growth:+.2%})"
+        )
+    quarter = samples[len(samples) // 4]
+    grown = (samples[-1].record - quarter.record) / max(1, samples[-1].step - quarter.step)
+    print(f"the record grew by {grown:.0f} bytes an update")
+    failed = problems(found)
+    print("\n".join(failed) or f"all within {ALLOWED:.0%}")
+    return int(bool(failed))
+
+
+def run(folder: Path, updates: int, seconds: float) -> Sequence[Sample]:
+    """Samples of a run of stage ppo from its first snapshot, in equal intervals; it ends after `seconds`."""
+    small.workspace(folder)
+    tree = small.params({**CHANGES, "ppo.total_episodes": ROLLOUT * updates})
+    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(tree, file)
+    shutil.copy(ROOT / "dvc.yaml", folder)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
+    samples = []
+    with (folder / "log").open("wb") as log:
+        stage = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + seconds
+        while stage.poll() is None and time.monotonic() < end:
+            time.sleep(EVERY_SECONDS)
+            samples.append(sample(psutil.Process(stage.pid), folder))
+    except psutil.NoSuchProcess:
+        pass
+    finally:
+        if stage.poll() is None:
+            stage.terminate()
+    if stage.wait() not in (0, TERMINATED):
+        sys.exit(f"rlhf ppo failed:\n{(folder / 'log').read_text(encoding='utf-8')[-2000:]}")
+    return [one for one in samples if one.memory and one.snapshots]
+
+
+def sample(stage: psutil.Process, folder: Path) -> Sample:
+    sizes = {file: size(file) for file in files(folder)}
+    state = folder / ".rlhf/state"
+    in_state = {file: count for file, count in sizes.items() if file.is_relative_to(state)}
+    snapshots = sum(count for file, count in in_state.items() if file.parent.name.startswith("step-"))
+    record = sum(sizes.values()) - sum(in_state.values())
+    steps = [file.parent.name for file in in_state if file.parent.name.startswith("step-")]
+    step = int(max(steps, default="step-0").removeprefix("step-"))
+    return Sample(stage.memory_info().rss, stage.num_fds(), snapshots, record, step)
+
+
+def files(folder: Path) -> Iterator[Path]:
+    """All files below; unlike `Path.rglob`, it leaves out folders that are removed meanwhile."""
+    for where, _, names in os.walk(folder):
+        yield from (Path(where) / name for name in names)
+
+
+def size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def changes(samples: Sequence[Sample]) -> Mapping[str, Change]:
+    quarter = len(samples) // 4
+    parts = samples[quarter : 2 * quarter], samples[-quarter:]
+    return {
+        name: Change(*(statistics.fmean(getattr(one, name) for one in part) for part in parts))
+        for name in ("memory", "files", "snapshots")
+    }
+
+
+def problems(found: Mapping[str, Change]) -> Sequence[str]:
+    """What grew by more than is allowed."""
+    return [
+        f"{name} grew by {change.growth:.1%}, and {ALLOWED:.0%} is allowed"
+        for name, change in found.items()
+        if change.growth > ALLOWED
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

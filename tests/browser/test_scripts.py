@@ -1,0 +1,68 @@
+"""A planted script in an answer, a prompt or a name stays text in a real browser."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.report import comparison, comparison_page, inputs, page
+from tests.browser.conftest import Reader
+from tests.report import test_comparison_page, workspace
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+PLANTED = (
+    "<script>window.planted = 1</script>"
+    '<img src="x" onerror="window.planted = 2">'
+    "</pre></textarea><svg onload='window.planted = 3'>"
+    '<a href="javascript:window.planted = 4">press</a>{{ 7 * 7 }}'
+)
+
+
+def assert_text(reader: Reader, address: str) -> None:
+    """Nothing ran, no element came of it, and a reader sees all of it."""
+    reader.open(address)
+    assert reader.page.evaluate("window.planted") is None
+    assert reader.page.locator("script:has-text('planted'), img[onerror], svg[onload]").count() == 0
+    assert reader.page.locator("a[href^='javascript']").count() == 0
+    assert PLANTED in reader.page.evaluate("document.body.textContent")
+
+
+def planted(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [row | {name: f"{row[name]} {PLANTED}" for name in names} for row in rows]
+
+
+def test_a_planted_script_stays_text_in_the_report(tmp_path: Path, reader: Reader) -> None:
+    workspace.put_all(tmp_path)
+    answers = planted(workspace.responses(), "prompt", "reference", "sft", "policy")
+    workspace.put_rows(tmp_path / "evaluation/judge/answers.parquet", answers)
+    samples = planted([{"episode": 256, "prompt": "a", "response": "b", "score": 0.5}], "prompt", "response")
+    workspace.put_rows(tmp_path / "evaluation/ppo/samples.parquet", samples)
+    (tmp_path / "report.html").write_text(page.render(inputs.read(Paths(tmp_path)), {}), encoding="utf-8")
+    assert_text(reader, (tmp_path / "report.html").as_uri())
+
+
+def test_a_planted_script_stays_text_in_the_comparison(tmp_path: Path, reader: Reader) -> None:
+    runs = [replace(run, experiment=f"{run.experiment}{PLANTED}") for run in test_comparison_page.RUNS]
+    text = page.document("comparison.html", comparison_page.context(comparison.with_settings(runs)))
+    (tmp_path / "comparison.html").write_text(text, encoding="utf-8")
+    assert_text(reader, (tmp_path / "comparison.html").as_uri())
+
+
+def test_a_planted_script_stays_text_in_an_answer_that_the_documentation_shows(
+    tmp_path: Path, reader: Reader
+) -> None:
+    """Pages show answers in blocks of text."""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shown = tmp_path / "docs/results/planted.md"
+    shown.write_text(f"# Answers\n\n```text\n{PLANTED}\n```\n", encoding="utf-8")
+    words = ["-m", "sphinx", "--quiet", "--builder", "html", "-d", str(tmp_path / "trees")]
+    subprocess.run([sys.executable, *words, str(tmp_path / "docs"), str(tmp_path / "site")], check=True)
+    assert_text(reader, (tmp_path / "site/results/planted.html").as_uri())

@@ -1,0 +1,123 @@
+"""Secrets stay out of what a run writes, and no server listens to other machines.
+
+`tests/browser/test_scripts.py` has the pages, and `tests/modeling/test_models.py` the formats of weights.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from tests import small
+from tests.evaluation import endpoint
+from tests.modeling.test_scorers import Server as Scorer
+from tests.modeling.test_scorers import status
+
+ROOT = Path(__file__).parents[1]
+SCORER, MLFLOW, PREFECT = "planted-key-of-a-scorer", "planted-password-of-mlflow", "planted:login-of-prefect"
+SECRETS = {
+    "SCORER_KEY": SCORER,
+    "JUDGE_KEY": endpoint.KEY,
+    "MLFLOW_TRACKING_USERNAME": "somebody",
+    "MLFLOW_TRACKING_PASSWORD": MLFLOW,
+    "PREFECT_API_AUTH_STRING": PREFECT,
+}
+HIDDEN = (SCORER, endpoint.KEY, MLFLOW, PREFECT)
+
+
+@pytest.fixture
+def judge_server() -> Iterator[endpoint.Server]:
+    with endpoint.serving() as started:
+        yield started
+
+
+@pytest.fixture
+def scorer_server() -> Iterator[Scorer]:
+    with Scorer() as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield made
+        made.ended.set()
+        made.shutdown()
+        thread.join()
+
+
+def run(folder: Path, stage: str) -> subprocess.CompletedProcess[str]:
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    return subprocess.run(
+        [sys.executable, "-m", "rlhf_tasks.cli", stage], cwd=folder, env=os.environ | SECRETS | own,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def assert_hidden(folder: Path, *outputs: subprocess.CompletedProcess[str]) -> None:
+    """No secret is in a file below the folder, in MLflow's store, or in what was printed."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert any(file.name == "mlflow.db" for file in files) or any("outbox" in str(file) for file in files)
+    for secret in HIDDEN:
+        found = [str(file) for file in files if secret.encode() in file.read_bytes()]
+        assert found == [], secret
+        assert all(secret not in one.stdout + one.stderr for one in outputs), secret
+
+
+@pytest.mark.e2e
+def test_planted_keys_are_nowhere_in_what_a_run_wrote(
+    trained: Path, tmp_path: Path, judge_server: endpoint.Server, scorer_server: Scorer
+) -> None:
+    """PPO with an HTTP scorer, judging by a language model, and tracking; then the scorer refuses its key."""
+    folder = tmp_path / "project"
+    shutil.copytree(trained, folder)
+    shutil.copy(ROOT / "dvc.yaml", folder)
+    (folder / "prompt.txt").write_text(endpoint.PROMPT, encoding="utf-8")
+    (folder / "labels.jsonl").touch()
+    scorer = {"kind": "http", "weight": 1.0, "url": scorer_server.url, "key_variable": "SCORER_KEY",
+              "timeout_seconds": 30.0, "batch_size": 8}  # fmt: skip
+    judge = {"kind": "llm", "name": "gpt", "base_url": judge_server.url, "model": endpoint.MODEL,
+             "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 8,
+             "concurrency": 2, "timeout_seconds": 30.0, "max_retries": 0, "budget": None}  # fmt: skip
+    changes: dict[str, Any] = {
+        "ppo.scorers": [scorer], "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16,
+        "ppo.num_mini_batches": 2, "ppo.response_length": 6, "ppo.num_selections": 1,
+        "ppo.num_selection_prompts": 8, "ppo.guards": None, "judge.judges": [judge, small.HELDOUT],
+        "judge.num_examples": 4, "judge.retention": None, "judge.labels": "labels.jsonl",
+    }  # fmt: skip
+    with (folder / "params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(small.params(changes), file)
+    done = [run(folder, stage) for stage in ("ppo", "judge")]
+    assert [one.returncode for one in done] == [0, 0], done[-1].stderr + done[0].stderr
+    assert scorer_server.logins[0] == f"Bearer {SCORER}", "the key was sent"
+    assert sum(judge_server.paid.values()) > 0, "the judge's key was accepted"
+    assert_hidden(folder, *done)
+    scorer_server.script = [status(401)]
+    shutil.rmtree(folder / "models/policy")
+    failed = run(folder, "ppo")
+    assert failed.returncode != 0
+    assert "rejected the request" in failed.stderr
+    assert_hidden(folder, failed)
+
+
+SERVED = re.compile(r"(?:HTTPServer\(|\.bind\(|--host\b|--bind\b|host=).*")
+"""How a server is told where to listen."""
+
+
+def test_every_server_of_this_package_listens_on_loopback() -> None:
+    """In the code; `tests/flows/test_service.py` looks at the ports of the running service."""
+    lines = [
+        f"{file.relative_to(ROOT)}: {found.group(0)}"
+        for folder in ("rlhf_tasks", "flows")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for found in SERVED.finditer(file.read_text(encoding="utf-8"))
+    ]
+    assert len(lines) >= 3, "prefect, mlflow, and the probe of a port"
+    assert [line for line in lines if "HOST" not in line and "127.0.0.1" not in line] == []
+    assert "--bind 127.0.0.1" in (ROOT / "Makefile").read_text(encoding="utf-8")
