@@ -84,7 +84,7 @@ class Trainer:
         )  # fmt: skip
         self.source = self._source(engine, Limits(
             stop=stop_token(settings, tokenizer), length=settings.response_length,
-            vocab=actor_critic.policy.get_input_embeddings().num_embeddings,
+            vocab=int(actor_critic.policy.config.get_text_config().vocab_size),
         ))  # fmt: skip
         self.estimator = AdvantageEstimator(settings, lambda x: rt.sum(x.to(rt.device)).to(x.device))
         self.optimiser = Optimiser(

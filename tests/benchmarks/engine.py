@@ -56,9 +56,10 @@ python -m tests.benchmarks.engine {seeds}
 A policy of {weights:,} random weights learns to write one token, from {updates} updates of 64 episodes. The
 score of a response is the share of that token, from 0 to 1. For each seed the same start is trained three
 times: with samples of its own, with those of [an engine](../how-to/sample-with-vllm.md), and with those of an
-engine that samples one rollout ahead. The engine computes exactly, so the last two rows differ by the age of
-the weights only. Each number is the mean score of the last {last} updates. "Reached 0.5" is the first update
-with this score, as a mean over the seeds.
+engine that samples one rollout ahead. The engine computes exactly. So the first two rows differ by their
+random numbers only, which shows the noise, and the last two by the age of the weights as well. Each number is
+the mean score of the last {last} updates. "Reached 0.5" is the first update with this score, as a mean over
+the seeds. The default task was not measured.
 
 """
 

@@ -72,8 +72,13 @@ def test_metrics_of_an_engine_are_means_over_the_real_tokens() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> None:
-    settings = {"num_ppo_epochs": 4, "kl_coef": 0.0, "truncation": "none", "schedule": "linear"}
-    sizes = {"total_episodes": 24 * 64, "rollout_batch_size": 64, "learning_rate": 1e-2}
+    settings: dict[str, Any] = {
+        "num_ppo_epochs": 4,
+        "kl_coef": 0.0,
+        "truncation": "none",
+        "schedule": "linear",
+    }
+    sizes: dict[str, Any] = {"total_episodes": 20 * 32, "rollout_batch_size": 32, "learning_rate": 1e-2}
     with standin.serving() as server:
         one = test_engines.engine(tmp_path, url=server.url, ahead=ahead)
         section = ENGINE | {"url": server.url, "ahead": ahead}
@@ -81,7 +86,7 @@ def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> No
         one.close()
     assert history[0]["objective/raw_scores"] < 0.1
     assert sum(m["objective/raw_scores"] for m in history[-3:]) / 3 > 0.5
-    assert [m["engine/lag"] for m in history] == [0.0] + [float(ahead)] * 23
+    assert [m["engine/lag"] for m in history] == [0.0] + [float(ahead)] * 19
     assert max(m["val/first_ratio_error"] for m in history) < 1e-4, (
         "the ratio is to the policy's own log-probs"
     )
