@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import queue
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -249,12 +250,15 @@ def main() -> None:
     parser.add_argument(
         "--marker", type=Path, help="a file that is made at the first fault; then none follows"
     )
+    parser.add_argument("--child", action="store_true", help="start a process that hides where it comes from")
     parser.add_argument("serve", choices=["serve", "end"], help="`end` fails at the start")
     parser.add_argument("folder", type=Path, help="the model")
     parser.add_argument("--port", type=int, required=True)
     options, _ = parser.parse_known_args()
     if options.serve == "end":
         sys.exit("no such architecture")
+    if options.child:
+        subprocess.Popen(["/bin/sleep", "600"], env={})
     backend: Backend = Canned() if options.canned else Model()
     backend.load(options.folder)
     Server(backend, options.port, options.fault, options.marker).serve_forever()

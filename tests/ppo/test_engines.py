@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone, Li
 from rlhf_tasks.ppo.engines.vllm import Rollouts, VllmEngine, remove_abandoned
 from rlhf_tasks.ppo.engines.wire import Sampling
 from rlhf_tasks.project import processes
+from rlhf_tasks.training import attached
 from tests import small
 from tests.ppo import standin
 from tests.small import EOS
@@ -207,23 +206,43 @@ def test_an_address_without_a_server_is_an_error(tmp_path: Path) -> None:
 
 
 def of_servers(home: Path) -> list[psutil.Process]:
-    """The living processes of every server whose record is below `home`."""
+    """The living processes of every server whose record is below `home`, and of all that it started."""
     found = [
         processes.Daemon(file.stem, file.parent) for file in home.rglob("*.json") if "vllm-" in file.name
     ]
-    return [process for daemon in found for process in daemon.processes()]
+    leaders = [daemon.record()["pid"] for daemon in found]
+    others = [process for leader in leaders for process in attached.others_in_session(leader)]
+    return [*others, *(psutil.Process(leader) for leader in leaders if psutil.pid_exists(leader))]
+
+
+def alive(some: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in some if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_server_is_started_with_the_weights_and_ended_with_all_its_processes(tmp_path: Path) -> None:
-    one = engine(tmp_path, command=command())
+    one = engine(tmp_path, command=command("--child"))
     one.load(small.causal(), 1)
     running = of_servers(tmp_path)
-    assert len(running) == 2, "the server, and what ends it with this process"
+    assert len(running) == 3, "the server, its child, and what ends them with this process"
     assert one.sample(QUERIES, 1, SEEDS).responses == [[EOS]] * 3
     one.close()
-    assert not [process for process in running if process.is_running() and process.status() != "zombie"]
+    until(lambda: not alive(running))
     assert [path.suffix for path in tmp_path.iterdir()] == [".log"]
     one.close()
+
+
+@pytest.mark.parametrize("victims", [["standin"], ["attached"], ["standin", "attached"]])
+def test_what_a_killed_server_has_started_ends_too(victims: list[str], tmp_path: Path) -> None:
+    one = engine(tmp_path, command=command("--child"))
+    one.load(small.causal(), 1)
+    running = of_servers(tmp_path)
+    for process in running:
+        words = " ".join(process.cmdline())
+        # the words of the attached process name the server too
+        if ("attached" if "attached" in words else "standin" if "standin" in words else "") in victims:
+            process.kill()
+    one.close()
+    until(lambda: not alive(running))
 
 
 @pytest.mark.parametrize("fault", ["die", "500", "hang"])
@@ -240,10 +259,11 @@ def test_a_server_that_ends_twice_is_an_error_that_names_its_log(tmp_path: Path)
     one = engine(tmp_path, command=command("--fault", "die"))
     one.load(small.causal(), 1)
     for _ in range(2):
-        with pytest.raises(EngineGone, match=r"/v1/completions.*again once before, and its log is .*\.log"):
+        with pytest.raises(EngineGone, match=r"does not answer.*again once before, and its log is .*\.log"):
             one.sample(QUERIES, 1, SEEDS)
+    running = of_servers(tmp_path)
     one.close()
-    assert not of_servers(tmp_path)
+    until(lambda: not alive(running))
 
 
 def test_a_server_that_does_not_start_is_a_mistake_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -261,7 +281,7 @@ PROGRAM = """
     import sys, time
     from pathlib import Path
     from tests.ppo import test_engines as t
-    one = t.engine(Path(sys.argv[1]), command=t.command())
+    one = t.engine(Path(sys.argv[1]), command=t.command("--child"))
     one.load(t.small.causal(), 1)
     print("started", flush=True)
     time.sleep(600)
@@ -275,11 +295,11 @@ def test_a_killed_process_leaves_no_server_and_the_next_one_removes_its_weights(
     lines = iter(owner.stdout.readline, "")
     assert any(line == "started\n" for line in lines)
     running = of_servers(tmp_path)
-    assert len(running) == 2
-    os.kill(owner.pid, signal.SIGKILL)
+    assert len(running) == 3
+    owner.kill()
     owner.wait()
     owner.stdout.close()
-    until(lambda: not of_servers(tmp_path))
+    until(lambda: not alive(running))
     assert list(tmp_path.rglob("model.safetensors"))
     remove_abandoned(tmp_path)
     assert not list(tmp_path.rglob("model.safetensors"))

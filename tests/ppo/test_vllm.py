@@ -25,7 +25,7 @@ from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.trainer import Trainer
 from tests import small
 from tests.ppo import test_engines
-from tests.ppo.test_engines import LIMITS, QUERIES, SEEDS, of_servers
+from tests.ppo.test_engines import LIMITS, QUERIES, SEEDS, alive, of_servers, until
 from tests.ppo.toy import ENGINE, trainer
 
 VLLM = os.environ.get("RLHF_VLLM")
@@ -57,9 +57,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
         return started[-1]
 
     yield one
+    running = of_servers(tmp_path)
     for engine in started:
         engine.close()
-    assert not of_servers(tmp_path)
+    until(lambda: not alive(running))
 
 
 def learner(engine: VllmEngine, ahead: int, **changes: Any) -> Trainer:
@@ -97,10 +98,13 @@ def test_a_server_that_is_killed_while_it_samples_is_started_again_once(
     engine, many = start(), QUERIES * 100
     engine.load(causal(), 1)
     expected = engine.sample(QUERIES, 1, SEEDS)
+    first = of_servers(tmp_path)
+    assert len(first) >= 3, "what ends it, the server, and its engine"
     with killed_soon(tmp_path) as is_killed:
         while not is_killed():
             check(engine.sample(many, 1, SEEDS * 100), len(many), 1, LIMITS)
     assert engine.sample(QUERIES, 1, SEEDS).responses == expected.responses
+    assert not alive(first)
     with killed_soon(tmp_path), pytest.raises(EngineGone, match="started again once before, and its log"):
         sample_without_end(engine)
 
@@ -120,6 +124,8 @@ def killed_soon(home: Path) -> Iterator[Callable[[], bool]]:
 
 
 def kill(home: Path) -> None:
+    """Kill the server alone: its engine must not outlive it."""
     for process in of_servers(home):
-        if "rlhf_tasks.training.attached" not in " ".join(process.cmdline()):
+        words = " ".join(process.cmdline())
+        if "--logprobs-mode" in words and "rlhf_tasks.training.attached" not in words:
             process.kill()

@@ -22,7 +22,7 @@ from rlhf_tasks.training import resume
 from rlhf_tasks.training.state import State
 from tests import small
 from tests.ppo import standin
-from tests.ppo.test_engines import STANDIN, of_servers, until
+from tests.ppo.test_engines import STANDIN, alive, of_servers, until
 from tests.ppo.toy import ENGINE
 from tests.stages.test_ppo import POLICY, SETTINGS, run
 from tests.stages.test_ppo_guards import Killed, plain
@@ -126,9 +126,10 @@ def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, mo
     )  # fmt: skip
     until(lambda: stage.poll() is not None or marker.exists())
     assert stage.poll() is None
-    assert len(of_servers(models_here)) == 2
+    running = of_servers(models_here)
+    assert len(running) == 2
     while stage.poll() is None:
         stage.send_signal(number)
         time.sleep(0.1)
     assert stage.returncode in (143, -number)
-    until(lambda: not of_servers(models_here))
+    until(lambda: not alive(running))

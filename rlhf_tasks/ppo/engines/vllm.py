@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from rlhf_tasks.ppo.engines.client import Client
 from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone, Ids
 from rlhf_tasks.ppo.engines.wire import Sampling
 from rlhf_tasks.project.atomic import whole
-from rlhf_tasks.project.processes import HOST, Daemon
+from rlhf_tasks.project.processes import HOST, Daemon, send
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import attached
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
-GRACE_SECONDS = 10.0  # for the server's own end
+GRACE_SECONDS = 2 * attached.GRACE_SECONDS  # for the server's own end, and for what is killed after it
 CHECK_SECONDS = 5.0  # for one answer to whether it is healthy
 SERVER = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
@@ -97,7 +98,7 @@ class VllmEngine:
         """End the server if it was started here, and remove the weights; its log stays."""
         self._is_closed = True
         if self._server is not None:
-            self._server.stop(GRACE_SECONDS)
+            _stop(self._server)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------ sampling
@@ -200,7 +201,7 @@ class VllmEngine:
     def _restart(self, error: EngineGone, server: Daemon) -> None:
         self._has_restarted = True
         console.say(f"ppo: {error}; it is started again, once")
-        server.stop(0.0)
+        _stop(server)
         try:
             self._start(server)
         except UserError as problem:
@@ -208,6 +209,14 @@ class VllmEngine:
 
     def _final(self, error: EngineGone, server: Daemon) -> EngineGone:
         return EngineGone(f"{error}; it was started again once before, and its log is {server.log}")
+
+
+def _stop(server: Daemon) -> None:
+    """End the server with all of its session, even if the process that should do it was killed."""
+    leader = server.record().get("pid")
+    server.stop(GRACE_SECONDS)
+    if leader is not None:
+        send(attached.others_in_session(leader), signal.SIGKILL)
 
 
 def remove_abandoned(folder: Path) -> None:
