@@ -1,4 +1,4 @@
-"""Mistakes that a user can fix: shown as one message, without a traceback, and exit status 2."""
+"""Errors that are shown as one message, without a traceback."""
 
 
 class UserError(Exception):
@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """Every problem of a parameter file, in one message."""
+
+
+class OutsideFault(Exception):
+    """A fault of another program, which another try may not meet: one message, and exit status 1."""

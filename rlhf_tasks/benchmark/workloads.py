@@ -96,6 +96,10 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
         UserError: if neither the project nor params.yaml tells what models to train.
     """
     view = PpoView.of(config)
+    if view.ppo.engine is not None:
+        raise UserError(
+            "`rlhf bench` measures the sampler of the stage itself; set ppo.engine to null for it"
+        )
     settings = view.ppo.model_copy(
         update={"total_episodes": view.ppo.rollout_batch_size * num_updates, "critic_warmup": None}
     )

@@ -1,9 +1,9 @@
 """The `rlhf` command: its parser, its errors and its exit status. It loads no torch, MLflow or Prefect.
 
-Exit status: 0 done, 2 a mistake that the user can fix (one message, no traceback), 130 Ctrl-C, 143
-terminated. `rlhf promote` also ends with 3 (the gate refuses), 4 (MLflow does not answer) and 5 (undecided).
-`rlhf status` ends with 1 if not all programs work, and `rlhf flow` with 1 if the run fails. Anything else is
-a fault, with its traceback.
+Exit status: 0 done, 1 a fault of another program (one message), 2 a mistake that the user can fix (one
+message, no traceback), 130 Ctrl-C, 143 terminated. `rlhf promote` also ends with 3 (the gate refuses), 4
+(MLflow does not answer) and 5 (undecided). `rlhf status` ends with 1 if not all programs work, and
+`rlhf flow` with 1 if the run fails. Anything else is a fault, with its traceback.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlhf_tasks.cli import (
     work,
 )
 from rlhf_tasks.config import STAGES
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not launch.is_worker():  # the launcher prints it, once
             print(f"rlhf: {message}", file=sys.stderr)
         return 2
+    except OutsideFault as error:
+        print(f"rlhf: {error}", file=sys.stderr)
+        return 1
     except Terminated:
         return 143
     except KeyboardInterrupt:

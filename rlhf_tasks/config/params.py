@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from rlhf_tasks.config.data import Data, Model
+from rlhf_tasks.config.engine import process_conflicts
 from rlhf_tasks.config.judge import OPTIMISED, Judging
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.promotion import Promotion, conflicts
@@ -123,6 +124,7 @@ class Config(Section):
                 "ppo.guards.action: roll_back keeps a checkpoint in memory, which DeepSpeed does not "
                 "support; with launch.deepspeed set ppo.guards.action to stop"
             )
+        yield from process_conflicts(self.ppo.engine, self.launch.num_processes, self.launch.deepspeed)
         if any(judge.kind == "gold" for judge in self.judge.judges) and self.data.source != "synthetic":
             yield (
                 "judge.judges: gold only judges the synthetic task, and data.source is "

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config.critic import critic_conflicts
+from rlhf_tasks.config.engine import Engine, engine_conflicts
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.config.ppo_options import (
     AdaptiveKl,
@@ -99,6 +100,8 @@ class Ppo(Section):
     """Sampling temperature; all log-probabilities use it too."""
     sampling_batch_size: PositiveInt | None
     """Responses that a process samples at the same time; null: its whole share of the rollout."""
+    engine: Engine | None
+    """Server that samples the rollouts; null: the stage samples them itself, exactly."""
     stop_token: StopToken
     """Token that ends a response: `eos`, or the id of a token."""
     truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
@@ -213,7 +216,7 @@ class Ppo(Section):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Ppo:
         """Refuse values that have no effect, or a wrong one, with the other values."""
-        problems = [*self._conflicts(), *critic_conflicts(self)]
+        problems = [*self._conflicts(), *critic_conflicts(self), *engine_conflicts(self)]
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -38,6 +38,7 @@ class PPOBatch:
         return MicroBatch(
             mask, cut(rollout.logprobs), cut(rollout.ref_logprobs), cut(rollout.values),
             cut(self.advantages), cut(self.returns),
+            None if rollout.importance is None else cut(rollout.importance),
         )  # fmt: skip
 
 
@@ -54,8 +55,10 @@ def merged(parts: Sequence[PPOBatch]) -> PPOBatch:
 
 
 def interleaved(parts: Sequence[Any]) -> Any:
-    """The inverse of `Runtime.share`: rows by rank → rows in order; tensors, lists, or dicts of these."""
+    """The inverse of `Runtime.share`: rows by rank → rows in order; tensors, lists, dicts, or None."""
     first, count = parts[0], len(parts)
+    if first is None:
+        return None
     if isinstance(first, dict):
         return {key: interleaved([part[key] for part in parts]) for key in first}
     num_rows = sum(map(len, parts))

@@ -68,10 +68,13 @@ class Collector:
         stop: int,
         pad: int,
         seed: int,
+        recomputes: bool = False,
     ) -> None:
+        """With `recomputes`, the policy's own pass gives a rollout's log-probs, whoever has sampled it."""
         self._rt, self._settings, self._actor_critic = rt, settings, actor_critic
         self._reference, self._scorers, self._stop, self._pad = reference, scorers, stop, pad
         self.generator, self._budget = rt.generator(seed), TokenBudget(settings.micro_batch_tokens)
+        self._recomputes = recomputes or not rt.is_float32
 
     @torch.no_grad()
     def sample(self, queries: list[Ids]) -> Samples:
@@ -103,7 +106,7 @@ class Collector:
         """
         responses, width = samples.responses, self._settings.response_length
         logprobs, ref_logprobs, values, last_values = self._forward(queries, responses)
-        if self._rt.is_float32:
+        if not self._recomputes:
             logprobs = pad_rows(samples.logprobs, width)
         batch = {"queries": queries, "responses": responses}
         parts = fail_together(self._rt, lambda: self._scorers.parts(queries, responses, columns), batch)
@@ -125,8 +128,9 @@ class Collector:
     def _forward(self, queries: list[Ids], responses: list[Ids]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(B, R) logprobs, ref_logprobs and values, (B,) last_values; zero on padding.
 
-        `logprobs` are computed only below float32. The sampler computes a token at a time, and there it
-        rounds otherwise than training: its log-probs would make the first ratio differ from 1.
+        `logprobs` are computed for an engine's samples, and below float32. The sampler computes a token at a
+        time, and there it rounds otherwise than training: its log-probs would make the first ratio differ
+        from 1.
         """
         width, temperature = self._settings.response_length, self._settings.temperature
         logprobs, ref_logprobs, values = (torch.zeros(len(queries), width) for _ in range(3))
@@ -138,7 +142,7 @@ class Collector:
             batch, mask, own = padded.to(self._rt.device), padded.response_mask, lengths[rows]
             with self._rt.autocast():
                 reference = self._reference.logprobs(batch, temperature).float().cpu()
-                if self._rt.is_float32:
+                if not self._recomputes:
                     states = self._actor_critic.state_values(batch)
                 else:
                     stats, states = self._actor_critic(batch, temperature)

@@ -35,6 +35,8 @@ class MicroBatch(NamedTuple):
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    importance: Tensor | None = None
+    """Weights of the tokens' policy loss; None: 1, the rollout is the policy's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +84,14 @@ def policy_terms(
 ) -> tuple[Tensor, Sums]:
     """The terms of `ppo_loss` that depend on the policy, and their metrics."""
     c, mask = coefficients, batch.mask
-    absent = torch.zeros_like(logprobs)
+    absent, weights = torch.zeros_like(logprobs), batch.importance
     ratio_base = batch.ref_logprobs if c.ratio_from == "reference" else batch.logprobs
     tokens = policy_loss(logprobs - ratio_base, batch.advantages, c.cliprange, c.cliprange_high, c.dual_clip)
     kl_tokens = absent if c.kl_estimator is None else ESTIMATORS[c.kl_estimator](logprobs, batch.ref_logprobs)
     penalty_tokens = absent if c.beta is None else k3(batch.logprobs, logprobs)
 
-    policy, bonus = masked_sum(tokens.loss, mask), masked_sum(entropy, mask)
+    token_losses = tokens.loss if weights is None else tokens.loss * weights
+    policy, bonus = masked_sum(token_losses, mask), masked_sum(entropy, mask)
     kl, penalty = masked_sum(kl_tokens, mask), masked_sum(penalty_tokens, mask)
     loss = c.policy_coef * policy - c.entropy_coef * bonus + c.kl_coef * kl + (c.beta or 0.0) * penalty
 
@@ -159,6 +162,16 @@ def policy_loss(
         ceiling = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
         loss, is_clipped = torch.minimum(loss, ceiling), is_clipped | (loss > ceiling)
     return TokenLoss(loss, is_clipped)
+
+
+def importance_weights(logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
+    """min(π_old / π_engine, cap) of each token: what makes samples of an engine count as samples of π_old.
+
+    Truncated importance sampling (Ionides 2008): the cap bounds the variance, and gives a bias only to tokens
+    above it. The ratio of `policy_loss` is to π_old, so that the clip range keeps its meaning when the engine
+    had older weights (the decoupled objective of arXiv 2110.00641).
+    """
+    return (logprobs - engine_logprobs).exp().clamp_max(cap)
 
 
 def value_loss(

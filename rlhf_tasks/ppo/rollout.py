@@ -31,6 +31,7 @@ class Rollout:
     last_values: Tensor  # (B,), of the state after the last token
     scores: Tensor  # (B,), the scorers' weighted sum, before scaling and the EOS rule
     parts: dict[str, Tensor]  # each scorer's own, (B,)
+    importance: Tensor | None = None  # (B, R), of tokens that an engine sampled; None without one
 
     @property
     def sizes(self) -> list[int]:

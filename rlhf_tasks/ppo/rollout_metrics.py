@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_tasks.modeling.tensors import Reduce, distinct, masked_moments, masked_sum
 from rlhf_tasks.ppo.advantages import group_deviations
-from rlhf_tasks.ppo.kl import k1
+from rlhf_tasks.ppo.kl import k1, k3
 from rlhf_tasks.ppo.rollout import Rollout
 
 Metrics = dict[str, float]
@@ -112,3 +112,21 @@ def standard_error(mean: float, squares: float, count: float) -> float:
 def _reduced(sums: dict[str, Tensor], reduce: Reduce) -> Metrics:
     values = reduce(torch.stack([value.float() for value in sums.values()])).tolist()
     return dict(zip(sums, values, strict=True))
+
+
+def engine_metrics(rollout: Rollout, engine_logprobs: Tensor, cap: float | None) -> Metrics:
+    """Metrics `engine/…` of (B, R) log-probs by an engine beside the policy's own, of one process.
+
+    The KL is that of the engine's distribution from the policy's, by k3, in nats per token.
+    """
+    mask = rollout.mask
+    log_ratio = (rollout.logprobs - engine_logprobs)[mask]
+    kl = k3(engine_logprobs[mask], rollout.logprobs[mask])
+    metrics = {
+        "engine/logprob_diff": float(log_ratio.abs().mean()),
+        "engine/logprob_diff_max": float(log_ratio.abs().max()),
+        "engine/kl": float(kl.mean()),
+    }
+    if cap is not None:
+        metrics["engine/capped_share"] = float((log_ratio > math.log(cap)).float().mean())
+    return metrics

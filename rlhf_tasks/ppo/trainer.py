@@ -19,10 +19,12 @@ from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.collector import Collector, Scorers, stop_token
+from rlhf_tasks.ppo.engines.protocol import Engine, Limits
 from rlhf_tasks.ppo.estimator import AdvantageEstimator
 from rlhf_tasks.ppo.optimiser import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic
+from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout
+from rlhf_tasks.ppo.sources import EngineSource, OwnSource, Source
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.supervised import LanguageModelling
 
@@ -62,9 +64,13 @@ class Trainer:
         seed: int,
         columns: Columns = NONE,
         demonstrations: LanguageModelling | None = None,
+        engine: Engine | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`columns` are those of the prompts; `demonstrations` are PPO-ptx's text, or None without it."""
+        """`columns` are those of the prompts; `demonstrations` are PPO-ptx's text, or None without it.
+
+        An `engine` samples the rollouts; with None the policy itself does, in this process.
+        """
         self.rt, self.settings, self.reference, self.prompts = rt, settings, reference, prompts
         self.columns, self.actor_critic, self._clock = columns, actor_critic, clock
         pad = tokenizer.pad_token_id
@@ -74,8 +80,12 @@ class Trainer:
         self._queue = Queue(len(prompts), self._shuffling)
         self.collector = Collector(
             rt, settings, actor_critic, reference, scorers, stop=stop_token(settings, tokenizer), pad=pad,
-            seed=seed,
+            seed=seed, recomputes=engine is not None,
         )  # fmt: skip
+        self.source = self._source(engine, Limits(
+            stop=stop_token(settings, tokenizer), length=settings.response_length,
+            vocab=int(actor_critic.policy.config.get_text_config().vocab_size),
+        ))  # fmt: skip
         self.estimator = AdvantageEstimator(settings, lambda x: rt.sum(x.to(rt.device)).to(x.device))
         self.optimiser = Optimiser(
             rt, settings, self._model, self._optimizer, pad=pad, shuffling=self._shuffling,
@@ -99,17 +109,32 @@ class Trainer:
 
     def _update(self) -> Metrics:
         timer, rate = Stopwatch(self._clock), self._begin_update()
-        queries, columns = self._next_prompts()
-        samples = self.collector.sample(queries)
-        timer.lap("generate")
-        rollout = self.collector.score(queries, samples, columns)
+        rollout, measured = self._rollout(has_next=self.update + 1 < self.num_updates, timer=timer)
         timer.lap("score")
         batch, objective = self.estimator.estimate(rollout)
         require_finite(objective, batch)
         timer.lap("estimate")
         training = self.optimiser.optimise(batch)
         require_finite(training, batch)
-        return self._record(objective | training, timer, rate)
+        return self._record(objective | training | measured, timer, rate)
+
+    def _rollout(self, *, has_next: bool, timer: Stopwatch) -> tuple[Rollout, Metrics]:
+        """The scored responses of this update, and what was measured of an engine's."""
+        drawn = self.source.draw(self.update, has_next=has_next)
+        timer.lap("generate")
+        queries = [self.prompts[i] for i in drawn.rows]
+        rollout = self.collector.score(queries, drawn.samples, take(self.columns, drawn.rows))
+        return self.source.corrected(rollout, drawn)
+
+    def _source(self, engine: Engine | None, limits: Limits) -> Source:
+        settings = self.settings
+        if engine is None:
+            return OwnSource(self.collector, self.prompts, self._next_rows)
+        assert settings.engine is not None
+        return EngineSource(
+            engine, settings.engine, self.actor_critic.policy, self.prompts, self._next_rows,
+            self.collector.generator, num_samples=settings.samples_per_prompt, limits=limits,
+        )  # fmt: skip
 
     def _begin_update(self) -> float:
         """The learning rate of this update, which is set."""
@@ -139,16 +164,15 @@ class Trainer:
             "lr": rate,
         }
 
-    def _next_prompts(self) -> tuple[list[Ids], Columns]:
-        """This process's share of the next prompts with their columns, all once for each of their samples.
+    def _next_rows(self) -> list[int]:
+        """This process's share of the next prompts' rows, all once for each of their samples.
 
         The rows are p_1 … p_n, again p_1 … p_n, and so on. As the processes divide n, each has all samples
         of its prompts, in the same layout.
         """
         num_samples = self.settings.samples_per_prompt
         taken = self._queue.take(self.settings.rollout_batch_size // num_samples)
-        rows = self.rt.share(taken * num_samples)
-        return [self.prompts[i] for i in rows], take(self.columns, rows)
+        return self.rt.share(taken * num_samples)
 
     # ---------------------------------------------------------------------------- critic warm-up
 
@@ -163,8 +187,7 @@ class Trainer:
     def _warm_up_critic(self) -> Metrics:
         """An update of the critic alone, on a rollout of the frozen policy."""
         set_learning_rate(self._optimizer, self.settings.learning_rate)
-        queries, columns = self._next_prompts()
-        rollout = self.collector.score(queries, self.collector.sample(queries), columns)
+        rollout, _ = self._rollout(has_next=True, timer=Stopwatch(self._clock))
         batch, objective = self.estimator.estimate(rollout)
         require_finite(objective, batch)
         training = self.optimiser.optimise(batch, critic_only=True)
@@ -187,6 +210,7 @@ class Trainer:
             "reference": self.reference.state_dict(),
             "estimator": self.estimator.state_dict(),
             "optimiser": self.optimiser.state_dict(),
+            "source": self.source.state_dict(),
             "queue": list(self._queue.waiting),
             "shuffling": self._shuffling.get_state(),
         }
@@ -197,6 +221,7 @@ class Trainer:
         self.reference.load_state_dict(state["reference"])
         self.estimator.load_state_dict(state["estimator"])
         self.optimiser.load_state_dict(state["optimiser"])
+        self.source.load_state_dict(state["source"])
         self._queue.waiting = list(state["queue"])
         self._shuffling.set_state(state["shuffling"])
 

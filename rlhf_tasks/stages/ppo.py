@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +24,7 @@ from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.collector import stop_token
+from rlhf_tasks.ppo.engines import build
 from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, ValueHead
@@ -73,20 +74,24 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         settings, actor_critic, {"models/reward": reward, "models/reward_heldout": heldout}, prompts,
         selection, tokenizer.pad_token_id, saves=rt.is_main,
     )  # fmt: skip
-    trainer = Trainer(
-        rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed, columns=kept,
-        demonstrations=ptx_text(settings, paths, tokenizer, policy),
-    )  # fmt: skip
-    evaluator = Evaluator(
-        rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
-        heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens), judge=judge,
-        seed=config.seed,
-    )  # fmt: skip
-    loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
-    metrics = loop.run()
+    with build.opened(
+        settings, paths.home, tokenizer, stop=stop_token(settings, tokenizer),
+        longest_query=max(map(len, prompts)), is_float32=rt.is_float32,
+    ) as engine:  # fmt: skip
+        trainer = Trainer(
+            rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed, columns=kept,
+            demonstrations=ptx_text(settings, paths, tokenizer, policy), engine=engine,
+        )  # fmt: skip
+        evaluator = Evaluator(
+            rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
+            heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens), judge=judge,
+            seed=config.seed,
+        )  # fmt: skip
+        loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
+        metrics = loop.run()
     evaluator.restore()
     if rt.is_main:
-        _save_policy(config, paths, models.merged(policy), tokenizer, evaluator)
+        _save_policy(config, paths, models.merged(policy), tokenizer, evaluator, trainer.source.sampler)
         _save_evaluations(paths, loop)
     rt.barrier()
     return metrics | evaluator.selected
@@ -181,7 +186,9 @@ def _save_policy(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     evaluator: Evaluator,
+    sampler: str | None,
 ) -> None:
+    """`sampler` is the program that sampled the rollouts, with its version; None: the stage itself."""
     settings = config.ppo
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
@@ -199,10 +206,13 @@ def _save_policy(
         by = f"the judge {settings.select_by.judge.name}" if settings.select_by else "models/reward_heldout"
         episode = int(evaluator.selected["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
+    identity: dict[str, Any] = {"kind": "policy", "parents": parents}
+    if sampler is not None:
+        identity["sampler"] = sampler
+        chosen += f"; its rollouts were sampled by {sampler}"
     with whole(paths.policy) as folder:
         models.save(
-            policy, tokenizer, folder, stop=stop_token(settings, tokenizer),
-            identity={"kind": "policy", "parents": parents},
+            policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity,
             card=contracts.model_card(
                 "PPO policy", task="ppo", parameters=config.declared, inputs=inputs,
                 how=f"PPO from the SFT policy; {chosen}.",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import Ids, TokenBudget
+from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import interleaved
 from rlhf_tasks.ppo.collector import fail_together
@@ -232,10 +232,10 @@ def test_each_process_samples_whole_groups() -> None:
     meeting = Meeting()
     changes = without_critic("rloo") | {"total_episodes": 16}
 
-    def queries(rank: int) -> list[Ids]:
-        return trainer(rt=OneOfTwo(rank, meeting), **changes)._next_prompts()[0]
+    def rows(rank: int) -> list[int]:
+        return trainer(rt=OneOfTwo(rank, meeting), **changes)._next_rows()
 
-    alone = trainer(**changes)._next_prompts()[0]
-    both = [queries(rank) for rank in range(2)]
+    alone = trainer(**changes)._next_rows()
+    both = [rows(rank) for rank in range(2)]
     assert interleaved(both) == alone
     assert [own == own[:2] * 4 for own in both] == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks.config.training import Lora
@@ -16,12 +18,14 @@ from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling import models
 from rlhf_tasks.ppo.batch import PPOBatch
+from rlhf_tasks.ppo.engines.protocol import Answers, Engine
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout, ValueHead, lengths_mask, pad_rows
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling
 from tests import small
+from tests.ppo import standin
 from tests.small import EOS, PAD
 
 QUERIES, _ = small.rows(16, longest=6)
@@ -52,6 +56,35 @@ class Planted:
         return parts["planted"]
 
 
+ENGINE: dict[str, Any] = {
+    "kind": "vllm", "url": "http://127.0.0.1:8000", "command": None, "weights_folder": None, "ahead": 0,
+    "importance_cap": 2.0, "max_logprob_diff": 1e-3, "start_seconds": 60.0, "timeout_seconds": 60.0,
+}  # fmt: skip
+
+
+class InMemory:
+    """An engine in this process: the same weights and seeds give the same answers."""
+
+    name = "in memory"
+
+    def __init__(self) -> None:
+        self.backend, self.version, self.loads = standin.Model(), 0, list[dict[str, Tensor]]()
+
+    def load(self, weights: PreTrainedModel, version: int) -> None:
+        self.backend.model, self.version = copy.deepcopy(weights), version
+        self.loads.append({name: x.detach().clone() for name, x in weights.state_dict().items()})
+
+    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
+        shared = {"n": n, "max_tokens": 8, "temperature": 0.8, "stop_token_ids": [EOS]}
+        bodies = [{"prompt": q, "seed": seed, **shared} for q, seed in zip(queries, seeds, strict=True)]
+        groups = self.backend.answer(bodies)
+        rows = [group[i] for i in range(n) for group in groups]
+        return Answers([ids for ids, _ in rows], [logprobs for _, logprobs in rows], self.version)
+
+    def close(self) -> None:
+        pass
+
+
 def trainer(
     reward: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5,
     reference_seed: int = 0,
@@ -60,11 +93,14 @@ def trainer(
     demonstrations: LanguageModelling | None = None,
     rt: Runtime | None = None,
     tokenizer: Tokenizer | None = None,
+    engine: Engine | None = None,
+    engine_section: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     **changes: Any,
 ) -> Trainer:
     """A trainer with the same weights, prompts and random numbers each time."""
-    rt, frozen, settings = rt or small.runtime(), small.causal(seed=reference_seed), small.ppo(**changes)
+    rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
+    settings = small.ppo(**changes, **({"engine": engine_section} if engine_section else {}))
     critic = small.scores(seed=3) if settings.value_model else NoCritic()
     rt.freeze(frozen)
     return Trainer(
@@ -72,7 +108,7 @@ def trainer(
         actor_critic or ActorCritic(small.causal(), critic),
         reference or OwnModel(frozen, moves="reference_sync" in changes),
         Planted(reward), tokenizer or small.tokenizer(), QUERIES,
-        seed=1, demonstrations=demonstrations, clock=clock,
+        seed=1, demonstrations=demonstrations, engine=engine, clock=clock,
     )  # fmt: skip
 
 

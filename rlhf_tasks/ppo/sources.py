@@ -1,0 +1,221 @@
+"""Where the responses of an update come from: this process samples them, or an engine does.
+
+B batch · R response.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_tasks.config.engine import Engine as Settings
+from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.modeling.generation import Samples
+from rlhf_tasks.modeling.models import merged
+from rlhf_tasks.ppo.collector import Collector
+from rlhf_tasks.ppo.engines.protocol import Answers, Engine, EngineError, Limits, check
+from rlhf_tasks.ppo.losses import importance_weights
+from rlhf_tasks.ppo.rollout import Rollout, pad_rows
+from rlhf_tasks.ppo.rollout_metrics import engine_metrics
+
+Metrics = dict[str, float]
+MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 bits
+
+
+class Drawn(NamedTuple):
+    """The responses of one update, and the rows of the prompts that they answer."""
+
+    rows: list[int]
+    """p_1 … p_n, again p_1 … p_n, and so on, `samples_per_prompt` times."""
+    samples: Samples
+    lag: int = 0
+    """Number of updates by which the weights were older that the responses were sampled from."""
+
+
+class Source(Protocol):
+    """Gives each update its responses."""
+
+    sampler: str | None
+    """The program that samples, with its version; None: this process."""
+
+    def draw(self, update: int, *, has_next: bool) -> Drawn:
+        """The responses of an update; with `has_next` another one follows, and may be begun."""
+
+    def corrected(self, rollout: Rollout, drawn: Drawn) -> tuple[Rollout, Metrics]:
+        """The scored rollout with its importance weights, and what was measured of the responses."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class OwnSource:
+    """Samples of the policy in training, by the collector: exact, and never older than the policy."""
+
+    def __init__(
+        self, collector: Collector, prompts: Sequence[Ids], next_rows: Callable[[], list[int]]
+    ) -> None:
+        self._collector, self._prompts, self._next_rows = collector, prompts, next_rows
+        self.sampler: str | None = None
+
+    def draw(self, update: int, *, has_next: bool) -> Drawn:
+        rows = self._next_rows()
+        return Drawn(rows, self._collector.sample([self._prompts[i] for i in rows]))
+
+    def corrected(self, rollout: Rollout, drawn: Drawn) -> tuple[Rollout, Metrics]:
+        return rollout, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Request:
+    """A rollout that an engine samples, or has sampled."""
+
+    rows: list[int]
+    update: int
+    """The number of updates that the weights had seen."""
+    wait: Callable[[], Answers]
+    """Waits for the answers; it may be called again."""
+
+
+class EngineSource:
+    """Samples of an engine, with the policy's weights of this update or, one ahead, of the one before."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        policy: PreTrainedModel,
+        prompts: Sequence[Ids],
+        next_rows: Callable[[], list[int]],
+        generator: torch.Generator,
+        *,
+        num_samples: int,
+        limits: Limits,
+    ) -> None:
+        """`generator` draws the seeds of the requests."""
+        self._engine, self._settings, self._policy, self._limits = engine, settings, policy, limits
+        self._prompts, self._next_rows, self._generator = prompts, next_rows, generator
+        self._num_samples, self._version = num_samples, 0
+        self._loaded: int | None = None  # the number of updates that the engine's weights have seen
+        self._load_seconds = 0.0
+        self._next: Request | None = None
+        self.sampler: str | None = engine.name
+
+    def draw(self, update: int, *, has_next: bool) -> Drawn:
+        """As the Protocol says.
+
+        Raises:
+            EngineError: if the engine gives no usable answers, or they come from weights that are too old.
+        """
+        request, self._next = self._next or self._begin(update), None
+        answers = request.wait()
+        lag = update - request.update
+        if not 0 <= lag <= self._settings.ahead:
+            raise EngineError(
+                f"a rollout for update {update} was sampled after update {request.update}: it is stale; "
+                f"engine.ahead={self._settings.ahead} is allowed"
+            )
+        if self._settings.ahead and has_next:
+            self._next = self._begin(update)
+        logprobs = [torch.tensor(row) for row in answers.logprobs]
+        return Drawn(request.rows, Samples(answers.responses, logprobs), lag)
+
+    def corrected(self, rollout: Rollout, drawn: Drawn) -> tuple[Rollout, Metrics]:
+        """As the Protocol says; π_old is the policy's own pass before the update.
+
+        Raises:
+            EngineError: if the log-probs of an engine that has the very weights in training differ too much.
+        """
+        engine_logprobs = pad_rows(drawn.samples.logprobs, rollout.mask.shape[1])
+        metrics = engine_metrics(rollout, engine_logprobs, self._settings.importance_cap)
+        difference, most = metrics["engine/logprob_diff"], self._settings.max_logprob_diff
+        if drawn.lag == 0 and not difference <= most:
+            raise EngineError(
+                f"the engine's log-probs differ from the policy's by {difference:.3g} nats per token, and "
+                f"engine.max_logprob_diff={most:g}: it has other weights, or samples at other settings; a "
+                "server of your own needs --logprobs-mode processed_logprobs and --generation-config vllm"
+            )
+        metrics |= {"engine/lag": float(drawn.lag), "engine/load_seconds": self._load_seconds}
+        return replace(rollout, importance=self._weights(rollout.logprobs, engine_logprobs)), metrics
+
+    def _weights(self, logprobs: Tensor, engine_logprobs: Tensor) -> Tensor | None:
+        cap = self._settings.importance_cap
+        return None if cap is None else importance_weights(logprobs, engine_logprobs, cap)
+
+    def _begin(self, update: int) -> Request:
+        """Give the engine the policy's weights, and let it begin to sample the next rows."""
+        rows = self._next_rows()
+        queries = [self._prompts[i] for i in rows[: len(rows) // self._num_samples]]
+        seeds = torch.randint(
+            MAX_SEED, (len(queries),), generator=self._generator, device=self._generator.device
+        ).tolist()
+        if self._loaded != update:
+            start = time.perf_counter()
+            self._version += 1
+            self._engine.load(merged(self._policy), self._version)
+            self._loaded, self._load_seconds = update, time.perf_counter() - start
+            self.sampler = self._engine.name
+        version = self._version
+
+        def sampled() -> Answers:
+            answers = self._engine.sample(queries, self._num_samples, seeds)
+            check(answers, len(rows), version, self._limits)
+            return answers
+
+        return Request(rows, update, in_background(sampled))
+
+    # --------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The version, and the rollout that is being sampled, which is waited for."""
+        own = {"version": self._version, "sampler": self.sampler, "next": None}
+        if self._next is None:
+            return own
+        answers = self._next.wait()
+        return own | {
+            "next": {"rows": self._next.rows, "update": self._next.update, "answers": dict(vars(answers))}
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._next is not None:
+            self._next.wait()  # the engine cannot take weights while it samples
+        self._version, self._loaded, self._next = max(self._version, state["version"]), None, None
+        self.sampler = state["sampler"]
+        if state["next"] is not None:
+            answers = Answers(**state["next"]["answers"])
+            self._next = Request(state["next"]["rows"], state["next"]["update"], lambda: answers)
+
+
+def in_background(compute: Callable[[], Answers]) -> Callable[[], Answers]:
+    """Run `compute` in a thread; the returned function waits for it, and raises what it raises."""
+    results: list[Answers] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(compute())
+        except BaseException as error:  # it is raised again where the result is waited for
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # an engine that hangs must not keep the process alive
+    thread.start()
+
+    def wait() -> Answers:
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    return wait

@@ -1,0 +1,268 @@
+"""A stand-in for vLLM's server, with the calls that PPO makes, in this process or as a program of its own.
+
+    python tests/ppo/standin.py serve FOLDER --port PORT
+
+It samples from the real model of the folder, or `--canned` gives responses without loading torch. It can be
+wrong, or fail, in the ways that the tests name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+Answer = tuple[list[int], list[float]]
+VERSION = "0.32.0-standin"
+
+
+class Backend(Protocol):
+    def load(self, folder: Path) -> None: ...
+    def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]: ...
+
+
+class Canned:
+    """The stop token at once, with a log-prob of −1."""
+
+    def load(self, folder: Path) -> None:
+        assert (folder / "model.safetensors").exists()
+
+    def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
+        return [[([one["stop_token_ids"][0]], [-1.0]) for _ in range(one["n"])] for one in requests]
+
+
+class Model:
+    """Samples of softmax(logits / temperature) of the model in the folder."""
+
+    def load(self, folder: Path) -> None:
+        from rlhf_tasks.modeling.models import load_causal
+
+        self.model = load_causal(folder)
+
+    def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
+        import torch
+
+        from rlhf_tasks.data.batches import collate
+        from rlhf_tasks.modeling import generation
+
+        rows = [(one, one["seed"] + i) for one in requests for i in range(one["n"])]
+        first = rows[0][0]
+        uniform = torch.stack(
+            [
+                torch.rand(first["max_tokens"], generator=torch.Generator().manual_seed(seed))
+                for _, seed in rows
+            ]
+        )
+        batch = collate([one["prompt"] for one, _ in rows], [[]] * len(rows), 0)
+        with torch.no_grad():
+            tokens, logprobs = generation._decoded(
+                self.model, batch, torch.arange(len(rows)), uniform, first["temperature"],
+                first["stop_token_ids"][0],
+            )  # fmt: skip
+        cut = iter(
+            _cut((ids, found), one["stop_token_ids"][0])
+            for (one, _), ids, found in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        )
+        return [[next(cut) for _ in range(one["n"])] for one in requests]
+
+
+def _cut(answer: Answer, stop: int) -> Answer:
+    ids, logprobs = answer
+    end = ids.index(stop) + 1 if stop in ids else len(ids)
+    return ids[:end], logprobs[:end]
+
+
+class Server(ThreadingHTTPServer):
+    """The server; its requests are answered together, as they arrive."""
+
+    daemon_threads = True
+    request_queue_size = 512
+
+    def __init__(self, backend: Backend, port: int = 0, fault: str | None = None, marker: Path | None = None):
+        super().__init__(("127.0.0.1", port), Handler)
+        self.backend, self.fault, self.marker = backend, fault, marker
+        self.version, self.is_paused, self.calls = "default", False, list[str]()
+        self.bodies: list[dict[str, Any]] = []
+        self.closing = threading.Event()
+        self._waiting: queue.Queue[tuple[dict[str, Any], queue.Queue[Any]]] = queue.Queue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def complete(self, body: dict[str, Any]) -> list[Answer]:
+        box: queue.Queue[Any] = queue.Queue()
+        self._waiting.put((body, box))
+        result = box.get(timeout=60)
+        if isinstance(result, Exception):
+            raise result
+        answers: list[Answer] = result
+        return answers
+
+    def _work(self) -> None:
+        while not self.closing.is_set():
+            try:
+                batch = [self._waiting.get(timeout=0.5)]
+            except queue.Empty:
+                continue
+            while True:
+                try:
+                    batch.append(self._waiting.get(timeout=0.005))
+                except queue.Empty:
+                    break
+            try:
+                results: list[Any] = list(self.backend.answer([body for body, _ in batch]))
+            except Exception as error:
+                results = [error] * len(batch)
+            for (_, box), result in zip(batch, results, strict=True):
+                box.put(result)
+
+    def takes_fault(self, name: str) -> bool:
+        """Whether to fail now: always, or with a marker only the first time."""
+        if self.fault != name or (self.marker is not None and self.marker.exists()):
+            return False
+        if self.marker is not None:
+            self.marker.touch()
+        return True
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        known = {"/health": None, "/version": {"version": VERSION}}
+        if self.path == "/weight_info":
+            return self.send(200, {"weight_version": self.server.version})
+        return (
+            self.send(200, known[self.path])
+            if self.path in known
+            else self.send(404, {"detail": "Not Found"})
+        )
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        path, server = self.path.partition("?")[0], self.server
+        server.calls.append(self.path)
+        if path == "/v1/completions":
+            return self.completion(body)
+        if path in ("/pause", "/resume"):
+            server.is_paused = path == "/pause"
+            return self.send(200, {"status": "paused" if server.is_paused else "resumed"})
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            assert server.is_paused
+            if server.fault != "stale":
+                server.backend.load(Path(body["kwargs"]["weights_path"]))
+            return self.send(200, {"results": [None]})
+        if path == "/reset_prefix_cache":
+            return self.send(200, {"success": server.fault != "cache"})
+        if path == "/update_weight_version":
+            server.version = "1" if server.fault == "version" else body["new_version"]
+            return self.send(200, {"success": True, "new_version": body["new_version"]})
+        return self.send(404, {"detail": "Not Found"})
+
+    def completion(self, body: dict[str, Any]) -> None:
+        server = self.server
+        server.bodies.append(body)
+        if server.is_paused:
+            return self.send(503, {"error": "paused"})
+        if server.takes_fault("die"):
+            os._exit(1)
+        if server.takes_fault("hang"):
+            server.closing.wait(600)
+            return None
+        if server.takes_fault("500"):
+            return self.send(500, {"error": {"message": "EngineDeadError"}})
+        if server.takes_fault("no json"):
+            return self.send(200, b"<html>")
+        choices = [
+            {
+                "index": i, "text": "", "finish_reason": "stop", "prompt_token_ids": body["prompt"],
+                "token_ids": ids, "logprobs": {"token_logprobs": logprobs},
+            }
+            for i, (ids, logprobs) in enumerate(server.complete(body))
+        ]  # fmt: skip
+        return self.send(200, {"choices": self.wrong(choices)})
+
+    def wrong(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The choices as the fault has them."""
+        first, fault = choices[0], self.server.fault
+        if fault == "count":
+            return choices[1:]
+        if fault == "nan":
+            first["logprobs"]["token_logprobs"][0] = None
+        if fault == "prompt":
+            first["prompt_token_ids"] = [1, *first["prompt_token_ids"]]
+        if fault == "cut":
+            first["token_ids"], first["logprobs"]["token_logprobs"] = [5], [-1.0]
+        if fault == "token":
+            first["token_ids"][0] = 10**6
+        if fault == "text":
+            del first["token_ids"]
+        return choices
+
+    def send(self, status: int, tree: Any) -> None:
+        data = b"" if tree is None else tree if isinstance(tree, bytes) else json.dumps(tree).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def serving(backend: Backend | None = None, fault: str | None = None) -> Iterator[Server]:
+    """The server in threads of this process."""
+    server = Server(backend or Model(), fault=fault)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.closing.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--canned", action="store_true", help="load no model")
+    parser.add_argument("--fault", help="how to fail")
+    parser.add_argument(
+        "--marker", type=Path, help="a file that is made at the first fault; then none follows"
+    )
+    parser.add_argument("--child", action="store_true", help="start a process that hides where it comes from")
+    parser.add_argument("serve", choices=["serve", "end"], help="`end` fails at the start")
+    parser.add_argument("folder", type=Path, help="the model")
+    parser.add_argument("--port", type=int, required=True)
+    options, _ = parser.parse_known_args()
+    if options.serve == "end":
+        sys.exit("no such architecture")
+    if options.child:
+        subprocess.Popen(["/bin/sleep", "600"], env={})
+    backend: Backend = Canned() if options.canned else Model()
+    backend.load(options.folder)
+    Server(backend, options.port, options.fault, options.marker).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Stage ppo with an engine: what it writes, how it ends when the engine fails, and that no server is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_tasks.cli import main as cli
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.ppo.engines.protocol import EngineGone
+from rlhf_tasks.training import resume
+from rlhf_tasks.training.state import State
+from tests import small
+from tests.ppo import standin
+from tests.ppo.test_engines import STANDIN, alive, of_servers, until
+from tests.ppo.toy import ENGINE
+from tests.stages.test_ppo import POLICY, SETTINGS, run
+from tests.stages.test_ppo_guards import Killed, plain
+
+
+def section(*options: str, **changes: Any) -> dict[str, Any]:
+    """An engine that the stage starts, with options of the stand-in."""
+    words = [sys.executable, str(STANDIN), *options, "serve"]
+    return {"ppo.engine": ENGINE | {"url": None, "command": words, **changes}}
+
+
+def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Path) -> None:
+    metrics, history = run(**section())
+    rows = [row for row in history if "engine/logprob_diff" in row]
+    assert [row["episode"] for row in rows] == [16, 32, 48]
+    assert all(0 < row["engine/logprob_diff"] <= row["engine/logprob_diff_max"] < 1e-4 for row in rows)
+    assert all(row["engine/kl"] < 1e-6 and row["engine/load_seconds"] > 0 for row in rows)
+    assert metrics["engine/lag"] == 0
+    identity = json.loads((POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
+    assert identity["sampler"] == f"vLLM {standin.VERSION}"
+    assert f"its rollouts were sampled by vLLM {standin.VERSION}" in (POLICY / "README.md").read_text("utf-8")
+    assert not of_servers(models_here)
+    assert len(list((models_here / ".rlhf/engine").iterdir())) == 1, "the log alone is kept"
+
+
+def test_without_an_engine_the_policy_names_none(models_here: Path) -> None:
+    run()
+    assert "sampler" not in json.loads((POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
+
+
+def test_an_engine_that_is_killed_in_a_rollout_is_started_again_and_changes_nothing(
+    models_here: Path,
+) -> None:
+    _, undisturbed = run(**section())
+    _, history = run(**section("--fault", "die", "--marker", str(models_here / "marker")))
+    assert (models_here / "marker").exists()
+    without = [{k: v for k, v in row.items() if "seconds" not in k} for row in plain(history)]
+    assert without == [{k: v for k, v in row.items() if "seconds" not in k} for row in plain(undisturbed)]
+
+
+def test_an_engine_that_ends_again_ends_the_stage_with_one_message(
+    models_here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contracts.fingerprint(POLICY)
+    with pytest.raises(EngineGone, match="started again once before, and its log is"):
+        run(**section("--fault", "die"))
+    assert contracts.fingerprint(POLICY) == before
+    assert not of_servers(models_here)
+
+    def fail(*_: object) -> int:
+        raise EngineGone("the engine has gone")
+
+    monkeypatch.setattr("rlhf_tasks.stages.runner.run", fail)
+    assert cli.main(["ppo"]) == 1
+    assert capsys.readouterr().err == "rlhf: the engine has gone\n"
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself(
+    ahead: int, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(small.ROOT / name, Path())
+    save = resume.Snapshots.save
+
+    def saved(self: resume.Snapshots, step: int, state: State) -> None:
+        save(self, step, state)
+        if step == 2:
+            raise Killed
+
+    with standin.serving() as server:
+        changes = {"ppo.engine": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
+        monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
+        run(**changes)
+        weights = models.load_causal(POLICY).state_dict()
+        monkeypatch.setenv("RLHF_STATE_DIR", "killed")
+        with monkeypatch.context() as patch:
+            patch.setattr(resume.Snapshots, "save", saved)
+            with pytest.raises(Killed):
+                run(**changes)
+        run(**changes)
+    resumed = models.load_causal(POLICY).state_dict()
+    # a server rounds by what it samples together, so that the bytes may differ
+    assert max(float((resumed[name] - weights[name]).abs().max()) for name in weights) < 1e-5
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, models_here: Path) -> None:
+    """The engine hangs in the first rollout. The first SIGTERM waits for the update, the second does not."""
+    shutil.copy(small.ROOT / "dvc.yaml", Path())
+    marker = models_here / "marker"
+    engine = section("--canned", "--fault", "hang", "--marker", str(marker))
+    changes = SETTINGS | engine | {"tracking.enabled": False}
+    with Path("params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(small.params(changes), file)
+    stage = subprocess.Popen(
+        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
+        env=os.environ | {"PYTHONPATH": str(small.ROOT)}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until(lambda: stage.poll() is not None or marker.exists())
+    assert stage.poll() is None
+    running = of_servers(models_here)
+    assert len(running) == 2
+    while stage.poll() is None:
+        stage.send_signal(number)
+        time.sleep(0.1)
+    assert stage.returncode in (143, -number)
+    until(lambda: not alive(running))
