@@ -136,16 +136,3 @@ def test_processes_are_found_by_the_environment_they_were_started_with() -> None
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_daemon_is_found_after_the_clock_was_set_back(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By /proc the system then started earlier, and with it every process."""
-    start(daemon, "import time; time.sleep(60)")
-    name = context.process_name(psutil.Process(daemon.record()["pid"]))
-    real = psutil.Process.create_time
-    monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) - 3600)
-    assert daemon.is_running()
-    assert context.is_alive(name)
-    assert not context.is_alive(f"{name}1"), "another process had this pid"
