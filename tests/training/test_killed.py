@@ -78,6 +78,8 @@ class Project:
             for victim in alive if rng.random() < 0.4 else rng.choice([[process], [rng.choice(alive)]]):
                 victim.kill()
         status = process.wait(300)
+        for server in self.servers():  # the process that ends it with its flow may have been killed, too
+            server.kill()
         projects.until(lambda: not processes.find(MARK, str(self.folder)), "the end of what it had started")
         return status != 0
 
