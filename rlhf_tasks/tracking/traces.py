@@ -65,7 +65,8 @@ class Traces:
             start_time_ns=trace["start"] * 1_000_000,
             run_id=self.run,
         )
-        with InMemoryTraceManager.get_instance().get_trace(span.trace_id) as held:
+        begun = InMemoryTraceManager.get_instance()  # type: ignore[no-untyped-call]
+        with begun.get_trace(span.trace_id) as held:
             # They travel in the trace's own request: a killed uploader leaves both or neither.
             said = trace.get("assessments", ())
             held.info.assessments += [_assessment(one, span.trace_id, self.run) for one in said]

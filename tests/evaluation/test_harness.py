@@ -152,8 +152,8 @@ def test_accuracies_are_those_of_single_rows_through_the_bare_model(models_here:
             logprobs = small.logits_alone(model, query, response).log_softmax(-1)
             sums.append(float(sum(logprobs[t, token] for t, token in enumerate(response))))
         rates = [s / len(choice) for s, choice in zip(sums, row["choices"], strict=True)]
-        for name, values in (("acc", sums), ("acc_norm", rates)):
-            right[name].append(values.index(max(values)) == row["answer"])
+        for name, by in (("acc", sums), ("acc_norm", rates)):
+            right[name].append(by.index(max(by)) == row["answer"])
     found = HarnessTasks(settings(), ROOT).do(model, tokenizer)
     scores = found.scores["post_facts"]
     for name, values in right.items():
@@ -181,8 +181,8 @@ def test_base_sft_and_policy_do_the_tasks_and_batches_change_nothing(tasks_here:
     assert [(name, set(one.tasks)) for name, one in retention.items()] == [
         (f, {"post_facts"}) for f in FOLDERS
     ]
-    values = {name: one.tasks["post_facts"]["acc"].value for name, one in retention.items()}
-    assert changes["post_facts"].drop == pytest.approx(values["sft"] - values["policy"])
+    accuracies = {name: one.tasks["post_facts"]["acc"].value for name, one in retention.items()}
+    assert changes["post_facts"].drop == pytest.approx(accuracies["sft"] - accuracies["policy"])
 
 
 @has_harness

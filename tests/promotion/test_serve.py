@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -77,7 +78,8 @@ def answers(port: int) -> bool:
 
 def greedy(folder: Path, text: str) -> str:
     """The likeliest tokens after a text, one at a time."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     made = model.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS)[0][ids.shape[1] :]
     return str(tokenizer.decode(made, skip_special_tokens=True))
@@ -96,4 +98,4 @@ def test_transformers_serves_the_completions_and_chats_of_an_exported_policy(exp
     assert completed.is_success, completed.text
     assert completed.json()["choices"][0]["text"] == greedy(exported, prompt)
     assert talked.is_success, talked.text
-    assert talked.json()["choices"][0]["message"]["content"] == greedy(exported, shown)
+    assert talked.json()["choices"][0]["message"]["content"] == greedy(exported, str(shown))
