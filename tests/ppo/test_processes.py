@@ -130,7 +130,7 @@ def dealt(rollout: Rollout, rt: Runtime) -> Rollout:
         value = getattr(rollout, name)
         if name == "parts":
             parts[name] = {key: part[rows] for key, part in value.items()}
-        else:
+        elif value is not None:
             parts[name] = value[rows] if isinstance(value, Tensor) else [value[i] for i in rows]
     return replace(rollout, **parts)
 
