@@ -1,6 +1,6 @@
 """What `rlhf plan` calculates, beside what `rlhf bench` measures here: `python -m tests.benchmarks.plan`.
 
-Each size is params.yaml with another model and ROWS episodes. `rlhf bench` measures it in its own process, on
+Each size is params.yaml with another model and ROWS episodes. `rlhf bench` measures them in one process, on
 one thread, in CPU seconds, with random models and prompts of the greatest length. The plan is made for this
 processor: its matrix rate is what `rlhf bench` finds, and its bandwidth is that of a large copy. The share of
 the matrix rate is what the training of CALIBRATED reaches, so only the other cells predict a speed. Memory is
@@ -16,13 +16,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from ruamel.yaml import YAML
 
 from rlhf_tasks import config
 from rlhf_tasks.benchmark import architecture
@@ -34,30 +31,34 @@ from tests import small
 
 OUT = Path(__file__).parents[2] / "docs/results/plan.md"
 SIZES: Mapping[str, tuple[int, int]] = {
+    "64 wide, 2 layers": (64, 2),
     "96 wide, 4 layers": (96, 4),
-    "192 wide, 6 layers": (192, 6),
-    "256 wide, 6 layers": (256, 6),
+    "160 wide, 4 layers": (160, 4),
 }
-CALIBRATED = "192 wide, 6 layers"
-ROWS = 32  # episodes of an update
+"""Ascending: the peak memory is that of the process so far."""
+CALIBRATED = "96 wide, 4 layers"
+ROWS = 16  # episodes of an update
 NUM_GPUS = (1, 8, 64)
-CPU_SECONDS = "import time; time.perf_counter = time.process_time\n"
-"""Other programs on the machine then cost nothing: there is one thread."""
-BENCH = f"{CPU_SECONDS}import sys; from rlhf_tasks.cli import main; sys.exit(main.main(sys.argv[1:]))"
-BEFORE = f"""\
-{CPU_SECONDS}
-import json, resource
+MEASURE = """\
+import json, resource, sys, time
+time.perf_counter = time.process_time  # other programs on the machine then cost nothing: there is one thread
+from pathlib import Path
 import torch
+from rlhf_tasks import config, console
 from rlhf_tasks.benchmark import measurement, workloads
+from rlhf_tasks.cli import bench
 from tests import small
 small.runtime()
-memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-a, b, seconds = torch.zeros(2**27), torch.zeros(2**27), []
+console.set_quiet(True)
+base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+trees, updates = json.load(sys.stdin)
+found = [bench.measured(config.validate(tree, ""), Path("none"), None, updates) for tree in trees]
+a, b, seconds = torch.zeros(2**26), torch.zeros(2**26), []
 for _ in range(5):
     start = time.perf_counter()
     a.copy_(b)
     seconds.append(time.perf_counter() - start)
-print(json.dumps([memory, 2 * a.nbytes / min(seconds)]))
+print(json.dumps([base, 2 * a.nbytes / min(seconds), found]))
 """
 
 
@@ -86,16 +87,14 @@ def main() -> None:
 
 
 def measured(updates: int) -> Mapping[str, Row]:
-    base, bandwidth = json.loads(_run(["-c", BEFORE]))
-    found = {}
-    for name, (hidden, layers) in SIZES.items():
-        changes = {"hidden_size": hidden, "num_layers": layers}
-        tree = small.params({f"model.scratch.{key}": value for key, value in changes.items()})
+    trees = []
+    for hidden, layers in SIZES.values():
+        tree = small.params({"model.scratch.hidden_size": hidden, "model.scratch.num_layers": layers})
         tree["ppo"]["rollout_batch_size"] = ROWS
-        with tempfile.TemporaryDirectory() as folder:
-            YAML().dump(tree, Path(folder) / "params.yaml")
-            words = ["-c", BENCH, "bench", "--json", "--updates", str(updates)]
-            found[name] = (config.validate(tree, "test"), json.loads(_run(words, folder)))
+        trees.append(tree)
+    base, bandwidth, benches = json.loads(_run(["-c", MEASURE], json.dumps([trees, updates])))
+    settings = [config.validate(tree, "test") for tree in trees]
+    found = dict(zip(SIZES, zip(settings, benches, strict=True), strict=True))
     rate = found[CALIBRATED][1]["matrix_flops_per_second"]
     chip = Gpu(
         name="this processor", memory=1e12, bf16=rate, fp32=rate, bandwidth=bandwidth, link=1e12,
@@ -138,18 +137,18 @@ def networks(settings: config.Config) -> Networks:
     )  # fmt: skip
 
 
-def _run(words: Sequence[str], folder: str = ".") -> str:
+def _run(words: Sequence[str], given: str) -> str:
     environment = os.environ | {
         "PYTHONPATH": str(Path.cwd()),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *words], env=environment, input=given, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
-    return done.stdout
+    return done.stdout.splitlines()[-1]
 
 
 def comparison(rows: Mapping[str, Row]) -> str:
