@@ -136,7 +136,7 @@ def test_zero2_takes_the_same_steps_as_adamw(project: Path) -> None:
     toy.run("sft", toy.write_params(sft=changes), plain)
     expected = weights("models/sft")
     shutil.rmtree("models/sft")
-    toy.write_params(sft=changes, launch=TWO | {"deepspeed": "zero2"})
+    toy.write_params(sft=changes, launch=TWO | {"layout": "zero2"})
     rlhf("sft")
     for key, value in weights("models/sft").items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
@@ -157,7 +157,7 @@ def test_zero3_saves_whole_weights(project: Path, stage: Stage) -> None:
     toy.run(stage, toy.write_params())
     expected = weights(f"models/{stage}")
     shutil.rmtree(f"models/{stage}")
-    toy.write_params(launch=TWO | {"deepspeed": "zero3"})
+    toy.write_params(launch=TWO | {"layout": "zero3"})
     rlhf(stage)
     for key, value in weights(f"models/{stage}").items():
         torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=2e-5)
@@ -168,7 +168,7 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
     """Two models one after another in one process."""
     expected = toy.run("reward", toy.write_params())
     plain = {name: weights(f"models/{name}") for name in ("reward", "reward_heldout")}
-    toy.write_params(launch=TWO | {"deepspeed": "zero2"})
+    toy.write_params(launch=TWO | {"layout": "zero2"})
     rlhf("reward")
     for name in plain:
         for key, value in weights(f"models/{name}").items():
@@ -190,7 +190,7 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
 )  # fmt: skip
 def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, Any]) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
-    launch = TWO | {"deepspeed": "zero2", "mixed_precision": "bf16"}
+    launch = TWO | {"layout": "zero2", "mixed_precision": "bf16"}
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
     toy.write_params(launch=launch, ppo=settings)
     before = weights("models/sft")
