@@ -6,77 +6,25 @@ talk by gloo.
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlhf_tasks.config import Stage
 from rlhf_tasks.modeling import models
 from rlhf_tasks.tracking import NullTracker
 from tests import toy
 from tests.ppo.toy import without_critic
+from tests.training.stages import curve, metrics, rlhf, weights
 
 pytestmark = pytest.mark.e2e
 
 TWO = {"num_processes": 2}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A toy project up to the reward models, made in this process."""
-    folder = tmp_path_factory.mktemp("toy")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("GIT_CEILING_DIRECTORIES", str(folder.parent))
-        toy.write_given()
-        toy.copy_project()
-        toy.foreign("foreign/base", "gpt_neox")
-        settings = toy.write_params()
-        for stage in ("prepare", "base", "sft", "preferences", "reward"):
-            toy.run(stage, settings)
-    return folder
-
-
-@pytest.fixture
-def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(made, tmp_path / "project")
-    monkeypatch.chdir(tmp_path / "project")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "project"
-
-
-def rlhf(stage: Stage) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlhf_tasks.cli", stage]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def weights(folder: str) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
-
-
-def metrics(stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(f"metrics/{stage}.json").read_text(encoding="utf-8"))
-    return found
-
-
-def curve(stage: str) -> list[dict[str, str]]:
-    with Path(f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def assert_same_norms(expected: NullTracker) -> None:
