@@ -15,8 +15,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +26,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf_tasks.config import Stage
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+from rlhf_tasks.training import launch
 from tests import toy
 
 OUT = Path(__file__).parents[2] / "docs/results/layouts.md"
 TOLERANCE, METRICS_TOLERANCE = 1e-4, 1e-3
 """The largest difference of a weight or a loss, and of a metric, relative to numbers above 1."""
-STAGES: tuple[Stage, ...] = ("sft", "reward", "ppo", "judge")
+TRAINED: tuple[Stage, ...] = ("sft", "reward", "ppo")
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "`ddp`": {"layout": "ddp"},
     "`zero2`": {"layout": "zero2"},
@@ -43,9 +44,13 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "`fsdp2`": {"layout": "fsdp2"},
     "`fsdp2`, `offload`": {"layout": "fsdp2", "offload": True},
 }
-PPO = {"schedule": "constant", "learning_rate": 3e-3, "total_episodes": 96, "num_selections": 2}
+PPO = {
+    "schedule": "constant", "learning_rate": 1e-2, "total_episodes": 96, "num_selections": 2, "kl_coef": 0.01,
+}  # fmt: skip
+"""Steps that are large enough for the selection to keep trained weights."""
 UNEQUAL = ("time/", "eps", "val/first_ratio_error", "train/epoch")
 """Metrics that differ by their nature: times, the cut into micro-batches, and rounding itself."""
+NO_LABELS = "rlhf_tasks/evaluation/no_labels.jsonl"  # an input of stage judge
 PARTITIONED = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
 
 
@@ -67,7 +72,7 @@ class Written:
         }
         with (project / f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-        losses = [float(row[key]) for row in rows for key in row if "loss" in key and row[key]]
+        losses = [float(row[key]) for row in rows for key in sorted(row) if "loss" in key and row[key]]
         metrics = json.loads((project / f"metrics/{stage}.json").read_text(encoding="utf-8"))
         return cls(weights, losses, {k: v for k, v in metrics.items() if not k.startswith(UNEQUAL)})
 
@@ -119,6 +124,8 @@ def prepared(folder: Path) -> Path:
         toy.write_given()
         toy.copy_project()
         toy.foreign("foreign/base", "gpt_neox")
+        Path(NO_LABELS).parent.mkdir(parents=True)
+        shutil.copy(toy.ROOT / NO_LABELS, NO_LABELS)
         settings = toy.write_params()
         for stage in ("prepare", "base", "sft", "preferences"):
             toy.run(stage, settings)
@@ -129,28 +136,36 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def run(prepared_project: Path, folder: Path, launch: Mapping[str, Any]) -> dict[str, Written]:
-    """Run all stages in a copy of the project; what each wrote.
+def run(prepared_project: Path, folder: Path, changes: Mapping[str, Any]) -> dict[str, Written]:
+    """Run all stages in a copy of the project; what each wrote. The training stages share their processes.
 
     Raises:
-        SystemExit: with the output of a stage that failed.
+        SystemExit: if a stage fails.
     """
     shutil.copytree(prepared_project, folder)
     before = Path.cwd()
     os.chdir(folder)
     try:
-        toy.write_params(launch=launch, ppo=PPO)
+        settings = toy.write_params(launch=changes, ppo=PPO)
+        if changes:
+            words = launch.command(Paths(), "ppo", settings.launch, os.environ)
+            words[words.index("--module") :] = ["--module", "tests.benchmarks.layouts", "--train"]
+            own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(OUT.parents[2])}
+            environment = os.environ | own | launch.variables(settings.launch, cuda=False)
+            if launch.supervise(words, environment):
+                raise SystemExit(f"training with {dict(changes)} failed")
+        else:
+            train()
+        runner.run("judge", Paths())
+        return {stage: Written.of(folder, stage) for stage in (*TRAINED, "judge")}
     finally:
         os.chdir(before)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    for stage in STAGES:
-        done = subprocess.run(
-            [sys.executable, "-m", "rlhf_tasks.cli", stage], cwd=folder, env=environment, check=False,
-            capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise SystemExit(f"{stage} with {dict(launch)} failed:\n{done.stdout}{done.stderr}")
-    return {stage: Written.of(folder, stage) for stage in STAGES}
+
+
+def train() -> None:
+    """The training stages in the folder of this process."""
+    for stage in TRAINED:
+        runner.run(stage, Paths())
 
 
 def table(found: Mapping[str, Mapping[str, Difference]]) -> str:
@@ -203,14 +218,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args()
+    parser.add_argument(
+        "--train", action="store_true", help="train in this folder, as one of several processes"
+    )
+    if parser.parse_args().train:
+        return train()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         given = prepared(folder / "given")
         one, found = run(given, folder / "one", {}), dict[str, dict[str, Difference]]()
-        for number, (title, launch) in enumerate(LAYOUTS.items()):
-            two = run(given, folder / str(number), {"num_processes": 2, **launch})
-            found[title] = {stage: compared(one[stage], two[stage]) for stage in STAGES}
+        if not one["ppo"].metrics["selected_episode"]:
+            raise SystemExit("PPO has kept its first weights, so they would be compared with themselves")
+        for number, (title, changes) in enumerate(LAYOUTS.items()):
+            two = run(given, folder / str(number), {"num_processes": 2, **changes})
+            found[title] = {stage: compared(one[stage], two[stage]) for stage in one}
             print(table({title: found[title]}), flush=True)
         parameters = sum(weight.numel() for weight in one["sft"].weights.values())
     OUT.write_text(page(found, parameters), encoding="utf-8")
