@@ -185,7 +185,7 @@ class Fsdp2:
         return nullcontext()
 
     def backward(self, model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:
         gradients = sharding.parts_of([p.grad for p in model.parameters() if p.grad is not None])

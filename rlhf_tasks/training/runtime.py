@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
@@ -187,7 +188,7 @@ class Runtime:
         finally:
             model.to(before)
 
-    def whole(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def whole(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
         """Within the block, a model with all of its weights on this device, to sample from. Collective."""
         return sharding.whole(model, self.device)
 

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_tasks.modeling.classifiers import trunk_of
 
-_PLAIN: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_PLAIN: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
 """Sharded models, and each one's structure without weights."""
 
 
@@ -87,7 +87,7 @@ def keep_structure(model: nn.Module) -> None:
         _PLAIN[one] = _without_weights(one)
 
 
-def _without_weights(model: PreTrainedModel) -> nn.Module:
+def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with weights on the device `meta`; the config stays the model's own."""
     shared: list[Any] = [model.config, getattr(model, "generation_config", None)]
     memo: dict[int, Any] = {id(one): one for one in shared if one is not None}
@@ -156,7 +156,7 @@ def _by_name(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 
 
 @contextmanager
-def whole(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+def whole(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
     """Within the block, a plain copy of a sharded model with all of its weights on `device`. Collective.
 
     It is for sampling: processes sample texts of different lengths, and a sharded model would make one wait
@@ -174,7 +174,7 @@ def whole(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def to_save(model: nn.Module) -> Iterator[nn.Module]:
+def to_save(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block, the first process has a plain model with all weights, on the CPU. Collective."""
     plain = _PLAIN.get(model)
     if plain is None or not (weights := weights_of(model)):

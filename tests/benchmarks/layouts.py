@@ -207,7 +207,7 @@ memory and speed of any layout.
 
 
 def page(found: Mapping[str, Mapping[str, Difference]], parameters: int) -> str:
-    updates = math.ceil(PPO["total_episodes"] / toy.SMALL["ppo"]["rollout_batch_size"])  # type: ignore[operator]
+    updates = math.ceil(PPO["total_episodes"] / toy.SMALL["ppo"]["rollout_batch_size"])
     return PAGE.format(
         tolerance=TOLERANCE, metrics=METRICS_TOLERANCE, table=table(found), parameters=parameters,
         updates=updates,
