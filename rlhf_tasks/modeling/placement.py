@@ -17,7 +17,7 @@ class Placement(Protocol):
     device: torch.device
 
     def put(self, model: nn.Module) -> None:
-        """Put a model there, untrainable."""
+        """Put a model there."""
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
@@ -35,7 +35,7 @@ class OneDevice:
         self.device = device
 
     def put(self, model: nn.Module) -> None:
-        model.to(self.device).requires_grad_(False)
+        model.to(self.device)
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]

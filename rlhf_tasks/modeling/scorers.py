@@ -291,7 +291,7 @@ def load_reward_scorer(
     own, model = load_tokenizer(folder), models.load_reward(folder)
     contracts.check_fits(model.model, own, str(folder))
     placement = placement or OneDevice(CPU)
-    model.to(placement.device)
+    model.to(placement.device).requires_grad_(False)
     checks.require(
         checks.check_scores(model, checks.rows_for(model.model), pad=own.pad_token_id), str(folder)
     )

@@ -159,8 +159,7 @@ class Runtime:
         return model if self.shards else model.to(self.device)
 
     def put(self, model: nn.Module) -> None:
-        """Put a model that is not trained on this device; sharded where the layout shards. Collective."""
-        model.requires_grad_(False)
+        """Put a model on this device, or shard it where the layout shards, if it is not. Collective."""
         if self._mesh is None or sharding.is_sharded(model):
             model.to(self.device)
         else:
@@ -172,6 +171,7 @@ class Runtime:
         DeepSpeed converts the trained model's weights to bf16; with a float32 reference, rounding alone
         would cause a KL.
         """
+        model.requires_grad_(False)
         if self._rounds_products:
             round_products(model)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
