@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -247,7 +247,3 @@ def move_towards(own: nn.Module, other: nn.Module, alpha: float) -> None:
 def parts_of(values: Sequence[Tensor]) -> list[Tensor]:
     """This process's part of each."""
     return [value.to_local() if isinstance(value, DTensor) else value for value in values]
-
-
-def is_fsdp(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())

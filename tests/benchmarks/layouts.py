@@ -4,7 +4,7 @@ A toy project of random models goes through the stages sft, reward, ppo and judg
 on two processes of this machine in each layout, each stage on the checkpoints of the one before. Every
 weight is partitioned, however small. The table shows the largest differences to the single process: of a
 weight, of a loss of any step, and of a final metric; and whether they are within the tolerances below.
-Writes docs/results/layouts.md. It takes about ten minutes on two cores.
+Writes docs/results/layouts.md. It takes some minutes.
 """
 
 from __future__ import annotations
@@ -185,13 +185,13 @@ def _shown(x: float) -> str:
 PAGE = """\
 # Layouts
 
-A layout is what the processes of a training share of a model ([use several
-GPUs](../how-to/several-gpus.md)). It must change no result beyond rounding. This table compares two
-processes in each layout with one process, through the stages sft, reward, ppo and judge: `python -m
-tests.benchmarks.layouts` on a CPU, where processes talk by gloo.
+A layout is what the processes of a training share of a model: see
+[use several GPUs](../how-to/several-gpus.md). It must change no result beyond rounding. This table compares
+two processes in each layout with one process, through the stages sft, reward, ppo and judge, by
+`python -m tests.benchmarks.layouts` on a CPU, where processes talk by gloo.
 
 The numbers are the largest differences of any weight of the checkpoints, of any loss in the course of
-training, and of any final metric; a number above 1 is compared relative to its size. "Within" says that
+training, and of any final metric; a number above 1 is compared relative to its size. It is "within" if
 weights and losses differ by less than {tolerance:g}, and metrics by less than {metrics:g}. Every stage
 reads what the stage before wrote in the same layout. The judge runs in one process, on the plain
 checkpoints that the layout saved.
