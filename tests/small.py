@@ -138,7 +138,7 @@ def logits_alone(model: PreTrainedModel, query: Ids, response: Ids) -> Tensor:
 
 
 def runtime(precision: Literal["no", "bf16"] = "no") -> Runtime:
-    launch = Launch(num_processes=1, num_machines=1, deepspeed=None, mixed_precision=precision)
+    launch = Launch(num_processes=1, num_machines=1, layout="ddp", offload=False, mixed_precision=precision)
     return Runtime(launch, seed=1)
 
 

@@ -110,7 +110,7 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     prompts, kept = _prompts(Paths(root), tokenizer, config)
     scorer = scorers.build(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root,
-        combine=settings.combine_reward_models, device=rt.device, columns=kept,
+        combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip
     trainer = Trainer(
         rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=view.seed,

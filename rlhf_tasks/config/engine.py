@@ -105,13 +105,11 @@ def engine_conflicts(ppo: Settings) -> Iterator[str]:
         yield "engine.ahead=1 needs a next rollout, and there is one update only; set engine.ahead to 0"
 
 
-def process_conflicts(
-    engine: Engine | None, num_processes: NumProcesses, deepspeed: str | None
-) -> Iterator[str]:
+def process_conflicts(engine: Engine | None, num_processes: NumProcesses, layout: str) -> Iterator[str]:
     """The section `launch` beside an engine: one process, which holds all weights, sends them."""
-    if engine is not None and (num_processes > 1 or deepspeed is not None):
+    if engine is not None and (num_processes > 1 or layout != "ddp"):
         yield (
             f"ppo.engine needs PPO in one process with whole weights, and launch has num_processes="
-            f"{num_processes} and deepspeed={deepspeed or 'null'}; set launch.num_processes to 1 and "
-            "launch.deepspeed to null, or ppo.engine to null"
+            f"{num_processes} and layout={layout}; set launch.num_processes to 1 and launch.layout to ddp, or "
+            "ppo.engine to null"
         )

@@ -35,6 +35,8 @@ MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
 
 # ---------------------------------------------------- sections that change where and how a stage runs
 
+Layout = Literal["ddp", "zero2", "zero3", "fsdp2"]
+
 
 class Launch(Section):
     """Processes and precision of the training stages."""
@@ -43,8 +45,13 @@ class Launch(Section):
     """Number of processes, over all machines; above 1, `accelerate launch` starts them."""
     num_machines: NumProcesses
     """Number of machines that share the processes."""
-    deepspeed: Literal["zero2", "zero3"] | None
-    """DeepSpeed's ZeRO stage; null: data parallelism without it; PPO refuses `zero3`."""
+    layout: Layout
+    """What the processes share of a model in training. `ddp`: each has all of it. `zero2` (DeepSpeed): each
+    keeps a part of the gradients and of the optimiser's state. `zero3` (DeepSpeed) and `fsdp2` (PyTorch):
+    each keeps a part of the weights too."""
+    offload: bool
+    """Whether what a process keeps of the optimiser's state, and of the weights where the layout shards them,
+    is in the machine's memory and not in the GPU's. Not with `ddp`."""
     mixed_precision: Literal["no", "bf16"]
     """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, without
     DeepSpeed, bf16 rounds the factors of the linear layers' products, and nothing else."""
@@ -119,12 +126,18 @@ class Config(Section):
 
     def _conflicts(self) -> Iterator[str]:
         guards = self.ppo.guards
-        if guards is not None and guards.action == "roll_back" and self.launch.deepspeed is not None:
+        if guards is not None and guards.action == "roll_back" and self.launch.layout != "ddp":
             yield (
-                "ppo.guards.action: roll_back keeps a checkpoint in memory, which DeepSpeed does not "
-                "support; with launch.deepspeed set ppo.guards.action to stop"
+                "ppo.guards.action: roll_back keeps a checkpoint in memory, and with launch.layout: "
+                f"{self.launch.layout} no process holds all of it; set ppo.guards.action to stop, or "
+                "launch.layout to ddp"
             )
-        yield from process_conflicts(self.ppo.engine, self.launch.num_processes, self.launch.deepspeed)
+        if self.launch.offload and self.launch.layout == "ddp":
+            yield (
+                "launch.offload: true has nothing to move with launch.layout: ddp; set launch.layout to "
+                "fsdp2, zero3 or zero2, or launch.offload to false"
+            )
+        yield from process_conflicts(self.ppo.engine, self.launch.num_processes, self.launch.layout)
         if any(judge.kind == "gold" for judge in self.judge.judges) and self.data.source != "synthetic":
             yield (
                 "judge.judges: gold only judges the synthetic task, and data.source is "

@@ -78,6 +78,11 @@ def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch
     return Batch(ids, attended.long(), answered.bool())
 
 
+def picked(queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int) -> Batch:
+    """`collate` of some rows; for none a row of padding, for a pass whose result nobody reads."""
+    return collate([queries[i] for i in rows] or [[pad]], [responses[i] for i in rows] or [[pad]], pad)
+
+
 @dataclass(frozen=True)
 class Forked(Batch):
     """Rows of query, chosen and rejected response, in which neither response sees the other.
@@ -193,7 +198,7 @@ class TokenBudget:
             raise UserError(
                 "the GPU is out of memory with one row at a time; lower the lengths (data.max_prompt_tokens, "
                 "data.max_completion_tokens, ppo.response_length) or the size of the model, or set "
-                "launch.mixed_precision to bf16, lora, ppo.gradient_checkpointing or launch.deepspeed"
+                "launch.mixed_precision to bf16, lora, ppo.gradient_checkpointing or launch.layout"
             )
         self.max_tokens, self._largest, self.is_lowered = self._largest // 2, 0, True
         console.say(f"out of memory: a micro-batch now has at most {self.max_tokens} tokens")

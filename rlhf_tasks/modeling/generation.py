@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ class Samples:
     """One (length,) float32 tensor per response."""
 
 
+class Share(NamedTuple):
+    """Which responses a process samples: numbers first, first + step, … of all processes' `total`."""
+
+    first: int
+    step: int
+    total: int
+
+
 @torch.no_grad()
 def sample(
     model: PreTrainedModel,
@@ -49,6 +57,7 @@ def sample(
     generator: torch.Generator,
     batch_size: int | None = None,
     num_samples: int = 1,
+    share: Share | None = None,
 ) -> Samples:
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
@@ -57,13 +66,16 @@ def sample(
 
     A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`. Each token
     takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
-    `batch_size` by rounding only. Queries of similar length share a batch, so that little is padded.
+    `batch_size` by rounding only. With `share` the numbers of all processes are drawn, from generators of the
+    same state: a response does not depend on the process that samples it either. Queries of similar length
+    share a batch, so that little is padded.
 
     Raises:
         NonFiniteError: if the model's logits are NaN or infinite.
     """
     num_queries, num_rows = len(queries), len(queries) * num_samples
-    uniform = torch.rand((num_rows, max_new_tokens), generator=generator, device=model.device)
+    first, step, total = share or Share(0, 1, num_rows)
+    uniform = torch.rand((total, max_new_tokens), generator=generator, device=model.device)[first::step]
     by_length = sorted(range(num_queries), key=lambda i: (len(queries[i]), i))
     order = [row for i in by_length for row in range(i, num_rows, num_queries)]
     result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
@@ -190,6 +202,7 @@ def answer(
     seed: int,
     stop: int | None = None,
     batch_size: int = 256,
+    share: Share | None = None,
 ) -> list[Ids]:
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
@@ -200,6 +213,7 @@ def answer(
         model, encode(tokenizer, prompts), max_new_tokens=max_new_tokens, temperature=temperature,
         stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
         generator=torch.Generator(model.device).manual_seed(seed), batch_size=batch_size,
+        share=share,
     ).responses  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import Ids, TokenBudget, collate, sizes
+from rlhf_tasks.data.batches import Ids, TokenBudget, picked, sizes
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.placement import OneDevice, Placement
 from rlhf_tasks.modeling.products import unrounded_products
 
 
@@ -18,10 +19,15 @@ class RewardScorer:
     """A reward model as a function of token ids: the score of each row's last real token."""
 
     def __init__(
-        self, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 16384
+        self,
+        scores: TokenScores,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int = 16384,
+        placement: Placement | None = None,
     ) -> None:
+        """`placement` is where the model is or will be put; None: where it is now."""
         self._scores, self._pad, self._budget = scores.eval(), tokenizer.pad_token_id, TokenBudget(max_tokens)
-        self._device = next(scores.parameters()).device
+        self._placement = placement or OneDevice(next(scores.parameters()).device)
 
     @torch.no_grad()
     def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
@@ -29,9 +35,9 @@ class RewardScorer:
         result = torch.zeros(len(queries))
 
         def score(rows: list[int]) -> None:
-            batch = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
-            result[rows] = self._scores(batch.to(self._device))[:, -1].cpu()
+            batch = picked(queries, responses, rows, self._pad).to(self._placement.device)
+            result[rows] = self._scores(batch)[: len(rows), -1].cpu()
 
         with unrounded_products():
-            self._budget.each(sizes(queries, responses), score)
+            self._placement.run_batches(self._budget, sizes(queries, responses), score)
         return result

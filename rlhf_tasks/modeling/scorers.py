@@ -28,6 +28,7 @@ from rlhf_tasks.modeling import checks, contracts, models, positions
 from rlhf_tasks.modeling.combining import combined, length_penalties
 from rlhf_tasks.modeling.functions import TextFunction
 from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.placement import OneDevice, Placement
 from rlhf_tasks.modeling.retokenised import Retokenised
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.modeling.tensors import NonFiniteError
@@ -244,9 +245,9 @@ class WeightedSum:
         Raises:
             ScorerError: if one of them is not finite.
         """
-        return {
-            part.name: _finite(part.name, part.scorer(queries, responses, columns)) for part in self._parts
-        }
+        found = {part.name: part.scorer(queries, responses, columns) for part in self._parts}
+        # only now: where a reward model is sharded, the other processes wait for this one in its passes
+        return {name: _finite(name, scores) for name, scores in found.items()}
 
     def total(self, found: Mapping[str, Tensor]) -> Tensor:
         """The combined scores of the reward models, plus Σ weight · score over the other parts; (B,)."""
@@ -267,12 +268,12 @@ def build(
     max_tokens: int,
     root: Path,
     combine: config.Combination = "sum",
-    device: torch.device = CPU,
+    placement: Placement | None = None,
     columns: Collection[str] = (),
 ) -> WeightedSum:
     """The scorers of `ppo.scorers`; the kind `reward_model` with a null path needs `reward_model`.
     Functions are imported from files below `root`; the folders of reward models are below it too, and those
-    models are put on `device`. `columns` are the names of the kept columns.
+    models are put into the `placement`, by default on the CPU. `columns` are the names of the kept columns.
 
     Raises:
         UserError: for a function that cannot be imported or needs a column that is not kept, an invalid
@@ -284,16 +285,16 @@ def build(
     for name, one in zip(config.scorer_names(settings), settings, strict=True):
         weight = 0.0 if isinstance(one, config.DummyScorer) else one.weight
         if isinstance(one, config.RewardModelScorer) and one.path is not None:
-            scorer, model = load_reward_scorer(root / one.path, tokenizer, max_tokens, device)
+            scorer, model = load_reward_scorer(root / one.path, tokenizer, max_tokens, placement)
         else:
-            scorer = _one(one, tokenizer, reward_model, max_tokens, root, columns)
+            scorer = _one(one, tokenizer, reward_model, max_tokens, root, columns, placement)
             model = reward_model if isinstance(one, config.RewardModelScorer) else None
         parts.append(Part(name, weight, scorer, model))
     return WeightedSum(parts, combine)
 
 
 def load_reward_scorer(
-    folder: Path, policy: PreTrainedTokenizerBase, max_tokens: int, device: torch.device
+    folder: Path, policy: PreTrainedTokenizerBase, max_tokens: int, placement: Placement | None = None
 ) -> tuple[Scorer, TokenScores]:
     """The reward model of a folder, and a scorer of the policy's token ids through its own tokenizer.
 
@@ -304,10 +305,13 @@ def load_reward_scorer(
     """
     own, model = load_tokenizer(folder), models.load_reward(folder)
     contracts.check_fits(model.model, own, str(folder))
-    scorer = RewardScorer(model.to(device).requires_grad_(False), own, max_tokens)
+    placement = placement or OneDevice(CPU)
+    model.to(placement.device).requires_grad_(False)
     checks.require(
         checks.check_scores(model, checks.rows_for(model.model), pad=own.pad_token_id), str(folder)
     )
+    placement.put(model)
+    scorer = RewardScorer(model, own, max_tokens, placement)
     settings = model.model.config
     bounds = getattr(settings, "max_position_embeddings", None), positions.rescaling_length(settings)
     longest = min((bound for bound in bounds if bound is not None), default=None)
@@ -321,10 +325,11 @@ def _one(
     max_tokens: int,
     root: Path,
     columns: Collection[str],
+    placement: Placement | None,
 ) -> Scorer:
     if isinstance(one, config.RewardModelScorer):
         assert reward_model is not None, "the config guarantees a reward model"
-        return RewardScorer(reward_model, tokenizer, max_tokens)
+        return RewardScorer(reward_model, tokenizer, max_tokens, placement)
     if isinstance(one, config.FunctionScorer):
         return FunctionScorer(one.function, tokenizer, root, columns)
     if isinstance(one, config.HttpScorer):

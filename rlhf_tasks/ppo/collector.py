@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Ids, TokenBudget, collate, realigned, sizes
+from rlhf_tasks.data.batches import Ids, TokenBudget, picked, realigned, sizes
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling.generation import Samples, sample
+from rlhf_tasks.modeling.generation import Samples, Share, sample
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Rollout, lengths_mask, pad_rows
@@ -89,12 +89,13 @@ class Collector:
 
     def _sampled(self, queries: list[Ids]) -> Samples:
         num_samples = self._settings.samples_per_prompt
-        with self._rt.autocast():
+        with self._rt.whole(self._actor_critic.policy) as policy, self._rt.autocast():
             return sample(
-                self._actor_critic.policy, queries[: len(queries) // num_samples],
+                policy, queries[: len(queries) // num_samples],
                 max_new_tokens=self._settings.response_length, temperature=self._settings.temperature,
                 stop=self._stop, pad=self._pad, generator=self.generator,
                 batch_size=self._settings.sampling_batch_size, num_samples=num_samples,
+                share=Share(self._rt.rank, self._rt.world_size, len(queries) * self._rt.world_size),
             )  # fmt: skip
 
     @torch.no_grad()
@@ -138,7 +139,7 @@ class Collector:
         lengths = lengths_mask([len(response) for response in responses], width)
 
         def forward(rows: list[int]) -> None:
-            padded = collate([queries[i] for i in rows], [responses[i] for i in rows], self._pad)
+            padded = picked(queries, responses, rows, self._pad)
             batch, mask, own = padded.to(self._rt.device), padded.response_mask, lengths[rows]
             with self._rt.autocast():
                 reference = self._reference.logprobs(batch, temperature).float().cpu()
@@ -146,13 +147,16 @@ class Collector:
                     states = self._actor_critic.state_values(batch)
                 else:
                     stats, states = self._actor_critic(batch, temperature)
-                    logprobs[rows] = realigned(stats.logprobs.float().cpu(), mask, own)
                 states = states.float().cpu()
+            if not rows:
+                return
+            if not self._rt.is_float32:
+                logprobs[rows] = realigned(stats.logprobs.float().cpu(), mask, own)
             ref_logprobs[rows] = realigned(reference, mask, own)
             values[rows] = realigned(states[:, :-1], mask, own)
             last_values[rows] = states[:, -1]
 
-        self._budget.each(sizes(queries, responses), forward)
+        self._rt.run_batches(self._budget, sizes(queries, responses), forward)
         return logprobs, ref_logprobs, values, last_values
 
     def _require_finite(self, rollout: Rollout) -> None:

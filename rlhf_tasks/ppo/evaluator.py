@@ -14,9 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import Ids, collate, encode, micro_batches, sizes, text_of
+from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.modeling.generation import answer
+from rlhf_tasks.modeling.generation import Share, answer
 from rlhf_tasks.modeling.scorers import Scorer
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import interleaved
@@ -27,6 +27,7 @@ from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import logprobs_of
 from rlhf_tasks.ppo.rollout_metrics import standard_error
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
 
 NUM_SAMPLE_PROMPTS = 4
@@ -68,7 +69,7 @@ class Evaluator:
         """`rows` are of data/prompts; the first `num_selection_prompts` of them are used."""
         self._rt, self._settings, self._policy, self._reference = rt, settings, policy, reference
         self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
-        self._seed = rt.generator(seed).initial_seed()  # each process samples other responses
+        self._seed = seed
         rows = rows[: settings.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
@@ -125,7 +126,7 @@ class Evaluator:
         name = self.selection_metric
         if name is not None and metrics[name] <= self._best:
             return
-        self._weights = {key: value.detach().cpu().clone() for key, value in trained(self._policy).items()}
+        self._weights = trained(self._policy)
         mean = metrics["eval/kl"]
         self._selected = {
             "selected_episode": float(episode),
@@ -138,7 +139,7 @@ class Evaluator:
 
     def restore(self) -> None:
         """Put the kept weights back into the policy."""
-        self._policy.load_state_dict(self._weights, strict=False)
+        sharding.load_weights(self._policy, self._weights)
 
     def show(self, episode: int) -> list[dict[str, Any]]:
         """Responses to the first few prompts with their scores, rows of samples.parquet."""
@@ -166,7 +167,7 @@ class Evaluator:
             NonFiniteError: on all processes, if a number is NaN or infinite; the responses are its `batch`.
         """
         rt, own = self._rt, self._rt.share(self._prompts[:count])
-        ids = fail_together(rt, lambda: self._sampled(own), {"prompts": own})
+        ids = fail_together(rt, lambda: self._sampled(own, count), {"prompts": own})
         batch, queries = {"prompts": own, "responses": ids}, encode(self._tokenizer, own)
         everything = interleaved(rt.each({"queries": queries, "ids": ids}))
         kept = columns.take(self._columns, range(count))
@@ -180,12 +181,13 @@ class Evaluator:
         scores = self._under_eos_rule(self._scorers.total(parts), everything["ids"])
         return Responses(everything["queries"], everything["ids"], scores, heldout, parts)
 
-    def _sampled(self, prompts: list[str]) -> list[Ids]:
-        with self._rt.autocast():
+    def _sampled(self, prompts: list[str], total: int) -> list[Ids]:
+        with self._rt.whole(self._policy) as policy, self._rt.autocast():
             return answer(
-                self._policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
+                policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
                 temperature=self._settings.temperature, seed=self._seed,
                 stop=stop_token(self._settings, self._tokenizer),
+                share=Share(self._rt.rank, self._rt.world_size, total),
             )  # fmt: skip
 
     @torch.no_grad()
@@ -204,16 +206,18 @@ class Evaluator:
     def _own_kl(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         """The KL of these responses, at the sampling temperature."""
         temperature, result = self._settings.temperature, torch.zeros(len(queries), dtype=torch.float64)
-        for rows in micro_batches(sizes(queries, responses), self._settings.micro_batch_tokens):
-            padded = collate(
-                [queries[i] for i in rows], [responses[i] for i in rows], self._tokenizer.pad_token_id
-            )
+
+        def measure(rows: list[int]) -> None:
+            padded = picked(queries, responses, rows, self._tokenizer.pad_token_id)
             batch = padded.to(self._rt.device)
             with self._rt.autocast():
                 logprobs = logprobs_of(self._policy, batch, temperature).float()
                 ref_logprobs = self._reference.logprobs(batch, temperature).float()
             kl = torch.where(batch.response_mask, k1(logprobs, ref_logprobs), 0).double().sum(1)
-            result[rows] = kl.cpu()
+            result[rows] = kl.cpu()[: len(rows)]
+
+        budget = TokenBudget(self._settings.micro_batch_tokens)
+        self._rt.run_batches(budget, sizes(queries, responses), measure)
         if not bool(result.isfinite().all()):
             raise NonFiniteError("the KL to the reference is NaN or infinite at the selection prompts")
         return result
@@ -223,7 +227,8 @@ class Evaluator:
     ) -> dict[str, Tensor]:
         """(B,) by scorer of all rows, on all processes; the first process alone sends requests."""
         rt = self._rt
-        if any(scorer.kind == "http" for scorer in self._settings.scorers):
+        # but passes of a sharded reward model need all processes
+        if any(scorer.kind == "http" for scorer in self._settings.scorers) and not rt.shards:
             ask = rt.is_main
             parts = fail_together(
                 rt, lambda: self._scorers.parts(queries, responses, kept) if ask else {}, batch
@@ -270,6 +275,6 @@ class Evaluator:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that training changes: all of them, or a LoRA adapter's."""
+    """Copies of the weights that training changes, on the CPU: all of them, or a LoRA adapter's."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+    return sharding.weights_of(model, but=frozen)

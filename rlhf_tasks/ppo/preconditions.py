@@ -19,6 +19,7 @@ from rlhf_tasks.ppo.collector import stop_token
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training.runtime import Runtime
 
 SPLITS_USED: tuple[Split, ...] = ("train", "validation")
 
@@ -119,20 +120,19 @@ def _warn_of_bootstrapping(settings: Ppo) -> None:
 
 
 def check_models(
+    rt: Runtime,
     settings: Ppo,
     actor_critic: ActorCritic,
     rewards: Mapping[str, TokenScores | None],
     prompts: list[Ids],
     selection: list[Ids],
     pad: int,
-    *,
-    saves: bool,
 ) -> None:
     """Check that policy, reward models and critic compute the same numbers in every way that PPO uses.
 
     `rewards` are the reward models that read the policy's token ids, by folder.
-    With `saves`, a small policy is written and read back too. Only one process may do that: transformers
-    writes nothing on the others.
+    A small policy is written and read back too, by the first process: transformers writes nothing on the
+    others. Models that are to be sharded are still whole, and are checked one after another.
 
     Raises:
         UserError: naming what differs, by how much, and the likely cause.
@@ -141,17 +141,19 @@ def check_models(
     longest = max(map(len, [*prompts, *selection])) + settings.response_length
     positions.check_positions(policy.config, longest, "models/sft")
     queries = checks.prompts_of_mixed_lengths(prompts)
-    saves = saves and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
-    results = checks.check_policy(
-        policy, queries, pad=pad, temperature=settings.temperature, num_new=settings.response_length,
-        saves=saves,
-    )  # fmt: skip
+    saves = rt.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
+    with rt.on_device(policy):
+        results = checks.check_policy(
+            policy, queries, pad=pad, temperature=settings.temperature, num_new=settings.response_length,
+            saves=saves,
+        )  # fmt: skip
     checks.require(results, "models/sft")
     rows = checks.rows_of(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
             positions.check_positions(model.model.config, longest, name)
-            checks.require(checks.check_scores(model, rows, pad=pad), name)
+            with rt.on_device(model):
+                checks.require(checks.check_scores(model, rows, pad=pad), name)
 
 
 def is_rewarded(settings: Ppo) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.models import without_adapters
 from rlhf_tasks.ppo.rollout import logprobs_of
+from rlhf_tasks.training import sharding
 
 
 class Reference(Protocol):
@@ -35,17 +35,15 @@ class OwnModel:
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         return logprobs_of(self._model, batch, temperature)
 
-    @torch.no_grad()
     def follow(self, policy: PreTrainedModel, alpha: float) -> None:
-        for own, other in zip(self._model.parameters(), policy.parameters(), strict=True):
-            own.lerp_(other.to(own.dtype), alpha)
+        sharding.move_towards(self._model, policy, alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._model.state_dict() if self._moves else {}
+        return sharding.weights_of(self._model) if self._moves else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._moves:
-            self._model.load_state_dict(state)
+            sharding.load_weights(self._model, state)
 
 
 class AdapterOff:

@@ -25,6 +25,7 @@ from rlhf_tasks.ppo.optimiser import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout
 from rlhf_tasks.ppo.sources import EngineSource, OwnSource, Source
+from rlhf_tasks.training.engines import reset_moments
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.supervised import LanguageModelling
 
@@ -139,7 +140,9 @@ class Trainer:
     def _begin_update(self) -> float:
         """The learning rate of this update, which is set."""
         if self.update == 0 and self.warmup_losses:
-            reset_optimizer_state(self._optimizer, self._num_policy_groups)
+            # data parallelism has given the policy gradients of zero: counted as steps they would make its
+            # first real ones too small, or too large where the moments are slow
+            reset_moments(self._optimizer, self._num_policy_groups)
         rate = learning_rate(self.settings, self.update, self.num_updates)
         set_learning_rate(self._optimizer, rate)
         return rate
@@ -250,15 +253,3 @@ def _optimizer(actor_critic: ActorCritic, settings: Ppo) -> tuple[torch.optim.Op
     for group in adamw(actor_critic.value, settings).param_groups:
         optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     return optimizer, num_policy_groups
-
-
-def reset_optimizer_state(optimizer: torch.optim.Optimizer, num_groups: int) -> None:
-    """Set the moments of an AdamW's first groups to zero, and the step counts that correct them.
-
-    While the critic alone warms up, data parallelism gives the policy gradients of zero. Counted as steps
-    they would make the policy's first real ones too small, or too large where the moments are slow.
-    """
-    for group in optimizer.param_groups[:num_groups]:
-        for weights in group["params"]:
-            for moment in optimizer.state.get(weights, {}).values():
-                moment.zero_()

@@ -13,6 +13,7 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Fit, LanguageModelling, evaluate, plain, resumed
 
@@ -30,19 +31,19 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         model = models.from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )
-        models.place(model, rt.device)
-        fit = Fit(rt, model, train, config.base, config.seed)
+        fit = Fit(rt, rt.place(model), train, config.base, config.seed)
         for step in resumed(paths, config, "base", fit, tracker):
             tracker.metrics(step.metrics, step=step.number)
     else:
-        model = models.place(models.load_causal(config.model.base, config.model.revision), rt.device)
+        model = models.load_causal(config.model.base, config.model.revision)
+        rt.put(model)
     contracts.check_fits(model, tokenizer, "model.base")
     result = evaluate(rt, model, validation, config.base.micro_batch_tokens)
-    with rt.gathered(model):
+    with sharding.to_save(model) as plain:
         if rt.is_main:
             with whole(paths.base) as folder:
                 models.save(
-                    model, tokenizer, folder,
+                    plain, tokenizer, folder,
                     identity={"kind": "base", "parents": {}},
                     card=contracts.model_card(
                         "Base model", task="base", parameters=config.declared,
@@ -56,7 +57,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     return {
         "loss": loss,
         "perplexity": math.exp(loss),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sharding.num_parameters(model),
     }
 
 

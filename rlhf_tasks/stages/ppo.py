@@ -35,6 +35,7 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling, demonstrations, plain
 
@@ -66,14 +67,16 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     policy = actor_critic.policy
     scorer = scorers.build(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
-        root=paths.root, combine=settings.combine_reward_models, device=rt.device, columns=kept,
+        root=paths.root, combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip
     prompts, selection = (encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation))
     heldout = _heldout(rt, config, paths)
+    rewards = {"models/reward": reward, "models/reward_heldout": heldout}
     preconditions.check_models(
-        settings, actor_critic, {"models/reward": reward, "models/reward_heldout": heldout}, prompts,
-        selection, tokenizer.pad_token_id, saves=rt.is_main,
-    )  # fmt: skip
+        rt, settings, actor_critic, rewards, prompts, selection, tokenizer.pad_token_id
+    )
+    for model in filter(None, rewards.values()):
+        rt.put(model)
     with build.opened(
         settings, paths.home, tokenizer, stop=stop_token(settings, tokenizer),
         longest_query=max(map(len, prompts)), is_float32=rt.is_float32,
@@ -84,15 +87,16 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         )  # fmt: skip
         evaluator = Evaluator(
             rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
-            heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens), judge=judge,
-            seed=config.seed,
+            heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens, rt),
+            judge=judge, seed=config.seed,
         )  # fmt: skip
         loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
         metrics = loop.run()
     evaluator.restore()
-    if rt.is_main:
-        _save_policy(config, paths, models.merged(policy), tokenizer, evaluator, trainer.source.sampler)
-        _save_evaluations(paths, loop)
+    with sharding.to_save(policy) as plain:
+        if rt.is_main:
+            _save_policy(config, paths, models.merged(plain), tokenizer, evaluator, trainer.source.sampler)
+            _save_evaluations(paths, loop)
     rt.barrier()
     return metrics | evaluator.selected
 
@@ -105,20 +109,20 @@ def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
     policy, reference = _policy(rt, config, paths)
     reward = models.load_reward(paths.reward) if config.has_reward_model else None
     if reward is not None:
-        reward = reward.to(rt.device).requires_grad_(False)
-    critic = _critic(config, paths, policy, reward).to(rt.device)
+        reward = rt.place(reward).requires_grad_(False)
+    critic = rt.place(_critic(config, paths, policy, reward))
     return Models(ActorCritic(policy, critic), reference, reward)
 
 
 def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel, Reference]:
     settings = config.ppo
-    policy = models.place(models.load_causal(paths.sft), rt.device)
+    policy = rt.place(models.load_causal(paths.sft))
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     if settings.lora is not None:
         policy = models.with_lora(policy, settings.lora, seed=config.seed)
         return policy, AdapterOff(policy)
-    reference = models.place(models.load_causal(paths.sft), rt.device)
+    reference = models.load_causal(paths.sft)
     rt.freeze(reference)
     return policy, OwnModel(reference, moves=settings.reference_sync is not None)
 
@@ -149,7 +153,7 @@ def _critic(
 def _heldout(rt: Runtime, config: PpoView, paths: Paths) -> TokenScores | None:
     if not config.has_reward_model:
         return None
-    return models.load_reward(paths.reward_heldout).to(rt.device).requires_grad_(False)
+    return rt.place(models.load_reward(paths.reward_heldout)).requires_grad_(False)
 
 
 def ptx_text(

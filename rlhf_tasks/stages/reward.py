@@ -46,6 +46,7 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import sharding
 from rlhf_tasks.training.beside import beside
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Fit, Sums, evaluate, resumed
@@ -122,9 +123,9 @@ def _made(
         scores = _trained(rt, paths, config, tokenizer, tracker, name, seed)
         parents = {"sft": contracts.fingerprint(paths.sft)}
     metrics = _measured(rt, paths, scores, tokenizer, "" if name == "reward" else "heldout/")
-    with rt.gathered(scores):
+    with sharding.to_save(scores.model) as plain:
         if rt.is_main:
-            _save(paths, config, scores, tokenizer, _outs(paths)[name], parents)
+            _save(paths, config, plain, tokenizer, _outs(paths)[name], parents)
     rt.barrier()
     return metrics
 
@@ -231,7 +232,7 @@ def _trained(
     if settings.lora is not None:
         models.with_lora(scores.model, settings.lora, seed=seed)
     policy = models.load_causal(paths.sft) if settings.lm_coef else None
-    learner = Learner(scores, policy).to(rt.device)
+    learner = rt.place(Learner(scores, policy))
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
@@ -272,7 +273,7 @@ def _normalise(
 ) -> None:
     """Make the mean score of the demonstrations zero; the model's config stores the constant."""
     rows = read_table(paths, "sft", "train")[:1000]
-    found = RewardScorer(scores, tokenizer, max_tokens)(
+    found = RewardScorer(scores, tokenizer, max_tokens, rt)(
         encode(tokenizer, [row["prompt"] for row in rows]),
         encode_answers(tokenizer, [row["completion"] for row in rows]),
     )
@@ -313,9 +314,9 @@ def _measured(
     rows = read_table(paths, "comparisons", "test") or read_table(paths, "comparisons", "validation")
     if not rows:
         return {}
-    scores.to(rt.device).eval()
+    rt.put(scores)
     pairs = _pairs(tokenizer, rows)
-    scorer = RewardScorer(scores, tokenizer)
+    scorer = RewardScorer(scores, tokenizer, placement=rt)
     chosen, rejected = (
         scorer(pairs.queries, pairs.chosen).numpy(),
         scorer(pairs.queries, pairs.rejected).numpy(),
@@ -340,14 +341,14 @@ def _measured(
 def _save(
     paths: Paths,
     config: RewardView,
-    scores: TokenScores,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
     parents: dict[str, str],
 ) -> None:
     with whole(out) as folder:
         models.save(
-            models.merged(scores.model), tokenizer, folder,
+            models.merged(model), tokenizer, folder,
             identity=contracts.identity("reward", parents),
             card=contracts.model_card(
                 f"Reward model ({out.name})", task="reward-model", parameters=config.declared,

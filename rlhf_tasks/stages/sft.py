@@ -13,6 +13,7 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Best, Fit, demonstrations, evaluate, resumed
 
@@ -25,19 +26,19 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     settings = config.sft
     if settings.source is not None:
         model, tokenizer, parents = _fetched(paths, settings)
-        models.place(model, rt.device)
+        rt.put(model)
         origin, steps = {f"sft.from={settings.source}": "lineage unknown"}, {}
     else:
-        model, tokenizer = models.place(models.load_causal(paths.base), rt.device), load_tokenizer(paths.base)
+        model, tokenizer = rt.place(models.load_causal(paths.base)), load_tokenizer(paths.base)
         parents = {"base": contracts.fingerprint(paths.base)}
         origin = {"models/base": parents["base"]}
         steps = _train(rt, paths, config, model, tokenizer, tracker)
     result = evaluate(rt, model, demonstrations(paths, tokenizer, "validation"), settings.micro_batch_tokens)
-    with rt.gathered(model):
+    with sharding.to_save(model) as plain:
         if rt.is_main:
             with whole(paths.sft) as folder:
                 models.save(
-                    model, tokenizer, folder,
+                    plain, tokenizer, folder,
                     identity=contracts.identity("policy", parents),
                     card=contracts.model_card(
                         "SFT policy", task="sft", parameters=config.declared,
@@ -83,8 +84,6 @@ def _train(
         if step.number % every == 0 or step.number == step.num_steps:
             result = evaluate(rt, model, validation, settings.micro_batch_tokens)
             tracker.metrics({f"eval/{key}": value for key, value in result.items()}, step=step.number)
-            with rt.gathered(model):
-                best.offer(model, result["loss"], step.number)
-    with rt.gathered(model, write=True):
-        best.restore(model)
+            best.offer(model, result["loss"], step.number)
+    best.restore(model)
     return {"steps_trained": fit.number, "step_kept": best.step}

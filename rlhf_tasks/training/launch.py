@@ -36,8 +36,12 @@ LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machi
 
 def is_needed(stage: Stage, launch: Launch) -> bool:
     """True if this process must start workers instead of running the stage itself."""
-    several = launch.num_processes > 1 or launch.num_machines > 1 or launch.deepspeed is not None
+    several = launch.num_processes > 1 or launch.num_machines > 1 or launch.layout != "ddp"
     return stage in TRAINING and several and not is_worker()
+
+
+def is_deepspeed(launch: Launch) -> bool:
+    return launch.layout in ("zero2", "zero3")
 
 
 def is_worker() -> bool:
@@ -78,26 +82,21 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         UserError: if a setting or a variable that the launch needs is missing.
     """
     words = ["-m", "accelerate.commands.launch"]
-    if launch.deepspeed == "zero3" and stage == "ppo":
-        raise UserError(
-            "launch.deepspeed='zero3' cannot run stage ppo: its processes sample responses of different "
-            "lengths and would wait for each other's weights without end; set launch.deepspeed to zero2"
-        )
-    if launch.deepspeed is not None:
-        settings = paths.deepspeed / f"{launch.deepspeed}.json"
+    if is_deepspeed(launch):
+        settings = paths.deepspeed / f"{launch.layout}.json"
         if not settings.exists():
             raise UserError(
-                f"launch.deepspeed={launch.deepspeed!r} needs {settings}, which does not exist; restore it"
+                f"launch.layout={launch.layout!r} needs {settings}, which does not exist; restore it"
             )
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
         if launch.num_machines > 1:
             words += ["--deepspeed_multinode_launcher", "standard"]
     else:
         words += ["--multi_gpu"]
-        if launch.num_processes < 2:
+        if launch.num_processes < max(2, launch.num_machines):
             raise UserError(
                 f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must "
-                f"be at least launch.num_machines={launch.num_machines}"
+                f"be at least launch.num_machines={launch.num_machines}, and 2 with launch.layout=fsdp2"
             )
     threads = environment.get("OMP_NUM_THREADS") or _threads(launch)
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
@@ -133,7 +132,7 @@ def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
     """Environment variables for the workers' libraries; without CUDA, processes communicate by gloo."""
     if cuda:
         return {}
-    return {"DS_ACCELERATOR": "cpu"} if launch.deepspeed is not None else {"ACCELERATE_USE_CPU": "true"}
+    return {"DS_ACCELERATOR": "cpu"} if is_deepspeed(launch) else {"ACCELERATE_USE_CPU": "true"}
 
 
 def run(paths: Paths, stage: Stage, launch: Launch) -> int:

@@ -1,7 +1,7 @@
 """The runtime of a stage: device, processes, precision, and one optimiser step over micro-batches.
 
-Only this module uses accelerate and DeepSpeed. Rank and world size come from torch.distributed, because
-accelerate reports a world size of 1 under DeepSpeed on CPU.
+Only this module, `engines` and `sharding` use accelerate, DeepSpeed and FSDP2. Rank and world size come from
+torch.distributed, because accelerate reports a world size of 1 under DeepSpeed on CPU.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import os
 import platform
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,21 +23,24 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.products import round_products
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.engines import DeepSpeed, Engine, Fsdp2, Parallel
 from rlhf_tasks.training.launch import ending_orphans
 from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
 
 
 class Runtime:
@@ -50,7 +53,8 @@ class Runtime:
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
         self.is_float32 = launch.mixed_precision == "no"
-        self._rounds_products = not (self.is_float32 or launch.deepspeed or torch.cuda.is_available())
+        is_deepspeed = launch.layout in ("zero2", "zero3")
+        self._rounds_products = not (self.is_float32 or is_deepspeed or torch.cuda.is_available())
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         with ending_orphans():
             self.accelerator = Accelerator(
@@ -66,17 +70,33 @@ class Runtime:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
+        self._engine, self.shards = self._chosen(launch, is_distributed=distributed)
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
+
+    def _chosen(self, launch: Launch, *, is_distributed: bool) -> tuple[Engine, bool]:
+        """The engine of the layout, and whether a process holds only a part of the weights.
+
+        A stage that runs in one process trains nothing, and has no layout.
+        """
+        self._offload, self._mesh = launch.offload, None
+        if self.is_deepspeed:
+            engine = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
+            self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if engine.shards else None
+            return engine, engine.shards
+        if launch.layout == "fsdp2" and is_distributed:
+            self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+            return Fsdp2(self._mesh, self.sum, offload=launch.offload), True
+        return Parallel(self.accelerator), False
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device, seeded by seed + rank · 100003, as in lm-human-preferences."""
-        return torch.Generator(self.device).manual_seed(seed + self.rank * 100003)
+        """A generator on this device, of the same state on all processes (see `generation.Share`)."""
+        return torch.Generator(self.device).manual_seed(seed)
 
     # ------------------------------------------------------------------------- between processes
 
@@ -123,39 +143,30 @@ class Runtime:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap for data parallelism or ZeRO; call the returned module instead of the given one.
+        """Wrap for the layout; call the returned module instead of the given one.
 
         The model trains in eval mode: what is random in training, such as dropout, would make PPO's ratio
         differ from 1 before the first step.
         """
         model.eval()
-        if self.is_deepspeed:
-            # DeepSpeed clips inside its own step, by its own setting
-            self.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = (
-                max_grad_norm or 0.0
-            )
         if self._rounds_products:
             round_products(model)
-        prepared, wrapped = self.accelerator.prepare(model, optimizer)
-        return prepared, wrapped
+        return self._engine.prepare(model, optimizer, max_grad_norm)
 
-    def gathered(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[Any]:
-        """Within the block, every process has the whole weights, to read or load them; all must enter it.
+    def place(self, model: M) -> M:
+        """A model on this device. One that is to be sharded stays on the CPU until it is: the GPU need not
+        hold all of it."""
+        return model if self.shards else model.to(self.device)
 
-        Only ZeRO-3 partitions weights; elsewhere nothing happens. With `write`, the changes of the first
-        process are kept.
-        """
-        if not (self.is_deepspeed and self.accelerator.state.deepspeed_plugin.zero_stage == 3):
-            return nullcontext()
-        from deepspeed import zero
-
-        context: AbstractContextManager[Any] = zero.GatheredParameters(
-            list(model.parameters()), modifier_rank=0 if write else None
-        )
-        return context
+    def put(self, model: nn.Module) -> None:
+        """Put a model on this device, or shard it where the layout shards, if it is not. Collective."""
+        if self._mesh is None or sharding.is_sharded(model):
+            model.to(self.device)
+        else:
+            sharding.shard(model, self._mesh, offload=self._offload)
 
     def freeze(self, model: nn.Module) -> None:
-        """Make a model untrainable, in the precision of the trained model.
+        """Make a model untrainable, in the precision of the trained model, and `put` it.
 
         DeepSpeed converts the trained model's weights to bf16; with a float32 reference, rounding alone
         would cause a KL.
@@ -165,6 +176,44 @@ class Runtime:
             round_products(model)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
             model.to(torch.bfloat16)
+        self.put(model)
+
+    @contextmanager
+    def on_device(self, model: nn.Module) -> Iterator[None]:
+        """Within the block, a model that `place` left on the CPU is on this device."""
+        before = next((weight.device for weight in model.parameters()), self.device)
+        model.to(self.device)
+        try:
+            yield
+        finally:
+            model.to(before)
+
+    def whole(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
+        """Within the block, a model with all of its weights on this device, to sample from. Collective."""
+        return sharding.whole(model, self.device)
+
+    def run_batches(
+        self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
+    ) -> None:
+        """Call `compute` with every micro-batch of this process's rows; `rows` are their tokens.
+
+        Where the weights are sharded, the processes need each other for every pass. All of them then call
+        `compute` equally often, some with an empty list, for which it must make a pass like any other. And
+        out of memory ends the stage.
+
+        Raises:
+            UserError: if the memory does not suffice.
+        """
+        if not self.shards:
+            budget.each(rows, compute)
+            return
+        waiting = budget.cut(rows)
+        count = self.max(len(waiting))
+        try:
+            for group in [*waiting, *[[]] * (count - len(waiting))]:
+                compute(group)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(budget) from error
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of forward passes, of rollouts too."""
@@ -195,82 +244,46 @@ class Runtime:
         """
         while True:
             try:
-                total, measured = self._backward(model, losses())
+                measured = self._backward(model, losses())
                 break
             except torch.OutOfMemoryError as error:
                 if self.world_size > 1 or self.is_deepspeed:  # the others wait within this step
-                    raise UserError(
-                        f"process {self.rank} is out of memory with {budget.max_tokens} tokens per "
-                        "micro-batch; only a run on one GPU lowers this number by itself: set this stage's "
-                        f"micro_batch_tokens to {budget.max_tokens // 2}"
-                    ) from error
+                    raise self._out_of_memory(budget) from error
             optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             budget.lower()
-        if self.is_deepspeed:
-            if not bool(self.sum(total).isfinite()):
-                model.zero_grad()
-                raise NonFiniteError("the loss is NaN or infinite")
-            model.step()  # type: ignore[operator]
-            norm = float(model.get_global_grad_norm() or 0.0)  # type: ignore[operator]
-            if not math.isfinite(norm):  # DeepSpeed computes the norm within its step
-                raise NonFiniteError(
-                    "the gradient is NaN or infinite, and DeepSpeed has changed the weights by it"
-                )
-            return norm, measured
-        norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
-        if math.isfinite(norm):
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(norm):
-            raise NonFiniteError("the gradient is NaN or infinite")
-        return norm, measured
+        return self._engine.step(model, optimizer, max_grad_norm), measured
 
-    def _backward(
-        self, model: nn.Module, parts: Sequence[Callable[[], tuple[Tensor, T]]]
-    ) -> tuple[Tensor, list[T]]:
-        """Add up the gradients of all parts; returns DeepSpeed's own loss, and what the parts measured."""
+    def _out_of_memory(self, budget: TokenBudget) -> UserError:
+        return UserError(
+            f"process {self.rank} is out of memory with {budget.max_tokens} tokens per "
+            "micro-batch; only a run on one GPU lowers this number by itself: set this stage's "
+            f"micro_batch_tokens to {budget.max_tokens // 2}"
+        )
+
+    def _backward(self, model: nn.Module, parts: Sequence[Callable[[], tuple[Tensor, T]]]) -> list[T]:
+        """Add up the gradients of all parts; returns what the parts measured."""
         measured = list[T]()
-        total = torch.zeros((), device=self.device)
         for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            if self.is_deepspeed:
+            is_last = i == len(parts) - 1
+            with self._engine.accumulating(model, is_last=is_last):
                 loss, stats = part()
-                loss = loss * self.world_size
-                total += loss.detach()
-                model.set_gradient_accumulation_boundary(is_boundary=last)  # type: ignore[operator]
-                model.backward(loss)  # type: ignore[operator]
-            else:
-                # DDP and ZeRO average gradients over processes; the loss is a part of a sum, hence × world
-                with nullcontext() if last else self.accelerator.no_sync(model):
-                    loss, stats = part()
-                    self.accelerator.backward(loss * self.world_size)
+                # gradients are averaged over processes; the loss is a part of a sum, hence × world
+                self._engine.backward(model, loss * self.world_size, is_last=is_last)
             measured.append(stats)
-        return total, measured
+        return measured
 
     # --------------------------------------------------------------------------------- snapshots
 
     def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
-        """Weights and optimiser of what `prepare` returned, for a snapshot; equal on all processes.
-
-        DeepSpeed writes its own files, which hold the partitions of all processes.
-        """
-        if self.is_deepspeed:
-            save: Callable[..., Any] = model.save_checkpoint  # type: ignore[assignment]
-            return Files(lambda folder: save(str(folder), tag=ENGINE, save_latest=False))
-        inner = self.accelerator.unwrap_model(model)
-        return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
+        """Weights and optimiser of what `prepare` returned, for a snapshot; equal on all processes."""
+        return self._engine.training_state(model, optimizer)
 
     def load_training_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
     ) -> None:
-        """Restore a `training_state` from a snapshot; DeepSpeed's is the path of its folder."""
-        if isinstance(state, Path):
-            load: Callable[..., Any] = model.load_checkpoint  # type: ignore[assignment]
-            load(str(state), tag=ENGINE)
-            return
-        self.accelerator.unwrap_model(model).load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        """Restore a `training_state` from a snapshot; that of `Files` is the path of their folder."""
+        self._engine.load_training_state(model, optimizer, state)
 
     def rng_state(self) -> dict[str, Any]:
         """This process's generators of torch (CPU and its GPU), numpy and Python, in plain types."""

@@ -32,7 +32,7 @@ from rlhf_tasks.data.batches import (
 from rlhf_tasks.modeling.head import TokenStats, token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import resume, sharding
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.state import State
 
@@ -241,7 +241,7 @@ class Best:
     def offer(self, model: nn.Module, loss: float, step: int) -> None:
         if loss < self.loss:
             self.loss, self.step, self._worse = loss, step, 0
-            self._weights = {key: value.detach().cpu().clone() for key, value in model.state_dict().items()}
+            self._weights = sharding.weights_of(model)
         else:
             self._worse += 1
 
@@ -250,8 +250,8 @@ class Best:
         return self._worse >= self._patience
 
     def restore(self, model: nn.Module) -> None:
-        if self._weights:
-            model.load_state_dict(self._weights)
+        if math.isfinite(self.loss):
+            sharding.load_weights(model, self._weights)
 
     def state_dict(self) -> State:
         return {"loss": self.loss, "step": self.step, "worse": self._worse, "weights": self._weights}

@@ -9,11 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.data.synthetic import generate
-from tests.benchmarks import ensembles, estimators, growth, ledger, speed, verifier
+from tests.benchmarks import ensembles, estimators, growth, layouts, ledger, speed, verifier
 from tests.benchmarks.speed import Figures
 
 TINY = Shape(vocab=40, query_min=4, query=4, response=8, batch=8, micro=4, layers=1, hidden=16, heads=2)
@@ -158,3 +159,18 @@ def test_the_verifiers_table_has_a_row_for_each_seed(tmp_path: Path) -> None:
     (tmp_path / verifier.MINUTES).write_text("3.4\n", encoding="utf-8")
     lines = verifier.table([7], [tmp_path]).splitlines()
     assert lines[2:] == ["| 7 | 50.0% | 75.0% | +25.0 (-1.0 to +40.0) | 3.4 |"]
+
+
+def test_layouts_are_compared_by_their_largest_differences_and_above_1_relative_to_them() -> None:
+    def written(weight: float, loss: float, metric: float) -> layouts.Written:
+        return layouts.Written({"policy/w": torch.tensor([0.5, weight])}, [0.25, loss], {"kl": metric})
+
+    found = layouts.compared(written(-4.0, 1.0, 0.5), written(-4.5, 1.0, 0.25))
+    assert (found.weights, found.losses, found.metrics) == (0.125, 0.0, 0.25)
+    assert not found.is_rounding
+    assert layouts.Difference(9e-5, 9e-5, 9e-4).is_rounding
+    assert not layouts.Difference(0.0, 2e-4, 0.0).is_rounding
+    row = layouts.table({"`zero3`": {"ppo": found}}).splitlines()[-1]
+    assert row == "| `zero3` | ppo | 1e-01 | 0 | 2e-01 | **no** |"
+    with pytest.raises(ValueError, match="different weights or metrics"):
+        layouts.compared(written(0, 0, 0), layouts.Written({}, [0.0, 0.0], {"kl": 0.0}))

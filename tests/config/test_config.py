@@ -374,11 +374,11 @@ def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
     assert message in problems(changes)
 
 
-def test_rolling_back_needs_a_positive_kl_coef_and_no_deepspeed() -> None:
+def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
     guards = small.params()["ppo"]["guards"] | {"action": "roll_back"}
     assert "0 would stay 0" in problems({"ppo.guards": guards, "ppo.kl_coef": 0.0})
-    deepspeed = {"launch.deepspeed": "zero2", "launch.num_processes": 2}
-    assert "DeepSpeed" in problems({"ppo.guards": guards, **deepspeed})
+    sharded = {"launch.layout": "zero2", "launch.num_processes": 2}
+    assert "no process holds all of it" in problems({"ppo.guards": guards, **sharded})
     assert "must be below" in problems({"ppo.guards": guards | {"kl_min": 12.0}})
 
 

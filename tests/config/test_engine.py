@@ -41,7 +41,7 @@ def test_an_engine_by_its_address_or_by_its_command_is_accepted() -> None:
         ({"ppo.ratio_from": "reference"}, {}, "set ratio_from to rollout"),
         ({"ppo.total_episodes": 512, "ppo.rollout_batch_size": 512}, {"ahead": 1}, "one update only"),
         ({"launch.num_processes": 2}, {}, "ppo.engine needs PPO in one process"),
-        ({"launch.deepspeed": "zero2"}, {}, "ppo.engine needs PPO in one process"),
+        ({"launch.layout": "zero2"}, {}, "ppo.engine needs PPO in one process"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_before_training(

@@ -6,77 +6,25 @@ talk by gloo.
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rlhf_tasks.config import Stage
 from rlhf_tasks.modeling import models
 from rlhf_tasks.tracking import NullTracker
 from tests import toy
 from tests.ppo.toy import without_critic
+from tests.training.stages import curve, metrics, rlhf, weights
 
 pytestmark = pytest.mark.e2e
 
 TWO = {"num_processes": 2}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A toy project up to the reward models, made in this process."""
-    folder = tmp_path_factory.mktemp("toy")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("GIT_CEILING_DIRECTORIES", str(folder.parent))
-        toy.write_given()
-        toy.copy_project()
-        toy.foreign("foreign/base", "gpt_neox")
-        settings = toy.write_params()
-        for stage in ("prepare", "base", "sft", "preferences", "reward"):
-            toy.run(stage, settings)
-    return folder
-
-
-@pytest.fixture
-def project(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(made, tmp_path / "project")
-    monkeypatch.chdir(tmp_path / "project")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "project"
-
-
-def rlhf(stage: Stage) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlhf_tasks.cli", stage]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def weights(folder: str) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
-
-
-def metrics(stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(f"metrics/{stage}.json").read_text(encoding="utf-8"))
-    return found
-
-
-def curve(stage: str) -> list[dict[str, str]]:
-    with Path(f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def assert_same_norms(expected: NullTracker) -> None:
@@ -136,7 +84,7 @@ def test_zero2_takes_the_same_steps_as_adamw(project: Path) -> None:
     toy.run("sft", toy.write_params(sft=changes), plain)
     expected = weights("models/sft")
     shutil.rmtree("models/sft")
-    toy.write_params(sft=changes, launch=TWO | {"deepspeed": "zero2"})
+    toy.write_params(sft=changes, launch=TWO | {"layout": "zero2"})
     rlhf("sft")
     for key, value in weights("models/sft").items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
@@ -157,7 +105,7 @@ def test_zero3_saves_whole_weights(project: Path, stage: Stage) -> None:
     toy.run(stage, toy.write_params())
     expected = weights(f"models/{stage}")
     shutil.rmtree(f"models/{stage}")
-    toy.write_params(launch=TWO | {"deepspeed": "zero3"})
+    toy.write_params(launch=TWO | {"layout": "zero3"})
     rlhf(stage)
     for key, value in weights(f"models/{stage}").items():
         torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=2e-5)
@@ -168,7 +116,7 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
     """Two models one after another in one process."""
     expected = toy.run("reward", toy.write_params())
     plain = {name: weights(f"models/{name}") for name in ("reward", "reward_heldout")}
-    toy.write_params(launch=TWO | {"deepspeed": "zero2"})
+    toy.write_params(launch=TWO | {"layout": "zero2"})
     rlhf("reward")
     for name in plain:
         for key, value in weights(f"models/{name}").items():
@@ -190,7 +138,7 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
 )  # fmt: skip
 def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, Any]) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
-    launch = TWO | {"deepspeed": "zero2", "mixed_precision": "bf16"}
+    launch = TWO | {"layout": "zero2", "mixed_precision": "bf16"}
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
     toy.write_params(launch=launch, ppo=settings)
     before = weights("models/sft")

@@ -37,6 +37,7 @@ from rlhf_tasks.training import launch, resume
 from rlhf_tasks.training.resume.manifests import state_folder
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
+from tests.benchmarks import layouts
 from tests.ppo.toy import without_critic
 
 SMALL: Mapping[str, Any] = {
@@ -50,6 +51,9 @@ SMALL: Mapping[str, Any] = {
     "ppo.ptx": {"coef": 0.1, "text": None}, "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
     "ppo.reference_sync": {"every": 2, "alpha": 0.5},
     "tracking.enabled": False, "resume.every_seconds": 1e-6,
+}  # fmt: skip
+WARM_UP: Mapping[str, Any] = {
+    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
 }  # fmt: skip
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
@@ -586,12 +590,10 @@ def test_killed_at_a_random_moment(
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("deepspeed", [None, "zero2", "zero3"])
-def test_two_processes_are_resumed_to_the_same_bytes(
-    deepspeed: str | None, trained: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_two_processes_are_resumed_to_the_same_bytes(layout: str, trained: Path, tmp_path: Path) -> None:
     def made(name: str) -> Path:
-        changes = {"launch.num_processes": 2, "launch.deepspeed": deepspeed}
+        changes = {"launch.num_processes": 2, "launch.layout": layout}
         folder = workspace(trained, tmp_path / name, **changes)
         shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
         return folder
@@ -599,7 +601,7 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     expected, folder = finish("sft", made("uninterrupted")), made("killed")
     process = start("sft", folder)
     await_snapshot(folder, process)
-    for worker in psutil.Process(process.pid).children(recursive=True) if deepspeed else []:
+    for worker in psutil.Process(process.pid).children(recursive=True) if layout.startswith("zero") else []:
         worker.kill()  # else they notice that their launcher is gone, and end
     process.kill()
     process.wait()
@@ -616,25 +618,30 @@ def test_two_processes_are_resumed_to_the_same_bytes(
 @pytest.mark.parametrize(
     "features",
     [
-        {
-            "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
-            "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
-        },
+        WARM_UP,
+        {**WARM_UP, "launch.layout": "zero3"},
+        {**WARM_UP, "launch.layout": "fsdp2"},
         {
             "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
             "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
         },
         {f"ppo.{key}": value for key, value in without_critic("rloo").items()},
     ],
-    ids=["warm-up-penalty", "lora-shared-checkpointing", "without-critic"],
+    ids=["warm-up-penalty", "zero3", "fsdp2", "lora-shared-checkpointing", "without-critic"],
 )  # fmt: skip
 def test_ppo_on_two_processes_is_resumed_to_the_same_bytes(
     features: dict[str, Any], trained: Path, tmp_path: Path
 ) -> None:
     """One worker is killed, which ends the other; later all receive SIGTERM."""
-    changes = {"launch.num_processes": 2} | features
-    expected = finish("ppo", workspace(trained, tmp_path / "uninterrupted", **changes))
-    folder = workspace(trained, tmp_path / "killed", **changes)
+
+    def made(name: str) -> Path:
+        folder = workspace(trained, tmp_path / name, **{"launch.num_processes": 2, **features})
+        shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
+        layouts.partition_small_weights(folder)
+        return folder
+
+    expected = finish("ppo", made("uninterrupted"))
+    folder = made("killed")
     process = start("ppo", folder)
     await_snapshot(folder, process)
     workers = [one for one in psutil.Process(process.pid).children(recursive=True) if _is_worker(one)]

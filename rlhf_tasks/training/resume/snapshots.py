@@ -63,7 +63,8 @@ def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Loop
     folder = rt.from_main(state_folder(paths, view.stage, identity) / name if rt.is_main else None)
     made_by = {
         "launch.num_processes": rt.world_size,
-        "launch.deepspeed": view.launch.deepspeed,
+        "launch.layout": view.launch.layout,
+        "launch.offload": view.launch.offload,
         "launch.mixed_precision": view.launch.mixed_precision,
         "device": rt.device.type,
     }

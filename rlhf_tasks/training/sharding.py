@@ -1,0 +1,249 @@
+"""Weights that several processes share: how a model is split, read whole, and written.
+
+FSDP2 (PyTorch's `fully_shard`) makes each weight a DTensor of which a process keeps some rows. DeepSpeed's
+ZeRO-3 leaves an empty tensor in its place, with the attribute `ds_id`. What is asked of a weight here depends
+on the weight alone. A model whose weights are not shared is returned as it is.
+
+A collective function must be called by all processes, or they wait for each other without end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_tasks.modeling.classifiers import trunk_of
+
+_PLAIN: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
+"""Sharded models, and each one's structure without weights."""
+
+
+# ------------------------------------------------------------------------------------- splitting
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
+    """Split the weights of a model over the processes of `mesh`, in place, by FSDP2. Collective.
+
+    The layers, the trunk around them, and every module outside of it, such as a head, are split and gathered
+    each on its own: any of them may be called without the others. A head that shares its weight with the
+    embeddings belongs to the trunk. With `offload` a process keeps its part in the machine's memory.
+    """
+    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    keep_structure(model)
+    for module in _units(model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """The modules whose weights are gathered together, each before those that hold it."""
+    units, covered = list[nn.Module](), set[nn.Module]()
+
+    def add(module: nn.Module) -> None:
+        if module not in covered and any(True for _ in module.parameters()):
+            units.append(module)
+            covered.update(module.modules())
+
+    for one in _pretrained(model):
+        for layer in one.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                add(layer)
+        whole = one if _is_tied(one) else trunk_of(one)
+        if whole not in covered:
+            units.append(whole)
+            covered.update(whole.modules())
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            add(module)
+    return units
+
+
+def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers in a module, without those inside of others."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return list(chain.from_iterable(_pretrained(child) for child in model.children()))
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and getattr(model.get_input_embeddings(), "weight", None) is head.weight
+
+
+def keep_structure(model: nn.Module) -> None:
+    """Remember what the models in `model` are without their weights, before they are sharded."""
+    for one in _pretrained(model):
+        _PLAIN[one] = _without_weights(one)
+
+
+def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with weights on the device `meta`; the config stays the model's own."""
+    shared: list[Any] = [model.config, getattr(model, "generation_config", None)]
+    memo: dict[int, Any] = {id(one): one for one in shared if one is not None}
+    for weight in model.parameters():
+        memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+def num_parameters(model: nn.Module) -> int:
+    """The number of all processes' parameters together."""
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters())
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+@torch.no_grad()
+def gathered(weight: Tensor) -> Tensor:
+    """The whole of one weight, on the device that computes. Collective."""
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        own = weight.to_local().to(mesh.device_type)  # offloaded weights are gathered on the GPU
+        part = DTensor.from_local(
+            own, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        return part.full_tensor()
+    if hasattr(weight, "ds_id"):
+        from deepspeed import zero
+
+        with zero.GatheredParameters([weight]):
+            return weight.detach().clone()
+    return weight.detach()
+
+
+def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """The whole weights by name, as copies on the CPU, but for some names. Collective.
+
+    Of a sharded model the first process alone gets them, so that a machine holds them once; the others get
+    an empty dict.
+    """
+    if not is_sharded(model):
+        state = model.state_dict()
+        return {name: value.detach().cpu().clone() for name, value in state.items() if name not in but}
+    found, is_first = dict[str, Tensor](), torch.distributed.get_rank() == 0
+    for names, weight in _by_name(model):
+        if not set(but) & set(names):
+            whole = gathered(weight)
+            if is_first:
+                found |= dict.fromkeys(names, whole.cpu())
+    return found
+
+
+def _by_name(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+    """Every weight once, with all of its names."""
+    names: dict[int, list[str]] = {}
+    weights = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+        weights[id(weight)] = weight
+    for key, weight in weights.items():
+        yield names[key], weight
+
+
+@contextmanager
+def whole(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
+    """Within the block, a plain copy of a sharded model with all of its weights on `device`. Collective.
+
+    It is for sampling: processes sample texts of different lengths, and a sharded model would make one wait
+    for the others at each token. It costs the memory of all weights beside the process's own part.
+    """
+    plain = _PLAIN.get(model)
+    if plain is None:
+        yield model
+        return
+    weights = dict[str, Tensor]()
+    for names, weight in _by_name(model):
+        weights |= dict.fromkeys(names, gathered(weight).to(device))
+    with _filled(plain, weights, device):
+        yield plain
+
+
+@contextmanager
+def to_save(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within the block, the first process has a plain model with all weights, on the CPU. Collective."""
+    plain = _PLAIN.get(model)
+    if plain is None or not (weights := weights_of(model)):
+        yield model
+        return
+    with _filled(plain, weights, torch.device("cpu")):
+        yield plain
+
+
+@contextmanager
+def _filled(plain: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[None]:
+    for module in plain.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    plain.load_state_dict(weights, strict=False, assign=True)
+    try:
+        yield
+    finally:
+        empty = {name: weight.detach().to("meta") for name, weight in weights.items()}
+        plain.load_state_dict(empty, strict=False, assign=True)
+
+
+# --------------------------------------------------------------------------------------- writing
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put `weights_of` back, or some of them. Collective: the first process's are used."""
+    if not is_sharded(model):
+        model.load_state_dict(weights, strict=False)
+        return
+    names = [list(weights)]
+    torch.distributed.broadcast_object_list(names, src=0)
+    wanted = set(names[0])
+    for own_names, weight in _by_name(model):
+        if wanted & set(own_names):
+            _assign(weight, weights.get(own_names[0]))
+
+
+def _assign(weight: Tensor, value: Tensor | None) -> None:
+    """Give a weight the value of the first process. Collective."""
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        given = torch.empty(weight.shape, dtype=weight.dtype) if value is None else value.to(weight.dtype)
+        part = distribute_tensor(given.to(mesh.device_type), mesh, weight.placements)
+        weight.to_local().copy_(part.to_local())
+    elif hasattr(weight, "ds_id"):
+        from deepspeed import zero
+
+        with zero.GatheredParameters([weight], modifier_rank=0):
+            if value is not None:
+                weight.data.copy_(value)
+    elif value is not None:
+        weight.copy_(value)
+
+
+@torch.no_grad()
+def move_towards(own: nn.Module, other: nn.Module, alpha: float) -> None:
+    """own ← (1 − alpha) · own + alpha · other, weight by weight. Collective."""
+    for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
+        if isinstance(mine, DTensor):
+            _assign(mine, gathered(mine).lerp_(gathered(theirs).to(mine.dtype), alpha))
+        else:
+            mine.lerp_(gathered(theirs).to(mine.dtype), alpha)
+
+
+# ------------------------------------------------------------------------------ a process's own part
+
+
+def parts_of(values: Sequence[Tensor]) -> list[Tensor]:
+    """This process's part of each."""
+    return [value.to_local() if isinstance(value, DTensor) else value for value in values]

@@ -1,0 +1,152 @@
+"""Stages on two real processes, in every layout: the numbers of one process, and an end when one fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlhf_tasks.modeling import models
+from tests import toy
+from tests.benchmarks import layouts
+from tests.training.stages import rlhf
+
+pytestmark = pytest.mark.e2e
+
+STEPS = {"schedule": "constant", "learning_rate": 3e-3, "total_episodes": 48}
+ALONE: dict[str, Any] = {}
+"""What one process wrote, by the name of its features: they do not depend on the layout."""
+
+
+def launched(layout: str, **changes: Any) -> dict[str, Any]:
+    return {"num_processes": 2, "layout": layout, **changes}
+
+
+def assert_same_as_one_process(project: Path, layout: str, name: str, features: dict[str, Any]) -> None:
+    layouts.partition_small_weights(project)
+    if name not in ALONE:
+        shutil.copytree(project, project.parent / "alone")
+        os.chdir(project.parent / "alone")
+        toy.write_params(ppo=STEPS | features)
+        rlhf("ppo")
+        ALONE[name] = layouts.Written.of(Path(), "ppo")
+        os.chdir(project)
+    toy.write_params(launch=launched(layout), ppo=STEPS | features)
+    rlhf("ppo")
+    found = layouts.Written.of(project, "ppo")
+    assert found.weights.keys() == ALONE[name].weights.keys(), "the checkpoint is whole"
+    difference = layouts.compared(ALONE[name], found)
+    assert difference.weights < layouts.TOLERANCE
+    assert difference.losses < layouts.TOLERANCE
+    assert difference.metrics < layouts.METRICS_TOLERANCE
+    models.load_causal("models/policy")
+
+
+def test_ppo_under_fsdp2_learns_what_one_process_does(project: Path) -> None:
+    assert_same_as_one_process(project, "fsdp2", "plain", {})
+
+
+def test_ppo_under_zero3_learns_what_one_process_does(project: Path) -> None:
+    assert_same_as_one_process(project, "zero3", "plain", {})
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "warm-up-penalty-ptx-sync-checkpointing": {
+        "critic_warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
+        "ptx": {"coef": 0.1, "text": None}, "reference_sync": {"every": 2, "alpha": 0.5},
+        "gradient_checkpointing": True,
+    },
+    "lora": {"lora": {"r": 2, "alpha": 4.0, "value": True}, "gradient_checkpointing": True},
+    "shared": {"value_model": "shared", "critic_init": "sft", "ptx": {"coef": 0.1, "text": None}},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_ppos_features_learn_in_every_layout_what_they_learn_in_one_process(
+    project: Path, layout: str, name: str
+) -> None:
+    assert_same_as_one_process(project, layout, name, FEATURES[name])
+
+
+# ---------------------------------------------------------------------------------------- failures
+
+SECONDS = 150
+"""Until a launch whose process failed must have ended; a start takes up to a minute on a busy machine, and
+`accelerate launch` kills after 30 s what has not ended after SIGTERM."""
+
+FAULTS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "nan": """
+        for engine in (engines.Parallel, engines.DeepSpeed, engines.Fsdp2):
+            engine.backward = spoilt(engine.backward)""",
+    "out of memory": "Runtime._backward = full",
+}
+PROGRAM = """
+import os, signal
+import torch
+from rlhf_tasks.training import engines
+from rlhf_tasks.training.runtime import Runtime
+
+calls = 0
+
+def spoilt(backward):
+    return lambda self, model, loss, **named: backward(self, model, loss * float("nan"), **named)
+
+def full(*given):
+    raise torch.OutOfMemoryError("no memory is left")
+
+def scores(prompts, responses):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls == 4:
+        FAULT
+    return [float(len(response)) for response in responses]
+"""
+
+
+def processes_of(folder: Path) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.pid != os.getpid():
+                yield process
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+
+
+def assert_all_end(project: Path, layout: str, fault: str) -> None:
+    (project / "faulty.py").write_text(PROGRAM.replace("FAULT", FAULTS[fault].strip()), encoding="utf-8")
+    layouts.partition_small_weights(project)
+    scorers = [
+        {"kind": "reward_model", "weight": 1.0, "path": None},
+        {"kind": "function", "function": "faulty:scores", "weight": 0.1},
+    ]
+    toy.write_params(launch=launched(layout), ppo=STEPS | {"scorers": scorers})
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], capture_output=True, text=True, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode not in (0, None), done.stdout
+    assert not list(processes_of(project)), "no process is left"
+    assert not Path("models/policy").exists()
+    said = {"nan": "NaN or infinite", "out of memory": "process 1 is out of memory"}.get(fault, "")
+    assert said in done.stdout + done.stderr
+
+
+def test_under_fsdp2_all_processes_end_when_one_is_killed(project: Path) -> None:
+    assert_all_end(project, "fsdp2", "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_processes_end_when_one_fails(project: Path, layout: str, fault: str) -> None:
+    assert_all_end(project, layout, fault)

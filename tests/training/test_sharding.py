@@ -1,0 +1,159 @@
+"""Weights split by FSDP2 over the one process of this test, read whole again and written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rlhf_tasks.config.training import Lora
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.generation import sample
+from rlhf_tasks.ppo.reference import OwnModel
+from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead, logprobs_of
+from rlhf_tasks.stages.reward import Learner
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.engines import Fsdp2
+from rlhf_tasks.training.runtime import adamw
+from tests import small
+from tests.small import EOS, PAD
+
+CPU = torch.device("cpu")
+BATCH = collate(*small.rows(6), PAD)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    store = HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    sharding.shard(model, mesh, offload=False)
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("family", [*small.FAMILIES, "tied", *small.CHANGING, "opt", "olmoe"])
+def test_a_sharded_model_gives_the_log_probs_of_the_whole_one(family: str, mesh: DeviceMesh) -> None:
+    if family == "tied":
+        model = small.other("gemma2")
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    else:
+        model = small.causal(family) if family in small.FAMILIES else small.other(family)
+    with torch.no_grad():
+        expected = logprobs_of(model, BATCH, 0.8)
+        sharded(model, mesh)
+        assert torch.equal(logprobs_of(model, BATCH, 0.8), expected)
+
+
+def test_the_weights_of_a_sharded_model_are_those_of_the_whole_one_under_the_same_names(
+    mesh: DeviceMesh,
+) -> None:
+    for model in (small.causal(), small.other("gemma2"), small.scores().model):
+        expected = sharding.weights_of(model)
+        sharded(model, mesh)
+        found = sharding.weights_of(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert sharding.num_parameters(model) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_whole_copy_samples_what_the_model_would_and_is_empty_afterwards(mesh: DeviceMesh) -> None:
+    def responses(model: nn.Module) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(1)
+        return sample(
+            model, [[5, 6], [7]], max_new_tokens=6, temperature=0.9, stop=EOS, pad=PAD, generator=generator  # type: ignore[arg-type]
+        ).responses  # fmt: skip
+
+    policy = models.with_lora(small.causal(), Lora(r=2, alpha=4.0), seed=1)
+    for weight in policy.parameters():
+        nn.init.normal_(weight, std=0.3)
+    expected = responses(policy)
+    policy.requires_grad_(False)
+    sharded(policy, mesh)
+    with sharding.whole(policy, CPU) as plain:
+        assert not any(isinstance(weight, DTensor) for weight in plain.parameters())
+        assert responses(plain) == expected
+        assert id(plain.config) == id(policy.config)
+    assert all(weight.device.type == "meta" for weight in plain.parameters())
+
+
+def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMesh) -> None:
+    model, other = sharded(small.causal(), mesh), small.causal(seed=5)
+    before, wanted = sharding.weights_of(model), sharding.weights_of(other)
+    name = next(iter(wanted))
+    sharding.load_weights(model, {name: wanted[name]})
+    found = sharding.weights_of(model)
+    assert torch.equal(found.pop(name), wanted[name])
+    assert all(torch.equal(found[key], before[key]) for key in found)
+    sharding.load_weights(model, wanted)
+    assert all(torch.equal(value, wanted[key]) for key, value in sharding.weights_of(model).items())
+
+
+def test_a_sharded_reference_follows_as_a_whole_one_does(mesh: DeviceMesh) -> None:
+    whole, policy = small.causal(), small.causal(seed=5)
+    split = sharded(copy.deepcopy(whole), mesh)
+    OwnModel(whole, moves=True).follow(policy, 0.25)
+    OwnModel(split, moves=True).follow(policy, 0.25)  # type: ignore[arg-type]
+    expected = whole.state_dict()
+    for name, value in sharding.weights_of(split).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared", "learner", "learner-whole"])
+def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMesh) -> None:
+    """All parts that may be called on their own have gradients and are clipped together."""
+
+    def made() -> nn.Module:
+        if kind.startswith("learner"):
+            policy = small.causal() if kind == "learner" else small.other("gemma2")
+            trunk = small.scores() if kind == "learner" else None
+            return Learner(trunk or _scores_of("gemma2"), policy)
+        head = ValueHead(small.HIDDEN)
+        return ActorCritic(small.causal(), head if kind == "shared" else small.scores(seed=3))
+
+    def loss(model: nn.Module) -> Tensor:
+        if isinstance(model, Learner):
+            scores, means = model(BATCH, 3)
+            total: Tensor = scores.square().sum() + means.sum()
+        else:
+            stats, values = model(BATCH)
+            total = stats.logprobs.sum() + (values - 1).square().sum()
+        return total
+
+    plain, split = made(), made()
+    for one in (plain, split):
+        for weight, init in zip(one.parameters(), made().parameters(), strict=True):
+            weight.data.copy_(init)
+    settings = small.optimisation()
+    expected = adamw(plain, settings)
+    loss(plain).backward()
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+    expected.step()
+    engine = Fsdp2(mesh, lambda x: x, offload=False)
+    model, optimizer = engine.prepare(split, adamw(split, settings), 0.5)
+    engine.backward(model, loss(model), is_last=True)
+    assert engine.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
+    assert norm > 0.5
+    for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharding.gathered(mine), theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+def _scores_of(family: str) -> models.TokenScores:
+    """A reward model of a family that changes its logits after the head."""
+    config = copy.deepcopy(small.other(family).config)
+    config.num_labels = 1
+    from rlhf_tasks.modeling.classifiers import on_trunk, trunk_of
+
+    torch.manual_seed(1)
+    return models.TokenScores(on_trunk(trunk_of(small.other(family)), config).eval())
