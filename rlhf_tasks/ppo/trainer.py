@@ -25,7 +25,7 @@ from rlhf_tasks.ppo.optimiser import Optimiser, Queue
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout
 from rlhf_tasks.ppo.sources import EngineSource, OwnSource, Source
-from rlhf_tasks.training.engines import reset_moments
+from rlhf_tasks.training.layouts import reset_moments
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.supervised import LanguageModelling
 

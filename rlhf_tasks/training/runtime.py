@@ -1,6 +1,6 @@
 """The runtime of a stage: device, processes, precision, and one optimiser step over micro-batches.
 
-Only this module, `engines` and `sharding` use accelerate, DeepSpeed and FSDP2. Rank and world size come from
+Only this module, `layouts` and `sharding` use accelerate, DeepSpeed and FSDP2. Rank and world size come from
 torch.distributed, because accelerate reports a world size of 1 under DeepSpeed on CPU.
 """
 
@@ -32,7 +32,7 @@ from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.products import round_products
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.engines import DeepSpeed, Engine, Fsdp2, Parallel
+from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.launch import ending_orphans
 from rlhf_tasks.training.state import Files
 
@@ -70,21 +70,21 @@ class Runtime:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
-        self._engine, self.shards = self._chosen(launch, is_distributed=distributed)
+        self._layout, self.shards = self._chosen(launch, is_distributed=distributed)
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
 
-    def _chosen(self, launch: Launch, *, is_distributed: bool) -> tuple[Engine, bool]:
-        """The engine of the layout, and whether a process holds only a part of the weights.
+    def _chosen(self, launch: Launch, *, is_distributed: bool) -> tuple[Layout, bool]:
+        """The layout, and whether a process holds only a part of the weights.
 
         A stage that runs in one process trains nothing, and has no layout.
         """
         self._offload, self._mesh = launch.offload, None
         if self.is_deepspeed:
-            engine = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
-            self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if engine.shards else None
-            return engine, engine.shards
+            layout = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
+            self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if layout.shards else None
+            return layout, layout.shards
         if launch.layout == "fsdp2" and is_distributed:
             self._mesh = init_device_mesh(self.device.type, (self.world_size,))
             return Fsdp2(self._mesh, self.sum, offload=launch.offload), True
@@ -151,7 +151,7 @@ class Runtime:
         model.eval()
         if self._rounds_products:
             round_products(model)
-        return self._engine.prepare(model, optimizer, max_grad_norm)
+        return self._layout.prepare(model, optimizer, max_grad_norm)
 
     def place(self, model: M) -> M:
         """A model on this device. One that is to be sharded stays on the CPU until it is: the GPU need not
@@ -252,7 +252,7 @@ class Runtime:
             optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             budget.lower()
-        return self._engine.step(model, optimizer, max_grad_norm), measured
+        return self._layout.step(model, optimizer, max_grad_norm), measured
 
     def _out_of_memory(self, budget: TokenBudget) -> UserError:
         return UserError(
@@ -266,10 +266,10 @@ class Runtime:
         measured = list[T]()
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
-            with self._engine.accumulating(model, is_last=is_last):
+            with self._layout.accumulating(model, is_last=is_last):
                 loss, stats = part()
                 # gradients are averaged over processes; the loss is a part of a sum, hence × world
-                self._engine.backward(model, loss * self.world_size, is_last=is_last)
+                self._layout.backward(model, loss * self.world_size, is_last=is_last)
             measured.append(stats)
         return measured
 
@@ -277,13 +277,13 @@ class Runtime:
 
     def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
         """Weights and optimiser of what `prepare` returned, for a snapshot; equal on all processes."""
-        return self._engine.training_state(model, optimizer)
+        return self._layout.training_state(model, optimizer)
 
     def load_training_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
     ) -> None:
         """Restore a `training_state` from a snapshot; that of `Files` is the path of their folder."""
-        self._engine.load_training_state(model, optimizer, state)
+        self._layout.load_training_state(model, optimizer, state)
 
     def rng_state(self) -> dict[str, Any]:
         """This process's generators of torch (CPU and its GPU), numpy and Python, in plain types."""

@@ -20,7 +20,7 @@ from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead, logprobs_of
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.engines import Fsdp2
+from rlhf_tasks.training.layouts import Fsdp2
 from rlhf_tasks.training.runtime import adamw
 from tests import small
 from tests.small import EOS, PAD

@@ -1,6 +1,6 @@
-"""The engines that share a training step between processes: data parallelism, DeepSpeed's ZeRO, and FSDP2.
+"""The layouts that share a training step between processes: data parallelism, DeepSpeed's ZeRO, and FSDP2.
 
-An engine wraps the model, adds up gradients over micro-batches and processes, clips, steps, and stores what
+A layout wraps the model, adds up gradients over micro-batches and processes, clips, steps, and stores what
 a resumed run needs. `Runtime` chooses one; nothing else differs between layouts but `sharding`.
 """
 
@@ -26,7 +26,7 @@ Optimizer = torch.optim.Optimizer
 ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
 
 
-class Engine(Protocol):
+class Layout(Protocol):
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None
     ) -> tuple[nn.Module, Optimizer]:
