@@ -125,7 +125,8 @@ def of_model(model: PreTrainedModel) -> Architecture:
 
 
 def _shape(layer: nn.Module) -> Matrix:
-    rows, columns = layer.weight.shape
+    weight: Any = layer.weight
+    rows, columns = weight.shape
     return Matrix(rows, columns) if isinstance(layer, Conv1D) else Matrix(columns, rows)
 
 

@@ -2,8 +2,8 @@
 
 `rlhf ppo` takes 2,000 updates of a model of a few thousand weights, with tracking, snapshots, evaluations and
 guards, as a user would run it. Beside it, this program samples the resident memory and the open files of the
-stage, and the bytes that it writes. The first quarter of the run fills caches. The mean of the last quarter may
-exceed that of the second one by 2%, for memory and for open files. Exit status 1 if one of them exceeds it.
+stage, and the bytes that it writes. The first quarter of the run fills caches. The mean of the last quarter
+may exceed that of the second one by 2%, for memory and for open files. Exit status 1 if one exceeds it.
 Snapshots and record hold the curves, so they grow with each update; it prints by how much.
 """
 
