@@ -125,7 +125,8 @@ def of_model(model: PreTrainedModel) -> Architecture:
 
 
 def _shape(layer: nn.Module) -> Matrix:
-    rows, columns = layer.weight.shape  # type: ignore[union-attr,misc,operator]
+    weight: Any = layer.weight
+    rows, columns = weight.shape
     return Matrix(rows, columns) if isinstance(layer, Conv1D) else Matrix(columns, rows)
 
 
@@ -166,4 +167,4 @@ def positions(config: Config) -> int:
     longest = config.data.max_prompt_tokens + max(
         config.data.max_completion_tokens, config.ppo.response_length
     )
-    return 2 ** math.ceil(math.log2(4 * longest))
+    return 1 << math.ceil(math.log2(4 * longest))
