@@ -175,7 +175,9 @@ def _reward_ours(shape: Shape, updates: int) -> list[float]:
     from rlhf_tasks.stages.reward import Learner, Pairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward
-    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, forked=takes_forks(model))  # as the stage does
+    pairs = Pairs(
+        data.queries, data.chosen, data.rejected, PAD, forked=takes_forks(model)
+    )  # as the stage does
     return _fit(Learner(TokenScores(model), None), pairs, shape)
 
 
