@@ -185,8 +185,8 @@ this cell is no prediction.
 
 """
 NOTE = """
-Small models are dominated by the fixed cost of each step, which this plan leaves out (`--layer-seconds` on a GPU),
-and by buffers of a fixed size. So the errors fall as the models grow.
+Small models are dominated by the fixed cost of each step, which this plan leaves out (`--layer-seconds` on a
+GPU), and by buffers of a fixed size. So the errors of memory and of the total fall as the models grow.
 """
 MARK = "\n## What larger models need\n"
 
