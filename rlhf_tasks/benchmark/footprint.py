@@ -15,7 +15,8 @@ from typing import Literal, get_args
 
 from rlhf_tasks.benchmark.architecture import Architecture
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+from rlhf_tasks.config.judge import OPTIMISED
+from rlhf_tasks.config.scorers import reward_folders
 
 Layout = Literal["single", "ddp", "zero2", "zero3", "zero3 + engine"]
 LAYOUTS: Sequence[Layout] = get_args(Layout)
@@ -163,7 +164,7 @@ def _cache_of_row(networks: Networks) -> float:
 
 def engine_gpus(networks: Networks, usable: float) -> int:
     """The least power of two of GPUs that hold the policy and the whole rollout's cache between them."""
-    needed = networks.passes_width * networks.policy.parameters
+    needed = float(networks.passes_width * networks.policy.parameters)
     needed += networks.settings.rollout_batch_size * _cache_of_row(networks)
     count = 1
     while needed / count > usable:

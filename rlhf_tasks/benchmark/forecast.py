@@ -93,7 +93,7 @@ class Plan:
 def plan(networks: Networks, machine: Machine, price: float) -> Plan:
     """The first layout that fits, with its speed and its cost; `price` is per GPU and hour."""
     layout = fitting(networks, machine)
-    given = {
+    given: dict[str, Any] = {
         "parameters": networks.policy.parameters, "trained_parameters": networks.trained_parameters,
         "num_gpus": machine.num_gpus, "least_gpus": _least(networks, machine),
     }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ruamel.yaml import YAML
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_tasks.benchmark import architecture, forecast, measurement
 from rlhf_tasks.benchmark.architecture import Architecture, Matrix
@@ -27,7 +27,8 @@ from rlhf_tasks.benchmark.footprint import (
 from rlhf_tasks.benchmark.forecast import Machine
 from rlhf_tasks.benchmark.gpus import GB, GPUS, Assumptions, Gpu
 from rlhf_tasks.cli import main
-from rlhf_tasks.modeling import head
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.modeling import head, models
 from rlhf_tasks.modeling.head import token_stats
 from tests import small
 from tests.ppo.toy import without_critic
@@ -104,8 +105,8 @@ def test_activations_are_what_autograd_keeps_within_15_percent(family: str) -> N
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng():
-        model = small.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    batch = small.collate([[5] * 32] * 4, [[7] * 32] * 4, 0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    batch = collate([[5] * 32] * 4, [[7] * 32] * 4, 0)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -313,5 +314,5 @@ def test_the_models_own_config_is_read_where_there_is_one(
     YAML().dump(small.params(), models_here / "params.yaml")
     assert main.main(["plan", "--gpus", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["plans"][0]["params.yaml"]
-    model = small.models.load_causal(Path("models/sft"))
+    model = models.load_causal(Path("models/sft"))
     assert found["parameters"] == sum(p.numel() for p in model.parameters())

@@ -160,7 +160,7 @@ def comparison(rows: Mapping[str, Row]) -> str:
     for name, found in rows.items():
         cells = [_cell(found.planned[part], found.measured[part]) for part in parts]
         lines.append(f"| {name} | {found.parameters:,} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + NOTE
 
 
 def _cell(planned: float, measured: float) -> str:
@@ -183,6 +183,10 @@ update and other models from scratch. A cell is calculated / measured, and the e
 without Python and its libraries. The share of the matrix rate is that of training {CALIBRATED}, so
 this cell is no prediction.
 
+"""
+NOTE = """
+Small models are dominated by the fixed cost of each step, which this plan leaves out (`--layer-seconds` on a
+GPU), and by buffers of a fixed size. So the errors of memory and of the total fall as the models grow.
 """
 MARK = "\n## What larger models need\n"
 
