@@ -110,6 +110,6 @@ def process_conflicts(engine: Engine | None, num_processes: NumProcesses, layout
     if engine is not None and (num_processes > 1 or layout != "ddp"):
         yield (
             f"ppo.engine needs PPO in one process with whole weights, and launch has num_processes="
-            f"{num_processes} and layout={layout}; set launch.num_processes to 1 and launch.layout to ddp, or "
-            "ppo.engine to null"
+            f"{num_processes} and layout={layout}; set launch.num_processes to 1 and launch.layout to ddp, "
+            "or ppo.engine to null"
         )

@@ -32,8 +32,8 @@ from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.products import round_products
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.launch import ending_orphans
+from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
