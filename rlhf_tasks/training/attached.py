@@ -3,7 +3,7 @@
 A process that is killed cannot end what it has started. So the program has this one beside it, which
 checks that the owner lives, and leads the session of the program and of all that it starts. Whatever of that
 outlives the program is killed: vLLM's own processes overwrite their environment, and do not end with their
-server. OWNER is a `context.process_name`. No torch here.
+server. OWNER is the process id of its parent. No torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import suppress
 import psutil
 
 from rlhf_tasks.project.processes import send
-from rlhf_tasks.tracking import context
 
 CHECK_SECONDS = 0.5
 GRACE_SECONDS = 5.0
@@ -28,11 +27,10 @@ OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER_
 
 def command(words: Sequence[str]) -> list[str]:
     """The command that runs `words` for as long as this process lives; start it in a session of its own."""
-    owner = context.process_name(psutil.Process())
-    return [sys.executable, "-m", "rlhf_tasks.training.attached", owner, *words]
+    return [sys.executable, "-m", "rlhf_tasks.training.attached", str(os.getpid()), *words]
 
 
-def run(owner: str, words: Sequence[str], environment: Mapping[str, str]) -> int:
+def run(owner: int, words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the program; returns its exit status, or 143 if it was ended by SIGTERM, or with its owner.
 
     On SIGTERM the program has GRACE_SECONDS to end its own processes.
@@ -41,7 +39,7 @@ def run(owner: str, words: Sequence[str], environment: Mapping[str, str]) -> int
     received: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        while context.is_alive(owner) and not received:
+        while os.getppid() == owner and not received:  # whoever loses its parent gets another one
             with suppress(subprocess.TimeoutExpired):
                 return program.wait(CHECK_SECONDS)
         program.terminate()
@@ -64,4 +62,4 @@ def others_in_session(leader: int) -> list[psutil.Process]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1], sys.argv[2:], os.environ))
+    sys.exit(run(int(sys.argv[1]), sys.argv[2:], os.environ))

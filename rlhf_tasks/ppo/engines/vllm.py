@@ -7,6 +7,7 @@ answering is started again, once.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -27,7 +28,6 @@ from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone, Id
 from rlhf_tasks.ppo.engines.wire import Sampling
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.processes import HOST, Daemon, send
-from rlhf_tasks.tracking import context
 from rlhf_tasks.training import attached
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class VllmEngine:
         self._server = None if settings.command is None else Daemon(name, home)
         place = home if settings.weights_folder is None else Path(settings.weights_folder).absolute()
         remove_abandoned(place)
-        owner = context.process_name(psutil.Process()).replace(":", "_")  # a colon means more in model names
-        self._folder = place / f"{WEIGHTS}{owner}-{id(self):x}"
+        self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
         self._client: Client | None = None
         self._version = 0
         self._has_restarted = self._is_closed = False
@@ -222,8 +221,8 @@ def _stop(server: Daemon) -> None:
 def remove_abandoned(folder: Path) -> None:
     """Remove the weights that killed processes of this machine have left in the folder."""
     for old in folder.glob(f"{WEIGHTS}*"):
-        owner = ":".join(old.name.removeprefix(WEIGHTS).rpartition("-")[0].rsplit("_", 2))
-        if context.is_local(owner) and not context.is_alive(owner):
+        host, pid, _ = old.name.removeprefix(WEIGHTS).rsplit("-", 2)
+        if host == platform.node() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(old, ignore_errors=True)
 
 
