@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-LOOPBACK = " ".join(
-    f"{scheme}://{host}:*" for scheme in ("http", "ws") for host in ("127.0.0.1", "localhost")
-)
-SOURCES = f"'self' 'unsafe-inline' 'unsafe-eval' blob: data: {LOOPBACK}"
-POLICY = f'<meta http-equiv="Content-Security-Policy" content="default-src {SOURCES}">'
+from rlhf_tasks.tracking.local_pages import POLICY
+
+META = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
 
 
 def keep_local(folder: Path) -> None:
     """Add the policy to both interfaces; call it once the server has copied them."""
     for page in folder.glob("*/index.html"):
         text = page.read_text(encoding="utf-8")
-        if POLICY not in text:
-            page.write_text(text.replace("<head>", f"<head>\n    {POLICY}", 1), encoding="utf-8")
+        if META not in text:
+            page.write_text(text.replace("<head>", f"<head>\n    {META}", 1), encoding="utf-8")

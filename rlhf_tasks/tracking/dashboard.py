@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.processes import HOST, free_port
-from rlhf_tasks.tracking import context, view
+from rlhf_tasks.tracking import context, local_pages, view
 from rlhf_tasks.tracking.uploader import sync
 
 UNNAMED = "0"  # MLflow's default experiment, for runs that name none
@@ -54,7 +54,8 @@ def server_command(home: Path, port: int) -> list[str]:
     """The command that serves the embedded store and its artifacts on loopback."""
     words = ["-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
-    return [sys.executable, *words, *store, "--default-artifact-root", str(home / "mlartifacts")]
+    pages = ["--app-name", local_pages.MLFLOW_APP]
+    return [sys.executable, *words, *pages, *store, "--default-artifact-root", str(home / "mlartifacts")]
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -134,6 +134,14 @@ def test_prefect_s_pages_ask_no_other_machine(
     assert len(reader.requests) > 3, "the page was loaded"
 
 
+@pytest.mark.parametrize("path", ["overview", "runs", "traces", "models"])
+def test_mlflow_s_pages_ask_no_other_machine(running: Service, reader: Reader, path: str) -> None:
+    experiment = re.search(r"experiments/\d+", printed(running, "MLflow"))
+    assert experiment is not None
+    reader.open(f"{running.url('mlflow')}#/{experiment[0]}/{path}")
+    assert len(reader.requests) > 3, "the page was loaded"
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     handler = functools.partial(Quiet, directory=str(folder))
