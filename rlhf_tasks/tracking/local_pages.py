@@ -1,7 +1,8 @@
 """Pages of Prefect and MLflow make no request to another machine: browsers refuse it by a content policy.
 
-Both ask other machines for more than a page needs, and no setting stops that. `app` is MLflow's server with the
-policy on every page: the plugin `rlhf` of MLflow's extension point `mlflow.app`, which pyproject.toml declares.
+Both ask other machines for more than a page needs, and no setting stops that. `app` is MLflow's server with
+the policy on every page: the plugin `rlhf` of MLflow's extension point `mlflow.app`, which pyproject.toml
+declares.
 """
 
 from __future__ import annotations
