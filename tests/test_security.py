@@ -106,7 +106,7 @@ def test_planted_keys_are_nowhere_in_what_a_run_wrote(
     assert_hidden(folder, failed)
 
 
-SERVED = re.compile(r"(?:HTTPServer\(|\.bind\(|--host\b|--bind\b|host=).*")
+SERVED = re.compile(r"(?:HTTPServer\(|\.bind\(\(|--host\b|--bind\b|host=).*")
 """How a server is told where to listen."""
 
 

@@ -15,15 +15,17 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from rlhf_tasks.config import judge as config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.results import TaskChange, TaskScore
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PACKAGE = "lm_eval"
 SEED = 1234  # of few-shot examples; the harness's own default
@@ -217,12 +219,12 @@ def _scores(name: str, found: Mapping[str, Any]) -> dict[str, TaskScore]:
     scores = {}
     for metric, filtered in _metrics(result):
         value, error = result[f"{metric},{filtered}"], result.get(f"{metric}_stderr,{filtered}")
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        if not isinstance(value, Real) or not math.isfinite(value):
             raise UserError(
                 f"judge.retention.tasks: the metric {metric} of {name} is {value!r}, not a finite number; "
                 "remove the task, or the metric from its metric_list"
             )
-        has_error = isinstance(error, int | float | np.number) and math.isfinite(error)
+        has_error = isinstance(error, Real) and math.isfinite(error)
         scores[_metric_name(metric, filtered)] = TaskScore(
             value=float(value),
             standard_error=float(error) if has_error else None,
@@ -235,6 +237,7 @@ def _scores(name: str, found: Mapping[str, Any]) -> dict[str, TaskScore]:
 
 def _values(task: Any, key: Key, found: Mapping[str, Any]) -> NDArray[np.float64] | None:
     """The metric's value on each document, by document; None where the metric is not their mean."""
+    import numpy as np
     from lm_eval.api.metrics import mean
 
     metric, filtered = key

@@ -150,7 +150,7 @@ class Collector:
                 states = states.float().cpu()
             if not rows:
                 return
-            if not self._rt.is_float32:
+            if self._recomputes:
                 logprobs[rows] = realigned(stats.logprobs.float().cpu(), mask, own)
             ref_logprobs[rows] = realigned(reference, mask, own)
             values[rows] = realigned(states[:, :-1], mask, own)

@@ -33,7 +33,7 @@ def assert_same_norms(expected: NullTracker) -> None:
     assert [float(row["train/grad_norm"]) for row in curve("sft")] == pytest.approx(norms, rel=1e-4)
 
 
-def test_two_processes_train_the_same_sft_weights_as_one(project: Path) -> None:
+def test_two_processes_train_the_same_sft_weights_as_one(toy_project: Path) -> None:
     """Every row is a micro-batch; in the last batch of an epoch one process has one row less."""
     changes = {"batch_size": 26, "num_epochs": 2, "micro_batch_tokens": 8}
     alone = NullTracker("sft")
@@ -53,7 +53,7 @@ def test_two_processes_train_the_same_sft_weights_as_one(project: Path) -> None:
     assert done.stdout.count("sft: done in") == 1, "the first rank alone speaks"
 
 
-def test_ppo_on_two_processes_is_finite_and_written_once(project: Path) -> None:
+def test_ppo_on_two_processes_is_finite_and_written_once(toy_project: Path) -> None:
     toy.write_params(launch=TWO)
     done = rlhf("ppo")
     found = metrics("ppo")
@@ -77,7 +77,7 @@ def test_ppo_on_two_processes_is_finite_and_written_once(project: Path) -> None:
     assert not list(Path().rglob("*.partial-*"))
 
 
-def test_zero2_takes_the_same_steps_as_adamw(project: Path) -> None:
+def test_zero2_takes_the_same_steps_as_adamw(toy_project: Path) -> None:
     """Steps of several micro-batches with different rates; gradients are clipped to about Adam's eps."""
     changes = {"batch_size": 28, "num_epochs": 2, "max_grad_norm": 1e-4}
     plain = NullTracker("sft")
@@ -93,7 +93,7 @@ def test_zero2_takes_the_same_steps_as_adamw(project: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "reward"])
-def test_zero3_saves_whole_weights(project: Path, stage: Stage) -> None:
+def test_zero3_saves_whole_weights(toy_project: Path, stage: Stage) -> None:
     """Every weight is partitioned between uses, as in a large model."""
     settings = Path("infra/deepspeed/zero3.json")
     tree = json.loads(settings.read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def test_zero3_saves_whole_weights(project: Path, stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_the_reward_models_train_under_zero2(project: Path) -> None:
+def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
     """Two models one after another in one process."""
     expected = toy.run("reward", toy.write_params())
     plain = {name: weights(f"models/{name}") for name in ("reward", "reward_heldout")}
@@ -136,7 +136,7 @@ def test_the_reward_models_train_under_zero2(project: Path) -> None:
     ],
     ids=["", "warm-up-penalty-ptx", "without-critic"],
 )  # fmt: skip
-def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, Any]) -> None:
+def test_ppo_takes_steps_under_zero2_in_bf16(toy_project: Path, features: dict[str, Any]) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
     launch = TWO | {"layout": "zero2", "mixed_precision": "bf16"}
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
@@ -153,7 +153,7 @@ def test_ppo_takes_steps_under_zero2_in_bf16(project: Path, features: dict[str, 
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
-def test_ppo_in_bf16_samples_and_trains_in_one_precision(project: Path) -> None:
+def test_ppo_in_bf16_samples_and_trains_in_one_precision(toy_project: Path) -> None:
     """One process on a CPU: the first ratio is 1, the first KL is 0, and the weights stay float32."""
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_mini_batches": 1, "num_ppo_epochs": 1}
     toy.write_params(launch={"mixed_precision": "bf16"}, ppo=settings)
@@ -182,7 +182,7 @@ JUDGE = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
     ids=["lora", "lora-value-checkpointing", "shared-ptx", "referee"],
 )
 def test_ppo_features_on_two_processes_start_from_the_sft_policy(
-    project: Path, features: dict[str, Any]
+    toy_project: Path, features: dict[str, Any]
 ) -> None:
     """The first rollouts come from the SFT model, so that the KL is 0; all steps are finite."""
     Path("shorter.py").write_text(

@@ -29,18 +29,18 @@ def launched(layout: str, **changes: Any) -> dict[str, Any]:
     return {"num_processes": 2, "layout": layout, **changes}
 
 
-def assert_same_as_one_process(project: Path, layout: str, name: str, features: dict[str, Any]) -> None:
-    layouts.partition_small_weights(project)
+def assert_same_as_one_process(toy_project: Path, layout: str, name: str, features: dict[str, Any]) -> None:
+    layouts.partition_small_weights(toy_project)
     if name not in ALONE:
-        shutil.copytree(project, project.parent / "alone")
-        os.chdir(project.parent / "alone")
+        shutil.copytree(toy_project, toy_project.parent / "alone")
+        os.chdir(toy_project.parent / "alone")
         toy.write_params(ppo=STEPS | features)
         rlhf("ppo")
         ALONE[name] = layouts.Written.of(Path(), "ppo")
-        os.chdir(project)
+        os.chdir(toy_project)
     toy.write_params(launch=launched(layout), ppo=STEPS | features)
     rlhf("ppo")
-    found = layouts.Written.of(project, "ppo")
+    found = layouts.Written.of(toy_project, "ppo")
     assert found.weights.keys() == ALONE[name].weights.keys(), "the checkpoint is whole"
     difference = layouts.compared(ALONE[name], found)
     assert difference.weights < layouts.TOLERANCE
@@ -49,12 +49,12 @@ def assert_same_as_one_process(project: Path, layout: str, name: str, features: 
     models.load_causal("models/policy")
 
 
-def test_ppo_under_fsdp2_learns_what_one_process_does(project: Path) -> None:
-    assert_same_as_one_process(project, "fsdp2", "plain", {})
+def test_ppo_under_fsdp2_learns_what_one_process_does(toy_project: Path) -> None:
+    assert_same_as_one_process(toy_project, "fsdp2", "plain", {})
 
 
-def test_ppo_under_zero3_learns_what_one_process_does(project: Path) -> None:
-    assert_same_as_one_process(project, "zero3", "plain", {})
+def test_ppo_under_zero3_learns_what_one_process_does(toy_project: Path) -> None:
+    assert_same_as_one_process(toy_project, "zero3", "plain", {})
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -72,9 +72,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_ppos_features_learn_in_every_layout_what_they_learn_in_one_process(
-    project: Path, layout: str, name: str
+    toy_project: Path, layout: str, name: str
 ) -> None:
-    assert_same_as_one_process(project, layout, name, FEATURES[name])
+    assert_same_as_one_process(toy_project, layout, name, FEATURES[name])
 
 
 # ---------------------------------------------------------------------------------------- failures
@@ -122,9 +122,9 @@ def processes_of(folder: Path) -> Iterator[psutil.Process]:
             continue
 
 
-def assert_all_end(project: Path, layout: str, fault: str) -> None:
-    (project / "faulty.py").write_text(PROGRAM.replace("FAULT", FAULTS[fault].strip()), encoding="utf-8")
-    layouts.partition_small_weights(project)
+def assert_all_end(toy_project: Path, layout: str, fault: str) -> None:
+    (toy_project / "faulty.py").write_text(PROGRAM.replace("FAULT", FAULTS[fault].strip()), encoding="utf-8")
+    layouts.partition_small_weights(toy_project)
     scorers = [
         {"kind": "reward_model", "weight": 1.0, "path": None},
         {"kind": "function", "function": "faulty:scores", "weight": 0.1},
@@ -135,18 +135,18 @@ def assert_all_end(project: Path, layout: str, fault: str) -> None:
         check=False,
     )  # fmt: skip
     assert done.returncode not in (0, None), done.stdout
-    assert not list(processes_of(project)), "no process is left"
+    assert not list(processes_of(toy_project)), "no process is left"
     assert not Path("models/policy").exists()
     said = {"nan": "NaN or infinite", "out of memory": "process 1 is out of memory"}.get(fault, "")
     assert said in done.stdout + done.stderr
 
 
-def test_under_fsdp2_all_processes_end_when_one_is_killed(project: Path) -> None:
-    assert_all_end(project, "fsdp2", "killed")
+def test_under_fsdp2_all_processes_end_when_one_is_killed(toy_project: Path) -> None:
+    assert_all_end(toy_project, "fsdp2", "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_processes_end_when_one_fails(project: Path, layout: str, fault: str) -> None:
-    assert_all_end(project, layout, fault)
+def test_all_processes_end_when_one_fails(toy_project: Path, layout: str, fault: str) -> None:
+    assert_all_end(toy_project, layout, fault)

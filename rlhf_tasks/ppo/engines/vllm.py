@@ -166,7 +166,7 @@ class VllmEngine:
         assert self._settings.command is not None
         port, rollouts = _free_port(), self._rollouts
         words = [*self._settings.command, *wire.options(
-            self._weights, HOST, port, max_tokens=rollouts.max_tokens, is_float32=rollouts.is_float32
+            self._weights, port, max_tokens=rollouts.max_tokens, is_float32=rollouts.is_float32
         )]  # fmt: skip
         url = f"http://{HOST}:{port}"
         console.say(f"ppo: starting the engine; its log is {server.log}")

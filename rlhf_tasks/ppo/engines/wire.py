@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks.ppo.engines.protocol import EngineError, Ids
+from rlhf_tasks.project.processes import HOST
 
 PURE: Mapping[str, Any] = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -83,10 +84,10 @@ def reload_from(folder: Path) -> dict[str, Any]:
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
 
-def options(folder: Path, host: str, port: int, *, max_tokens: int, is_float32: bool) -> list[str]:
+def options(folder: Path, port: int, *, max_tokens: int, is_float32: bool) -> list[str]:
     """The words that follow the user's command: what to serve, where, and how log-probs are computed."""
     return [
-        str(folder), "--host", host, "--port", str(port), "--dtype", "float32" if is_float32 else "bfloat16",
+        str(folder), "--host", HOST, "--port", str(port), "--dtype", "float32" if is_float32 else "bfloat16",
         "--max-model-len", str(max_tokens), "--logprobs-mode", "processed_logprobs",
         "--generation-config", "vllm",
     ]  # fmt: skip
