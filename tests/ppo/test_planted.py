@@ -53,9 +53,12 @@ def models_of(value: str, adapter: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("value", ["separate", "shared"])
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
-    # at a constant rate of 1e-2 the last updates are noise: models as small as these overshoot
+    # at a constant or higher rate the last updates are noise: models as small as these overshoot
     changes = models_of(value, adapter) | {"schedule": "linear"}
-    first, last = learned(share_of_token_5, 40, truncation=truncation, **changes)
+    num_updates = 24 if adapter else 32
+    if not adapter:
+        changes["learning_rate"] = 5e-3
+    first, last = learned(share_of_token_5, num_updates, truncation=truncation, **changes)
     # with an adapter the embeddings and the head stay random, and few weights are trained
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
