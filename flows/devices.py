@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from rlhf_tasks.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NONE_HERE = (6, 9)  # exit statuses of nvidia-smi: no device is found, no driver is loaded
 ANSWER_SECONDS = 120.0  # without a process on it, a GPU takes a while to wake up
 GPU = re.compile(r"GPU \d+: .*\(UUID: (\S+)\)")
 INSTANCE = re.compile(r"\s+MIG .*\(UUID: (\S+)\)")
@@ -56,6 +57,12 @@ def _listed() -> list[list[str]]:
             f"`nvidia-smi -L` does not answer within {ANSWER_SECONDS:.0f} s, so that no GPU can be chosen; "
             "repair the driver, or set CUDA_VISIBLE_DEVICES to an empty text to work without GPUs"
         ) from None
+    if done.returncode not in (0, *NONE_HERE):
+        raise UserError(
+            f"`nvidia-smi -L` fails with status {done.returncode}, so that no GPU can be chosen: "
+            f"{(done.stdout + done.stderr).strip()[:200]}; repair the driver, or set CUDA_VISIBLE_DEVICES "
+            "to an empty text to work without GPUs"
+        )
     gpus = list[list[str]]()
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         if gpu := GPU.match(line):

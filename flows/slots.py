@@ -102,15 +102,16 @@ class Slots:
             if self._keeps(number) and not queue.has_more_urgent():
                 return False
             self.release()
-            shown = ""
+            shown, shown_reason = "", ""
             while reason := self._try(queue, number):
                 names = queue.names()
                 line = reason + (f", behind {', '.join(names)}" if names else "")
-                if line != shown and (names or not shown):  # no name: the other is between two stages
+                # without a name the other is between two stages: only another reason is news then
+                if line != shown and (names or reason != shown_reason):
                     get_run_logger().info("%s", line)
                     queue.wait(line)
                     show(line)
-                    shown = line
+                    shown, shown_reason = line, reason
                 time.sleep(POLL_SECONDS)
             if shown:
                 client.set_flow_run_state(queue.run.id, Running())
@@ -195,8 +196,9 @@ class Queue:
             return True
         if number > limit.limit:
             raise UserError(
-                f"gpu_slots={number} is more than the limit `{settings.SLOTS}`, which is {limit.limit}: "
-                f"change the section `service`, or run `rlhf up --gpu-slots {number}`"
+                f"{number} slots are needed, and the limit `{settings.SLOTS}` has {limit.limit}: change the "
+                "section `service` or launch.num_processes, or the limit: "
+                f"`prefect gcl update {settings.SLOTS} --limit {number}`"
             )
         return limit.active_slots + number <= limit.limit
 
@@ -217,8 +219,15 @@ class Queue:
                 f"{most}: change launch.num_processes or the section `service`, or the limits "
                 f"{', '.join(map(limit_of, gpus))}"
             )
-        first = sorted(gpus, key=lambda gpu: limits[gpu].active_slots - limits[gpu].limit)[:number]
-        shares = {gpu: number // len(first) + (i < number % len(first)) for i, gpu in enumerate(first)}
+        first = sorted(gpus, key=lambda gpu: limits[gpu].active_slots - limits[gpu].limit)
+        first = first[:number]
+        shares = dict.fromkeys(first, 0)
+
+        def eligible(gpu: str) -> tuple[bool, int]:
+            return limits[gpu].active_slots + shares[gpu] < limits[gpu].limit, -shares[gpu]
+
+        while sum(shares.values()) < number:
+            shares[max(first, key=eligible)] += 1
         is_free = all(limits[gpu].active_slots + share <= limits[gpu].limit for gpu, share in shares.items())
         return shares if is_free else {}
 

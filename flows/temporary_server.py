@@ -35,10 +35,17 @@ def bind() -> None:
 def watch(owner: str) -> None:
     """Wait for the end of the input, which is that of the owner; then end the servers that it has left."""
     sys.stdin.read()
-    servers = [process for process in processes.find(OWNER, owner) if SERVER in process.cmdline()]
+    servers = [process for process in processes.find(OWNER, owner) if _is_server(process)]
     processes.send(servers, signal.SIGTERM)
     _, alive = psutil.wait_procs(servers, GRACE_SECONDS)
     processes.send(alive, signal.SIGKILL)
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return SERVER in process.cmdline()
+    except psutil.Error:  # it has ended meanwhile
+        return False
 
 
 if __name__ == "__main__":

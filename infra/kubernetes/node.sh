@@ -9,7 +9,8 @@ job=${HOSTNAME%-"$MACHINE_RANK"} # Kubernetes gives each pod of an indexed job t
 export MASTER_ADDR="$job-0.rlhf-nodes" MASTER_PORT="${MASTER_PORT:-29500}"
 export RLHF_STATE_DIR="${RLHF_STATE_DIR:-$PWD/.rlhf/state}" RLHF_LAUNCHES="$PWD/.rlhf/launches/$job"
 mkdir -p "$RLHF_LAUNCHES"
-trap '[ -z "${child:-}" ] || kill -TERM "$child" 2>/dev/null' TERM INT
+stopping=
+trap 'stopping=1; [ -z "${child:-}" ] || kill -TERM "$child" 2>/dev/null' TERM INT
 
 run() { # in the background, so that the trap acts at once; a signal ends `wait` early
   "$@" &
@@ -33,7 +34,7 @@ join() { # one launch: its stage, its folder and its PYTHONPATH, a line each
 }
 
 number=1
-until [ -e "$RLHF_LAUNCHES/end" ]; do
+until [ -n "$stopping" ] || [ -e "$RLHF_LAUNCHES/end" ]; do
   if [ -e "$RLHF_LAUNCHES/$number" ]; then
     run join "$RLHF_LAUNCHES/$number" || echo "launch $number ended with $?; the first pod decides what follows"
     number=$((number + 1))

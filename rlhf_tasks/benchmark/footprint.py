@@ -18,9 +18,9 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import OPTIMISED
 from rlhf_tasks.config.scorers import reward_folders
 
-Layout = Literal["single", "ddp", "zero2", "zero3", "zero3 + engine"]
+Layout = Literal["single", "ddp", "zero2", "zero3"]
 LAYOUTS: Sequence[Layout] = get_args(Layout)
-"""From the simplest to the one that spreads most. In the last one an engine on further GPUs samples."""
+"""From the simplest to the one that spreads most."""
 FP32, BF16 = 4, 2
 SLICE = 2**26  # logits that the training passes make at a time on a GPU, in modeling/head.py
 BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
@@ -94,8 +94,10 @@ class Footprint:
     """The larger of what sampling and training make."""
     gathered: float
     """ZeRO-3's whole weights: of the policy while it samples, or those that a pass is at."""
+    start: float
+    """The check of a whole model in float32; under ZeRO-3 policy and critic, before they are partitioned."""
     peak: float
-    """The larger of both phases: sampling has no gradients and activations, training no cache."""
+    """The largest of the phases: sampling has no gradients and activations, training no cache."""
 
 
 def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
@@ -103,21 +105,20 @@ def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
     states = _states(networks, layout, num_gpus)
     rows = networks.settings.rollout_batch_size // num_gpus
     sampled = min(rows, networks.settings.sampling_batch_size or rows)
-    has_engine = layout == "zero3 + engine"
-    cache = 0.0 if has_engine else sampled * _cache_of_row(networks)
-    sampling_logits = 0.0 if has_engine else 3.0 * FP32 * sampled * networks.policy.vocab
+    cache, sampling_logits = sampled * _cache_of_row(networks), 3.0 * FP32 * sampled * networks.policy.vocab
     training_logits = 2.0 * FP32 * SLICE
     activations = _activations(networks, layout)
-    whole, live = 0.0, 0.0
-    if layout in ("zero3", "zero3 + engine"):
-        whole = 0.0 if has_engine else networks.passes_width * networks.policy.parameters
+    whole, live, start = 0.0, 0.0, float(FP32 * networks.policy.parameters)
+    if layout == "zero3":
         both = networks.policy.parameters + networks.critic_parameters
+        whole, start = float(networks.passes_width * networks.policy.parameters), float(FP32 * both)
         live = networks.passes_width * min(LIVE, both)
     sampling = cache + sampling_logits + whole
     training = states["gradients"] + activations + training_logits + live
     return Footprint(
         **states, activations=activations, cache=cache, logits=max(sampling_logits, training_logits),
-        gathered=max(whole, live), peak=states["weights"] + states["optimiser"] + max(sampling, training),
+        gathered=max(whole, live), start=start,
+        peak=max(start, states["weights"] + states["optimiser"] + max(sampling, training)),
     )  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def _states(networks: Networks, layout: Layout, n: int) -> Mapping[str, float]:
     shared = {"gradients": width * trained / n + buckets, "optimiser": 3 * FP32 * trained / n}
     if layout == "zero2":  # reward models stay in float32
         return {"weights": width * (policy + critic + frozen) + FP32 * rewards, **shared}
-    return {"weights": width * (policy + critic + frozen + rewards) / n, **shared}
+    return {"weights": (width * (policy + critic + frozen) + FP32 * rewards) / n, **shared}
 
 
 def _activations(networks: Networks, layout: Layout) -> float:
@@ -160,13 +161,3 @@ def _activations(networks: Networks, layout: Layout) -> float:
 def _cache_of_row(networks: Networks) -> float:
     tokens = networks.longest + networks.settings.response_length
     return float(tokens * networks.policy.cache_per_token(networks.passes_width))
-
-
-def engine_gpus(networks: Networks, usable: float) -> int:
-    """The least power of two of GPUs that hold the policy and the whole rollout's cache between them."""
-    needed = float(networks.passes_width * networks.policy.parameters)
-    needed += networks.settings.rollout_batch_size * _cache_of_row(networks)
-    count = 1
-    while needed / count > usable:
-        count *= 2
-    return count

@@ -21,10 +21,9 @@ from rlhf_tasks.benchmark.footprint import (
     Footprint,
     Layout,
     Networks,
-    engine_gpus,
     footprint,
 )
-from rlhf_tasks.benchmark.gpus import Assumptions, Gpu
+from rlhf_tasks.benchmark.gpus import GB, Assumptions, Gpu
 
 MILLION = 1_000_000
 
@@ -45,7 +44,7 @@ class Machine:
     def link(self) -> float:
         """Bytes per second and GPU to all others."""
         inside = self.num_gpus <= self.assumed.gpus_per_machine
-        return self.gpu.link if inside else min(self.gpu.link, self.assumed.machine_link)
+        return self.gpu.link if inside else min(self.gpu.link, self.assumed.machine_link * GB)
 
     def rate(self, is_bf16: bool) -> float:
         return self.assumed.matrix_share * (self.gpu.bf16 if is_bf16 else self.gpu.fp32)
@@ -75,7 +74,6 @@ class Plan:
     parameters: int
     trained_parameters: int
     num_gpus: int
-    num_engine_gpus: int
     layout: Layout | None
     memory: Footprint
     """Of the layout that fits; else of the one that needs least."""
@@ -101,15 +99,14 @@ def plan(networks: Networks, machine: Machine, price: float) -> Plan:
         found = [footprint(networks, each, machine.num_gpus) for each in _candidates(networks, machine)]
         smallest = min(found or [footprint(networks, "ddp", 1)], key=lambda one: one.peak)
         return Plan(
-            **given, num_engine_gpus=0, layout=None, memory=smallest, seconds=None, episodes_per_second=None,
+            **given, layout=None, memory=smallest, seconds=None, episodes_per_second=None,
             cost_per_million_episodes=None, problem=_problem(networks, machine),
         )  # fmt: skip
-    engine = engine_gpus(networks, machine.usable) if layout == "zero3 + engine" else 0
-    seconds = update_seconds(networks, machine, layout, engine)
+    seconds = update_seconds(networks, machine, layout)
     speed = networks.settings.rollout_batch_size / seconds.total
-    cost = (machine.num_gpus + engine) * price * MILLION / speed / 3600
+    cost = machine.num_gpus * price * MILLION / speed / 3600
     return Plan(
-        **given, num_engine_gpus=engine, layout=layout, problem=None, seconds=seconds,
+        **given, layout=layout, problem=None, seconds=seconds,
         memory=footprint(networks, layout, machine.num_gpus), episodes_per_second=speed,
         cost_per_million_episodes=cost,
     )  # fmt: skip
@@ -149,33 +146,29 @@ def _problem(networks: Networks, machine: Machine) -> str:
     rows, n = _rows_of_step(networks), machine.num_gpus
     if rows % n:
         return f"{rows} rows of an optimiser step are not divisible by {n} GPUs"
-    return f"no layout fits into {machine.usable / 1e9:.0f} GB on {n} GPUs"
+    return f"no layout fits into {machine.usable / 1e9:.0f} GB on {n} GPU{'s' if n > 1 else ''}"
 
 
 # -------------------------------------------------------------------------------------------- speed
 
 
-def update_seconds(networks: Networks, machine: Machine, layout: Layout, engine: int = 0) -> Seconds:
-    """The seconds of one update; `engine` is the number of GPUs that sample, 0: those that train."""
-    gathered = networks.passes_width * networks.policy.parameters if layout.startswith("zero3") else 0
-    generate = _generate(networks, machine, engine) + _exchange(gathered, machine)
+def update_seconds(networks: Networks, machine: Machine, layout: Layout) -> Seconds:
+    """The seconds of one update."""
+    gathered = networks.passes_width * networks.policy.parameters if layout == "zero3" else 0
+    generate = _generate(networks, machine) + _exchange(gathered, machine)
     return Seconds(
         generate=generate, score=_score(networks, machine, layout),
         train=_train(networks, machine, layout),
     )  # fmt: skip
 
 
-def _generate(networks: Networks, machine: Machine, engine: int) -> float:
-    """A pass over the queries, and one step for each further token of the responses.
-
-    The GPUs of an engine share each matrix, so that their rates and bandwidths add up.
-    """
+def _generate(networks: Networks, machine: Machine) -> float:
+    """A pass over the queries, and one step for each further token of the responses."""
     policy, settings, width = networks.policy, networks.settings, networks.passes_width
-    rows = settings.rollout_batch_size / (1 if engine else machine.num_gpus)
-    rate = machine.rate(networks.is_bf16) * max(engine, 1)
-    bandwidth = machine.bandwidth * max(engine, 1)
+    rows = settings.rollout_batch_size / machine.num_gpus
+    rate, bandwidth = machine.rate(networks.is_bf16), machine.bandwidth
     query, response, batch = networks.longest, settings.response_length, settings.sampling_batch_size
-    batches = 1 if engine or batch is None else math.ceil(rows / batch)
+    batches = 1 if batch is None else math.ceil(rows / batch)
     least = policy.layers * machine.assumed.layer_seconds
     prompts = rows / settings.samples_per_prompt
     prefill = max(batches * least, prompts * policy.forward_flops(query, 0, logits=False) / rate)
@@ -197,7 +190,7 @@ def _score(networks: Networks, machine: Machine, layout: Layout) -> float:
     passes = (heads + trunks) * _micro_batches(networks, machine)
     rows = settings.rollout_batch_size / machine.num_gpus
     seconds = rows * (heads * whole + trunks * trunk) / machine.rate(networks.is_bf16)
-    gathers = passes if layout.startswith("zero3") else 0
+    gathers = passes if layout == "zero3" else 0
     return max(seconds, passes * policy.layers * machine.assumed.layer_seconds) + _exchange(
         gathers * networks.passes_width * policy.parameters, machine
     )
@@ -225,7 +218,7 @@ def _train_exchange(networks: Networks, machine: Machine, layout: Layout, steps:
         return 0.0
     both = networks.policy.parameters + networks.critic_parameters
     width = FP32 if layout == "ddp" else networks.passes_width
-    if layout.startswith("zero3"):
+    if layout == "zero3":
         return _exchange(micro * (2 * width * both + width * networks.trained_parameters), machine)
     return _exchange(steps * 2 * width * networks.trained_parameters, machine)
 

@@ -62,5 +62,5 @@ class Assumptions:
     usable_memory: float = 0.9
     """Share of the memory that is left beside CUDA's own and what its allocator cannot use."""
     gpus_per_machine: int = 8
-    machine_link: float = 50 * GB
-    """Bytes per second and GPU between machines: a network card of 400 Gbit/s each."""
+    machine_link: float = 50
+    """GB/s and GPU between machines: a network card of 400 Gbit/s each."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 OWN = "params.yaml"
 SIZES = ("1B", "8B", "70B")
-PARTS = ("weights", "gradients", "optimiser", "activations", "cache", "logits", "gathered", "peak")
+PARTS = ("weights", "gradients", "optimiser", "activations", "cache", "logits", "gathered", "start", "peak")
 
 
 def add(commands: Commands) -> None:
@@ -29,8 +29,8 @@ def add(commands: Commands) -> None:
         "what is assumed. On a machine that is here, `rlhf bench` measures instead.",
     )  # fmt: skip
     plan.add_argument(
-        "--gpus", type=positive_int, nargs="+", default=[1, 8, 64], metavar="N",
-        help="numbers of GPUs to calculate for (default: 1 8 64)",
+        "--gpus", type=positive_int, nargs="+", default=[1, 8, 16], metavar="N",
+        help="numbers of GPUs to calculate for (default: 1 8 16)",
     )  # fmt: skip
     plan.add_argument("--gpu", choices=GPUS, default="h100", help="kind of GPU (default: h100)")
     plan.add_argument(
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         help="price of one GPU for one hour, in any currency (default: 2.5)",
     )  # fmt: skip
     for name, unit, what in (
-        ("matrix-rate", "TFLOPS", "matrix products in the precision of the model"),
+        ("matrix-rate", "TFLOPS", "matrix products in bf16"),
         ("bandwidth", "GB/S", "the GPU's memory"),
         ("memory", "GB", "size of the GPU's memory"),
     ):
@@ -60,7 +60,7 @@ WORDS: Mapping[str, str] = {
     "layer_seconds": "least seconds of a layer in a forward pass",
     "usable_memory": "share of the memory that tensors can use",
     "gpus_per_machine": "GPUs of one machine",
-    "machine_link": "bytes per second between machines, for each GPU",
+    "machine_link": "GB/s between machines, for each GPU",
 }
 
 
@@ -94,7 +94,7 @@ def _gpu(options: argparse.Namespace) -> Gpu:
     """The kind of GPU, with the figures that were given in place of the published ones."""
     given: dict[str, Any] = {}
     if options.matrix_rate:
-        given |= {"bf16": options.matrix_rate * TERA, "fp32": options.matrix_rate * TERA}
+        given |= {"bf16": options.matrix_rate * TERA}
     if options.bandwidth:
         given["bandwidth"] = options.bandwidth * GB
     if options.memory:
@@ -131,7 +131,7 @@ def rows(found: Mapping[str, Plan]) -> Sequence[Sequence[str]]:
         ["trained, with the critic", *(f"{one.trained_parameters:,}" for one in plans)],
         ["layout", *(_layout(one) for one in plans)],
     ]
-    names = {"cache": "KV cache", "gathered": "gathered weights"}
+    names = {"cache": "KV cache", "gathered": "gathered weights", "start": "the start"}
     for part in PARTS:
         cells = [f"{getattr(one.memory, part) / GB:,.2f}" for one in plans]
         table.append([f"GB of {names.get(part, part)}", *cells])
@@ -149,7 +149,7 @@ def rows(found: Mapping[str, Plan]) -> Sequence[Sequence[str]]:
 def _layout(one: Plan) -> str:
     if one.layout is None:
         return str(one.problem)
-    return one.layout + (f" on {one.num_engine_gpus} more GPUs" if one.num_engine_gpus else "")
+    return one.layout
 
 
 def _number(value: float | None) -> str:
@@ -168,7 +168,8 @@ def assumptions(settings: config.Config, gpu: Gpu, assumed: Assumptions, price: 
         f"every prompt has {settings.data.max_prompt_tokens} tokens and every response {ppo.response_length}",
         "reward models, critic and reference are as large as the policy; the critic and two reward models "
         "only where params.yaml has them",
-        "under zero3 the reference and the reward models are divided among the GPUs, and the policy's "
-        "weights are gathered whole to sample; where they do not fit, an engine on further GPUs samples",
+        "under zero3 the reference and the reward models are divided among the GPUs; the policy's weights "
+        "are gathered whole to sample, and policy and critic are whole on each GPU at the start",
+        "the number of GPUs also divides the batch sizes of base, sft and reward, which are not planned",
         "1B, 8B and 70B differ from params.yaml by the model, bf16 and gradient checkpointing",
     ]

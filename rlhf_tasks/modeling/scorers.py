@@ -245,9 +245,11 @@ class WeightedSum:
         Raises:
             ScorerError: if one of them is not finite.
         """
-        found = {part.name: part.scorer(queries, responses, columns) for part in self._parts}
-        # only now: where a reward model is sharded, the other processes wait for this one in its passes
-        return {name: _finite(name, scores) for name, scores in found.items()}
+        # reward models first: where they are sharded, all processes make their passes together, and a part
+        # that raises must not keep one process from them
+        order = sorted(self._parts, key=lambda part: part.reward_model is None)
+        found = {part.name: part.scorer(queries, responses, columns) for part in order}
+        return {part.name: _finite(part.name, found[part.name]) for part in self._parts}
 
     def total(self, found: Mapping[str, Tensor]) -> Tensor:
         """The combined scores of the reward models, plus Σ weight · score over the other parts; (B,)."""

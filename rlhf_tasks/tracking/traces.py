@@ -69,7 +69,8 @@ class Traces:
         with begun.get_trace(span.trace_id) as held:
             # They travel in the trace's own request: a killed uploader leaves both or neither.
             said = trace.get("assessments", ())
-            held.info.assessments += [_assessment(one, span.trace_id, self.run) for one in said]
+            if held is not None:  # it is where MLflow's own settings sample or disable traces
+                held.info.assessments += [_assessment(one, span.trace_id, self.run) for one in said]
         self.client.end_trace(
             span.trace_id,
             outputs=dict(trace["outputs"]),

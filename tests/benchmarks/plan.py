@@ -38,7 +38,7 @@ SIZES: Mapping[str, tuple[int, int]] = {
 """Ascending: the peak memory is that of the process so far."""
 CALIBRATED = "96 wide, 4 layers"
 ROWS = 16  # episodes of an update
-NUM_GPUS = (1, 8, 64)
+NUM_GPUS = (1, 8, 16)
 MEASURE = """\
 import json, resource, sys, time
 time.perf_counter = time.process_time  # other programs on the machine then cost nothing: there is one thread
@@ -194,7 +194,7 @@ MARK = "\n## What larger models need\n"
 def tables() -> str:
     """The tables of `rlhf plan` for the shipped params.yaml on H100s."""
     settings, gpu, assumed = config.validate(small.params(), "params.yaml"), GPUS["h100"], Assumptions()
-    text = "\nThe batch and the lengths are those of the shipped `params.yaml`: `rlhf plan --gpus 1 8 64`.\n"
+    text = "\nThe batch and the lengths are those of the shipped `params.yaml`: `rlhf plan --gpus 1 8 16`.\n"
     for num_gpus in NUM_GPUS:
         found = plan.plans(settings, Path("none"), gpu, num_gpus, assumed, 2.5)
         text += f"\n### {num_gpus} × {gpu.name}\n\n| | {' | '.join(found)} |\n" + "|---" * 5 + "|\n"

@@ -140,9 +140,7 @@ def test_the_urgent_queue_is_first_then_the_earlier_start(client: SyncPrefectCli
 
 
 def test_more_slots_than_the_limit_has_are_refused(client: SyncPrefectClient) -> None:
-    with pytest.raises(
-        UserError, match=r"gpu_slots=2 is more than the limit `gpu`, which is 1: .* --gpu-slots 2"
-    ):
+    with pytest.raises(UserError, match=r"2 slots are needed, and the limit `gpu` has 1: .* --limit 2"):
         in_a_run(lambda held: held.hold(2, print))
 
 

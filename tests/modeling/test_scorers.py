@@ -495,3 +495,23 @@ def test_a_function_is_imported_when_the_scorers_are_built(module: Callable[[str
     given = settings({"kind": "function", "weight": 1.0, "function": f"{module('x = 1')}:score"})
     with pytest.raises(UserError, match="has no such function"):
         build(given, small.tokenizer(), reward_model=None, max_tokens=10, root=Path())
+
+
+def test_reward_models_pass_before_a_part_that_raises() -> None:
+    """Where they are sharded, a process that raised first would leave the others waiting in their passes."""
+    calls = []
+
+    def passes(queries: Any, responses: Any, columns: Any) -> torch.Tensor:
+        calls.append(len(queries))
+        return torch.zeros(len(queries))
+
+    def raises(*_: Any) -> torch.Tensor:
+        raise scorers.NonFiniteScore("NaN")
+
+    parts = [
+        scorers.Part("service", 1.0, raises, None),
+        scorers.Part("model", 1.0, passes, torch.nn.Identity()),  # type: ignore[arg-type]
+    ]
+    with pytest.raises(scorers.NonFiniteScore):
+        scorers.WeightedSum(parts).parts([[1]], [[2]])
+    assert calls == [1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -220,9 +221,10 @@ def _stop(server: Daemon) -> None:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the weights that killed processes of this machine have left in the folder."""
+    own = re.compile(f"{WEIGHTS}{re.escape(platform.node())}-([0-9]+)-[0-9a-f]+")
     for old in folder.glob(f"{WEIGHTS}*"):
-        host, pid, _ = old.name.removeprefix(WEIGHTS).rsplit("-", 2)
-        if host == platform.node() and not psutil.pid_exists(int(pid)):
+        found = own.fullmatch(old.name)
+        if found and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(old, ignore_errors=True)
 
 
