@@ -509,7 +509,7 @@ def test_reward_models_pass_before_a_part_that_raises() -> None:
         raise scorers.NonFiniteScore("NaN")
 
     parts = [
-        scorers.Part("service", 1.0, raises, None),
+        scorers.Part("service", 1.0, raises, None),  # type: ignore[arg-type]
         scorers.Part("model", 1.0, passes, torch.nn.Identity()),  # type: ignore[arg-type]
     ]
     with pytest.raises(scorers.NonFiniteScore):
