@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flows import temporary_server
@@ -28,7 +30,11 @@ signal.pause()
 
 def marked(mark: str) -> list[str]:
     """The last words of the commands of the processes with this mark."""
-    return sorted(process.cmdline()[-1] for process in processes.find(MARK, mark))
+    words = []
+    for process in processes.find(MARK, mark):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            words.append(process.cmdline()[-1])
+    return sorted(words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
