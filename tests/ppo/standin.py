@@ -98,6 +98,9 @@ class Server(ThreadingHTTPServer):
         self._waiting: queue.Queue[tuple[dict[str, Any], queue.Queue[Any]]] = queue.Queue()
         threading.Thread(target=self._work, daemon=True).start()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing is printed: a client that was killed is no fault of the server."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
