@@ -32,7 +32,7 @@ from prefect.states import Pending, Running
 
 from flows import devices, leases, settings
 from flows.leases import Lease, Unavailable
-from rlhf_tasks.config import Config
+from rlhf_tasks.config import STAGES, Config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.training import launch as launching
 
@@ -51,13 +51,15 @@ def limit_of(device: str) -> str:
     return f"{settings.SLOTS} {device.replace('/', '-')}"
 
 
-def size() -> int:
-    """The number of slots of the limit `gpu`; 1 if there is no limit."""
+def num_runs(values: Config) -> int:
+    """The number of runs with these parameters that the slots of the limit `gpu` suffice for, at least 1."""
     with get_client(sync_client=True) as client:
         try:
-            return client.read_global_concurrency_limit_by_name(settings.SLOTS).limit
+            limit = client.read_global_concurrency_limit_by_name(settings.SLOTS).limit
         except ObjectNotFound:
             return 1
+    most = max(Slots().needed(stage, values) for stage in STAGES)
+    return max(1, limit // max(1, most))
 
 
 class Slots:

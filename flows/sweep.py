@@ -82,8 +82,8 @@ def sweep(
             sweep of this name, or the last commit.
         metrics: The columns of the table, such as ppo/objective/kl. The default is the headline metrics.
         curves: The panels of the figure: columns of plots/ppo.csv.
-        parallel: The number of runs at once; the limit `gpu` applies as well. 0: one run more than the limit
-            has slots.
+        parallel: The number of runs at once; the limit `gpu` applies as well. 0: one run more than its slots
+            suffice for.
         promote: Let the gate decide at the end of each run whether its policy becomes the champion.
         deployment: The deployment that runs them; one of another work pool uses other machines.
     """
@@ -138,7 +138,7 @@ def _run(
         with tracking.open_run(Paths(root), run, values.tracking, tags) as tracked:
             todo = [cell for cell in cells if cell not in done]
             runs, show = Runs(deployment, preset, commit, promote), progress(cells, done)
-            lost = sweep_runs.run_cells(todo, runs, parallel or slots.size() + 1, data, show)
+            lost = sweep_runs.run_cells(todo, runs, parallel or slots.num_runs(values) + 1, data, show)
             rows = compare(_completed(root, cells, lost), lost, shown, tracked)
             if lost:
                 raise SweepIncomplete(

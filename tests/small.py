@@ -137,9 +137,12 @@ def logits_alone(model: PreTrainedModel, query: Ids, response: Ids) -> Tensor:
     return logits[len(query) - 1 : -1]
 
 
-def runtime(precision: Literal["no", "bf16"] = "no") -> Runtime:
-    launch = Launch(num_processes=1, num_machines=1, layout="ddp", offload=False, mixed_precision=precision)
-    return Runtime(launch, seed=1)
+def runtime(precision: Literal["no", "bf16"] = "no", *, compiles: bool = False) -> Runtime:
+    launch = {
+        "num_processes": 1, "num_machines": 1, "layout": "ddp", "offload": False,
+        "mixed_precision": precision, "compile": compiles,
+    }  # fmt: skip
+    return Runtime(Launch.model_validate(launch), seed=1)
 
 
 def optimisation(**changes: Any) -> Optimisation:

@@ -27,6 +27,7 @@ class Shape:
     hidden: int = 128
     heads: int = 4
     precision: Literal["no", "bf16"] = "no"
+    compiles: bool = False
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -37,8 +38,13 @@ SHAPES: Mapping[str, Shape] = {
         vocab=50304, query_min=512, query=512, response=53, batch=512, micro=16, layers=16, hidden=2048,
         heads=8, precision="bf16",
     ),
+    "E": Shape(
+        vocab=8192, query_min=32, query=128, response=64, batch=32, micro=8, layers=6, hidden=256, heads=8
+    ),
+    "F": Shape(vocab=256, query_min=16, query=256, response=128, batch=32, micro=8),
 }  # fmt: skip
-"""C: a random model over 32 tokens ends its responses at very different lengths. D: Pythia-1B, for a GPU."""
+"""C: a random model over 32 tokens ends its responses at very different lengths. D: Pythia-1B, for a GPU. E
+is wider than A, and F has prompts and responses of very different lengths."""
 
 
 class Models(NamedTuple):

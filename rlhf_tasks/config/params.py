@@ -55,6 +55,9 @@ class Launch(Section):
     mixed_precision: Literal["no", "bf16"]
     """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, without
     DeepSpeed, bf16 rounds the factors of the linear layers' products, and nothing else."""
+    compile: bool
+    """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
+    start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""
 
 
 class Resume(Section):
@@ -136,6 +139,11 @@ class Config(Section):
             yield (
                 "launch.offload: true has nothing to move with launch.layout: ddp; set launch.layout to "
                 "fsdp2, zero3 or zero2, or launch.offload to false"
+            )
+        if self.launch.compile and self.launch.layout != "ddp":
+            yield (
+                "launch.compile: true compiles whole layers, which launch.layout: "
+                f"{self.launch.layout} splits; set launch.compile to false, or launch.layout to ddp"
             )
         yield from process_conflicts(self.ppo.engine, self.launch.num_processes, self.launch.layout)
         if any(judge.kind == "gold" for judge in self.judge.judges) and self.data.source != "synthetic":

@@ -270,7 +270,7 @@ class Evaluator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best, self._selected = state["best"], dict(state["selected"])
-        self._weights = state["weights"]
+        self._weights = sharding.kept(self._policy, state["weights"])
         self.samples, self.answers = list(state["samples"]), list(state["answers"])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -111,6 +112,7 @@ class EngineSource:
         self._loaded: int | None = None  # the number of updates that the engine's weights have seen
         self._load_seconds = 0.0
         self._next: Request | None = None
+        self._again: list[int] = []  # rows whose rollout failed in the run that is resumed here
         self.sampler: str | None = engine.name
 
     def draw(self, update: int, *, has_next: bool) -> Drawn:
@@ -156,7 +158,7 @@ class EngineSource:
 
     def _begin(self, update: int) -> Request:
         """Give the engine the policy's weights, and let it begin to sample the next rows."""
-        rows = self._next_rows()
+        rows, self._again = self._again or self._next_rows(), []
         queries = [self._prompts[i] for i in rows[: len(rows) // self._num_samples]]
         seeds = torch.randint(
             MAX_SEED, (len(queries),), generator=self._generator, device=self._generator.device
@@ -179,18 +181,26 @@ class EngineSource:
     # --------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The version, and the rollout that is being sampled, which is waited for."""
-        own = {"version": self._version, "sampler": self.sampler, "next": None}
+        """The version, and the rollout that is being sampled, which is waited for.
+
+        If that fails, so will `draw`; what was learned so far is saved without it.
+        """
+        own = {"version": self._version, "sampler": self.sampler, "again": self._again, "next": None}
         if self._next is None:
             return own
-        answers = self._next.wait()
+        try:
+            answers = self._next.wait()
+        except EngineError:
+            return own | {"again": self._next.rows}
         return own | {
             "next": {"rows": self._next.rows, "update": self._next.update, "answers": dict(vars(answers))}
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._next is not None:
-            self._next.wait()  # the engine cannot take weights while it samples
+            with suppress(EngineError):  # its answers are not wanted any more
+                self._next.wait()  # the engine cannot take weights while it samples
+        self._again = list(state["again"])
         self._version, self._loaded, self._next = max(self._version, state["version"]), None, None
         self.sampler = state["sampler"]
         if state["next"] is not None:

@@ -12,7 +12,7 @@ import os
 import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.products import round_products
 from rlhf_tasks.training import sharding
+from rlhf_tasks.training.compiling import compile_layers, compiled_layers
 from rlhf_tasks.training.launch import ending_orphans
 from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.state import Files
@@ -52,7 +53,7 @@ class Runtime:
                 "DS_ACCELERATOR", "cpu"
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
-        self.is_float32 = launch.mixed_precision == "no"
+        self.is_float32, self._compiles = launch.mixed_precision == "no", launch.compile
         is_deepspeed = launch.layout in ("zero2", "zero3")
         self._rounds_products = not (self.is_float32 or is_deepspeed or torch.cuda.is_available())
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
@@ -151,6 +152,8 @@ class Runtime:
         model.eval()
         if self._rounds_products:
             round_products(model)
+        if self._compiles:
+            compile_layers(model)
         return self._layout.prepare(model, optimizer, max_grad_norm)
 
     def place(self, model: M) -> M:
@@ -160,7 +163,9 @@ class Runtime:
 
     def put(self, model: nn.Module) -> None:
         """Put a model on this device, or shard it where the layout shards, if it is not. Collective."""
-        if self._mesh is None or sharding.is_sharded(model):
+        if sharding.is_sharded(model):  # an offloaded part stays in the machine's memory
+            return
+        if self._mesh is None:
             model.to(self.device)
         else:
             sharding.shard(model, self._mesh, offload=self._offload)
@@ -188,9 +193,21 @@ class Runtime:
         finally:
             model.to(before)
 
-    def whole(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
-        """Within the block, a model with all of its weights on this device, to sample from. Collective."""
-        return sharding.whole(model, self.device)
+    @contextmanager
+    def whole(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        """Within the block, a model with all of its weights on this device, to sample from. Collective.
+
+        Raises:
+            UserError: if the memory does not suffice for these weights, or for what the block does.
+        """
+        try:
+            with sharding.whole(model, self.device) as plain:
+                yield plain
+        except torch.OutOfMemoryError as error:
+            more = "; or let ppo.engine sample, on another GPU" if self.world_size == 1 else ""
+            raise UserError(
+                f"process {self.rank} is out of memory while it samples; lower ppo.sampling_batch_size{more}"
+            ) from error
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
@@ -266,7 +283,8 @@ class Runtime:
         measured = list[T]()
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
-            with self._layout.accumulating(model, is_last=is_last):
+            compiled = compiled_layers() if self._compiles else nullcontext()
+            with compiled, self._layout.accumulating(model, is_last=is_last):
                 loss, stats = part()
                 # gradients are averaged over processes; the loss is a part of a sum, hence × world
                 self._layout.backward(model, loss * self.world_size, is_last=is_last)

@@ -144,6 +144,11 @@ def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]
     return found
 
 
+def kept(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this process keeps of `weights_of(model)` that all processes have read from a file."""
+    return weights if not is_sharded(model) or torch.distributed.get_rank() == 0 else {}
+
+
 def _by_name(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     """Every weight once, with all of its names."""
     names: dict[int, list[str]] = {}

@@ -256,9 +256,10 @@ class Best:
     def state_dict(self) -> State:
         return {"loss": self.loss, "step": self.step, "worse": self._worse, "weights": self._weights}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State, model: nn.Module) -> None:
+        """`model` is the one that was offered."""
         self.loss, self.step = state["loss"], state["step"]
-        self._worse, self._weights = state["worse"], state["weights"]
+        self._worse, self._weights = state["worse"], sharding.kept(model, state["weights"])
 
 
 # -------------------------------------------------------------------------------------- resuming
@@ -277,7 +278,7 @@ def resumed(
         if state is not None:
             fit.load_state_dict(state["shared"]["fit"])
             if best is not None:
-                best.load_state_dict(state["shared"]["best"])
+                best.load_state_dict(state["shared"]["best"], fit.model)
             tracker.load_state_dict(state["tracker"])
             rt.set_rng_state(state["rng"])
             bar.skip(fit.epochs)

@@ -5,6 +5,10 @@ each seed without an engine, with one, and with one that samples a rollout ahead
 process and computes exactly, so that nothing but the age of the weights differs. Writes
 docs/results/engine.md.
 
+The default task: stage ppo with the shipped values, from the same SFT and reward models, in the same three
+ways. The engine is the stand-in of the tests, a process of its own. The models of the first stages are those
+of `tests.benchmarks.seeds`, or are made in a clone of the committed state. Writes the page's second table.
+
 The timeline: a few updates with a server in a process of its own, which is vLLM if RLHF_VLLM names its
 program, and else the stand-in of the tests. Writes docs/pictures/engine_timeline.png.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import sys
 import tempfile
@@ -36,6 +41,8 @@ from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.trainer import Trainer
 from tests import small
+from tests.benchmarks import estimators
+from tests.benchmarks.seeds import run_seed
 from tests.ppo import standin
 from tests.ppo.toy import ENGINE, QUERIES, InMemory, Planted
 
@@ -59,7 +66,16 @@ times: with samples of its own, with those of [an engine](../how-to/sample-with-
 engine that samples one rollout ahead. The engine computes exactly. So the first two rows differ by their
 random numbers only, which shows the noise, and the last two by the age of the weights as well. Each number is
 the mean score of the last {last} updates. "Reached 0.5" is the first update with this score, as a mean over
-the seeds. The default task was not measured.
+the seeds.
+
+"""
+DEFAULT = """
+## The default task
+
+Stage ppo with the shipped `params.yaml`, {episodes:,.0f} episodes, from the same SFT and reward models in
+each column. The engine is a process of its own with the calls of vLLM, which computes exactly. The win rate
+is the gold judge's over the references on the {posts:,.0f} test posts, with its 95% interval. The KL is that
+of the kept policy, in nats per response.
 
 """
 
@@ -112,6 +128,39 @@ def page(found: Mapping[str, Sequence[Sequence[float]]], seeds: Sequence[int]) -
     weights = sum(p.numel() for p in small.causal().parameters())
     text = INTRODUCTION.format(seeds=" ".join(map(str, seeds)), weights=weights, updates=UPDATES, last=LAST)
     return text + table(found, seeds)
+
+
+# --------------------------------------------------------------------------------------- default task
+
+
+def on_default_task(seed: int, ahead: int | None, runs: Path, work: Path) -> estimators.Result:
+    """The result of stage ppo with a seed; it runs if there is none."""
+    settings = []
+    if ahead is not None:
+        command = [sys.executable, standin.__file__, "serve"]
+        section = ENGINE | {"url": None, "command": command, "ahead": ahead}
+        settings = [f"ppo.engine={json.dumps(section)}"]
+    first_stages = run_seed(seed, runs, "reward")
+    return estimators.trained((work / str(seed) / str(ahead)).absolute(), first_stages, None, settings)
+
+
+def default_task(seeds: Sequence[int], runs: Path, work: Path) -> str:
+    """The section of the page: a row per way."""
+    found = {
+        name: [on_default_task(seed, ahead, runs, work) for seed in seeds] for name, ahead in WAYS.items()
+    }
+    first = found["no engine"][0]
+    return DEFAULT.format(episodes=first["episodes"], posts=first["posts"]) + results_table(found, seeds)
+
+
+def results_table(found: Mapping[str, Sequence[estimators.Result]], seeds: Sequence[int]) -> str:
+    head = ["rollouts by", *(f"seed {seed}" for seed in seeds), "mean", "KL"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name, results in found.items():
+        rates = [f"{one['win_rate']:.1%} ({one['low']:.1%}–{one['high']:.1%})" for one in results]
+        means = [sum(one[key] for one in results) / len(results) for key in ("win_rate", "kl")]
+        lines.append("| " + " | ".join([name, *rates, f"{means[0]:.1%}", f"{means[1]:.2f}"]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 # ------------------------------------------------------------------------------------------- timeline
@@ -239,11 +288,14 @@ def main() -> None:
     parser.add_argument("seeds", type=int, nargs="*", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--updates", type=int, default=8, help="draw so many updates in the timeline")
     parser.add_argument("--only", choices=["price", "timeline"], help="make one of the two")
+    parser.add_argument("--runs", type=Path, default=Path(".rlhf/seeds"), help="where the first stages are")
+    parser.add_argument("--work", type=Path, default=Path(".rlhf/engine-price"), help="where the results are")
     args = parser.parse_args()
     if args.only != "timeline":
         found = {name: [scores(seed, ahead) for seed in args.seeds] for name, ahead in WAYS.items()}
-        PAGE.write_text(page(found, args.seeds), encoding="utf-8")
-        print(table(found, args.seeds))
+        text = page(found, args.seeds) + default_task(args.seeds, args.runs, args.work)
+        PAGE.write_text(text, encoding="utf-8")
+        print(text)
     if args.only != "price":
         with tempfile.TemporaryDirectory() as home:
             spans = {ahead: timeline(ahead, args.updates, Path(home)) for ahead in (0, 1)}

@@ -46,16 +46,17 @@ machine. The weights are those that the stage trains; a snapshot holds them with
 """
 
 
-def run_estimator(seed: int, name: str, args: argparse.Namespace) -> Result:
-    """The result of an estimator with a seed; stage ppo runs if there is none."""
-    folder = (args.work / str(seed) / name).absolute()
+def trained(
+    folder: Path, first_stages: Path, preset: str | None, settings: Sequence[str], split: str = "test"
+) -> Result:
+    """The result of stage ppo with a preset and settings; it runs if the folder has no result."""
     if not (folder / "result.json").exists():
-        prepare(folder, run_seed(seed, args.runs, "reward"), NAMES[name], args.set)
+        prepare(folder, first_stages, preset, settings)
         start = time.monotonic()
         _call(folder, "rlhf", "ppo")
         seconds = time.monotonic() - start
         again = (sys.executable, "-m", "tests.benchmarks.estimators")
-        _call(folder, *again, "--judge", str(seconds), "--split", args.split)
+        _call(folder, *again, "--judge", str(seconds), "--split", split)
         shutil.rmtree(folder / "models/policy")
     found: Result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return found
@@ -156,7 +157,11 @@ def main() -> None:
     results: dict[str, list[Result]] = {name: [] for name in args.only}
     for seed in args.seeds:
         for name in args.only:
-            results[name].append(run_estimator(seed, name, args))
+            folder, first_stages = (
+                (args.work / str(seed) / name).absolute(),
+                run_seed(seed, args.runs, "reward"),
+            )
+            results[name].append(trained(folder, first_stages, NAMES[name], args.set, args.split))
             print(f"seed {seed}, {name}: {json.dumps(results[name][-1])}", flush=True)
     print(table(results, args.seeds))
     if not args.set and args.split == "test" and list(results) == list(NAMES):

@@ -186,13 +186,13 @@ PAGE = """\
 # Layouts
 
 A layout is what the processes of a training share of a model: see
-[use several GPUs](../how-to/several-gpus.md). It must change no result beyond rounding. This table compares
-two processes in each layout with one process, through the stages sft, reward, ppo and judge, by
-`python -m tests.benchmarks.layouts` on a CPU, where processes talk by gloo.
+[use several GPUs](../how-to/several-gpus.md). It must change no result beyond rounding.
+`python -m tests.benchmarks.layouts` compares two processes in each layout with one process. They run the
+stages sft, reward, ppo and judge on a CPU, and talk by gloo.
 
-The numbers are the largest differences of any weight of the checkpoints, of any loss in the course of
-training, and of any final metric; a number above 1 is compared relative to its size. It is "within" if
-weights and losses differ by less than {tolerance:g}, and metrics by less than {metrics:g}. Every stage
+The numbers are the largest differences of any weight of the checkpoints, of any loss, and of any final
+metric. A number above 1 is compared relative to its size. It is "within" if weights and losses differ by
+less than {tolerance:g}, and metrics by less than {metrics:g}. Every stage
 reads what the stage before wrote in the same layout. The judge runs in one process, on the plain
 checkpoints that the layout saved.
 

@@ -5,8 +5,9 @@ versions of torch and transformers should equal ours. Both train random GPT-NeoX
 same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
 micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
-CPU, without gradient checkpointing, in float32; `--precision bf16` is `launch.mixed_precision` of our side. A
-figure is the median over updates without the first, and over the turns; the ratio is of figures of one run.
+CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.mixed_precision`
+and `--compile` is `launch.compile`. A figure is the median over updates without the first, and over the
+turns; the ratio is of figures of one run.
 Without --peer only ours is measured.
 """
 
@@ -59,11 +60,13 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--precision", choices=("no", "bf16"), default="no", help="of our side")
+    parser.add_argument("--compile", action="store_true", help="of our side")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
-        marks = train(replace(shape, precision=options.precision), options.updates + 1)
+        shape = replace(shape, precision=options.precision, compiles=options.compile)
+        marks = train(shape, options.updates + 1)
         print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
         return
@@ -71,17 +74,18 @@ def main() -> None:
         print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
         print("|---|---|---|---|---|---|")
         for shape in options.shapes:
-            found = measure(part, shape, options.peer, options.updates, options.turns, options.precision)
+            how = ["--precision", options.precision, *(["--compile"] if options.compile else [])]
+            found = measure(part, shape, options.peer, options.updates, options.turns, how)
             print(line(shape, found), flush=True)
 
 
 def measure(
-    part: str, shape: str, peer: Path | None, updates: int, turns: int, precision: str = "no"
+    part: str, shape: str, peer: Path | None, updates: int, turns: int, how: Sequence[str] = ()
 ) -> dict[str, Figures]:
-    """The figures of each side, `ours` and, with an interpreter, `peer`."""
+    """The figures of each side, `ours` and, with an interpreter, `peer`; `how` are more options."""
     pythons = {"ours": Path(sys.executable)} | ({"peer": peer} if peer else {})
     found = [
-        {side: _turn(python, side, part, shape, updates, precision) for side, python in pythons.items()}
+        {side: _turn(python, side, part, shape, updates, how) for side, python in pythons.items()}
         for _ in range(turns)
     ]
     return {
@@ -100,11 +104,11 @@ def line(shape: str, found: Mapping[str, Figures]) -> str:
 
 
 def _turn(
-    python: Path, side: str, part: str, shape: str, updates: int, precision: str
+    python: Path, side: str, part: str, shape: str, updates: int, how: Sequence[str]
 ) -> tuple[float, float]:
     """Units per second, and peak memory in GB, of one process."""
     words = ["-m", "tests.benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
-    command = [str(python), *words, "--updates", str(updates), "--precision", precision]
+    command = [str(python), *words, "--updates", str(updates), *how]
     environment = os.environ | {
         "PYTHONPATH": str(Path.cwd()),
         "TRL_EXPERIMENTAL_SILENCE": "1",
@@ -156,11 +160,17 @@ def _ppo_ours(shape: Shape, updates: int) -> list[float]:
     from rlhf_tasks.benchmark import workloads
     from tests import small
 
-    trainer = workloads.of_shape(small.runtime(shape.precision), small.ppo(), shape, updates).trainer
+    trainer = workloads.of_shape(_runtime(shape), small.ppo(), shape, updates).trainer
     marks = [time.perf_counter()]
     for _ in trainer.updates():
         marks.append(time.perf_counter())
     return marks
+
+
+def _runtime(shape: Shape) -> Any:
+    from tests import small
+
+    return small.runtime(shape.precision, compiles=shape.compiles)
 
 
 def _sft_ours(shape: Shape, updates: int) -> list[float]:
@@ -186,7 +196,7 @@ def _fit(model: Any, task: Any, shape: Shape) -> list[float]:
     from tests import small
 
     settings = small.optimisation(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096)
-    fit = Fit(small.runtime(shape.precision), model, task, settings, seed=1)
+    fit = Fit(_runtime(shape), model, task, settings, seed=1)
     marks = [time.perf_counter()]
     for _ in fit:
         marks.append(time.perf_counter())

@@ -137,6 +137,11 @@ def test_a_missing_key_is_named() -> None:
         ),
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
+        ({"launch.offload": True}, "has nothing to move with launch.layout: ddp"),
+        (
+            {"launch.compile": True, "launch.layout": "fsdp2"},
+            "whole layers, which launch.layout: fsdp2 splits",
+        ),
         ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
         ({"data.source": "hub"}, "names the data sets of `source: hub`"),
         ({"model.scratch": None}, "the shape of `base: scratch`"),

@@ -189,6 +189,19 @@ def test_up_makes_a_slot_for_each_gpu_and_shares_them_out_when_asked(
     assert [limit(client, name)[0] for name in sizes] == [3, 1, 2], "what a user changed stays"
 
 
+def test_a_sweep_counts_the_runs_that_its_slots_suffice_for(
+    client: SyncPrefectClient, root: Path, show: Show
+) -> None:
+    def runs(processes: int) -> int:
+        toy.write_params(root, launch={"num_processes": processes, "num_machines": 1})
+        return slots.num_runs(config.load(root / "params.yaml"))
+
+    show(gpus(FIRST, SECOND, THIRD))
+    assert runs(1) == 1, "there is no limit"
+    deployments.apply(root, 3)
+    assert [runs(1), runs(2), runs(4)] == [3, 1, 1]
+
+
 def test_two_runs_get_two_gpus_and_a_third_waits_for_the_one_that_becomes_free(
     client: SyncPrefectClient, root: Path, show: Show
 ) -> None:

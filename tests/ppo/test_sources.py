@@ -185,3 +185,35 @@ def test_a_resumed_trainer_has_the_rollout_that_was_being_sampled(ahead: int, af
     second.load_state_dict(state)
     assert [plain(metrics) for metrics in second.updates()] == history[after:]
     assert torch.equal(parameters(second), parameters(whole))
+
+
+class Failing(InMemory):
+    """An engine that fails in its n-th rollout."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._left = number
+
+    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
+        self._left -= 1
+        if self._left == 0:
+            raise EngineError("the engine has failed")
+        return super().sample(queries, n, seeds)
+
+
+def test_a_snapshot_beside_a_failed_rollout_is_saved_and_its_prompts_are_sampled_again() -> None:
+    """What two updates have learned is saved; a resumed run begins with the rows whose rollout failed."""
+    one = trainer(engine=Failing(3), engine_section=AHEAD)
+    updates = one.updates()
+    next(updates)
+    next(updates)
+    state = copy.deepcopy(one.state_dict())
+    assert state["source"]["next"] is None
+    failed = state["source"]["again"]
+    assert len(failed) == one.settings.rollout_batch_size
+    with pytest.raises(EngineError, match="the engine has failed"):
+        next(updates)
+    resumed = trainer(engine=InMemory(), engine_section=AHEAD)
+    resumed.load_state_dict(state)
+    assert resumed.source.draw(2, has_next=True).rows == failed
+    assert resumed.source.state_dict()["again"] == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import signal
 import socket
@@ -27,8 +26,9 @@ from rlhf_tasks.ppo.engines import wire
 from rlhf_tasks.ppo.engines.client import Client
 from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone, Ids
 from rlhf_tasks.ppo.engines.wire import Sampling
-from rlhf_tasks.project.atomic import whole
+from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon, send
+from rlhf_tasks.tracking import context
 from rlhf_tasks.training import attached
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ CHECK_SECONDS = 5.0  # for one answer to whether it is healthy
 SERVER = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
-WEIGHTS = "weights-"
+WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in it with its process's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,8 @@ class VllmEngine:
     def load(self, weights: PreTrainedModel, version: int) -> None:
         """Write the weights, and start the server with them or let it load them."""
         before, self._version = self._weights, version
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._folder / OWNER, context.process_name(psutil.Process()))
         with whole(self._weights) as folder:
             weights.save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
@@ -221,11 +223,9 @@ def _stop(server: Daemon) -> None:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the weights that killed processes of this machine have left in the folder."""
-    own = re.compile(f"{WEIGHTS}{re.escape(platform.node())}-([0-9]+)-[0-9a-f]+")
-    for old in folder.glob(f"{WEIGHTS}*"):
-        found = own.fullmatch(old.name)
-        if found and not psutil.pid_exists(int(found[1])):
-            shutil.rmtree(old, ignore_errors=True)
+    for owner in folder.glob(f"{WEIGHTS}*/{OWNER}"):
+        if not context.is_alive(owner.read_text(encoding="utf-8")):
+            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _is_healthy(client: Client) -> bool:
