@@ -36,6 +36,7 @@ def section(**values: Any) -> Launch:
         "layout": "ddp",
         "offload": False,
         "mixed_precision": "no",
+        "compile": False,
     }
     return Launch.model_validate(shipped | values)
 
@@ -188,7 +189,7 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     code = (
         "from rlhf_tasks.config import Launch; from rlhf_tasks.training.runtime import Runtime\n"
         "values = dict(num_processes=2, num_machines=1, layout='ddp', offload=False, mixed_precision='no')\n"
-        "Runtime(Launch(**values), 1)"
+        "Runtime(Launch(**values, compile=False), 1)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | nobody, check=False, timeout=300)
     assert done.returncode == 1
