@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,13 @@ from rlhf_tasks.training.supervised import Fit, LanguageModelling
 from tests import small
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++")
-pytestmark = pytest.mark.filterwarnings("default")  # torch warns about itself while it compiles
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.set_stance("default")
+def in_its_own_process(call: str) -> None:
+    """What torch compiles with must not meet modules that other tests have loaded."""
+    code = f"from tests.training import test_compiling as t; t.{call}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=small.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def fitted(model: PreTrainedModel, *, compiles: bool) -> list[float]:
@@ -39,6 +37,10 @@ def fitted(model: PreTrainedModel, *, compiles: bool) -> list[float]:
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_a_compiled_fit_takes_the_same_steps(family: small.Family) -> None:
+    in_its_own_process(f"compare_steps({family!r})")
+
+
+def compare_steps(family: small.Family) -> None:
     models = [small.causal(family) for _ in range(2)]
     plain, compiled = (fitted(model, compiles=on) for model, on in zip(models, (False, True), strict=True))
     assert compiled == pytest.approx(plain, abs=1e-5)
@@ -48,6 +50,10 @@ def test_a_compiled_fit_takes_the_same_steps(family: small.Family) -> None:
 
 @needs_compiler
 def test_sampling_runs_no_compiled_layer() -> None:
+    in_its_own_process("count_compiled_frames()")
+
+
+def count_compiled_frames() -> None:
     def frames() -> int:
         return int(torch._dynamo.utils.counters["frames"]["total"])  # torch has no public count
 
