@@ -27,7 +27,6 @@ class Shape:
     hidden: int = 128
     heads: int = 4
     precision: Literal["no", "bf16"] = "no"
-    compiles: bool = False
 
 
 SHAPES: Mapping[str, Shape] = {

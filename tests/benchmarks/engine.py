@@ -42,7 +42,6 @@ from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.trainer import Trainer
 from tests import small
 from tests.benchmarks import estimators
-from tests.benchmarks.seeds import run_seed
 from tests.ppo import standin
 from tests.ppo.toy import ENGINE, QUERIES, InMemory, Planted
 
@@ -140,8 +139,8 @@ def on_default_task(seed: int, ahead: int | None, runs: Path, work: Path) -> est
         command = [sys.executable, standin.__file__, "serve"]
         section = ENGINE | {"url": None, "command": command, "ahead": ahead}
         settings = [f"ppo.engine={json.dumps(section)}"]
-    first_stages = run_seed(seed, runs, "reward")
-    return estimators.trained((work / str(seed) / str(ahead)).absolute(), first_stages, None, settings)
+    folder = (work / str(seed) / str(ahead)).absolute()
+    return estimators.trained(folder, seed, runs, None, settings)
 
 
 def default_task(seeds: Sequence[int], runs: Path, work: Path) -> str:

@@ -47,11 +47,14 @@ machine. The weights are those that the stage trains; a snapshot holds them with
 
 
 def trained(
-    folder: Path, first_stages: Path, preset: str | None, settings: Sequence[str], split: str = "test"
+    folder: Path, seed: int, runs: Path, preset: str | None, settings: Sequence[str], split: str = "test"
 ) -> Result:
-    """The result of stage ppo with a preset and settings; it runs if the folder has no result."""
+    """The result of stage ppo with a preset and settings; it runs if the folder has no result.
+
+    The stages before it are those of `seeds.run_seed` in `runs`.
+    """
     if not (folder / "result.json").exists():
-        prepare(folder, first_stages, preset, settings)
+        prepare(folder, run_seed(seed, runs, "reward"), preset, settings)
         start = time.monotonic()
         _call(folder, "rlhf", "ppo")
         seconds = time.monotonic() - start
@@ -157,11 +160,8 @@ def main() -> None:
     results: dict[str, list[Result]] = {name: [] for name in args.only}
     for seed in args.seeds:
         for name in args.only:
-            folder, first_stages = (
-                (args.work / str(seed) / name).absolute(),
-                run_seed(seed, args.runs, "reward"),
-            )
-            results[name].append(trained(folder, first_stages, NAMES[name], args.set, args.split))
+            folder = (args.work / str(seed) / name).absolute()
+            results[name].append(trained(folder, seed, args.runs, NAMES[name], args.set, args.split))
             print(f"seed {seed}, {name}: {json.dumps(results[name][-1])}", flush=True)
     print(table(results, args.seeds))
     if not args.set and args.split == "test" and list(results) == list(NAMES):

@@ -7,8 +7,7 @@ micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
 CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.mixed_precision`
 and `--compile` is `launch.compile`. A figure is the median over updates without the first, and over the
-turns; the ratio is of figures of one run.
-Without --peer only ours is measured.
+turns; the ratio is of figures of one run. Without --peer only ours is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +64,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.side:
         train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
-        shape = replace(shape, precision=options.precision, compiles=options.compile)
-        marks = train(shape, options.updates + 1)
+        own = {"compiles": options.compile} if options.side == "ours" else {}
+        marks = train(replace(shape, precision=options.precision), options.updates + 1, **own)
         print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
         print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
         return
@@ -156,31 +155,29 @@ def num_tokens(part: str, shape: Shape, updates: int) -> float:
 # ------------------------------------------------------------------------------------- our side
 
 
-def _ppo_ours(shape: Shape, updates: int) -> list[float]:
+def _ppo_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
     from rlhf_tasks.benchmark import workloads
     from tests import small
 
-    trainer = workloads.of_shape(_runtime(shape), small.ppo(), shape, updates).trainer
+    trainer = workloads.of_shape(
+        small.runtime(shape.precision, compiles=compiles), small.ppo(), shape, updates
+    ).trainer
     marks = [time.perf_counter()]
     for _ in trainer.updates():
         marks.append(time.perf_counter())
     return marks
 
 
-def _runtime(shape: Shape) -> Any:
-    from tests import small
-
-    return small.runtime(shape.precision, compiles=shape.compiles)
-
-
-def _sft_ours(shape: Shape, updates: int) -> list[float]:
+def _sft_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
     from rlhf_tasks.training.supervised import LanguageModelling
 
     data = rows(shape, updates)
-    return _fit(shapes.models(shape).policy, LanguageModelling(data.queries, data.chosen, PAD), shape)
+    return _fit(
+        shapes.models(shape).policy, LanguageModelling(data.queries, data.chosen, PAD), shape, compiles
+    )
 
 
-def _reward_ours(shape: Shape, updates: int) -> list[float]:
+def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
     from rlhf_tasks.modeling.models import TokenScores, takes_forks
     from rlhf_tasks.stages.reward import Learner, Pairs
 
@@ -188,15 +185,15 @@ def _reward_ours(shape: Shape, updates: int) -> list[float]:
     pairs = Pairs(
         data.queries, data.chosen, data.rejected, PAD, forked=takes_forks(model)
     )  # as the stage does
-    return _fit(Learner(TokenScores(model), None), pairs, shape)
+    return _fit(Learner(TokenScores(model), None), pairs, shape, compiles)
 
 
-def _fit(model: Any, task: Any, shape: Shape) -> list[float]:
+def _fit(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
     from rlhf_tasks.training.supervised import Fit
     from tests import small
 
     settings = small.optimisation(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096)
-    fit = Fit(_runtime(shape), model, task, settings, seed=1)
+    fit = Fit(small.runtime(shape.precision, compiles=compiles), model, task, settings, seed=1)
     marks = [time.perf_counter()]
     for _ in fit:
         marks.append(time.perf_counter())
@@ -285,7 +282,7 @@ def _peer_marks(
     return marks
 
 
-SIDES = {
+SIDES: Mapping[tuple[str, str], Callable[..., list[float]]] = {
     ("ours", "ppo"): _ppo_ours,
     ("ours", "sft"): _sft_ours,
     ("ours", "reward"): _reward_ours,

@@ -191,5 +191,9 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
         "values = dict(num_processes=2, num_machines=1, layout='ddp', offload=False, mixed_precision='no')\n"
         "Runtime(Launch(**values, compile=False), 1)"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nobody, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | nobody, check=False, timeout=300,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert done.returncode == 1
+    assert "Traceback" not in done.stderr, "it ended for another reason"
