@@ -142,18 +142,18 @@ def start_run(
             as_subflow=False,
             idempotency_key=f"{change}-try-{number}",
         )
-        state = run.state
+        state, name = run.state, request.default_name(run.name, str(run.id))  # which it gives itself
         if state is None or outcome.has_results(state) or not (state.is_final() or state.is_cancelling()):
             again = f", after {', '.join(failed)} failed" if failed else ""
-            return Completed(message=f"the data changed: its run is {run.name}{again}")
+            return Completed(message=f"the data changed: its run is {name}{again}")
         if (state.is_cancelling() or state.is_cancelled()) and state.name != settings.STOPPED:
             given = "".join(f" --param {name}={value}" for name, value in parameters.items())
             return Failed(
-                message=f"the data changed, but its run {run.name} was cancelled and is not repeated. Start "
+                message=f"the data changed, but its run {name} was cancelled and is not repeated. Start "
                 f"one with `prefect deployment run {deployment}{given}`; checks succeed again after it "
                 "completes, or after the next change of the data"
             )
-        failed.append(run.name)
+        failed.append(name)
     return Failed(
         message=f"the data changed, and its runs {', '.join(failed)} failed. Retry one of them in Prefect; "
         "checks succeed again after it completes, or after the next change of the data"

@@ -53,8 +53,8 @@ class Launch(Section):
     """Whether what a process keeps of the optimiser's state, and of the weights where the layout shards them,
     is in the machine's memory and not in the GPU's. Not with `ddp`."""
     mixed_precision: Literal["no", "bf16"]
-    """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, without
-    DeepSpeed, bf16 rounds the factors of the linear layers' products, and nothing else."""
+    """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, with
+    `ddp`, bf16 rounds the factors of the linear layers' products, and nothing else."""
     compile: bool
     """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
     start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""

@@ -166,8 +166,10 @@ class Fsdp2:
     The gradients of each micro-batch are shared out at once: none is ever kept whole.
     """
 
-    def __init__(self, mesh: DeviceMesh, total: Callable[[Tensor], Tensor], *, offload: bool) -> None:
-        self._mesh, self._total, self._offload = mesh, total, offload
+    def __init__(
+        self, mesh: DeviceMesh, total: Callable[[Tensor], Tensor], shard: Callable[[nn.Module], None]
+    ) -> None:
+        self._mesh, self._total, self._shard = mesh, total, shard
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None
@@ -175,7 +177,7 @@ class Fsdp2:
         """The optimiser gets the sharded weights in place of the whole ones; it must have no state yet."""
         names = {id(weight): name for name, weight in model.named_parameters()}
         groups = [[names[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
-        sharding.shard(model, self._mesh, offload=self._offload)
+        self._shard(model)
         sharded = dict(model.named_parameters())
         for group, own in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [sharded[name] for name in own]

@@ -54,8 +54,8 @@ class Runtime:
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
         self.is_float32, self._compiles = launch.mixed_precision == "no", launch.compile
-        is_deepspeed = launch.layout in ("zero2", "zero3")
-        self._rounds_products = not (self.is_float32 or is_deepspeed or torch.cuda.is_available())
+        has_bf16_tensors = launch.layout != "ddp" or torch.cuda.is_available()
+        self._rounds_products = not (self.is_float32 or has_bf16_tensors)
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         with ending_orphans():
             self.accelerator = Accelerator(
@@ -81,14 +81,15 @@ class Runtime:
 
         A stage that runs in one process trains nothing, and has no layout.
         """
-        self._offload, self._mesh = launch.offload, None
+        self._offload, self._mesh, self._computes_in = launch.offload, None, None
         if self.is_deepspeed:
             layout = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
             self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if layout.shards else None
             return layout, layout.shards
         if launch.layout == "fsdp2" and is_distributed:
             self._mesh = init_device_mesh(self.device.type, (self.world_size,))
-            return Fsdp2(self._mesh, self.sum, offload=launch.offload), True
+            self._computes_in = None if self.is_float32 else torch.bfloat16
+            return Fsdp2(self._mesh, self.sum, self.put), True
         return Parallel(self.accelerator), False
 
     @property
@@ -168,7 +169,7 @@ class Runtime:
         if self._mesh is None:
             model.to(self.device)
         else:
-            sharding.shard(model, self._mesh, offload=self._offload)
+            sharding.shard(model, self._mesh, offload=self._offload, computes_in=self._computes_in)
 
     def freeze(self, model: nn.Module) -> None:
         """Make a model untrainable, in the precision of the trained model, and `put` it.
@@ -234,6 +235,8 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of forward passes, of rollouts too."""
+        if self._computes_in is not None:  # FSDP2 gathers weights of this type
+            return nullcontext()
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 

@@ -13,37 +13,51 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_tasks.modeling.classifiers import trunk_of
 
-_PLAIN: WeakKeyDictionary[PreTrainedModel, PreTrainedModel] = WeakKeyDictionary()
-"""Sharded models, and each one's structure without weights."""
+
+class _Plain(NamedTuple):
+    """What a sharded model is when it is whole."""
+
+    structure: PreTrainedModel  # without weights
+    computes_in: torch.dtype | None  # None: in the type of its weights
+
+
+_PLAIN: WeakKeyDictionary[PreTrainedModel, _Plain] = WeakKeyDictionary()
 
 
 # ------------------------------------------------------------------------------------- splitting
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
+def shard(
+    model: nn.Module, mesh: DeviceMesh, *, offload: bool, computes_in: torch.dtype | None = None
+) -> None:
     """Split the weights of a model over the processes of `mesh`, in place, by FSDP2. Collective.
 
     The layers, the trunk around them, and every module outside of it, such as a head, are split and gathered
     each on its own: any of them may be called without the others. A head that shares its weight with the
     embeddings belongs to the trunk. With `offload` a process keeps its part in the machine's memory.
+
+    A process's part and the gradients keep the type of the weights; gathered weights and the passes through
+    them are of the type `computes_in`, if it is given.
     """
-    policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    keep_structure(model)
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    kept_in = next(model.parameters()).dtype
+    types = MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=kept_in)
+    keep_structure(model, computes_in)
     for module in _units(model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=where, mp_policy=types)
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
@@ -81,10 +95,10 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and getattr(model.get_input_embeddings(), "weight", None) is head.weight
 
 
-def keep_structure(model: nn.Module) -> None:
+def keep_structure(model: nn.Module, computes_in: torch.dtype | None = None) -> None:
     """Remember what the models in `model` are without their weights, before they are sharded."""
     for one in _pretrained(model):
-        _PLAIN[one] = _without_weights(one)
+        _PLAIN[one] = _Plain(_without_weights(one), computes_in)
 
 
 def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -109,11 +123,11 @@ def num_parameters(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def gathered(weight: Tensor) -> Tensor:
-    """The whole of one weight, on the device that computes. Collective."""
+def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The whole of one weight, on the device that computes, in its own type or another. Collective."""
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
-        own = weight.to_local().to(mesh.device_type)  # offloaded weights are gathered on the GPU
+        own = weight.to_local().to(mesh.device_type, dtype)  # offloaded weights are gathered on the GPU
         part = DTensor.from_local(
             own, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
@@ -122,8 +136,8 @@ def gathered(weight: Tensor) -> Tensor:
         from deepspeed import zero
 
         with zero.GatheredParameters([weight]):
-            return weight.detach().clone()
-    return weight.detach()
+            return weight.detach().clone().to(dtype)
+    return weight.detach().to(dtype)
 
 
 def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]:
@@ -164,6 +178,7 @@ def _by_name(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 def whole(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
     """Within the block, a plain copy of a sharded model with all of its weights on `device`. Collective.
 
+    Its weights have the type that the model computes in.
     It is for sampling: processes sample texts of different lengths, and a sharded model would make one wait
     for the others at each token. It costs the memory of all weights beside the process's own part.
     """
@@ -173,9 +188,9 @@ def whole(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedMo
         return
     weights = dict[str, Tensor]()
     for names, weight in _by_name(model):
-        weights |= dict.fromkeys(names, gathered(weight).to(device))
-    with _filled(plain, weights, device):
-        yield plain
+        weights |= dict.fromkeys(names, gathered(weight, plain.computes_in).to(device))
+    with _filled(plain.structure, weights, device):
+        yield plain.structure
 
 
 @contextmanager
@@ -185,8 +200,8 @@ def to_save(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     if plain is None or not (weights := weights_of(model)):
         yield model
         return
-    with _filled(plain, weights, torch.device("cpu")):
-        yield plain
+    with _filled(plain.structure, weights, torch.device("cpu")):
+        yield plain.structure
 
 
 @contextmanager

@@ -41,8 +41,11 @@ def _fill_code(page: Any, one: Any, value: Any) -> None:
 
 def _fill_list(page: Any, one: Any, value: list[Any]) -> None:
     """Add one item per value."""
+    editors = one.locator("input, textarea, .cm-content")
     for item in value:
+        before = editors.count()
         one.get_by_role("button", name="Add item").click()
+        editors.nth(before).wait_for(state="attached")
         if isinstance(item, dict):
             _fill_code(page, one, item)
         else:

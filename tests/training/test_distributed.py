@@ -124,6 +124,7 @@ def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
     assert metrics("reward")["score_mean"] == pytest.approx(expected["score_mean"], rel=1e-3)
 
 
+@pytest.mark.parametrize("layout", ["zero2", "fsdp2"])
 @pytest.mark.parametrize(
     "features",
     [
@@ -136,16 +137,16 @@ def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
     ],
     ids=["", "warm-up-penalty-ptx", "without-critic"],
 )  # fmt: skip
-def test_ppo_takes_steps_under_zero2_in_bf16(toy_project: Path, features: dict[str, Any]) -> None:
+def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], layout: str) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
-    launch = TWO | {"layout": "zero2", "mixed_precision": "bf16"}
+    launch = TWO | {"layout": layout, "mixed_precision": "bf16"}
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
     toy.write_params(launch=launch, ppo=settings)
     before = weights("models/sft")
     rlhf("ppo")
     after = weights("models/policy")
     assert abs(float(curve("ppo")[1]["objective/kl"])) < 0.01
-    changed = any(not torch.equal(after[key].float(), before[key].bfloat16().float()) for key in before)
+    changed = any(not torch.equal(after[key].bfloat16(), before[key].bfloat16()) for key in before)
     assert changed == (metrics("ppo")["selected_episode"] > 0), "the weights from before training may be best"
     assert float(curve("ppo")[0]["eval/kl"]) == 0
     assert float(curve("ppo")[-1]["eval/kl"]) != 0, "the steps change the policy"

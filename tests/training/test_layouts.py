@@ -86,14 +86,14 @@ SECONDS = 150
 FAULTS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "nan": """
-        for engine in (engines.Parallel, engines.DeepSpeed, engines.Fsdp2):
-            engine.backward = spoilt(engine.backward)""",
+        for layout in (layouts.Parallel, layouts.DeepSpeed, layouts.Fsdp2):
+            layout.backward = spoilt(layout.backward)""",
     "out of memory": "Runtime._backward = full",
 }
 PROGRAM = """
-import os, signal
+import os, pathlib, signal
 import torch
-from rlhf_tasks.training import engines
+from rlhf_tasks.training import layouts
 from rlhf_tasks.training.runtime import Runtime
 
 calls = 0
@@ -108,6 +108,7 @@ def scores(prompts, responses):
     global calls
     calls += 1
     if os.environ["RANK"] == "1" and calls == 4:
+        pathlib.Path("reached").touch()
         FAULT
     return [float(len(response)) for response in responses]
 """
@@ -134,7 +135,8 @@ def assert_all_end(toy_project: Path, layout: str, fault: str) -> None:
         [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], capture_output=True, text=True, timeout=SECONDS,
         check=False,
     )  # fmt: skip
-    assert done.returncode not in (0, None), done.stdout
+    assert Path("reached").exists(), done.stderr
+    assert done.returncode != 0, done.stdout
     assert not list(processes_of(toy_project)), "no process is left"
     assert not Path("models/policy").exists()
     said = {"nan": "NaN or infinite", "out of memory": "process 1 is out of memory"}.get(fault, "")

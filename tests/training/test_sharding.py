@@ -88,6 +88,29 @@ def test_the_whole_copy_samples_what_the_model_would_and_is_empty_afterwards(mes
     assert all(weight.device.type == "meta" for weight in plain.parameters())
 
 
+def test_in_bf16_a_sharded_model_computes_what_a_bf16_copy_does_and_stays_float32(mesh: DeviceMesh) -> None:
+    model, copied = small.causal(), small.causal()
+    for weight in copied.parameters():  # not the buffers: the frequencies of the positions are float32
+        weight.data = weight.data.to(torch.bfloat16)
+    before = sharding.weights_of(model)
+    sharding.shard(model, mesh, offload=False, computes_in=torch.bfloat16)
+    expected, found = logprobs_of(copied, BATCH, 0.8), logprobs_of(model, BATCH, 0.8)
+    assert torch.equal(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
+        assert theirs.grad is not None
+        assert isinstance(mine.grad, DTensor)
+        assert mine.grad.dtype == torch.float32
+        assert torch.equal(mine.grad.to_local(), theirs.grad.float())
+    with sharding.whole(model, CPU) as plain:
+        for mine, theirs in zip(plain.parameters(), copied.parameters(), strict=True):
+            assert mine.dtype == torch.bfloat16
+            assert torch.equal(mine, theirs)
+    after = sharding.weights_of(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMesh) -> None:
     model, other = sharded(small.causal(), mesh), small.causal(seed=5)
     before, wanted = sharding.weights_of(model), sharding.weights_of(other)
@@ -141,7 +164,7 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     loss(plain).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     expected.step()
-    engine = Fsdp2(mesh, lambda x: x, offload=False)
+    engine = Fsdp2(mesh, lambda x: x, lambda model: sharding.shard(model, mesh, offload=False))
     model, optimizer = engine.prepare(split, adamw(split, settings), 0.5)
     engine.backward(model, loss(model), is_last=True)
     assert engine.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
