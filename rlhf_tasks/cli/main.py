@@ -97,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlhf: interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        if launch.has_failed_elsewhere():
+            return 1
+        raise
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -81,7 +81,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
     Raises:
         UserError: if a setting or a variable that the launch needs is missing.
     """
-    words = ["-m", "accelerate.commands.launch"]
+    words = ["-m", "rlhf_tasks.training.launcher"]
     if is_deepspeed(launch):
         settings = paths.deepspeed / f"{launch.layout}.json"
         if not settings.exists():
@@ -202,7 +202,7 @@ def report(error: BaseException) -> None:
     if message is None:
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         kind, message = "fault", f"{rank}{type(error).__name__}: {error}"
-    _write({"kind": kind, "message": message})
+    _write({"kind": kind, "message": message, "process": str(os.getpid())})
 
 
 def _write(failure: Mapping[str, str]) -> None:
@@ -213,9 +213,15 @@ def _write(failure: Mapping[str, str]) -> None:
 
 
 def reported(failure: Path | None = None) -> dict[str, str] | None:
-    """What the failure file holds: `kind` (user or fault) and `message`; None if nothing has failed."""
+    """The failure file: `kind` (user or fault), `message` and `process`; None if nothing has failed."""
     where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
     if where is None or not where.exists():
         return None
     report: dict[str, str] = json.loads(where.read_text(encoding="utf-8") or "null")
     return report
+
+
+def has_failed_elsewhere() -> bool:
+    """True in a worker if another one failed first: what fails here then is a consequence."""
+    failure = reported() if is_worker() else None
+    return failure is not None and failure["process"] != str(os.getpid())

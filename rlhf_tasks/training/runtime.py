@@ -1,6 +1,6 @@
 """The runtime of a stage: device, processes, precision, and one optimiser step over micro-batches.
 
-Only this module, `layouts` and `sharding` use accelerate, DeepSpeed and FSDP2. Rank and world size come from
+Only this package uses accelerate, DeepSpeed and FSDP2. Rank and world size come from
 torch.distributed, because accelerate reports a world size of 1 under DeepSpeed on CPU.
 """
 

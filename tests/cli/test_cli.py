@@ -302,18 +302,23 @@ def test_a_failed_stage_reports_why_to_its_starter(
     def faulty(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise RuntimeError("boom")
 
+    def written() -> dict[str, str]:
+        failure: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+        assert failure.pop("process") == str(os.getpid())
+        return failure
+
     stage(refusing)
     assert main.main(["sft"]) == 2
-    assert json.loads(file.read_text(encoding="utf-8")) == {"kind": "user", "message": "fix it"}
+    assert written() == {"kind": "user", "message": "fix it"}
     file.unlink()
     stage(faulty)
     with pytest.raises(RuntimeError, match="boom"):
         main.main(["sft"])
-    assert json.loads(file.read_text(encoding="utf-8")) == {"kind": "fault", "message": "RuntimeError: boom"}
+    assert written() == {"kind": "fault", "message": "RuntimeError: boom"}
     file.unlink()
     Path("params.yaml").write_text("seed: -1\n", encoding="utf-8")
     assert main.main(["sft"]) == 2
-    assert json.loads(file.read_text(encoding="utf-8"))["kind"] == "user"
+    assert written()["kind"] == "user"
 
 
 def test_help_lists_every_command_in_a_group_and_loads_no_heavy_module() -> None:

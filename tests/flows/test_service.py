@@ -388,7 +388,7 @@ def named(service: Service, message: str) -> dict[str, Any]:
     """The run that a message of the watch names."""
     name = message.removeprefix("the data changed: its run is ").partition(",")[0]
     runs = service.call("POST", "/flow_runs/filter", {"flow_runs": {"name": {"any_": [name]}}})
-    run: dict[str, Any] = runs[0]
+    run: dict[str, Any] = runs[0] if runs else {"state": {"type": None}}  # it has not named itself yet
     return run
 
 

@@ -138,7 +138,7 @@ def test_a_stage_on_a_full_disk_ends_with_one_message_and_resumes_to_the_same_by
             break
         message = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
         assert done.returncode == 2, done.stderr
-        assert "Traceback" not in done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
         assert len(message) == 1, done.stderr
         assert "is full: " in message[0]
         refused += 1

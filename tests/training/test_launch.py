@@ -65,7 +65,7 @@ def test_processes_of_one_machine() -> None:
     words = launch.command(
         Paths(), "sft", section(num_processes=4, mixed_precision="bf16"), {"OMP_NUM_THREADS": "3"}
     )
-    assert words[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
+    assert words[:3] == [sys.executable, "-m", "rlhf_tasks.training.launcher"]
     assert "--multi_gpu" in words
     assert option(words, "--num_processes") == "4"
     assert option(words, "--mixed_precision") == "bf16"
@@ -138,7 +138,13 @@ def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.
     assert launch.reported() is None
     launch.report(MemoryError("full"))
     launch.report(UserError("later"))
-    assert launch.reported() == {"kind": "fault", "message": "rank 1: MemoryError: full"}
+    failure = {"kind": "fault", "message": "rank 1: MemoryError: full", "process": str(os.getpid())}
+    assert launch.reported() == failure
+    assert not launch.has_failed_elsewhere()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert not launch.has_failed_elsewhere()
+    (tmp_path / "failure.json").write_text(json.dumps(failure | {"process": "1"}), encoding="utf-8")
+    assert launch.has_failed_elsewhere()
 
 
 def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(

@@ -167,9 +167,12 @@ class Snapshots:
                 shutil.rmtree(stale)
             partial.mkdir(parents=True)
         rt.barrier()
-        if not partial.exists():
+        blind = rt.max(
+            0 if partial.exists() else rt.rank + 1
+        )  # none may write, and fail, before all have looked
+        if blind:
             raise UserError(
-                f"process {rt.rank} cannot read {partial}; snapshots must be on a disk that all machines "
+                f"process {blind - 1} cannot read {partial}; snapshots must be on a disk that all machines "
                 "share: set RLHF_STATE_DIR to a folder there"
             )
         try:
