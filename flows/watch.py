@@ -147,7 +147,7 @@ def start_run(
             again = f", after {', '.join(failed)} failed" if failed else ""
             return Completed(message=f"the data changed: its run is {name}{again}")
         if (state.is_cancelling() or state.is_cancelled()) and state.name != settings.STOPPED:
-            given = "".join(f" --param {name}={value}" for name, value in parameters.items())
+            given = "".join(f" --param {key}={value}" for key, value in parameters.items())
             return Failed(
                 message=f"the data changed, but its run {name} was cancelled and is not repeated. Start "
                 f"one with `prefect deployment run {deployment}{given}`; checks succeed again after it "
