@@ -121,6 +121,13 @@ def parameters_of(deployment: str) -> dict[str, Any]:
             ) from None
 
 
+def _name(run: Any) -> str:
+    """The name of a run, which it gives itself when it starts."""
+    if run.state is not None and run.state.is_final():
+        return str(run.name)
+    return str((run.parameters or {}).get("name") or request.default_name(run.name, str(run.id)))
+
+
 def start_run(
     deployment: str,
     parameters: dict[str, Any],
@@ -142,7 +149,7 @@ def start_run(
             as_subflow=False,
             idempotency_key=f"{change}-try-{number}",
         )
-        state, name = run.state, request.default_name(run.name, str(run.id))  # which it gives itself
+        state, name = run.state, _name(run)
         if state is None or outcome.has_results(state) or not (state.is_final() or state.is_cancelling()):
             again = f", after {', '.join(failed)} failed" if failed else ""
             return Completed(message=f"the data changed: its run is {name}{again}")

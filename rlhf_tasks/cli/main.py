@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.command(options) or 0)
     except (UserError, OSError) as error:
         message = launch.mistake(error)
+        if message is None and launch.has_failed_elsewhere():
+            return 1
         if message is None:
             raise
         if not launch.is_worker():  # the launcher prints it, once

@@ -55,16 +55,16 @@ def token_stats(
         labels, z = batch.responses[batch.response_mask], logits[:, :-1][batch.response_mask].float()
         answer = _spread(stats_of_logits(z / temperature, labels), batch, entropy_gradient)
         return _named(answer, states)
-    made = list[tuple[int, int]]()
+    made = list[tuple[Tensor, int]]()  # the tensor is kept: else a later one could take its address
 
     def forward(states: Tensor) -> Tensor:
         stats = _stats_of_states(head, states, batch, temperature, entropy_gradient)
-        made.append((stats.data_ptr(), stats._version))
+        made.append((stats.detach(), stats._version))
         return stats
 
     answer, states = _run(model, batch, forward)
-    pointer, version = made[0]
-    if answer.data_ptr() != pointer or answer._version > version:  # the model has changed its "logits"
+    stats, version = made[0]
+    if answer.data_ptr() != stats.data_ptr() or answer._version > version:  # the model changed them
         _ADJUSTED.add(head)
         return token_stats(model, batch, temperature, entropy_gradient=entropy_gradient)
     return _named(answer, states)

@@ -205,11 +205,26 @@ def report(error: BaseException) -> None:
     _write({"kind": kind, "message": message, "process": str(os.getpid())})
 
 
-def _write(failure: Mapping[str, str]) -> None:
+def report_killed(message: str) -> None:
+    """Write that a worker was killed; the fault of another one is its consequence, and is replaced."""
+    before = reported()
+    if before is None or before["kind"] == "fault":
+        _write({"kind": "fault", "message": message, "process": str(os.getpid())}, replace=True)
+
+
+def _write(failure: Mapping[str, str], *, replace: bool = False) -> None:
+    """In one step: other processes read the file."""
     if FAILURE not in os.environ:
         return
-    with suppress(FileExistsError), Path(os.environ[FAILURE]).open("x", encoding="utf-8") as file:
-        json.dump(failure, file)
+    where = Path(os.environ[FAILURE])
+    whole = where.with_name(f"{where.name}.{os.getpid()}")
+    whole.write_text(json.dumps(failure), encoding="utf-8")
+    if replace:
+        whole.replace(where)
+        return
+    with suppress(FileExistsError):
+        where.hardlink_to(whole)
+    whole.unlink()
 
 
 def reported(failure: Path | None = None) -> dict[str, str] | None:
@@ -217,7 +232,7 @@ def reported(failure: Path | None = None) -> dict[str, str] | None:
     where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
     if where is None or not where.exists():
         return None
-    report: dict[str, str] = json.loads(where.read_text(encoding="utf-8") or "null")
+    report: dict[str, str] = json.loads(where.read_text(encoding="utf-8"))
     return report
 
 

@@ -19,9 +19,9 @@ import pytest
 from filelock import FileLock
 from prefect import flow
 from prefect.artifacts import Artifact
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.flow_engine import run_flow
-from prefect.states import Cancelled, Completed, Crashed, Failed, Running
+from prefect.states import Cancelled, Completed, Crashed, Failed, Running, Scheduled
 from prefect.variables import Variable
 
 from flows import (
@@ -440,6 +440,19 @@ def test_a_change_of_data_gets_three_tries_and_no_run_after_one_completed() -> N
     assert check("b") == "the data changed: its run is run-4"
 
 
+def test_a_run_is_named_as_it_names_itself() -> None:
+    def named(given: str, state: State[Any], **parameters: Any) -> str:
+        run = FlowRun(
+            id=uuid.UUID(int=0xABCD), flow_id=uuid.uuid4(), name=given, state=state, parameters=parameters
+        )
+        return str(watch.start_run("any", {}, "a", lambda *_, **__: run).message)
+
+    assert named("kind owl", Scheduled()).endswith("its run is kind-owl-abcd")
+    assert named("kind owl", Scheduled(), name="nightly").endswith("its run is nightly")
+    assert named("nightly", Completed(), name="nightly").endswith("its run is nightly")
+    assert named("kind owl", Failed(name="Refused")).endswith("its run is kind owl"), "it ended before that"
+
+
 def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated() -> None:
     keys: list[str] = []
 
@@ -450,7 +463,7 @@ def test_a_cancelled_run_of_changed_data_is_reported_and_not_repeated() -> None:
     for _ in range(2):
         state = watch.start_run("f/d", {"preset": "smoke"}, "a", start)
         assert state.is_failed()
-        assert "its run run-1-abcd was cancelled" in str(state.message)
+        assert "its run run-1 was cancelled" in str(state.message)
         assert "`prefect deployment run f/d --param preset=smoke`" in str(state.message)
     assert keys == ["a-try-1"] * 2
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import head
@@ -182,6 +183,26 @@ def test_logits_that_are_changed_in_place_are_seen() -> None:
     mask = BATCH.response_mask
     torch.testing.assert_close(found.logprobs[mask], exact.log_prob(BATCH.responses)[mask])
     assert not torch.allclose(found.logprobs[mask], plain.logprobs[mask], atol=1e-3)
+
+
+def test_logits_that_are_changed_into_the_memory_of_the_first_ones_are_seen() -> None:
+    """As softcapping does: it frees the head's tensor, and another one may then take its address."""
+    batch = collate(QUERIES * 16, RESPONSES * 16, pad=PAD)
+    model = small.causal()
+    forward = model.forward
+
+    def scaled(**given: Any) -> Any:
+        logits = forward(**given).logits
+        half = logits * 0.5
+        del logits
+        return CausalLMOutput(logits=half.clone())
+
+    model.forward = scaled
+    with torch.no_grad():
+        for _ in range(50):
+            head._ADJUSTED.discard(model.get_output_embeddings())
+            token_stats(model, batch)
+            assert model.get_output_embeddings() in head._ADJUSTED
 
 
 def test_a_head_that_computes_more_than_a_product_is_not_cut_into_slices() -> None:

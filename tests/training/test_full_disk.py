@@ -66,6 +66,28 @@ def test_a_snapshot_that_does_not_fit_leaves_those_before_it(
     assert [path.name for path in little.rglob("*.partial")] == [], "it gives its room back"
 
 
+def test_a_process_on_a_full_disk_leaves_the_files_that_another_one_is_writing(
+    project: Path, little: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It empties them: without its folder, the other one would fail for another reason."""
+    monkeypatch.setenv("RLHF_STATE_DIR", str(little))
+    rt, save = small.runtime(), torch.save
+
+    def beside_another(part: Any, path: Path) -> None:
+        path.with_name("rank-1.pt").write_bytes(b"half")
+        save(part, path)
+
+    monkeypatch.setattr(torch, "save", beside_another)
+    with resume.open(rt, Paths(), SftView.of(config.load()), "loop") as snapshots:
+        monkeypatch.setattr(rt, "world_size", 2)
+        monkeypatch.setattr(rt, "barrier", lambda: None)
+        monkeypatch.setattr(rt, "max", lambda value: value)
+        with pytest.raises(disk.DiskFullError):
+            snapshots.save(1, {"step": 1, "shared": {"weights": torch.zeros(400_000)}})
+    assert [path.name for path in little.rglob("*.partial/rank-1.pt")] == ["rank-1.pt"]
+    assert disk.free(little) > 900_000, "it gives its room back"
+
+
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     def save(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -90,6 +90,11 @@ FAULTS = {
             layout.backward = spoilt(layout.backward)""",
     "out of memory": "Runtime._backward = full",
 }
+SAID = {
+    "killed": "rlhf: process 1 was killed by SIGKILL",
+    "nan": "NaN or infinite",
+    "out of memory": "process 1 is out of memory",
+}
 PROGRAM = """
 import os, pathlib, signal
 import torch
@@ -139,8 +144,7 @@ def assert_all_end(toy_project: Path, layout: str, fault: str) -> None:
     assert done.returncode != 0, done.stdout
     assert not list(processes_of(toy_project)), "no process is left"
     assert not Path("models/policy").exists()
-    said = {"nan": "NaN or infinite", "out of memory": "process 1 is out of memory"}.get(fault, "")
-    assert said in done.stdout + done.stderr
+    assert SAID[fault] in done.stdout + done.stderr
 
 
 def test_under_fsdp2_all_processes_end_when_one_is_killed(toy_project: Path) -> None:

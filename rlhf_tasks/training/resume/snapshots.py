@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -182,7 +183,7 @@ class Snapshots:
                 if rt.is_main:
                     self._seal(step, partial, snapshot)
         except disk.DiskFullError:
-            shutil.rmtree(partial, ignore_errors=True)  # or nothing else could be written
+            self._give_back(partial)  # or nothing else could be written
             raise
         rt.barrier()
         self._saved_at = time.monotonic()
@@ -191,6 +192,15 @@ class Snapshots:
                 f"{self.folder.name}: saved a snapshot after step {step}; the same command resumes from it"
             )
             self._signals.act()
+
+    def _give_back(self, partial: Path) -> None:
+        """The room of a snapshot that does not fit; with several processes, others may be writing."""
+        if self._rt.world_size == 1:
+            shutil.rmtree(partial, ignore_errors=True)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with suppress(OSError):
+                    os.truncate(path, 0)
 
     def _write(self, state: State, partial: Path) -> None:
         """This process's part of the state, and from the first one what all of them share."""
