@@ -2,7 +2,8 @@
 
 The parts are counted from what the trainer holds: float32 weights with copies in bfloat16 for bf16, except
 under DeepSpeed, which keeps bfloat16 weights beside a float32 copy of each process's share. ZeRO: arXiv
-1910.02054, section 3; it keeps 12 bytes a trained parameter for AdamW: that copy and two moments.
+1910.02054, section 3; it keeps 12 bytes a trained parameter for AdamW: that copy and two moments. FSDP2 keeps
+a process's share of everything in float32, and gathers one layer at a time (arXiv 2304.11277, section 3.2).
 
 P policy · C critic · N processes.
 """
@@ -18,9 +19,11 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import OPTIMISED
 from rlhf_tasks.config.scorers import reward_folders
 
-Layout = Literal["single", "ddp", "zero2", "zero3"]
+Layout = Literal["single", "ddp", "zero2", "fsdp2", "zero3"]
 LAYOUTS: Sequence[Layout] = get_args(Layout)
-"""From the simplest to the one that spreads most."""
+"""In the order in which they are tried: from the simplest to those that spread most."""
+SHARDING: Sequence[Layout] = ("fsdp2", "zero3")
+"""Those that divide the weights, and gather them to use them."""
 FP32, BF16 = 4, 2
 SLICE = 2**26  # logits that the training passes make at a time on a GPU, in modeling/head.py
 BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
@@ -93,7 +96,7 @@ class Footprint:
     logits: float
     """The larger of what sampling and training make."""
     gathered: float
-    """ZeRO-3's whole weights: of the policy while it samples, or those that a pass is at."""
+    """Under FSDP2 and ZeRO-3, whole weights: of the policy while it samples, or those that a pass is at."""
     start: float
     """The check of a whole model in float32; under ZeRO-3 policy and critic, before they are partitioned."""
     peak: float
@@ -109,10 +112,10 @@ def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
     training_logits = 2.0 * FP32 * SLICE
     activations = _activations(networks, layout)
     whole, live, start = 0.0, 0.0, float(FP32 * networks.policy.parameters)
+    if layout in SHARDING:
+        whole, live = float(networks.passes_width * networks.policy.parameters), _live(networks, layout)
     if layout == "zero3":
-        both = networks.policy.parameters + networks.critic_parameters
-        whole, start = float(networks.passes_width * networks.policy.parameters), float(FP32 * both)
-        live = networks.passes_width * min(LIVE, both)
+        start = float(FP32 * _both(networks))
     sampling = cache + sampling_logits + whole
     training = states["gradients"] + activations + training_logits + live
     return Footprint(
@@ -120,6 +123,20 @@ def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
         gathered=max(whole, live), start=start,
         peak=max(start, states["weights"] + states["optimiser"] + max(sampling, training)),
     )  # fmt: skip
+
+
+def _both(networks: Networks) -> int:
+    return networks.policy.parameters + networks.critic_parameters
+
+
+def _live(networks: Networks, layout: Layout) -> float:
+    """What a pass has gathered at most. FSDP2: the embeddings, the head, a layer and the next, and the whole
+    gradient of the largest of these with the float32 copy that is shared out."""
+    policy, width = networks.policy, networks.passes_width
+    if layout == "zero3":
+        return float(width * min(LIVE, _both(networks)))
+    embeddings, layer = policy.vocab * policy.hidden, policy.in_matrices / policy.layers
+    return width * (embeddings + policy.head + 2 * layer) + (width + FP32) * max(embeddings, layer)
 
 
 def _states(networks: Networks, layout: Layout, n: int) -> Mapping[str, float]:
@@ -138,6 +155,12 @@ def _states(networks: Networks, layout: Layout, n: int) -> Mapping[str, float]:
             "weights": weights,
             "gradients": FP32 * trained + buckets,
             "optimiser": 2 * FP32 * trained,
+        }
+    if layout == "fsdp2":
+        return {
+            "weights": FP32 * (policy + critic + frozen + rewards) / n,
+            "gradients": FP32 * trained / n,
+            "optimiser": 2 * FP32 * trained / n,
         }
     width = networks.passes_width
     buckets = 2 * width * min(BUCKET, trained)

@@ -3,7 +3,7 @@
 A pass over whole rows takes its FLOPs over the matrix rate. A step of sampling reads all weights and the
 cache of all rows, and takes the longer of that and its FLOPs. No layer takes less than a fixed time. To this
 come the bytes that GPUs exchange (arXiv 1910.02054, section 7): 2 bytes over the link for each byte of a
-gradient, and under ZeRO-3 all weights again in each pass.
+gradient, and under FSDP2 and ZeRO-3 all weights again in each pass.
 
 Q query · R response · T = Q + R.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from rlhf_tasks.benchmark.footprint import (
     FP32,
     LAYOUTS,
+    SHARDING,
     Footprint,
     Layout,
     Networks,
@@ -154,7 +155,7 @@ def _problem(networks: Networks, machine: Machine) -> str:
 
 def update_seconds(networks: Networks, machine: Machine, layout: Layout) -> Seconds:
     """The seconds of one update."""
-    gathered = networks.passes_width * networks.policy.parameters if layout == "zero3" else 0
+    gathered = networks.passes_width * networks.policy.parameters if layout in SHARDING else 0
     generate = _generate(networks, machine) + _exchange(gathered, machine)
     return Seconds(
         generate=generate, score=_score(networks, machine, layout),
@@ -190,7 +191,7 @@ def _score(networks: Networks, machine: Machine, layout: Layout) -> float:
     passes = (heads + trunks) * _micro_batches(networks, machine)
     rows = settings.rollout_batch_size / machine.num_gpus
     seconds = rows * (heads * whole + trunks * trunk) / machine.rate(networks.is_bf16)
-    gathers = passes if layout == "zero3" else 0
+    gathers = passes if layout in SHARDING else 0
     return max(seconds, passes * policy.layers * machine.assumed.layer_seconds) + _exchange(
         gathers * networks.passes_width * policy.parameters, machine
     )
@@ -213,13 +214,15 @@ def _train(networks: Networks, machine: Machine, layout: Layout) -> float:
 
 
 def _train_exchange(networks: Networks, machine: Machine, layout: Layout, steps: int, micro: float) -> float:
-    """Gradients are reduced once a step; under ZeRO-3 in each micro-batch, which gathers weights twice."""
+    """Gradients are reduced once a step; where weights are divided, in each micro-batch, which gathers them
+    twice. FSDP2 reduces them in float32."""
     if machine.num_gpus == 1:
         return 0.0
     both = networks.policy.parameters + networks.critic_parameters
-    width = FP32 if layout == "ddp" else networks.passes_width
-    if layout == "zero3":
-        return _exchange(micro * (2 * width * both + width * networks.trained_parameters), machine)
+    width = FP32 if layout in ("ddp", "fsdp2") else networks.passes_width
+    if layout in SHARDING:
+        gathers = 2 * networks.passes_width * both
+        return _exchange(micro * (gathers + width * networks.trained_parameters), machine)
     return _exchange(steps * 2 * width * networks.trained_parameters, machine)
 
 

@@ -168,8 +168,9 @@ def assumptions(settings: config.Config, gpu: Gpu, assumed: Assumptions, price: 
         f"every prompt has {settings.data.max_prompt_tokens} tokens and every response {ppo.response_length}",
         "reward models, critic and reference are as large as the policy; the critic and two reward models "
         "only where params.yaml has them",
-        "under zero3 the reference and the reward models are divided among the GPUs; the policy's weights "
-        "are gathered whole to sample, and policy and critic are whole on each GPU at the start",
+        "under fsdp2 and zero3 the reference and the reward models are divided among the GPUs, and the "
+        "policy's weights are gathered whole to sample; under zero3 policy and critic are whole on each GPU "
+        "at the start",
         "the number of GPUs also divides the batch sizes of base, sft and reward, which are not planned",
         "1B, 8B and 70B differ from params.yaml by the model, bf16 and gradient checkpointing",
     ]

@@ -44,6 +44,9 @@ class Engine(Section):
     weights_folder: str | None
     """Folder, on a disk that the server reads too, in which the stage writes the weights of each version;
     null: .rlhf/engine."""
+    transfer: Literal["folder", "ipc"]
+    """How new weights reach the server: `folder`, in files in `weights_folder`; `ipc`, from the memory of the
+    GPU that training and server share, by vLLM's weight transfer. The first weights are always in files."""
     ahead: Literal[0, 1]
     """Number of rollouts that are sampled ahead: 0, or 1 to sample the next rollout while the policy learns
     from this one, from weights that are one update older (arXiv 2410.18252)."""
@@ -76,6 +79,8 @@ class Settings(Protocol):
     @property
     def sampling_batch_size(self) -> int | None: ...
     @property
+    def lora(self) -> object | None: ...
+    @property
     def temperature(self) -> float: ...
     @property
     def ratio_from(self) -> str: ...
@@ -100,6 +105,11 @@ def engine_conflicts(ppo: Settings) -> Iterator[str]:
         yield (
             "engine: its importance weights correct ratios to the policy of the rollout; set ratio_from to "
             "rollout, or engine to null"
+        )
+    if ppo.engine.transfer == "ipc" and ppo.lora is not None:
+        yield (
+            "engine.transfer=ipc needs the policy's weights on the GPU, and lora's are merged beside it; set "
+            "engine.transfer to folder, or lora to null"
         )
     if ppo.engine.ahead and ppo.total_episodes // ppo.rollout_batch_size < 2:
         yield "engine.ahead=1 needs a next rollout, and there is one update only; set engine.ahead to 0"

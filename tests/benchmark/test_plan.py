@@ -128,15 +128,30 @@ def without_buckets(layout: Layout) -> float:
     policy = replace(TOY, trunk=7_500_000_000, head=0)
     many = networks(policy, **without_critic("rloo"), rollout_batch_size=128, total_episodes=128)
     found = footprint(many, layout, 64)
-    shared = 64 if layout == "zero3" else 1
-    reference = 2 * 7.5e9 / shared
-    return found.weights - reference + found.gradients - 2 * 2 * BUCKET + found.optimiser
+    reference = {"zero2": 2 * 7.5e9, "zero3": 2 * 7.5e9 / 64, "fsdp2": 4 * 7.5e9 / 64}[layout]
+    buckets = 0 if layout == "fsdp2" else 2 * 2 * BUCKET
+    return found.weights - reference + found.gradients - buckets + found.optimiser
 
 
 def test_zero_needs_what_its_paper_says() -> None:
     """arXiv 1910.02054, figure 1: 7.5 billion parameters, 64 GPUs: 16.6 GB with stage 2, 1.9 with stage 3."""
     assert without_buckets("zero2") / GB == pytest.approx(16.6, abs=0.05)
     assert without_buckets("zero3") / GB == pytest.approx(1.9, abs=0.05)
+
+
+def test_fsdp2_divides_weights_gradients_and_two_moments_in_float32() -> None:
+    """16 bytes a parameter, as many as ZeRO-3: 7.5 billion on 64 GPUs."""
+    assert without_buckets("fsdp2") == pytest.approx(16 * 7.5e9 / 64)
+
+
+def test_fsdp2_gathers_the_policy_to_sample_and_some_layers_in_a_pass() -> None:
+    """Embeddings and head of 100,000 each, ten layers of 50,000: 2 bytes to compute, 4 more to share out."""
+    found = footprint(networks(), "fsdp2", 2)
+    assert found.gathered == 2 * 700_000
+    assert found.start == 4 * 700_000, "the policy alone"
+    passes = 2 * (2 * 100_000 + 2 * 50_000) + 6 * 100_000
+    training = found.gradients + found.activations + found.logits + passes
+    assert found.peak == found.weights + found.optimiser + training
 
 
 def test_one_process_holds_four_models_and_adam_in_float32() -> None:
@@ -198,21 +213,22 @@ def test_the_sizes_of_slices_and_buckets_are_those_in_use() -> None:
 def test_the_first_layout_that_fits_is_taken() -> None:
     """On a GPU whose memory is given: just enough for each layout in turn, and then for none."""
     made = networks(architecture.published("8B"))
-    needs = {layout: footprint(made, layout, 8).peak for layout in ("ddp", "zero2", "zero3")}
+    needs = {layout: footprint(made, layout, 8).peak for layout in ("ddp", "zero2", "fsdp2")}
     assert sorted(needs.values(), reverse=True) == list(needs.values())
     for layout, need in needs.items():
         gpu = replace(CHIP, memory=need)
         assert forecast.fitting(made, machine(8, gpu)) == layout
-    assert forecast.fitting(made, machine(8, replace(CHIP, memory=needs["zero3"] * 0.9))) is None
+    assert forecast.fitting(made, machine(8, replace(CHIP, memory=needs["fsdp2"] * 0.9))) is None
     assert forecast.fitting(made, machine(8, CHIP)) is None
 
 
-def test_no_number_of_gpus_helps_where_one_cannot_hold_policy_and_critic_at_the_start() -> None:
-    """8 billion parameters and a critic without a head, 4 bytes each: 62 GB."""
+def test_no_number_of_gpus_helps_where_one_cannot_hold_a_model_at_the_start() -> None:
+    """8 billion parameters, 4 bytes each: 32 GB; under ZeRO-3 also a critic without a head: 62 GB."""
     made = networks(architecture.published("8B"))
     start = footprint(made, "zero3", 1000).start
     assert start == 4 * (made.policy.parameters + made.critic_parameters) == pytest.approx(62.1e9, rel=1e-2)
     assert footprint(made, "zero3", 1000).peak == start
+    assert footprint(made, "fsdp2", 1000).peak == 4 * made.policy.parameters
 
 
 # ------------------------------------------------------------------------------------ speed and cost
@@ -254,6 +270,9 @@ def test_sharded_weights_are_gathered_once_to_sample_and_in_each_pass() -> None:
     both = 700_000 + 600_100
     expected = 2 * 4 * (2 * 2 * both + 2 * both) * 0.5 / 1e6
     assert sharded[0].train - sharded[1].train == pytest.approx(expected)
+    fsdp2 = [forecast.update_seconds(networks(), machine(2, gpu), "fsdp2") for gpu in (CHIP, fast)]
+    more = 2 * 4 * 2 * both * 0.5 / 1e6
+    assert fsdp2[0].train - fsdp2[1].train == pytest.approx(expected + more), "it shares gradients in float32"
 
 
 def test_the_cost_is_the_price_of_all_gpus_for_the_time() -> None:

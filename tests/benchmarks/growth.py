@@ -21,6 +21,7 @@ from tests import small
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 
 AXES: Mapping[str, Sequence[int]] = {
     "batch": (16, 32, 64, 128),
@@ -78,6 +79,8 @@ def draw(found: Mapping[str, Mapping[int, measurement.Measurement]], out: Path) 
         panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("episodes per second")
+    panels[0][0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[0][0].yaxis.set_major_formatter("{x:g}")
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)

@@ -9,11 +9,14 @@ wrong, or fail, in the ways that the tests name.
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
+import pickle
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,10 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 Answer = tuple[list[int], list[float]]
 VERSION = "0.32.0-standin"
+GPU = "GPU-standin"  # the id of a GPU in a handle of its memory
 
 
 class Backend(Protocol):
     def load(self, folder: Path) -> None: ...
+    def receive(self, update: Mapping[str, Any]) -> None: ...
     def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]: ...
 
 
@@ -37,6 +42,9 @@ class Canned:
 
     def load(self, folder: Path) -> None:
         assert (folder / "model.safetensors").exists()
+
+    def receive(self, update: Mapping[str, Any]) -> None:
+        assert update["names"]
 
     def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
         return [[([one["stop_token_ids"][0]], [-1.0]) for _ in range(one["n"])] for one in requests]
@@ -49,6 +57,19 @@ class Model:
         from rlhf_tasks.modeling.models import load_causal
 
         self.model = load_causal(folder)
+
+    def receive(self, update: Mapping[str, Any]) -> None:
+        """A handle holds the weight itself: there is no GPU whose memory two processes could share."""
+        from safetensors.torch import save_file
+
+        handles = pickle.loads(base64.b64decode(update["ipc_handles_pickled"]))
+        given = {name: handle[GPU] for name, handle in zip(update["names"], handles, strict=True)}
+        sizes = [(str(x.dtype).removeprefix("torch."), list(x.shape)) for x in given.values()]
+        assert sizes == list(zip(update["dtype_names"], update["shapes"], strict=True))
+        with tempfile.TemporaryDirectory() as folder:  # as vLLM does, it knows them by their stored names
+            save_file(given, Path(folder) / "model.safetensors", {"format": "pt"})
+            self.model.config.save_pretrained(folder)
+            self.load(Path(folder))
 
     def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]:
         import torch
@@ -93,6 +114,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.backend, self.fault, self.marker = backend, fault, marker
         self.version, self.is_paused, self.calls = "default", False, list[str]()
+        self.takes_weights, self.is_updating = False, False
         self.bodies: list[dict[str, Any]] = []
         self.closing = threading.Event()
         self._waiting: queue.Queue[tuple[dict[str, Any], queue.Queue[Any]]] = queue.Queue()
@@ -170,12 +192,27 @@ class Handler(BaseHTTPRequestHandler):
             if server.fault != "stale":
                 server.backend.load(Path(body["kwargs"]["weights_path"]))
             return self.send(200, {"results": [None]})
+        if path == "/init_weight_transfer_engine":
+            server.takes_weights = body["init_info"] == {"packed": False}
+            return self.send(200, {"message": "Weight transfer initialized"})
+        if path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+            return self.weight_update(path, body)
         if path == "/reset_prefix_cache":
             return self.send(200, {"success": server.fault != "cache"})
         if path == "/update_weight_version":
             server.version = "1" if server.fault == "version" else body["new_version"]
             return self.send(200, {"success": True, "new_version": body["new_version"]})
         return self.send(404, {"detail": "Not Found"})
+
+    def weight_update(self, path: str, body: dict[str, Any]) -> None:
+        server = self.server
+        assert server.takes_weights
+        assert server.is_paused
+        assert server.is_updating == (path != "/start_weight_update")
+        if path == "/update_weights":
+            server.backend.receive(body["update_info"])
+        server.is_updating = path != "/finish_weight_update"
+        return self.send(200, {"message": "done"})
 
     def completion(self, body: dict[str, Any]) -> None:
         server = self.server

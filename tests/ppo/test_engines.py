@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -12,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rlhf_tasks.config.engine import Engine as Settings
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.ppo.engines import wire
+from rlhf_tasks.modeling import models
+from rlhf_tasks.ppo.engines import ipc, wire
 from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone, Limits, check
 from rlhf_tasks.ppo.engines.vllm import Rollouts, VllmEngine, remove_abandoned
 from rlhf_tasks.ppo.engines.wire import Sampling
@@ -35,8 +38,9 @@ SECONDS = 60.0
 
 def settings(**changes: Any) -> Settings:
     given = {
-        "kind": "vllm", "url": None, "command": None, "weights_folder": None, "ahead": 0,
-        "importance_cap": 2.0, "max_logprob_diff": 0.01, "start_seconds": SECONDS, "timeout_seconds": SECONDS,
+        "kind": "vllm", "url": None, "command": None, "weights_folder": None, "transfer": "folder",
+        "ahead": 0, "importance_cap": 2.0, "max_logprob_diff": 0.01, "start_seconds": SECONDS,
+        "timeout_seconds": SECONDS,
     }  # fmt: skip
     return Settings.model_validate(given | changes)
 
@@ -149,6 +153,99 @@ def test_new_weights_are_loaded_while_the_server_is_paused_and_older_ones_are_re
     assert first.logprobs != second.logprobs
     assert kept == ["version-2"]
     assert not list(tmp_path.rglob("model.safetensors"))
+
+
+# ------------------------------------------------------------------------ weights in a GPU's memory
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle of a CPU's tensor is the tensor itself, as the stand-in takes it."""
+    monkeypatch.setattr(ipc, "_device", lambda weights: torch.device("cuda"))
+    monkeypatch.setattr(ipc, "_wait", lambda weights: None)
+    monkeypatch.setattr(ipc, "_handle", lambda tensor: {standin.GPU: tensor})
+
+
+@pytest.mark.usefixtures("shared_memory")
+def test_weights_reach_the_server_from_memory_and_only_the_first_ones_are_written(tmp_path: Path) -> None:
+    new = small.causal(seed=1)
+    with standin.serving() as server:
+        one = engine(tmp_path, url=server.url, transfer="ipc")
+        one.load(small.causal(), 1)
+        server.calls.clear()
+        one.load(new, 2)
+        assert server.calls == [
+            "/pause?mode=wait", "/start_weight_update", "/update_weights", "/finish_weight_update",
+            "/reset_prefix_cache", "/update_weight_version", "/resume",
+        ]  # fmt: skip
+        answers = one.sample(QUERIES, 1, SEEDS)
+        written = [path.parent.name for path in tmp_path.rglob("model.safetensors")]
+        one.close()
+    assert answers.version == 2
+    assert written == ["version-1"]
+    for query, response, logprobs in zip(QUERIES, answers.responses, answers.logprobs, strict=True):
+        alone = (small.logits_alone(new, query, response) / 0.8).log_softmax(-1)
+        expected = [float(alone[i, token]) for i, token in enumerate(response)]
+        assert logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_without_a_gpu_no_handles_are_given_and_no_server_is_started(tmp_path: Path) -> None:
+    one = engine(tmp_path, command=command(), transfer="ipc")
+    with pytest.raises(UserError, match="transfer=ipc needs a GPU, and PPO runs on: cpu; set it to folder"):
+        one.load(small.causal(), 1)
+    one.close()
+    assert not of_servers(tmp_path)
+
+
+@pytest.mark.usefixtures("shared_memory")
+def test_weights_that_a_model_does_not_name_are_refused() -> None:
+    with pytest.raises(UserError, match=r"weights that it does not name, such as experts.0; set it"):
+        ipc.check(small.causal(), ["experts.0"])
+
+
+@pytest.mark.usefixtures("shared_memory")
+def test_a_server_with_weights_in_memory_only_is_not_started_again(tmp_path: Path) -> None:
+    one = engine(tmp_path, command=command("--fault", "die"), transfer="ipc")
+    one.load(small.causal(), 1)
+    with pytest.raises(EngineGone):
+        one.sample(QUERIES, 1, SEEDS)
+    one.close()
+
+
+def test_a_server_that_takes_weights_from_memory_is_started_to_do_so() -> None:
+    words = wire.options(Path("m"), 1, max_tokens=16, is_float32=True, by_ipc=True)
+    assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": "ipc"}
+    plain = wire.options(Path("m"), 1, max_tokens=16, is_float32=True, by_ipc=False)
+    assert "--weight-transfer-config" not in plain
+
+
+OPEN = """
+import base64, pickle, sys, torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+total = 0.0
+for handle in pickle.loads(base64.b64decode(sys.stdin.read())):
+    (arguments,) = handle.values()
+    total += float(rebuild_cuda_tensor(*arguments).double().sum())
+print(total)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU whose memory could be shared")
+def test_another_process_opens_the_handles_of_a_gpus_memory() -> None:
+    model = small.causal()
+    models.place(model, torch.device("cuda"))
+    names = list(model.state_dict())
+    ipc.check(model, names)
+    with ipc.update_of(model, names) as body:
+        pickled = body["update_info"]["ipc_handles_pickled"]
+        done = subprocess.run(
+            [sys.executable, "-c", OPEN], input=pickled, capture_output=True, text=True, check=True
+        )
+    expected = sum(float(weight.double().sum()) for weight in model.state_dict().values())
+    assert float(done.stdout) == pytest.approx(expected, rel=1e-6)
+
+
+# ------------------------------------------------------------------------ servers that fail
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ class Planted:
 
 
 ENGINE: dict[str, Any] = {
-    "kind": "vllm", "url": "http://127.0.0.1:8000", "command": None, "weights_folder": None, "ahead": 0,
-    "importance_cap": 2.0, "max_logprob_diff": 1e-3, "start_seconds": 60.0, "timeout_seconds": 60.0,
+    "kind": "vllm", "url": "http://127.0.0.1:8000", "command": None, "weights_folder": None,
+    "transfer": "folder", "ahead": 0, "importance_cap": 2.0, "max_logprob_diff": 1e-3,
+    "start_seconds": 60.0, "timeout_seconds": 60.0,
 }  # fmt: skip
 
 

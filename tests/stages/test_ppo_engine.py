@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ruamel.yaml import YAML
 
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.ppo.engines import ipc
 from rlhf_tasks.ppo.engines.protocol import EngineGone
 from rlhf_tasks.training import resume
 from rlhf_tasks.training.state import State
@@ -46,6 +48,19 @@ def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Pa
     assert f"its rollouts were sampled by vLLM {standin.VERSION}" in (POLICY / "README.md").read_text("utf-8")
     assert not of_servers(models_here)
     assert len(list((models_here / ".rlhf/engine").iterdir())) == 1, "the log alone is kept"
+
+
+def test_weights_from_memory_give_the_run_that_weights_in_files_give(
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, by_files = run(**section())
+    monkeypatch.setattr(ipc, "_device", lambda weights: torch.device("cuda"))
+    monkeypatch.setattr(ipc, "_wait", lambda weights: None)
+    monkeypatch.setattr(ipc, "_handle", lambda tensor: {standin.GPU: tensor})
+    _, from_memory = run(**section(transfer="ipc"))
+    for name in ("objective/scores", "policy/approxkl_avg", "engine/logprob_diff"):
+        curves = [[row[name] for row in rows if name in row] for rows in (by_files, from_memory)]
+        assert curves[0] == pytest.approx(curves[1], rel=1e-3, abs=1e-6)
 
 
 def test_without_an_engine_the_policy_names_none(models_here: Path) -> None:

@@ -1,4 +1,4 @@
-"""The engine of `ppo.engine`, for as long as a stage needs it. No torch here."""
+"""The engine of `ppo.engine`, for as long as a stage needs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Rollouts by vLLM's server, which this process starts and ends, or finds at an address. No torch here.
+"""Rollouts by vLLM's server, which this process starts and ends, or finds at an address.
 
-Weights reach it through a folder of safetensors for each version. A server that was started here and stops
-answering is started again, once.
+Weights reach it through a folder of safetensors for each version, or by `ipc` from the memory of the GPU that
+both share. A server that was started here and stops answering is started again, once, if its weights are in a
+folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import psutil
 from rlhf_tasks import console
 from rlhf_tasks.config.engine import Engine as Settings
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.ppo.engines import wire
+from rlhf_tasks.ppo.engines import ipc, wire
 from rlhf_tasks.ppo.engines.client import Client
 from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone, Ids
 from rlhf_tasks.ppo.engines.wire import Sampling
@@ -40,6 +41,7 @@ CHECK_SECONDS = 5.0  # for one answer to whether it is healthy
 SERVER = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
+UNPICKLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # as it does with the handles of `ipc`
 WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in it with its process's name
 
 
@@ -67,7 +69,7 @@ class VllmEngine:
         remove_abandoned(place)
         self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
         self._client: Client | None = None
-        self._version = 0
+        self._version, self._names = 0, list[str]()
         self._has_restarted = self._is_closed = False
         self.name = "vLLM"
 
@@ -75,12 +77,19 @@ class VllmEngine:
 
     def load(self, weights: PreTrainedModel, version: int) -> None:
         """Write the weights, and start the server with them or let it load them."""
+        if self._by_ipc and self._client is not None:
+            self._version = version
+            self._renew(lambda: self._hand_over(weights))
+            return
         before, self._version = self._weights, version
         self._folder.mkdir(parents=True, exist_ok=True)
         write_text(self._folder / OWNER, context.process_name(psutil.Process()))
         with whole(self._weights) as folder:
             weights.save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
+        if self._by_ipc:
+            self._names = ipc.names_in(self._weights)
+            ipc.check(weights, self._names)
         if self._client is None:
             self._begin()
         else:
@@ -131,10 +140,24 @@ class VllmEngine:
     def _weights(self) -> Path:
         return self._folder / f"version-{self._version}"
 
+    @property
+    def _by_ipc(self) -> bool:
+        return self._settings.transfer == "ipc"
+
     def _reload(self) -> None:
+        self._renew(lambda: self._connected.post("/collective_rpc", wire.reload_from(self._weights)))
+
+    def _hand_over(self, weights: PreTrainedModel) -> None:
+        client = self._connected
+        with ipc.update_of(weights, self._names) as body:
+            client.post("/start_weight_update")
+            client.post("/update_weights", body)
+            client.post("/finish_weight_update")
+
+    def _renew(self, load: Callable[[], object]) -> None:
         client = self._connected
         client.post("/pause?mode=wait")
-        client.post("/collective_rpc", wire.reload_from(self._weights))
+        load()
         done = client.post("/reset_prefix_cache")
         if isinstance(done, dict) and done.get("success") is False:
             raise EngineError(
@@ -157,6 +180,8 @@ class VllmEngine:
             self._reload()
         else:
             self._start(self._server)
+        if self._by_ipc:
+            self._connected.post("/init_weight_transfer_engine", ipc.BEGIN)
         version: Any = self._connected.get("/version")
         self.name = f"vLLM {version['version'] if isinstance(version, dict) else version}"
 
@@ -169,7 +194,8 @@ class VllmEngine:
         assert self._settings.command is not None
         port, rollouts = _free_port(), self._rollouts
         words = [*self._settings.command, *wire.options(
-            self._weights, port, max_tokens=rollouts.max_tokens, is_float32=rollouts.is_float32
+            self._weights, port, max_tokens=rollouts.max_tokens, is_float32=rollouts.is_float32,
+            by_ipc=self._by_ipc,
         )]  # fmt: skip
         url = f"http://{HOST}:{port}"
         console.say(f"ppo: starting the engine; its log is {server.log}")
@@ -177,7 +203,8 @@ class VllmEngine:
             raise UserError(
                 f"ppo.engine.command: {words[0]} is no program here; name the server's by its path"
             )
-        server.start(attached.command(words), os.environ | SERVER, Path.cwd(), url=url)
+        variables = SERVER | (UNPICKLES if self._by_ipc else {})
+        server.start(attached.command(words), os.environ | variables, Path.cwd(), url=url)
         check = Client(url, CHECK_SECONDS)
         server.wait_until_ready(
             lambda: _is_healthy(check) and server.listens(port), self._settings.start_seconds
@@ -190,7 +217,7 @@ class VllmEngine:
         try:
             return call()
         except EngineGone as error:
-            if self._server is None or self._is_closed:
+            if self._server is None or self._is_closed or self._by_ipc:
                 raise
             if self._has_restarted:
                 raise self._final(error, self._server) from None

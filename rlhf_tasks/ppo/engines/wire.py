@@ -2,7 +2,7 @@
 
 `/v1/completions` with token ids and `return_token_ids` is in vLLM's documentation of its OpenAI-compatible
 server; `/pause`, `/collective_rpc`, `/reset_prefix_cache`, `/resume`, `/update_weight_version` and
-`/weight_info` are those of its development mode (vLLM 0.32).
+`/weight_info` are those of its development mode (vLLM 0.32). Weights in a GPU's memory: `ipc`.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def reload_from(folder: Path) -> dict[str, Any]:
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
 
 
-def options(folder: Path, port: int, *, max_tokens: int, is_float32: bool) -> list[str]:
+def options(folder: Path, port: int, *, max_tokens: int, is_float32: bool, by_ipc: bool) -> list[str]:
     """The words that follow the user's command: what to serve, where, and how log-probs are computed."""
+    transfer = ["--weight-transfer-config", '{"backend": "ipc"}'] if by_ipc else []
     return [
         str(folder), "--host", HOST, "--port", str(port), "--dtype", "float32" if is_float32 else "bfloat16",
         "--max-model-len", str(max_tokens), "--logprobs-mode", "processed_logprobs",
-        "--generation-config", "vllm",
+        "--generation-config", "vllm", *transfer,
     ]  # fmt: skip
