@@ -222,12 +222,12 @@ class LlmComparer:
         settings = self._settings
         longest = (settings.max_retries + 1) * (settings.timeout_seconds + self._longest_wait_seconds)
         self.spent.requests += 1
-        asked_at = round(time.time() * 1000)
+        asked_at, start = round(time.time() * 1000), time.monotonic()
         try:
             # The client times each silence only; a reply that arrives byte by byte would never end.
             async with asyncio.timeout(longest):
                 response = await client.chat.completions.with_raw_response.create(**request)
-            took = round(time.time() * 1000) - asked_at
+            took = round((time.monotonic() - start) * 1000)
             record = record_of(response.text) | {"asked_at": asked_at, "milliseconds": took}
         except REFUSED as error:
             raise UserError(self._refusal(error)) from None
