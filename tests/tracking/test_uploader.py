@@ -80,15 +80,17 @@ def real(store: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def uploaders(home: Path) -> list[psutil.Process]:
-    processes = []
+    processes = list[tuple[psutil.Process, psutil.Process | None]]()
     for process in psutil.process_iter():
         try:
-            command = process.cmdline()
+            command, parent = process.cmdline(), process.parent()
         except psutil.Error:
             continue
         if "rlhf_tasks.tracking.uploader" in command and str(home / "outbox") in command:
-            processes.append(process)
-    return processes
+            processes.append((process, parent))
+    own = [process for process, _ in processes]
+    # a child has its parent's command line until it runs its own program
+    return [process for process, parent in processes if parent not in own]
 
 
 def the_uploader(home: Path) -> psutil.Process:
