@@ -180,13 +180,20 @@ class TokenBudget:
         self.max_tokens, self.is_lowered = max_tokens, False
         self._largest = 0  # tokens of the largest micro-batch that could be cut in two
 
-    def cut(self, rows: Sequence[int], count: int | None = None) -> list[list[int]]:
-        """`micro_batches` under the present bound."""
-        groups = micro_batches(rows, self.max_tokens, count)
+    def cut(self, rows: Sequence[int], count: int | None = None, share: int = 1) -> list[list[int]]:
+        """`micro_batches` under the present bound, divided by `share`."""
+        groups = micro_batches(rows, self.max_tokens // share, count)
         self._largest = max(
             [self._largest, *(padded_tokens(rows, group) for group in groups if len(group) > 1)]
         )
         return groups
+
+    def deal(self, rows: Sequence[int], num_workers: int) -> list[list[list[int]]]:
+        """A cut for each worker: rows of all lengths, and a share of the bound, as all compute at once."""
+        return [
+            [[hand[i] for i in group] for group in self.cut([rows[i] for i in hand], share=num_workers)]
+            for hand in dealt(rows, num_workers)
+        ]
 
     def lower(self) -> None:
         """Halve what the largest micro-batch may have.
@@ -209,9 +216,9 @@ class TokenBudget:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.max_tokens, self.is_lowered = state["max_tokens"], state["is_lowered"]
 
-    def each(self, rows: Sequence[int], compute: Callable[[list[int]], None]) -> None:
+    def each(self, rows: Sequence[int], compute: Callable[[list[int]], None], share: int = 1) -> None:
         """Call `compute` with every micro-batch; one that is out of memory is cut smaller and repeated."""
-        waiting = self.cut(rows)
+        waiting = self.cut(rows, share=share)
         while waiting:
             group = waiting.pop()
             try:
@@ -223,7 +230,13 @@ class TokenBudget:
             if len(group) == 1:
                 self._largest = 0
             self.lower()
-            waiting += [[group[i] for i in part] for part in self.cut([rows[i] for i in group])]
+            waiting += [[group[i] for i in part] for part in self.cut([rows[i] for i in group], share=share)]
+
+
+def dealt(rows: Sequence[int], num_hands: int) -> list[list[int]]:
+    """Row numbers in groups of equal size, each with rows of all lengths; `rows` are their tokens."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    return [order[hand::num_hands] for hand in range(num_hands)]
 
 
 def padded_tokens(rows: Sequence[int], group: Sequence[int]) -> int:

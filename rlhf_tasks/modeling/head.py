@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.modeling.classifiers import trunk_of
 from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.last_layer import forward_replaced, last_columns_only
-from rlhf_tasks.modeling.products import RoundedLinear, rounded_products
+from rlhf_tasks.modeling.last_layer import Forward, forward_replaced, last_columns_only
+from rlhf_tasks.modeling.products import RoundedLinear, rounded_rows
 
 CPU_SLICE, GPU_SLICE = 2**21, 2**26
 """Logits that exist at a time: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
@@ -51,13 +51,13 @@ def token_stats(
     """
     head = _head(model)
     if head in _ADJUSTED or not _is_linear(head):
-        logits, states = _run(model, batch, head.forward)
+        logits, states = _run(model, batch, lambda original, states: original(states))
         labels, z = batch.responses[batch.response_mask], logits[:, :-1][batch.response_mask].float()
         answer = _spread(stats_of_logits(z / temperature, labels), batch, entropy_gradient)
         return _named(answer, states)
     made = list[tuple[Tensor, int]]()  # the tensor is kept: else a later one could take its address
 
-    def forward(states: Tensor) -> Tensor:
+    def forward(_: Forward, states: Tensor) -> Tensor:
         stats = _stats_of_states(head, states, batch, temperature, entropy_gradient)
         made.append((stats.detach(), stats._version))
         return stats
@@ -72,7 +72,7 @@ def token_stats(
 
 def head_states(model: nn.Module, batch: Batch) -> Tensor:
     """`TokenStats.states` alone, without the cost of the head."""
-    return _run(model, batch, lambda states: states)[1]
+    return _run(model, batch, lambda _, states: states)[1]
 
 
 def head_width(model: PreTrainedModel) -> int:
@@ -101,7 +101,7 @@ def reads_trunk(model: PreTrainedModel) -> bool:
 
 def head_logprobs(head: nn.Linear, states: Tensor, batch: Batch) -> Tensor:
     """(B, R) log-probs of the response tokens, by a head of its own on (B, R + 1, H) states."""
-    with forward_replaced(head, lambda x: _stats_of_states(head, x, batch, 1.0, False)):
+    with forward_replaced(head, lambda _, x: _stats_of_states(head, x, batch, 1.0, False)):
         answer: Tensor = head(states)
     return answer[..., 0]
 
@@ -121,13 +121,18 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, unwrapped)
 
 
-def _run(model: nn.Module, batch: Batch, forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The model's answer with `forward` in place of its head's, and the (B, R + 1, H) that it was given."""
+def _run(
+    model: nn.Module, batch: Batch, forward: Callable[[Forward, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The model's answer with `forward` in place of its head's, and the (B, R + 1, H) that it was given.
+
+    `forward` is given the head's own function too.
+    """
     columns, given = batch.num_response_columns + 1, list[Tensor]()
 
-    def last_columns(hidden: Tensor) -> Tensor:
+    def last_columns(original: Forward, hidden: Tensor) -> Tensor:
         given.append(hidden[:, -columns:])
-        return forward(given[0])
+        return forward(original, given[0])
 
     with forward_replaced(_head(model), last_columns), last_columns_only(_unwrapped(model), columns):
         out = model(
@@ -170,13 +175,18 @@ def label_stats(
     """`stats_of_logits` of a linear head's logits over the temperature: (N, H), (N,) → (N,) each."""
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):  # the backward pass has no autocast of its own
+    kind, count = hidden.device.type, len(hidden)
+    if isinstance(head, RoundedLinear):
+        hidden, weight = rounded_rows(hidden), weight.bfloat16()
+        bias = None if bias is None else bias.bfloat16()
+        labels = F.pad(labels, (0, len(hidden) - count))
+    elif torch.is_autocast_enabled(kind):  # the backward pass has no autocast of its own
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _LabelStats.apply
-    return apply(hidden, weight, bias, labels, temperature, isinstance(head, RoundedLinear))
+    logprobs, entropy, likeliest = apply(hidden, weight, bias, labels, temperature)
+    return logprobs[:count], entropy[:count], likeliest[:count]
 
 
 def stats_of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,14 +208,13 @@ class _LabelStats(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         temperature: float,
-        rounds: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.rounds = temperature, rounds
+        ctx.temperature = temperature
         kind = torch.promote_types(hidden.dtype, torch.float32)
         top = hidden.new_full(labels.shape, -torch.inf, dtype=kind)  # the largest logit z so far
         chosen, total, moment = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
-        for start, z in _slices(hidden, weight, bias, temperature, rounds):
+        for start, z in _slices(hidden, weight, bias, temperature):
             before, top = top, torch.maximum(top, z.amax(1))
             local, inside = _within(labels, start, z)
             chosen = torch.where(inside, z.gather(1, local).squeeze(1), chosen)
@@ -232,7 +241,7 @@ class _LabelStats(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden, dtype=mean.dtype) if needs_hidden else None
         d_weight = torch.empty_like(weight) if needs_weight else None
         d_bias = torch.empty_like(bias) if needs_bias else None
-        for start, z in _slices(hidden, weight, bias, ctx.temperature, ctx.rounds):
+        for start, z in _slices(hidden, weight, bias, ctx.temperature):
             stop = start + z.shape[1]
             local, inside = _within(labels, start, z)
             if g_entropy is None:
@@ -242,25 +251,23 @@ class _LabelStats(torch.autograd.Function):
                 d_z = p.mul_(z.sub_(mean[:, None]).mul_(g_entropy[:, None]).add_(g[:, None])).neg_()
             d_z.scatter_add_(1, local, torch.where(inside, g, 0)[:, None])
             d_z = d_z.to(hidden.dtype)
-            with rounded_products(ctx.rounds):
-                if d_hidden is not None:
-                    d_hidden += d_z @ weight[start:stop]
-                if d_weight is not None:
-                    torch.mm(d_z.t(), hidden, out=d_weight[start:stop])
+            if d_hidden is not None:
+                d_hidden += d_z @ weight[start:stop]
+            if d_weight is not None:
+                torch.mm(d_z.t(), hidden, out=d_weight[start:stop])
             if d_bias is not None:
                 d_bias[start:stop] = d_z.sum(0)
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
 
 
 def _slices(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, rounds: bool
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Iterator[tuple[int, Tensor]]:
     """The logits over the temperature in float32, as (first token, (N, width)) from left to right."""
     width = max(256, (CPU_SLICE if hidden.device.type == "cpu" else GPU_SLICE) // max(1, len(hidden)))
     for start in range(0, len(weight), width):
         stop = start + width
-        with rounded_products(rounds):
-            z = F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+        z = F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
         yield start, z.to(torch.promote_types(z.dtype, torch.float32)).div_(temperature)
 
 

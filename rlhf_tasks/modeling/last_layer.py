@@ -8,13 +8,18 @@ B batch · T columns · H hidden.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+
+Forward = Callable[..., Any]
+_LOCK = threading.Lock()
 
 LAYERS: Mapping[str, tuple[str, str, str]] = {
     "gpt_neox": ("layers", "attention.dense", "mlp"),
@@ -38,24 +43,65 @@ def last_columns_only(model: PreTrainedModel, columns: int) -> Iterator[None]:
             layers, *parts = names
             last = getattr(model.base_model, layers)[-1]
             for part in [] if last.gradient_checkpointing else map(last.get_submodule, parts):
-                stack.enter_context(forward_replaced(part, partial(_last_columns, part.forward, columns)))
+                stack.enter_context(forward_replaced(part, partial(_last_columns, columns)))
         yield
 
 
-def _last_columns(forward: Callable[[Tensor], Tensor], columns: int, hidden: Tensor) -> Tensor:
+def _last_columns(columns: int, forward: Forward, hidden: Tensor) -> Tensor:
     """(B, T, H) → (B, T, H), zero before the last `columns` columns."""
     found = forward(hidden[:, -columns:].contiguous())
     return F.pad(found, (0, 0, hidden.shape[1] - found.shape[1], 0))
 
 
+class _Switch:
+    """A module's forward function while threads replace it, each for itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._original: Forward = module.forward
+        self._own, self._num_users = vars(module).get("forward"), 0
+        self._local = threading.local()
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        replacement: Callable[..., Any] | None = getattr(self._local, "forward", None)
+        if replacement is None:
+            return self._original(*given, **named)
+        return replacement(self._original, *given, **named)
+
+    @classmethod
+    @contextmanager
+    def at(cls, module: nn.Module) -> Iterator[_Switch]:
+        """The module's switch, which stays there as long as any thread uses it."""
+        with _LOCK:
+            found = vars(module).get("forward")
+            switch = found if isinstance(found, cls) else cls(module)
+            module.forward = switch
+            switch._num_users += 1
+        try:
+            yield switch
+        finally:
+            with _LOCK:
+                switch._num_users -= 1
+                if not switch._num_users:
+                    del module.forward
+                    if switch._own is not None:
+                        module.forward = switch._own
+
+    @contextmanager
+    def turned(self, replacement: Callable[..., Any]) -> Iterator[None]:
+        """Within the block, this thread's calls go to the replacement."""
+        before = getattr(self._local, "forward", None)
+        self._local.forward = replacement
+        try:
+            yield
+        finally:
+            self._local.forward = before
+
+
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within the block the module has another forward function; its hooks stay."""
-    original = vars(module).get("forward")
-    module.forward = forward
-    try:
+def forward_replaced(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within the block this thread's calls of the module go to `replacement(original, …)`; its hooks stay.
+
+    `original` is the module's forward function, which other threads call meanwhile.
+    """
+    with _Switch.at(module) as switch, switch.turned(replacement):
         yield
-    finally:
-        del module.forward
-        if original is not None:
-            module.forward = original

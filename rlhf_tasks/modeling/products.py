@@ -1,9 +1,11 @@
 """Matrix products in bfloat16 on a CPU, for models whose tensors stay float32.
 
-oneDNN rounds the two factors of a product to bfloat16 and adds up in float32, in instructions that are
-several times as fast. Autocast would convert the operands of every operation, which costs small models more
-than it saves. The switch is global in torch, and attention on a CPU is slower with it: so it is on for the
-products of linear layers alone. A CPU without instructions for bfloat16 computes in float32 as before.
+A product rounds its two factors and its result to bfloat16, and adds up in float32. With instructions for it
+that takes half of the time. Autocast would convert the operands of every operation, which costs small models
+more than it saves; and attention in bfloat16 is slower on a CPU, above all its backward pass. So only the
+products of linear layers are rounded.
+
+Their library compiles code for every new number of rows. So rows are padded to a multiple of ROWS.
 """
 
 from __future__ import annotations
@@ -18,19 +20,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+ROWS = 64
 
-@contextmanager
-def rounded_products(on: bool = True) -> Iterator[None]:
-    """Within the block, matrix products of float32 tensors round their factors to bfloat16."""
-    if not on:
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has instructions for products in bfloat16; without them, they would be slower."""
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 _is_off = False
@@ -68,6 +64,12 @@ def round_products(model: nn.Module) -> None:
             module.__class__ = RoundedConv1D
 
 
+def rounded_rows(x: Tensor) -> Tensor:
+    """(N, H) float32 → bfloat16 with rows of zeros below, up to a multiple of ROWS; has a gradient."""
+    found: Tensor = _Rounded.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     one_column = x.ndim == 3 and x.shape[1] == 1  # of the sampler: too small to pay, and never in training
     if _is_off or one_column:
@@ -81,17 +83,46 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        with rounded_products():
-            return F.linear(x, weight, bias)
+        rows, weight = _round(x), weight.bfloat16()
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = x.shape
+        found = _float32(F.linear(rows, weight), (*x.shape[:-1], len(weight)))
+        return found if bias is None else found.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+        rows, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = g.reshape(-1, g.shape[-1])
-        with rounded_products():
-            d_x = g @ weight if needs_x else None
-            d_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
-        return d_x, d_weight, rows.sum(0) if needs_bias else None
+        g_rows = _round(g)
+        d_x = _float32(g_rows @ weight, ctx.shape) if needs_x else None
+        d_weight = (g_rows.t() @ rows).float() if needs_weight else None
+        return d_x, d_weight, g.reshape(-1, g.shape[-1]).sum(0) if needs_bias else None
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return _round(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return _float32(g, ctx.shape)
+
+
+def _round(x: Tensor) -> Tensor:
+    """(…, H) → (N, H) bfloat16, N a multiple of ROWS; the rows that are too many are zero."""
+    flat = x.reshape(-1, x.shape[-1])
+    count = len(flat)
+    rows = flat.new_empty((-(-count // ROWS) * ROWS, flat.shape[1]), dtype=torch.bfloat16)
+    rows[:count] = flat
+    rows[count:] = 0
+    return rows
+
+
+def _float32(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The rows that `_round` did not add, as a float32 tensor of this shape."""
+    count = torch.Size(shape[:-1]).numel()
+    return rows[:count].float().view(shape)

@@ -18,6 +18,7 @@ from rlhf_tasks.data.batches import Batch, TokenBudget, collate, padded_tokens
 from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.modeling.workers import compute_beside
 from rlhf_tasks.ppo.batch import PPOBatch, merged
 from rlhf_tasks.ppo.kl import PenaltyController
 from rlhf_tasks.ppo.losses import (
@@ -140,14 +141,19 @@ class Optimiser:
         num_tokens = float(self._rt.sum(batch.rollout.mask[rows].sum().float().to(self._rt.device)))
         ptx_rows = None if critic_only else self._ptx_rows()
 
-        def losses() -> list[Callable[[], tuple[Tensor, Sums]]]:
-            cut = self._groups(batch.rollout.sizes, rows)
-            parts = [
-                partial(self._mean_loss, compute, batch, group, coefficients, num_tokens)
-                for group in cut
-                for compute in self._passes
+        def losses() -> list[list[Callable[[], tuple[Tensor, Sums]]]]:
+            parts: list[list[Callable[[], tuple[Tensor, Sums]]]] = [
+                [
+                    partial(self._mean_loss, compute, batch, group, coefficients, num_tokens)
+                    for group in cut
+                    for compute in self._passes
+                ]
+                for cut in self._groups(batch.rollout.sizes, rows)
             ]
-            return [*parts, *([] if ptx_rows is None else self._ptx_losses(ptx_rows))]
+            if ptx_rows is not None:
+                for own, more in zip(parts, self._ptx_losses(ptx_rows), strict=True):
+                    own += more
+            return parts
 
         try:
             norm, sums = self._rt.step(
@@ -157,7 +163,7 @@ class Optimiser:
             error.batch = batch.content() | {"rows": rows}
             raise
         ptx = [part for part in sums if "loss" in part]
-        passes = iter(sums[: len(sums) - len(ptx)])
+        passes = (part for part in sums if "loss" not in part)
         whole = [dict(ChainMap(*parts)) for parts in zip(*[passes] * len(self._passes), strict=True)]
         return Step(whole, ptx, norm)
 
@@ -236,13 +242,13 @@ class Optimiser:
         size = self._settings.rollout_batch_size // self._settings.num_mini_batches
         return None if self.ptx_queue is None else self.ptx_queue.take(size)
 
-    def _ptx_losses(self, rows: list[int]) -> list[Callable[[], tuple[Tensor, Sums]]]:
+    def _ptx_losses(self, rows: list[int]) -> list[list[Callable[[], tuple[Tensor, Sums]]]]:
         demonstrations = self._demonstrations
         assert demonstrations is not None
         num_tokens = demonstrations.weight(rows)
         return [
-            partial(self._ptx_loss, demonstrations, group, num_tokens)
-            for group in self._groups(demonstrations.sizes, self._rt.share(rows))
+            [partial(self._ptx_loss, demonstrations, group, num_tokens) for group in cut]
+            for cut in self._groups(demonstrations.sizes, self._rt.share(rows))
         ]
 
     def _ptx_loss(
@@ -261,11 +267,10 @@ class Optimiser:
         loss = ptx_loss(nll, num_tokens, self._settings.ptx.coef)
         return loss + unused, {"loss": nll.detach(), "num_tokens": batch.response_mask.sum()}
 
-    def _groups(self, sizes: Sequence[int], own: Sequence[int]) -> list[list[int]]:
+    def _groups(self, sizes: Sequence[int], own: Sequence[int]) -> list[list[list[int]]]:
         cut = groups(self._rt, sizes, own, self.budget)
-        self._num_tokens += torch.tensor(
-            [sum(sizes[i] for i in own), sum(padded_tokens(sizes, group) for group in cut)]
-        )
+        padded = sum(padded_tokens(sizes, group) for part in cut for group in part)
+        self._num_tokens += torch.tensor([sum(sizes[i] for i in own), padded])
         return cut
 
     # ------------------------------------------------------------------------------------ measurements
@@ -289,8 +294,11 @@ class Optimiser:
         """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
         sizes = batch.rollout.sizes
         own = self._rt.share(range(len(sizes)))
-        sums = [self._ppo_loss(batch, group, coefficients)[1] for group in self._groups(sizes, own)]
-        return token_means(self._rt, sums)["policy/penalty_kl_avg"]
+        passes = [
+            [partial(self._ppo_loss, batch, group, coefficients) for group in cut]
+            for cut in self._groups(sizes, own)
+        ]
+        return token_means(self._rt, [sums for _, sums in compute_beside(passes)])["policy/penalty_kl_avg"]
 
     def state_dict(self) -> dict[str, Any]:
         return {

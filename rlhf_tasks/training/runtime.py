@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from rlhf_tasks.config import Launch, Optimisation, Ppo
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.products import round_products
+from rlhf_tasks.modeling.products import cpu_has_bf16, round_products
+from rlhf_tasks.modeling.workers import backward_beside, num_workers, run_beside
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.compiling import compile_layers, compiled_layers
 from rlhf_tasks.training.launch import ending_orphans
@@ -41,7 +43,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 class Runtime:
@@ -54,12 +56,12 @@ class Runtime:
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
         self.is_float32, self._compiles = launch.mixed_precision == "no", launch.compile
-        has_bf16_tensors = launch.layout != "ddp" or torch.cuda.is_available()
-        self._rounds_products = not (self.is_float32 or has_bf16_tensors)
+        keeps_float32 = launch.layout == "ddp" and not torch.cuda.is_available()
+        self._rounds_products = keeps_float32 and not self.is_float32 and cpu_has_bf16()
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         with ending_orphans():
             self.accelerator = Accelerator(
-                mixed_precision="no" if self._rounds_products else launch.mixed_precision,
+                mixed_precision="no" if keeps_float32 else launch.mixed_precision,
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
             )
         self.device: torch.device = self.accelerator.device
@@ -72,6 +74,7 @@ class Runtime:
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
         self._layout, self.shards = self._chosen(launch, is_distributed=distributed)
+        self._models: WeakSet[nn.Module] = WeakSet()
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -95,6 +98,13 @@ class Runtime:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def num_workers(self) -> int:
+        """How many threads of this process compute micro-batches at once."""
+        if self.world_size > 1 or self.is_deepspeed or self._compiles:
+            return 1
+        return num_workers(self.device, *self._models)
 
     def generator(self, seed: int) -> torch.Generator:
         """A generator on this device, of the same state on all processes (see `generation.Share`)."""
@@ -151,6 +161,7 @@ class Runtime:
         differ from 1 before the first step.
         """
         model.eval()
+        self._models.add(model)
         if self._rounds_products:
             round_products(model)
         if self._compiles:
@@ -164,6 +175,7 @@ class Runtime:
 
     def put(self, model: nn.Module) -> None:
         """Put a model on this device, or shard it where the layout shards, if it is not. Collective."""
+        self._models.add(model)
         if sharding.is_sharded(model):  # an offloaded part stays in the machine's memory
             return
         if self._mesh is None:
@@ -223,7 +235,7 @@ class Runtime:
             UserError: if the memory does not suffice.
         """
         if not self.shards:
-            budget.each(rows, compute)
+            run_beside(budget, rows, compute, self.num_workers)
             return
         waiting = budget.cut(rows)
         count = self.max(len(waiting))
@@ -244,16 +256,17 @@ class Runtime:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        losses: Callable[[], Sequence[Callable[[], tuple[Tensor, T]]]],
+        losses: Callable[[], Sequence[Sequence[Callable[[], tuple[Tensor, T]]]]],
         max_grad_norm: float | None,
         budget: TokenBudget,
     ) -> tuple[float, list[T]]:
         """One optimiser step on the **sum** of the micro-batches' losses over all processes.
 
-        `losses` cuts the batch under the `budget`. Each element of what it returns runs one forward pass and
-        returns its part of the global loss, already divided by the global count, and what it measured. So
-        the step does not depend on the cut into micro-batches. All processes must give the same number of
-        losses. Returns the gradient norm before clipping, and the measurements in order.
+        `losses` cuts the batch under the `budget`, for each of this process's workers. Each function that it
+        returns runs one forward pass and returns its part of the global loss, already divided by the global
+        count, and what it measured. So the step does not depend on the cut into micro-batches. All processes
+        must give the same number of losses. Returns the gradient norm before clipping, and the measurements
+        in order.
 
         A process that is out of memory lowers the budget and begins the step again.
 
@@ -281,9 +294,13 @@ class Runtime:
             f"micro_batch_tokens to {budget.max_tokens // 2}"
         )
 
-    def _backward(self, model: nn.Module, parts: Sequence[Callable[[], tuple[Tensor, T]]]) -> list[T]:
+    def _backward(
+        self, model: nn.Module, work: Sequence[Sequence[Callable[[], tuple[Tensor, T]]]]
+    ) -> list[T]:
         """Add up the gradients of all parts; returns what the parts measured."""
-        measured = list[T]()
+        if len(work) > 1:
+            return backward_beside(list(model.parameters()), work)
+        measured, parts = list[T](), work[0]
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
             compiled = compiled_layers() if self._compiles else nullcontext()
@@ -333,6 +350,7 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
+        libc.mallopt(M_ARENA_MAX, 1)  # memory of a thread's own would be returned at once all the same
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 

@@ -30,6 +30,7 @@ from rlhf_tasks.data.batches import (
     sizes,
 )
 from rlhf_tasks.modeling.head import TokenStats, token_stats
+from rlhf_tasks.modeling.workers import compute_beside
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume, sharding
@@ -156,9 +157,9 @@ class Fit:
         """The sums of a batch, and the norm of its gradient."""
         own, norm = self.rt.share(rows), self.settings.max_grad_norm
 
-        def losses() -> list[Callable[[], tuple[Tensor, Sums]]]:
+        def losses() -> list[list[Callable[[], tuple[Tensor, Sums]]]]:
             cut = groups(self.rt, self.task.sizes, own, self.budget)
-            return [partial(self._loss, group, rows) for group in cut]
+            return [[partial(self._loss, group, rows) for group in part] for part in cut]
 
         norm, sums = self.rt.step(self.model, self.optimizer, losses, norm, self.budget)
         return total(self.rt, sums), norm
@@ -195,13 +196,17 @@ def lowered(budget: TokenBudget) -> dict[str, float]:
 
 def groups(
     rt: Runtime, sizes_of_all: Sequence[int], own: Sequence[int], budget: TokenBudget
-) -> list[list[int]]:
-    """This process's own rows as micro-batches; every process gets the same number, some may be empty."""
+) -> list[list[list[int]]]:
+    """This process's own rows as micro-batches, for each of its workers.
+
+    Every process gets the same number, some may be empty.
+    """
     mine = [sizes_of_all[i] for i in own]
-    cut = budget.cut(mine)
     if rt.world_size > 1:
-        cut = budget.cut(mine, count=rt.max(len(cut)))
-    return [[own[i] for i in group] for group in cut]
+        cut = [budget.cut(mine, count=rt.max(len(budget.cut(mine))))]
+    else:
+        cut = budget.deal(mine, rt.num_workers)
+    return [[[own[i] for i in group] for group in part] for part in cut]
 
 
 def _sums(rt: Runtime, model: nn.Module, task: Task, group: Sequence[int], rows: Sequence[int]) -> Sums:
@@ -226,7 +231,7 @@ def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict
     """Means of a task's metrics over all of its rows, over all processes."""
     rows = range(len(task.sizes))
     cut = groups(rt, task.sizes, rt.share(rows), TokenBudget(max_tokens))
-    parts = [_sums(rt, model, task, group, rows) for group in cut]
+    parts = compute_beside([[partial(_sums, rt, model, task, group, rows) for group in part] for part in cut])
     weight = task.weight(rows)
     return {key: value / weight for key, value in total(rt, parts).items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -80,13 +81,13 @@ class OneOfTwo(Runtime):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        losses: Callable[[], Sequence[Callable[[], tuple[Tensor, T]]]],
+        losses: Callable[[], Sequence[Sequence[Callable[[], tuple[Tensor, T]]]]],
         max_grad_norm: float | None,
         budget: TokenBudget,
     ) -> tuple[float, list[T]]:
         optimizer.zero_grad()
         measured = []
-        for part in losses():
+        for part in itertools.chain(*losses()):
             loss, stats = part()
             loss.backward()
             measured.append(stats)

@@ -151,8 +151,8 @@ def test_a_pass_that_fails_after_others_leaves_no_part_of_their_gradient() -> No
             raise torch.OutOfMemoryError("planted")
         return layer(torch.ones(len(rows), 1)).sum(), None
 
-    def losses() -> list[Callable[[], tuple[Tensor, None]]]:
-        return [partial(part, rows) for rows in budget.cut([2] * 8)]
+    def losses() -> list[list[Callable[[], tuple[Tensor, None]]]]:
+        return [[partial(part, rows) for rows in budget.cut([2] * 8)]]
 
     norm, _ = rt.step(model, optimizer, losses, None, budget)
     assert seen == [4, 4, 2, 2, 2, 2]
@@ -175,7 +175,7 @@ def test_on_several_processes_out_of_memory_names_the_setting(monkeypatch: pytes
     one_of_two = small.runtime()
     one_of_two.world_size = 2
     monkeypatch.setattr(small, "runtime", lambda: one_of_two)
-    monkeypatch.setattr("rlhf_tasks.training.supervised.groups", lambda rt, sizes, own, budget: [own])
+    monkeypatch.setattr("rlhf_tasks.training.supervised.groups", lambda rt, sizes, own, budget: [[own]])
     with pytest.raises(
         UserError, match=r"process 0 is out of memory.*set this stage's micro_batch_tokens to"
     ):
@@ -236,7 +236,7 @@ def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> N
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     rt = small.runtime()
     model, wrapped = rt.prepare(layer, optimizer, 1.0)
-    losses = [lambda: (layer(torch.ones(1, 1)).sum() * 100, None)]
+    losses = [[lambda: (layer(torch.ones(1, 1)).sum() * 100, None)]]
     norm, _ = rt.step(model, wrapped, lambda: losses, max_grad_norm=1.0, budget=TokenBudget(1))
     assert norm == pytest.approx(math.sqrt(20000))
     assert before[0] - layer.weight.item() == pytest.approx(0.5**0.5, rel=1e-4)
