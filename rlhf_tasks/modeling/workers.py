@@ -69,9 +69,12 @@ def _computed(functions: Sequence[Callable[[], T]], has_gradients: bool) -> list
 
 @functools.cache
 def _pool(size: int, threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
-        size, thread_name_prefix="worker", initializer=torch.set_num_threads, initargs=(threads,)
-    )
+    return ThreadPoolExecutor(size, thread_name_prefix="worker", initializer=_begin, initargs=(threads,))
+
+
+def _begin(threads: int) -> None:
+    torch.get_num_threads()  # a thread's first call sets its number to the one that was set last anywhere
+    torch.set_num_threads(threads)
 
 
 def run_beside(
