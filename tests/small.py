@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,17 @@ def logits_alone(model: PreTrainedModel, query: Ids, response: Ids) -> Tensor:
     """(R, V) logits before each response token of one row: no padding, no mask, no positions given."""
     logits: Tensor = model(torch.tensor([query + response])).logits[0]
     return logits[len(query) - 1 : -1]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within the block torch has so many threads; with two, a stage's process has two workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def runtime(precision: Literal["no", "bf16"] = "no", *, compiles: bool = False) -> Runtime:

@@ -54,7 +54,8 @@ class Launch(Section):
     is in the machine's memory and not in the GPU's. Not with `ddp`."""
     mixed_precision: Literal["no", "bf16"]
     """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, with
-    `ddp`, bf16 rounds the factors of the linear layers' products, and nothing else."""
+    `ddp`, bf16 rounds the factors and results of the layers' matrix products, and the factors of those of the
+    vocabulary head, and nothing else; a CPU without instructions for it computes in full precision."""
     compile: bool
     """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
     start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""

@@ -216,9 +216,9 @@ class TokenBudget:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.max_tokens, self.is_lowered = state["max_tokens"], state["is_lowered"]
 
-    def each(self, rows: Sequence[int], compute: Callable[[list[int]], None], share: int = 1) -> None:
+    def each(self, rows: Sequence[int], compute: Callable[[list[int]], None]) -> None:
         """Call `compute` with every micro-batch; one that is out of memory is cut smaller and repeated."""
-        waiting = self.cut(rows, share=share)
+        waiting = self.cut(rows)
         while waiting:
             group = waiting.pop()
             try:
@@ -230,11 +230,14 @@ class TokenBudget:
             if len(group) == 1:
                 self._largest = 0
             self.lower()
-            waiting += [[group[i] for i in part] for part in self.cut([rows[i] for i in group], share=share)]
+            waiting += [[group[i] for i in part] for part in self.cut([rows[i] for i in group])]
 
 
 def dealt(rows: Sequence[int], num_hands: int) -> list[list[int]]:
-    """Row numbers in groups of equal size, each with rows of all lengths; `rows` are their tokens."""
+    """Row numbers in groups that differ by one row at most, each with rows of all lengths.
+
+    `rows` are the tokens of each row. Groups are empty where there are fewer rows.
+    """
     order = sorted(range(len(rows)), key=rows.__getitem__)
     return [order[hand::num_hands] for hand in range(num_hands)]
 

@@ -265,9 +265,12 @@ def _slices(
 ) -> Iterator[tuple[int, Tensor]]:
     """The logits over the temperature in float32, as (first token, (N, width)) from left to right."""
     width = max(256, (CPU_SLICE if hidden.device.type == "cpu" else GPU_SLICE) // max(1, len(hidden)))
+    exact = hidden.float() if hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 else hidden
     for start in range(0, len(weight), width):
         stop = start + width
-        z = F.linear(hidden, weight[start:stop], None if bias is None else bias[start:stop])
+        # on a CPU a product in bfloat16 rounds the logits too: by more than an update moves a log-prob
+        own = weight[start:stop].to(exact.dtype)
+        z = F.linear(exact, own, None if bias is None else bias[start:stop].to(exact.dtype))
         yield start, z.to(torch.promote_types(z.dtype, torch.float32)).div_(temperature)
 
 

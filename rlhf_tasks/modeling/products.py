@@ -56,10 +56,14 @@ class RoundedConv1D(Conv1D):
 
 
 def round_products(model: nn.Module) -> None:
-    """Make the linear layers of a model compute their products in bfloat16, forward and backward."""
+    """Make the linear layers of a model compute their products in bfloat16, forward and backward.
+
+    The head of a reward model or critic keeps float32: its scores would rise in steps.
+    """
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = RoundedLinear
+            if module.out_features > 1:
+                module.__class__ = RoundedLinear
         elif type(module) is Conv1D:
             module.__class__ = RoundedConv1D
 

@@ -9,62 +9,105 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import TokenBudget, dealt
+from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.modeling.last_layer import LAYERS
+from rlhf_tasks.modeling.positions import rescaling_length
 
 T = TypeVar("T")
 NUM_WORKERS = 2
+MOST_WEIGHTS = 2**25
+"""Two workers need three times the memory of the gradients, and the operations of larger models are long."""
 
 
 def num_workers(device: torch.device, *models: nn.Module) -> int:
     """How many threads may compute with these models at once.
 
     One, unless torch has several on a CPU; and one under autocast, which is each thread's own. Also one if a
-    pass may change its model: only those of the families that `from_scratch` makes are known not to, and an
-    adapter is switched off for the reference.
+    model is large, or if a pass may change it. That of the families that `from_scratch` makes does not, without
+    adapters and without rotary positions that a long row rescales.
     """
     if device.type != "cpu" or torch.get_num_threads() < NUM_WORKERS or torch.is_autocast_enabled("cpu"):
         return 1
-    return NUM_WORKERS if all(map(_is_unchanged_by_passes, models)) else 1
+    return NUM_WORKERS if all(map(_takes_workers, models)) else 1
 
 
-def _is_unchanged_by_passes(model: nn.Module) -> bool:
+def _takes_workers(model: nn.Module) -> bool:
     modules = list(model.modules())
-    families = {module.config.model_type for module in modules if isinstance(module, PreTrainedModel)}
-    return families <= LAYERS.keys() and not any(hasattr(module, "lora_A") for module in modules)
+    configs = [module.config for module in modules if isinstance(module, PreTrainedModel)]
+    return (
+        sum(weight.numel() for weight in model.parameters()) <= MOST_WEIGHTS
+        and all(config.model_type in LAYERS and rescaling_length(config) is None for config in configs)
+        and not any(hasattr(module, "lora_A") for module in modules)
+    )
+
+
+@dataclass
+class _Stop:
+    """Whether workers shall begin no function any more."""
+
+    is_set: bool = False
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    """What sequences have raised, by number."""
+
+    def ends(self, number: int) -> bool:
+        """Whether a sequence ends early: when an earlier one has failed. So the same error wins each time."""
+        return self.is_set or any(failed < number for failed in self.errors)
+
+
+_LOCAL = threading.local()
 
 
 def compute_beside(work: Sequence[Sequence[Callable[[], T]]]) -> list[T]:
-    """The results of all functions, in order: a thread computes each of the sequences.
+    """The results of all functions, in order: a thread of its own computes each sequence.
+
+    A single sequence, or a call from within a worker, is computed by the caller. On an interrupt each worker
+    ends after its present function.
 
     Raises:
         BaseException: what the first sequence that failed has raised, after all threads have stopped.
     """
     waiting = [functions for functions in work if functions]
-    if len(waiting) < 2:
+    if len(waiting) < 2 or getattr(_LOCAL, "is_worker", False):
         return [function() for functions in waiting for function in functions]
-    pool = _pool(len(work), max(1, torch.get_num_threads() // len(work)))
-    futures = [
-        pool.submit(contextvars.copy_context().run, _computed, functions, torch.is_grad_enabled())
-        for functions in waiting
+    pool, stop = _pool(len(work), max(1, torch.get_num_threads() // len(work))), _Stop()
+    futures: list[Future[list[T]]] = [
+        pool.submit(
+            contextvars.copy_context().run, _computed, functions, number, stop, torch.is_grad_enabled()
+        )
+        for number, functions in enumerate(waiting)
     ]
-    failed = [error for error in [future.exception() for future in futures] if error is not None]
-    if failed:
-        raise failed[0]
+    try:
+        wait(futures)
+    except BaseException:
+        stop.is_set = True
+        wait(futures)
+        raise
+    for _, error in sorted(stop.errors.items()):
+        raise error
     return [result for future in futures for result in future.result()]
 
 
-def _computed(functions: Sequence[Callable[[], T]], has_gradients: bool) -> list[T]:
-    with torch.set_grad_enabled(has_gradients):  # a thread begins with gradients on
-        return [function() for function in functions]
+def _computed(functions: Sequence[Callable[[], T]], number: int, stop: _Stop, has_gradients: bool) -> list[T]:
+    results = list[T]()
+    try:
+        with torch.set_grad_enabled(has_gradients):  # a thread begins with gradients on
+            for function in functions:
+                if stop.ends(number):
+                    break
+                results.append(function())
+    except BaseException as error:
+        stop.errors[number] = error
+    return results
 
 
 @functools.cache
@@ -73,6 +116,7 @@ def _pool(size: int, threads: int) -> ThreadPoolExecutor:
 
 
 def _begin(threads: int) -> None:
+    _LOCAL.is_worker = True
     torch.get_num_threads()  # a thread's first call sets its number to the one that was set last anywhere
     torch.set_num_threads(threads)
 
@@ -84,12 +128,10 @@ def run_beside(
     if workers == 1:
         budget.each(rows, compute)
         return
-
-    def of_worker(hand: Sequence[int]) -> None:
-        own = [rows[i] for i in hand]
-        budget.each(own, lambda group: compute([hand[i] for i in group]), share=workers)
-
-    compute_beside([[functools.partial(of_worker, hand)] for hand in dealt(rows, workers)])
+    for_each = [
+        [functools.partial(compute, group) for group in groups] for groups in budget.deal(rows, workers)
+    ]
+    compute_beside(for_each)
 
 
 def backward_beside(
@@ -97,26 +139,33 @@ def backward_beside(
 ) -> list[T]:
     """Run the functions of each worker, and add the gradients of all losses to the parameters' own.
 
-    The sum is made in the order of the work, whichever thread is faster. Returns what the functions measured.
+    The first worker adds its gradients to the parameters' own, and those of the others follow at the end: so
+    the sum does not depend on which thread is faster. Returns what the functions measured.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    totals: list[list[Tensor | None]] = [[None] * len(trained) for _ in work[1:]]
 
-    def of_worker(functions: Sequence[Callable[[], tuple[Tensor, T]]]) -> tuple[list[Tensor | None], list[T]]:
-        total: list[Tensor | None] = [None] * len(trained)
-        measured = list[T]()
-        for function in functions:
-            loss, stats = function()
-            _add(total, torch.autograd.grad(loss, trained, allow_unused=True))
-            measured.append(stats)
-        return total, measured
+    def add_to_own(function: Callable[[], tuple[Tensor, T]]) -> T:
+        loss, stats = function()
+        loss.backward()
+        return stats
 
-    found = compute_beside([[functools.partial(of_worker, functions)] for functions in work if functions])
-    total = [parameter.grad for parameter in trained]
-    for gradients, _ in found:
-        _add(total, gradients)
-    for parameter, gradient in zip(trained, total, strict=True):
-        parameter.grad = gradient
-    return [stats for _, measured in found for stats in measured]
+    def add_to(total: list[Tensor | None], function: Callable[[], tuple[Tensor, T]]) -> T:
+        loss, stats = function()
+        _add(total, torch.autograd.grad(loss, trained, allow_unused=True))
+        return stats
+
+    first, *others = work
+    adding: list[list[Callable[[], T]]] = [[functools.partial(add_to_own, function) for function in first]]
+    for total, functions in zip(totals, others, strict=True):
+        adding.append([functools.partial(add_to, total, function) for function in functions])
+    measured = compute_beside(adding)
+    for total in totals:
+        own = [parameter.grad for parameter in trained]
+        _add(own, total)
+        for parameter, gradient in zip(trained, own, strict=True):
+            parameter.grad = gradient
+    return measured
 
 
 def _add(total: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
@@ -125,5 +174,5 @@ def _add(total: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
     for i, gradient in enumerate(more):
-        if total[i] is None:
-            total[i] = gradient
+        if total[i] is None and gradient is not None:
+            total[i] = gradient.clone()  # two weights may get the same tensor

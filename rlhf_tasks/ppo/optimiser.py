@@ -174,7 +174,7 @@ class Optimiser:
 
     @property
     def _has_own_passes(self) -> bool:
-        """Whether policy and critic take turns, so that only one model's activations are in memory.
+        """Whether policy and critic take turns: a worker has the activations of one model only in memory.
 
         Data parallelism and ZeRO need one pass with all weights.
         """

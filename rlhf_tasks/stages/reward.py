@@ -92,7 +92,7 @@ def _made_one_after_the_other(
 def _made_in_two_processes(
     rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker
 ) -> dict[str, float]:
-    """Both models at once on a CPU, each with half of its threads: one small model does not use them all."""
+    """Both models at once on a CPU, each with half of its threads: one small model gains less by them."""
     with beside(_made_beside, config, paths, torch.get_num_threads()) as heldout:
         metrics = _made(rt, config, paths, tracker, "reward")
         found, history = heldout()

@@ -102,7 +102,7 @@ class Runtime:
     @property
     def num_workers(self) -> int:
         """How many threads of this process compute micro-batches at once."""
-        if self.world_size > 1 or self.is_deepspeed or self._compiles:
+        if self.world_size > 1 or self.is_deepspeed or self.shards or self._compiles:
             return 1
         return num_workers(self.device, *self._models)
 

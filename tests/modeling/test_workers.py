@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -28,18 +30,13 @@ QUERIES, RESPONSES = small.rows(24, seed=4)
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with small.threads(2):
+        yield
 
 
 def by_one_thread(compute: Callable[[], Any]) -> Any:
-    torch.set_num_threads(1)
-    try:
+    with small.threads(1):
         return compute()
-    finally:
-        torch.set_num_threads(2)
 
 
 def close(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -75,19 +72,71 @@ def test_each_thread_has_its_part_of_torchs_threads_and_the_callers_gradient_mod
 
 
 def test_the_first_failure_is_raised_when_no_thread_computes_any_more() -> None:
-    ended, other_has_failed = list[str](), threading.Event()
+    ended, meeting = list[str](), threading.Barrier(2, timeout=60)
 
     def fails() -> None:
-        other_has_failed.set()
+        meeting.wait()
         raise ArithmeticError("planted")
 
     def ends() -> None:
-        assert other_has_failed.wait(60)
+        meeting.wait()
+        time.sleep(0.3)
         ended.append("other")
 
     with pytest.raises(ArithmeticError, match="planted"):
         compute_beside([[fails], [ends]])
     assert ended == ["other"]
+
+
+def test_a_later_failure_waits_for_an_earlier_sequence_that_may_fail_too() -> None:
+    later_has_failed = threading.Event()
+
+    def fails(name: str) -> None:
+        if name == "first":
+            assert later_has_failed.wait(60)
+        else:
+            later_has_failed.set()
+        raise ArithmeticError(name)
+
+    with pytest.raises(ArithmeticError, match="first"):
+        compute_beside([[lambda: None, lambda: fails("first")], [lambda: fails("second")]])
+
+
+def test_after_an_interrupt_no_worker_begins_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, waits = list[int](), concurrent.futures.wait
+
+    def interrupted(futures: Any) -> Any:
+        monkeypatch.setattr(workers, "wait", waits)
+        while len(begun) < 2:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    def one() -> None:
+        begun.append(1)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(workers, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compute_beside([[one] * 50, [one] * 50])
+    assert len(begun) < 50
+
+
+def test_a_worker_computes_what_it_would_share_by_itself() -> None:
+    def nested() -> list[int]:
+        return compute_beside([[threading.get_ident], [threading.get_ident]])
+
+    first, second = compute_beside([[nested], [nested]])
+    assert len(set(first)) == len(set(second)) == 1
+
+
+def test_gradients_that_share_a_tensor_are_added_to_each_weight_once() -> None:
+    a, b = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    factor = torch.tensor([0.0, 1.0, 2.0])
+    work = [[lambda: (((a + b) * factor).sum(), None)] * count for count in (2, 3)]
+    workers.backward_beside([a, b], work)
+    for weight in (a, b):
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [0.0, 5.0, 10.0]
 
 
 def test_rows_are_dealt_out_evenly_and_every_worker_has_its_share_of_the_bound() -> None:
@@ -122,7 +171,7 @@ def replaced_here(layer: nn.Module, x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------- the models
 
 
-def test_there_is_one_worker_where_two_would_be_wrong_or_useless() -> None:
+def test_there_is_one_worker_where_two_would_be_wrong_or_useless(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = small.causal("gpt_neox")
     assert num_workers(CPU, plain, small.scores()) == workers.NUM_WORKERS == 2
     assert num_workers(torch.device("cuda"), plain) == 1
@@ -132,6 +181,8 @@ def test_there_is_one_worker_where_two_would_be_wrong_or_useless() -> None:
     adapted = models.with_lora(small.causal("gpt_neox"), Lora(r=2, alpha=4.0), seed=1)
     assert num_workers(CPU, plain, adapted) == 1
     assert num_workers(CPU, small.other("gemma2")) == 1
+    monkeypatch.setattr(workers, "MOST_WEIGHTS", 1000)
+    assert num_workers(CPU, plain) == 1
     assert small.runtime(compiles=True).num_workers == 1
 
 

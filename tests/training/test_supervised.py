@@ -126,7 +126,8 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The whole batch is one pass; two halvings are needed, and no third one in the later steps."""
-    (whole, ample, expected), (fit, hungry, steps) = steps_of(10**9), steps_of(60)
+    with small.threads(1):
+        (whole, ample, expected), (fit, hungry, steps) = steps_of(10**9), steps_of(60)
     assert len(ample.passes) == 3
     failed = [tokens for tokens in hungry.passes if tokens > 60]
     assert failed == hungry.passes[: len(failed)], "only the first step is repeated"

@@ -15,9 +15,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Signals:
     """Within the block, stores SIGTERM or SIGINT in `received`; `act` then ends the stage by it.
 
-    A second signal acts at once, except in a launched worker, which gets the same signal from the terminal
-    and from its launcher. After a failure of another worker the first signal acts at once: the step would
-    never end.
+    A second signal acts at the end of the micro-batch, except in a launched worker, which gets the same
+    signal from the terminal and from its launcher. After a failure of another worker the first signal acts
+    at once: the step would never end.
     """
 
     def __init__(self) -> None:
