@@ -33,7 +33,7 @@ def num_workers(device: torch.device, *models: nn.Module) -> int:
     """How many threads may compute with these models at once.
 
     One, unless torch has several on a CPU; and one under autocast, which is each thread's own. Also one if a
-    model is large, or if a pass may change it. That of the families that `from_scratch` makes does not, without
+    model is large, or if a pass may change it. Passes of the families of `from_scratch` do not, without
     adapters and without rotary positions that a long row rescales.
     """
     if device.type != "cpu" or torch.get_num_threads() < NUM_WORKERS or torch.is_autocast_enabled("cpu"):
