@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--peer", type=Path, metavar="PYTHON", help="the interpreter with TRL, for the ratios"
     )
+    parser.add_argument("--turns", type=int, default=3, help="of --speed: ours and the peer's in turn")
     args = parser.parse_args(arguments)
     row = {"commit": _git("rev-parse", "--short", "HEAD"), "date": time.strftime("%Y-%m-%d")}
     row["machine"] = f"{os.cpu_count()} cores, {_processor()}"
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.time:
         row |= timed_run()
     if args.speed:
-        found = {shape: speed.measure("ppo", shape, args.peer, 4, 3) for shape in speed.CPU_SHAPES}
+        found = {shape: speed.measure("ppo", shape, args.peer, 4, args.turns) for shape in speed.CPU_SHAPES}
         row |= of_speed(found)
     draw(add(row, LEDGER), FIGURE)
 
