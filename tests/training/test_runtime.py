@@ -66,3 +66,10 @@ def test_rounding_does_not_depend_on_the_cut_into_micro_batches() -> None:
     x = torch.randn(8, 16, 256, generator=torch.Generator().manual_seed(1))
     parts = torch.cat([layer(rows) for rows in x.split(1)])
     torch.testing.assert_close(parts, layer(x), atol=1e-5, rtol=0)
+
+
+def test_the_head_of_a_reward_model_keeps_float32_in_bf16() -> None:
+    scores, hidden = small.scores("gpt_neox"), torch.randn(4, 3, small.HIDDEN)
+    exact = scores.scored(hidden)
+    small.runtime("bf16").freeze(scores)
+    assert torch.equal(scores.scored(hidden), exact)
