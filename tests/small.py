@@ -149,10 +149,10 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def runtime(precision: Literal["no", "bf16"] = "no", *, compiles: bool = False) -> Runtime:
+def runtime(precision: Literal["fp32", "bf16"] = "fp32", *, compiles: bool = False) -> Runtime:
     launch = {
         "num_processes": 1, "num_machines": 1, "layout": "ddp", "offload": False,
-        "mixed_precision": precision, "compile": compiles,
+        "precision": precision, "compile": compiles,
     }  # fmt: skip
     return Runtime(Launch.model_validate(launch), seed=1)
 

@@ -25,7 +25,7 @@ LAYOUTS: Sequence[Layout] = get_args(Layout)
 SHARDING: Sequence[Layout] = ("fsdp2", "zero3")
 """Those that divide the weights, and gather them to use them."""
 FP32, BF16 = 4, 2
-SLICE = 2**26  # logits that the training passes make at a time on a GPU, in modeling/head.py
+SLICE = 2**26  # logits that the training passes make at a time on a GPU, in modeling/vocabulary.py
 BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
 LIVE = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
 

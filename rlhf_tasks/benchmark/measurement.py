@@ -53,7 +53,7 @@ class Measurement:
         return asdict(self)
 
 
-def measure(workload: Workload, precision: str) -> Measurement:
+def measure(workload: Workload) -> Measurement:
     """Take all updates of a workload's trainer; the first one warms up and does not count."""
     trainer = workload.trainer
     updates = []
@@ -66,12 +66,12 @@ def measure(workload: Workload, precision: str) -> Measurement:
     seconds = trainer.settings.rollout_batch_size / medians["eps"]
     query = statistics.fmean(map(len, trainer.prompts))
     work = update_flops(workload, query, medians["val/response_length"])
-    rate = matrix_rate(trainer.rt.device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    rate = matrix_rate(trainer.rt.device, torch.float32 if trainer.rt.is_float32 else torch.bfloat16)
     return Measurement(
         models=workload.description,
         device=_device_name(trainer.rt.device),
         threads=torch.get_num_threads(),
-        precision="bf16" if precision == "bf16" else "fp32",
+        precision="fp32" if trainer.rt.is_float32 else "bf16",
         episodes_per_second=medians["eps"],
         response_tokens_per_second=medians["time/tokens_per_second"],
         seconds_per_update=seconds,

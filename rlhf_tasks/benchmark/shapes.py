@@ -26,7 +26,7 @@ class Shape:
     layers: int = 4
     hidden: int = 128
     heads: int = 4
-    precision: Literal["no", "bf16"] = "no"
+    precision: Literal["fp32", "bf16"] = "fp32"
 
 
 SHAPES: Mapping[str, Shape] = {

@@ -58,13 +58,13 @@ def measured(settings: config.Config, root: Path, shape: str | None, num_updates
     launch = settings.launch
     if shape is not None:
         workloads.check_device(SHAPES[shape])
-        launch = launch.model_copy(update={"mixed_precision": SHAPES[shape].precision})
+        launch = launch.model_copy(update={"precision": SHAPES[shape].precision})
     rt = Runtime(launch, settings.seed)
     with tempfile.TemporaryDirectory() as scratch:
         if shape is not None:
             work = workloads.of_shape(rt, settings.ppo, SHAPES[shape], num_updates + 1)
         else:
             work = workloads.of_params(rt, settings, root, Path(scratch), num_updates + 1)
-        found: Measurement = measurement.measure(work, launch.mixed_precision)
+        found: Measurement = measurement.measure(work)
     expected = None if shape is not None else measurement.estimate(found, settings.ppo)
     return {**found.asdict(), "estimate": expected}

@@ -113,7 +113,7 @@ def plans(
     machine = Machine(gpu=gpu, num_gpus=num_gpus, assumed=assumed)
     own = Networks(
         policy=architecture.of_params(settings, root), settings=settings.ppo,
-        has_reward_model=settings.reward.train, is_bf16=settings.launch.mixed_precision == "bf16",
+        has_reward_model=settings.reward.train, is_bf16=settings.launch.precision != "fp32",
         longest=settings.data.max_prompt_tokens,
     )  # fmt: skip
     larger = replace(

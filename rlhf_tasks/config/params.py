@@ -36,6 +36,7 @@ MAX_SHOWN_VALUE = 200  # characters of a wrong value in a message
 # ---------------------------------------------------- sections that change where and how a stage runs
 
 Layout = Literal["ddp", "zero2", "zero3", "fsdp2"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 class Launch(Section):
@@ -52,10 +53,11 @@ class Launch(Section):
     offload: bool
     """Whether what a process keeps of the optimiser's state, and of the weights where the layout shards them,
     is in the machine's memory and not in the GPU's. Not with `ddp`."""
-    mixed_precision: Literal["no", "bf16"]
-    """Number format of forward and backward passes: full precision, or bfloat16. On a CPU, with
-    `ddp`, bf16 rounds the factors and results of the layers' matrix products, and the factors of those of the
-    vocabulary head, and nothing else; a CPU without instructions for it computes in full precision."""
+    precision: Precision
+    """Number format of forward and backward passes: float32 or bfloat16. `auto` is bf16 on a GPU that has it,
+    and fp32 elsewhere. On a CPU, with `ddp`, bf16 rounds the factors and results of the layers' matrix
+    products, and the factors of those of the vocabulary head, and nothing else; a CPU without instructions
+    for it computes in float32."""
     compile: bool
     """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
     start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""

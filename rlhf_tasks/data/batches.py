@@ -205,7 +205,7 @@ class TokenBudget:
             raise UserError(
                 "the GPU is out of memory with one row at a time; lower the lengths (data.max_prompt_tokens, "
                 "data.max_completion_tokens, ppo.response_length) or the size of the model, or set "
-                "launch.mixed_precision to bf16, lora, ppo.gradient_checkpointing or launch.layout"
+                "launch.precision to bf16, lora, ppo.gradient_checkpointing or launch.layout"
             )
         self.max_tokens, self._largest, self.is_lowered = self._largest // 2, 0, True
         console.say(f"out of memory: a micro-batch now has at most {self.max_tokens} tokens")

@@ -1,73 +1,72 @@
-"""Log-probs and entropies of response tokens, from a model that never makes all of its logits.
+"""Log-probs, entropies and losses of response tokens, from a model that never makes all of its logits.
 
-With a vocabulary of 50,000 the logits are by far the largest tensor of a pass. Here they exist for one slice
-of the vocabulary at a time, and the backward pass computes each slice again.
+The model runs as ever, but for its output layer: there `vocabulary` computes what is asked for.
 
-B batch · R response · N tokens · V vocabulary · H hidden.
+B batch · R response · N response tokens of all rows, without padding · H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.modeling.classifiers import trunk_of
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.last_layer import Forward, forward_replaced, last_columns_only
-from rlhf_tasks.modeling.products import RoundedLinear, rounded_rows
-
-CPU_SLICE, GPU_SLICE = 2**21, 2**26
-"""Logits that exist at a time: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
+from rlhf_tasks.modeling.products import RoundedLinear
+from rlhf_tasks.modeling.vocabulary import Loss, Stats, label_loss, label_stats, stats_of_logits
 
 _ADJUSTED: WeakSet[nn.Module] = WeakSet()
 """Heads whose model changes their logits: softcapping (Gemma 2), scaling (Cohere, Granite)."""
 
 
 class TokenStats(NamedTuple):
-    """Statistics of the response tokens, float32 and zero on padding; and the states that they come from."""
+    """Statistics of the response tokens, float32, zero on padding and without gradient."""
 
     logprobs: Tensor  # (B, R)
     entropy: Tensor  # (B, R), of the distribution at each token
     likeliest: Tensor  # (B, R), 1 where no other token is likelier, else 0
     states: Tensor  # (B, R + 1, H): the head's input before each response token, and after the last
+    loss: Tensor  # scalar with a gradient, of the `loss` that was given; else 0
 
 
 def token_stats(
-    model: nn.Module, batch: Batch, temperature: float = 1.0, *, entropy_gradient: bool = False
+    model: nn.Module, batch: Batch, temperature: float = 1.0, loss: Loss | None = None
 ) -> TokenStats:
     """The response tokens' statistics under softmax(logits / temperature) of a causal LM.
+
+    `loss` is a loss of the N response tokens, row after row, to train the model with.
 
     `model` may be wrapped for data parallelism: the statistics are computed in place of the logits within its
     forward pass, where the hooks of DDP and ZeRO expect the use of the head's weights. If the model changes
     its logits after the head, they are all made instead.
     """
-    head = _head(model)
+    head, mask = _head(model), batch.response_mask
     if head in _ADJUSTED or not _is_linear(head):
         logits, states = _run(model, batch, lambda original, states: original(states))
-        labels, z = batch.responses[batch.response_mask], logits[:, :-1][batch.response_mask].float()
-        answer = _spread(stats_of_logits(z / temperature, labels), batch, entropy_gradient)
-        return _named(answer, states)
-    made = list[tuple[Tensor, int]]()  # the tensor is kept: else a later one could take its address
+        found = stats_of_logits(logits[:, :-1][mask].float() / temperature, batch.responses[mask])
+        total = _zero(states) if loss is None else loss(found.logprobs, found.entropy, slice(len(found[0])))
+        return _spread(found, batch, states, total)
+    made = list[tuple[Tensor, int, Stats]]()  # the tensor is kept: else a later one could take its address
 
     def forward(_: Forward, states: Tensor) -> Tensor:
-        stats = _stats_of_states(head, states, batch, temperature, entropy_gradient)
-        made.append((stats.detach(), stats._version))
-        return stats
+        total, stats = _stats_of_states(head, states, batch, temperature, loss)
+        answer = total.expand(1, 1, 1)  # passes through hooks as logits do
+        made.append((answer.detach(), answer._version, stats))
+        return answer
 
     answer, states = _run(model, batch, forward)
-    stats, version = made[0]
-    if answer.data_ptr() != stats.data_ptr() or answer._version > version:  # the model changed them
+    own, version, stats = made[0]
+    if answer.data_ptr() != own.data_ptr() or answer._version > version:  # the model changed them
         _ADJUSTED.add(head)
-        return token_stats(model, batch, temperature, entropy_gradient=entropy_gradient)
-    return _named(answer, states)
+        return token_stats(model, batch, temperature, loss)
+    return _spread(stats, batch, states, answer.sum())
 
 
 def head_states(model: nn.Module, batch: Batch) -> Tensor:
@@ -84,7 +83,7 @@ def head_width(model: PreTrainedModel) -> int:
 def reads_trunk(model: PreTrainedModel) -> bool:
     """Whether the logits are the head's product with the trunk's states, unchanged before and after it.
 
-    Only then `head_logprobs` on those states are the model's own. It is tried on four tokens: what is given
+    Only then `head_loss` on those states is the model's own. It is tried on four tokens: what is given
     to the head must be the states, bit for bit, and the model must return what the head returns.
     """
     batch = collate([[0, 1]], [[2, 3]], pad=0).to(next(model.parameters()).device)
@@ -99,11 +98,15 @@ def reads_trunk(model: PreTrainedModel) -> bool:
     return _is_linear(head) and head not in _ADJUSTED and torch.equal(given, states)
 
 
-def head_logprobs(head: nn.Linear, states: Tensor, batch: Batch) -> Tensor:
-    """(B, R) log-probs of the response tokens, by a head of its own on (B, R + 1, H) states."""
-    with forward_replaced(head, lambda _, x: _stats_of_states(head, x, batch, 1.0, False)):
+def head_loss(head: nn.Linear, states: Tensor, batch: Batch, loss: Loss) -> Tensor:
+    """The loss of the response tokens by a head of its own, on (B, R + 1, H) states: a scalar."""
+
+    def forward(_: Forward, states: Tensor) -> Tensor:
+        return _stats_of_states(head, states, batch, 1.0, loss)[0]
+
+    with forward_replaced(head, forward):
         answer: Tensor = head(states)
-    return answer[..., 0]
+    return answer
 
 
 def _head(model: nn.Module) -> nn.Module:
@@ -148,133 +151,22 @@ def _run(
     return out.logits, given[0]
 
 
-def _named(answer: Tensor, states: Tensor) -> TokenStats:
-    logprobs, entropy, likeliest = answer.unbind(2)
-    return TokenStats(logprobs, entropy, likeliest, states)
-
-
 def _stats_of_states(
-    head: nn.Linear, states: Tensor, batch: Batch, temperature: float, entropy_gradient: bool
-) -> Tensor:
+    head: nn.Linear, states: Tensor, batch: Batch, temperature: float, loss: Loss | None
+) -> tuple[Tensor, Stats]:
     mask = batch.response_mask
-    found = label_stats(head, states[:, :-1][mask], batch.responses[mask], temperature)
-    return _spread(found, batch, entropy_gradient)
+    hidden, labels = states[:, :-1][mask], batch.responses[mask]
+    if loss is None:
+        return _zero(states), label_stats(head, hidden, labels, temperature)
+    return label_loss(head, hidden, labels, loss, temperature)
 
 
-def _spread(stats: tuple[Tensor, Tensor, Tensor], batch: Batch, entropy_gradient: bool) -> Tensor:
-    """(N,) each → (B, R, 3) in one tensor, which passes through hooks as logits do; zero on padding."""
-    logprobs, entropy, likeliest = stats
-    whole = torch.stack([logprobs, entropy if entropy_gradient else entropy.detach(), likeliest], dim=1)
+def _zero(states: Tensor) -> Tensor:
+    return states.new_zeros((), dtype=torch.float32)
+
+
+def _spread(stats: Stats, batch: Batch, states: Tensor, loss: Tensor) -> TokenStats:
+    """(N,) each → (B, R), zero on padding."""
     mask = batch.response_mask
-    return whole.new_zeros(*mask.shape, 3).masked_scatter(mask[..., None], whole)
-
-
-def label_stats(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`stats_of_logits` of a linear head's logits over the temperature: (N, H), (N,) → (N,) each."""
-    weight: Tensor = head.weight
-    bias: Tensor | None = head.bias
-    kind, count = hidden.device.type, len(hidden)
-    if isinstance(head, RoundedLinear):
-        hidden, weight = rounded_rows(hidden), weight.bfloat16()
-        bias = None if bias is None else bias.bfloat16()
-        labels = F.pad(labels, (0, len(hidden) - count))
-    elif torch.is_autocast_enabled(kind):  # the backward pass has no autocast of its own
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _LabelStats.apply
-    logprobs, entropy, likeliest = apply(hidden, weight, bias, labels, temperature)
-    return logprobs[:count], entropy[:count], likeliest[:count]
-
-
-def stats_of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the label, entropy, and 1 if no token is likelier: (N, V) logits, (N,) → (N,) each."""
-    log_p = logits.log_softmax(-1)
-    logprobs = log_p.gather(1, labels[:, None]).squeeze(1)
-    entropy = logits.logsumexp(-1) - (log_p.exp() * logits).sum(-1)
-    return logprobs, entropy, (logprobs >= log_p.amax(-1)).to(log_p.dtype)
-
-
-class _LabelStats(torch.autograd.Function):
-    """`stats_of_logits` of hidden · weightᵀ + bias over a temperature, one slice of V at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.temperature = temperature
-        kind = torch.promote_types(hidden.dtype, torch.float32)
-        top = hidden.new_full(labels.shape, -torch.inf, dtype=kind)  # the largest logit z so far
-        chosen, total, moment = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
-        for start, z in _slices(hidden, weight, bias, temperature):
-            before, top = top, torch.maximum(top, z.amax(1))
-            local, inside = _within(labels, start, z)
-            chosen = torch.where(inside, z.gather(1, local).squeeze(1), chosen)
-            p = (z - top[:, None]).exp_()  # Σ e^(z − top) and Σ z · e^(z − top), as in online softmax
-            shrink = (before - top).exp()
-            total = total * shrink + p.sum(1)
-            moment = moment * shrink + p.mul_(z).sum(1)
-        log_total = top + total.log()
-        mean = moment / total  # Σ p · z
-        ctx.save_for_backward(hidden, weight, bias, labels, log_total, mean)
-        likeliest = (chosen >= top).to(kind)
-        ctx.mark_non_differentiable(likeliest)
-        return chosen - log_total, log_total - mean, likeliest
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """∂ log p(label) / ∂z = [label] − p and ∂H / ∂z = −p · (z − Σ p·z), z being the logits."""
-        of_logprob, of_entropy, _ = gradients
-        hidden, weight, bias, labels, log_total, mean = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        g = torch.zeros_like(mean) if of_logprob is None else of_logprob / ctx.temperature
-        g_entropy = None if of_entropy is None else of_entropy / ctx.temperature
-        d_hidden = torch.zeros_like(hidden, dtype=mean.dtype) if needs_hidden else None
-        d_weight = torch.empty_like(weight) if needs_weight else None
-        d_bias = torch.empty_like(bias) if needs_bias else None
-        for start, z in _slices(hidden, weight, bias, ctx.temperature):
-            stop = start + z.shape[1]
-            local, inside = _within(labels, start, z)
-            if g_entropy is None:
-                d_z = z.sub_(log_total[:, None]).exp_().mul_(-g[:, None])
-            else:
-                p = (z - log_total[:, None]).exp_()
-                d_z = p.mul_(z.sub_(mean[:, None]).mul_(g_entropy[:, None]).add_(g[:, None])).neg_()
-            d_z.scatter_add_(1, local, torch.where(inside, g, 0)[:, None])
-            d_z = d_z.to(hidden.dtype)
-            if d_hidden is not None:
-                d_hidden += d_z @ weight[start:stop]
-            if d_weight is not None:
-                torch.mm(d_z.t(), hidden, out=d_weight[start:stop])
-            if d_bias is not None:
-                d_bias[start:stop] = d_z.sum(0)
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None
-
-
-def _slices(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
-) -> Iterator[tuple[int, Tensor]]:
-    """The logits over the temperature in float32, as (first token, (N, width)) from left to right."""
-    width = max(256, (CPU_SLICE if hidden.device.type == "cpu" else GPU_SLICE) // max(1, len(hidden)))
-    exact = hidden.float() if hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 else hidden
-    for start in range(0, len(weight), width):
-        stop = start + width
-        # on a CPU a product in bfloat16 rounds the logits too: by more than an update moves a log-prob
-        own = weight[start:stop].to(exact.dtype)
-        z = F.linear(exact, own, None if bias is None else bias[start:stop].to(exact.dtype))
-        yield start, z.to(torch.promote_types(z.dtype, torch.float32)).div_(temperature)
-
-
-def _within(labels: Tensor, start: int, z: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, 1) each label's column in this slice, or any other column; (N,) whether the label lies in it."""
-    local = labels - start
-    return local.clamp(0, z.shape[1] - 1)[:, None], (local >= 0) & (local < z.shape[1])
+    logprobs, entropy, likeliest = (x.new_zeros(mask.shape).masked_scatter(mask, x.detach()) for x in stats)
+    return TokenStats(logprobs, entropy, likeliest, states, loss)

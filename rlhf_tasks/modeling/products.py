@@ -10,7 +10,7 @@ Their library compiles code for every new number of rows. So rows are padded to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,12 +68,6 @@ def round_products(model: nn.Module) -> None:
             module.__class__ = RoundedConv1D
 
 
-def rounded_rows(x: Tensor) -> Tensor:
-    """(N, H) float32 → bfloat16 with rows of zeros below, up to a multiple of ROWS; has a gradient."""
-    found: Tensor = _Rounded.apply(x)  # type: ignore[no-untyped-call]
-    return found
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     one_column = x.ndim == 3 and x.shape[1] == 1  # of the sampler: too small to pay, and never in training
     if _is_off or one_column:
@@ -87,10 +81,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, weight = _round(x), weight.bfloat16()
+        rows, weight = rounded_rows(x), weight.bfloat16()
         ctx.save_for_backward(rows, weight)
         ctx.shape = x.shape
-        found = _float32(F.linear(rows, weight), (*x.shape[:-1], len(weight)))
+        found = float32_rows(F.linear(rows, weight), (*x.shape[:-1], len(weight)))
         return found if bias is None else found.add_(bias)
 
     @staticmethod
@@ -98,25 +92,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        g_rows = _round(g)
-        d_x = _float32(g_rows @ weight, ctx.shape) if needs_x else None
+        g_rows = rounded_rows(g)
+        d_x = float32_rows(g_rows @ weight, ctx.shape) if needs_x else None
         d_weight = (g_rows.t() @ rows).float() if needs_weight else None
         return d_x, d_weight, g.reshape(-1, g.shape[-1]).sum(0) if needs_bias else None
 
 
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return _round(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return _float32(g, ctx.shape)
-
-
-def _round(x: Tensor) -> Tensor:
+def rounded_rows(x: Tensor) -> Tensor:
     """(…, H) → (N, H) bfloat16, N a multiple of ROWS; the rows that are too many are zero."""
     flat = x.reshape(-1, x.shape[-1])
     count = len(flat)
@@ -126,7 +108,7 @@ def _round(x: Tensor) -> Tensor:
     return rows
 
 
-def _float32(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The rows that `_round` did not add, as a float32 tensor of this shape."""
+def float32_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """The rows that `rounded_rows` did not add, as a float32 tensor of this shape."""
     count = torch.Size(shape[:-1]).numel()
     return rows[:count].float().view(shape)

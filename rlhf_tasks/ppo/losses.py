@@ -12,18 +12,11 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.modeling.tensors import masked_sum
+from rlhf_tasks.modeling.vocabulary import Loss
 from rlhf_tasks.ppo.kl import ESTIMATORS, k3
 
 Sums = dict[str, Tensor]
 """Scalars by the name of their metric, each summed over the real response tokens."""
-
-
-class Outputs(NamedTuple):
-    """What the models in training give for a micro-batch."""
-
-    logprobs: Tensor
-    values: Tensor
-    entropy: Tensor
 
 
 class MicroBatch(NamedTuple):
@@ -41,7 +34,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """The weights, ranges and estimators of `ppo_loss`, under the papers' names."""
+    """The weights, ranges and estimators of PPO's loss, under the papers' names."""
 
     cliprange: float
     cliprange_high: float | None = None
@@ -64,25 +57,16 @@ class Coefficients:
         return replace(self, policy_coef=0.0, entropy_coef=0.0, kl_coef=0.0, beta=beta)
 
 
-def ppo_loss(outputs: Outputs, batch: MicroBatch, coefficients: Coefficients) -> tuple[Tensor, Sums]:
-    """PPO's total loss and its metrics, both summed over the real response tokens of a micro-batch.
-
-        L = L_policy + vf_coef · L_value − entropy_coef · H + kl_coef · KL(π ‖ π_ref) + beta · KL(π_old ‖ π)
-
-    Without a critic there is no L_value. The caller divides by the number of tokens of the whole minibatch.
-    PPO-ptx adds `ptx_loss` to it, on other rows.
-    """
-    of_policy, policy_sums = policy_terms(outputs.logprobs, outputs.entropy, batch, coefficients)
-    if coefficients.vf_coef is None:
-        return of_policy, policy_sums
-    of_critic, value_sums = value_term(outputs.values, batch, coefficients)
-    return of_policy + of_critic, policy_sums | value_sums
-
-
 def policy_terms(
     logprobs: Tensor, entropy: Tensor, batch: MicroBatch, coefficients: Coefficients
 ) -> tuple[Tensor, Sums]:
-    """The terms of `ppo_loss` that depend on the policy, and their metrics."""
+    """The terms of PPO's loss that depend on the policy, and their metrics.
+
+        L_policy − entropy_coef · H + kl_coef · KL(π ‖ π_ref) + beta · KL(π_old ‖ π)
+
+    All are summed over the real response tokens of a micro-batch. The caller adds `value_term`, and divides
+    by the number of tokens of the whole minibatch. PPO-ptx adds `ptx_loss`, on other rows.
+    """
     c, mask = coefficients, batch.mask
     absent, weights = torch.zeros_like(logprobs), batch.importance
     ratio_base = batch.ref_logprobs if c.ratio_from == "reference" else batch.logprobs
@@ -93,7 +77,9 @@ def policy_terms(
     token_losses = tokens.loss if weights is None else tokens.loss * weights
     policy, bonus = masked_sum(token_losses, mask), masked_sum(entropy, mask)
     kl, penalty = masked_sum(kl_tokens, mask), masked_sum(penalty_tokens, mask)
-    loss = c.policy_coef * policy - c.entropy_coef * bonus + c.kl_coef * kl + (c.beta or 0.0) * penalty
+    loss = c.policy_coef * policy + c.kl_coef * kl + (c.beta or 0.0) * penalty
+    if c.entropy_coef:  # else a gradient of zeros would be computed for it
+        loss = loss - c.entropy_coef * bonus
 
     sums = {"loss/policy_avg": policy} | _policy_sums(logprobs.detach(), batch, tokens.clipped)
     sums["policy/entropy_avg"] = bonus
@@ -104,8 +90,19 @@ def policy_terms(
     return loss, {name: x.detach() for name, x in sums.items()}
 
 
+def token_loss(batch: MicroBatch, coefficients: Coefficients) -> Loss:
+    """The loss of `policy_terms` as `token_stats` takes it: of some of the real tokens, row after row."""
+    flat = [None if x is None else x[batch.mask] for x in batch]
+
+    def loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
+        own = MicroBatch._make(None if x is None else x[tokens] for x in flat)
+        return policy_terms(logprobs, entropy, own, coefficients)[0]
+
+    return loss
+
+
 def value_term(values: Tensor, batch: MicroBatch, coefficients: Coefficients) -> tuple[Tensor, Sums]:
-    """vf_coef · L_value, the one term of `ppo_loss` that depends on the critic, and its metrics."""
+    """vf_coef · L_value, the one term of PPO's loss that depends on the critic, and its metrics."""
     tokens = value_loss(values, batch.values, batch.returns, coefficients.cliprange_value)
     value = masked_sum(tokens.loss, batch.mask)
     sums = {"loss/value_avg": value.detach(), "val/clipfrac_avg": masked_sum(tokens.clipped, batch.mask)}

@@ -21,18 +21,10 @@ from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.modeling.workers import compute_beside
 from rlhf_tasks.ppo.batch import PPOBatch, merged
 from rlhf_tasks.ppo.kl import PenaltyController
-from rlhf_tasks.ppo.losses import (
-    Coefficients,
-    Outputs,
-    Sums,
-    policy_terms,
-    ppo_loss,
-    ptx_loss,
-    value_term,
-)
+from rlhf_tasks.ppo.losses import Coefficients, Sums, policy_terms, ptx_loss, token_loss, value_term
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_sums, lowered
+from rlhf_tasks.training.supervised import LanguageModelling, groups, lm_loss, lm_sums, lowered
 
 Metrics = dict[str, float]
 LossPart = Callable[[PPOBatch, Sequence[int], Coefficients], tuple[Tensor, Sums]]
@@ -169,7 +161,7 @@ class Optimiser:
 
     @property
     def _passes(self) -> Sequence[LossPart]:
-        """What computes `ppo_loss` of some rows, whole or in two parts."""
+        """What computes PPO's loss of some rows, whole or in two parts."""
         return [self._policy_terms, self._value_term] if self._has_own_passes else [self._ppo_loss]
 
     @property
@@ -200,13 +192,13 @@ class Optimiser:
     def _policy_terms(
         self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
     ) -> tuple[Tensor, Sums]:
-        padded, with_gradient = self._padded(batch, rows), coefficients.entropy_coef > 0
+        padded = self._padded(batch, rows)
+        given = batch.micro_batch(rows, padded.response_mask)
         with self._rt.autocast():
             stats = token_stats(
-                self._models.policy, padded, self._settings.temperature, entropy_gradient=with_gradient
+                self._models.policy, padded, self._settings.temperature, token_loss(given, coefficients)
             )
-        given = batch.micro_batch(rows, padded.response_mask)
-        return policy_terms(stats.logprobs, stats.entropy, given, coefficients)
+        return stats.loss, policy_terms(stats.logprobs, stats.entropy, given, coefficients)[1]
 
     def _value_term(
         self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
@@ -219,18 +211,22 @@ class Optimiser:
     def _ppo_loss(
         self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
     ) -> tuple[Tensor, Sums]:
-        """`ppo_loss` of one forward pass over these rows.
+        """PPO's loss of one forward pass over these rows.
 
         Without rows it is zero, by a pass over another row: all processes must call the model equally often.
         """
         if not rows:
             loss, sums = self._ppo_loss(batch, [0], coefficients)
             return 0 * loss, {name: 0 * x for name, x in sums.items()}
-        padded, with_gradient = self._padded(batch, rows), coefficients.entropy_coef > 0
+        padded = self._padded(batch, rows)
+        given = batch.micro_batch(rows, padded.response_mask)
         with self._rt.autocast():
-            stats, states = self.model(padded, self._settings.temperature, entropy_gradient=with_gradient)
-        outputs = Outputs(stats.logprobs, states[:, :-1], stats.entropy)
-        return ppo_loss(outputs, batch.micro_batch(rows, padded.response_mask), coefficients)
+            stats, states = self.model(padded, self._settings.temperature, token_loss(given, coefficients))
+        _, sums = policy_terms(stats.logprobs, stats.entropy, given, coefficients)
+        if coefficients.vf_coef is None:
+            return stats.loss, sums
+        of_values, more = value_term(states[:, :-1], given, coefficients)
+        return stats.loss + of_values, sums | more
 
     def _padded(self, batch: PPOBatch, rows: Sequence[int]) -> Batch:
         rollout = batch.rollout
@@ -259,9 +255,9 @@ class Optimiser:
         unused: Tensor | float = 0.0
         with self._rt.autocast():
             if self._has_own_passes:
-                stats = token_stats(self._models.policy, batch)
+                stats = token_stats(self._models.policy, batch, loss=lm_loss)
             else:
-                stats, states = self.model(batch)
+                stats, states = self.model(batch, loss=lm_loss)
                 unused = 0 * states.sum()  # under data parallelism the critic's weights need a gradient too
         nll = lm_sums(stats)["loss"]
         loss = ptx_loss(nll, num_tokens, self._settings.ptx.coef)

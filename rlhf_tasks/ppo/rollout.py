@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_tasks.data.batches import Batch, Ids, sizes
 from rlhf_tasks.modeling.head import TokenStats, head_states, token_stats
 from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.vocabulary import Loss
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class ActorCritic(nn.Module):
         self.policy, self.value = policy, value
 
     def forward(
-        self, batch: Batch, temperature: float = 1.0, *, entropy_gradient: bool = False
+        self, batch: Batch, temperature: float = 1.0, loss: Loss | None = None
     ) -> tuple[TokenStats, Tensor]:
         """The policy's statistics, and (B, R + 1) values: before each response token, and after the last."""
-        stats = token_stats(self.policy, batch, temperature, entropy_gradient=entropy_gradient)
+        stats = token_stats(self.policy, batch, temperature, loss)
         if isinstance(self.value, ValueHead):
             return stats, self.value(stats.states).squeeze(-1).float()
         return stats, self.state_values(batch)

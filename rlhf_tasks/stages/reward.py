@@ -39,7 +39,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.classifiers import replace_trunk
-from rlhf_tasks.modeling.head import head_logprobs, reads_trunk, token_stats
+from rlhf_tasks.modeling.head import head_loss, reads_trunk, token_stats
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project import hashing
@@ -172,11 +172,11 @@ class Pairs:
             of_chosen = per_token.gather(1, ends_of_chosen[:, None]).squeeze(1)
             return pair_sums(of_chosen, per_token[:, -1], self.margin, self.centring_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
-        per_token, means = model(batch, len(rows) if self.lm_coef else 0)
+        per_token, of_lm = model(batch, len(rows) if self.lm_coef else 0)
         of_chosen, of_rejected = per_token[:, -1].chunk(2)
         sums = pair_sums(of_chosen, of_rejected, self.margin, self.centring_coef)
-        if means is not None:
-            sums["loss"] = sums["loss"] - self.lm_coef * means.sum()
+        if of_lm is not None:
+            sums["loss"] = sums["loss"] + self.lm_coef * of_lm
         return sums
 
 
@@ -192,7 +192,7 @@ class Learner(nn.Module):
     """The reward model in training; with `lm_coef`, the policy's head on the same trunk beside it.
 
     If the policy changes states before its head or logits after it (Gemma 2, Cohere, Granite), its own
-    forward pass gives the log-probs. That reads the chosen answers a second time.
+    forward pass gives the LM loss. That reads the chosen answers a second time.
     """
 
     def __init__(self, scores: TokenScores, policy: PreTrainedModel | None = None) -> None:
@@ -205,16 +205,22 @@ class Learner(nn.Module):
             self.lm = policy.get_output_embeddings() if plain else policy
 
     def forward(self, batch: Batch, lm_rows: int = 0) -> tuple[Tensor, Tensor | None]:
-        """((B, R + 1) scores, (lm_rows,) mean log-probs of the first rows' response tokens or None)."""
+        """((B, R + 1) scores, the LM loss of the first rows or None): Σ over rows of the mean −log p."""
         hidden = self.scores.hidden_states(batch)
         if self.lm is None or not lm_rows:
             return self.scores.scored(hidden), None
         answers = batch.first(lm_rows)
+        lengths = answers.response_mask.sum(1, keepdim=True)
+        shares = (answers.response_mask / lengths)[answers.response_mask]
+
+        def loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
+            return -(logprobs * shares[tokens]).sum()
+
         if isinstance(self.lm, PreTrainedModel):
-            logprobs = token_stats(self.lm, answers).logprobs
+            of_lm = token_stats(self.lm, answers, loss=loss).loss
         else:
-            logprobs = head_logprobs(cast(nn.Linear, self.lm), hidden[:lm_rows], answers)
-        return self.scores.scored(hidden), logprobs.sum(1) / answers.response_mask.sum(1)
+            of_lm = head_loss(cast(nn.Linear, self.lm), hidden[:lm_rows], answers, loss)
+        return self.scores.scored(hidden), of_lm
 
 
 def _trained(

@@ -100,7 +100,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
             )
     threads = environment.get("OMP_NUM_THREADS") or _threads(launch)
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
-    words += ["--mixed_precision", launch.mixed_precision, "--dynamo_backend", "no"]
+    words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # a worker sets its precision itself
     words += ["--num_cpu_threads_per_process", str(threads), *_rendezvous(launch, environment)]
     return [sys.executable, *words, "--module", "rlhf_tasks.cli", stage]
 

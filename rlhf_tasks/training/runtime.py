@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks.config import Launch, Optimisation, Ppo
+from rlhf_tasks.config.params import Precision
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.products import cpu_has_bf16, round_products
@@ -55,13 +56,13 @@ class Runtime:
                 "DS_ACCELERATOR", "cpu"
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
-        self.is_float32, self._compiles = launch.mixed_precision == "no", launch.compile
+        self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
         keeps_float32 = launch.layout == "ddp" and not torch.cuda.is_available()
         self._rounds_products = keeps_float32 and not self.is_float32 and cpu_has_bf16()
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         with ending_orphans():
             self.accelerator = Accelerator(
-                mixed_precision="no" if keeps_float32 else launch.mixed_precision,
+                mixed_precision="no" if keeps_float32 or self.is_float32 else "bf16",
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
             )
         self.device: torch.device = self.accelerator.device
@@ -340,6 +341,13 @@ class Runtime:
         np.random.set_state(tuple(state["numpy"]))
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
+
+
+def is_bf16(precision: Precision) -> bool:
+    """Whether `launch.precision` asks for bfloat16 on this machine."""
+    if precision == "auto":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return precision == "bf16"
 
 
 def keep_freed_memory() -> None:

@@ -72,7 +72,7 @@ class LanguageModelling:
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
         batch = self.batch(rows).to(device)
-        return lm_sums(token_stats(model, batch))
+        return lm_sums(token_stats(model, batch, loss=lm_loss))
 
 
 def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
@@ -90,9 +90,14 @@ def plain(texts: Sequence[Ids], pad: int) -> LanguageModelling:
     return LanguageModelling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
 
 
+def lm_loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
+    """Σ of −log p: the `loss` that language modelling gives to `token_stats`."""
+    return -logprobs.sum()
+
+
 def lm_sums(stats: TokenStats) -> Sums:
-    """Σ of −log p and of correct predictions over the real response tokens."""
-    return {"loss": -stats.logprobs.sum(), "token_accuracy": stats.likeliest.sum()}
+    """`lm_loss` and the number of correct predictions of the real response tokens."""
+    return {"loss": stats.loss, "token_accuracy": stats.likeliest.sum()}
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,13 @@ def test_an_update_without_a_critic_costs_no_critics_passes() -> None:
     trunk, head = 2 * 6144 * 7 + 2 * 2 * 16 * 7**2, 2 * 40 * 16 * 3
     row = 2 * (trunk + head) + trunk + 4 * 3 * (trunk + head)
     assert measurement.update_flops(workload, 4, 3) == 8 * row
-    assert measurement.measure(workload, "no").episodes_per_second > 0
+    assert measurement.measure(workload).episodes_per_second > 0
     with pytest.raises(UserError, match="samples_per_prompt=16 does not divide the 8 episodes"):
         workloads.of_shape(small.runtime(), small.ppo(**without_critic("rloo", 16)), TINY, num_updates=1)
 
 
 def test_the_split_of_a_measured_update_fits_into_its_time(workload: workloads.Workload) -> None:
-    found = measurement.measure(workload, "no")
+    found = measurement.measure(workload)
     parts = found.generate_seconds + found.score_seconds + found.train_seconds
     assert 0 < parts <= found.seconds_per_update
     assert 0 < found.matrix_share < 1

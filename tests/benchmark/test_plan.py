@@ -27,7 +27,7 @@ from rlhf_tasks.benchmark.forecast import Machine
 from rlhf_tasks.benchmark.gpus import GB, GPUS, Assumptions, Gpu
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import head, models
+from rlhf_tasks.modeling import models, vocabulary
 from rlhf_tasks.modeling.head import token_stats
 from tests import small
 from tests.ppo.toy import without_critic
@@ -114,9 +114,9 @@ def test_activations_are_what_autograd_keeps_within_15_percent(family: str) -> N
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stats = token_stats(model, batch)
+        loss = token_stats(model, batch, loss=lambda logprobs, *_: logprobs.sum()).loss
     found = sum(size for pointer, size in kept.items() if pointer not in weights) / 4
-    assert stats.logprobs.requires_grad
+    assert loss.requires_grad
     assert architecture.of(config).activations * 4 * 64 == pytest.approx(found, rel=0.15)
 
 
@@ -204,7 +204,7 @@ def test_cache_logits_and_activations_belong_to_different_phases() -> None:
 def test_the_sizes_of_slices_and_buckets_are_those_in_use() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    assert head.GPU_SLICE == SLICE
+    assert vocabulary.GPU_LOGITS == SLICE
     defaults = DeepSpeedZeroConfig()
     assert defaults.reduce_bucket_size == BUCKET
     assert defaults.max_live_parameters == LIVE

@@ -67,7 +67,7 @@ def changed(base: Shape, axis: str, value: int) -> Shape:
 
 def _point(shape: Shape, updates: int) -> measurement.Measurement:
     work = workloads.of_shape(small.runtime(), small.ppo(), shape, updates + 1)
-    return measurement.measure(work, shape.precision)
+    return measurement.measure(work)
 
 
 def draw(found: Mapping[str, Mapping[int, measurement.Measurement]], out: Path) -> None:

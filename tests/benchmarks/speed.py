@@ -5,7 +5,7 @@ versions of torch and transformers should equal ours. Both train random GPT-NeoX
 same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
 micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
 episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
-CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.mixed_precision`
+CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.precision`
 and `--compile` is `launch.compile`. A figure is the median over updates without the first, and over the
 turns; the ratio is of figures of one run. Without --peer only ours is measured.
 """
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(CPU_SHAPES))
     parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--precision", choices=("no", "bf16"), default="no", help="of our side")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of our side")
     parser.add_argument("--compile", action="store_true", help="of our side")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()

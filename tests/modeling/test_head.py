@@ -1,4 +1,4 @@
-"""The vocabulary head by slices: against full logits in float64, in every family, with gradients."""
+"""Statistics and losses of tokens within a model: against its logits, in every family, with gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import head
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.head import (
-    head_logprobs,
+    head_loss,
     head_states,
     head_width,
-    label_stats,
     reads_trunk,
-    stats_of_logits,
     token_stats,
 )
 from rlhf_tasks.modeling.models import response_logits
@@ -30,88 +28,14 @@ from tests.small import FAMILIES, PAD, Family
 
 QUERIES, RESPONSES = small.rows(6, longest=7)
 BATCH = collate(QUERIES, RESPONSES, PAD)
-N, H, V = 5, 4, 600  # three slices of 256 tokens or less
-LABELS = torch.tensor([0, 255, 256, 599, 300])
-
-
-def parts(bias: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, torch.nn.Linear]:
-    generator = torch.Generator().manual_seed(1)
-    linear = torch.nn.Linear(H, V, bias=bias, dtype=dtype)
-    with torch.no_grad():
-        for parameter in linear.parameters():
-            parameter.normal_(0.0, 1.5, generator=generator)
-    return torch.randn(N, H, generator=generator, dtype=dtype).requires_grad_(), linear
-
-
-@pytest.fixture(autouse=True)
-def _narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CPU_SLICE", 1)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("entropy_coef", [None, 0.0, 0.7])
-def test_slices_give_the_values_and_gradients_of_a_categorical(
-    bias: bool, entropy_coef: float | None
-) -> None:
-    weights = torch.linspace(-1, 2, N, dtype=torch.float64)  # a different gradient for each token
-    found = []
-    for by_slices in (True, False):
-        hidden, linear = parts(bias)
-        if by_slices:
-            logprobs, entropy, likeliest = label_stats(linear, hidden, LABELS, 0.7)
-        else:
-            logits = linear(hidden) / 0.7
-            exact = Categorical(logits=logits)
-            logprobs, entropy = exact.log_prob(LABELS), exact.entropy()
-            likeliest = (logits.argmax(1) == LABELS).double()
-        loss = (weights * logprobs).sum()
-        if entropy_coef is not None:
-            loss = loss + entropy_coef * (weights**2 * entropy).sum()
-        loss.backward()
-        found.append([logprobs, entropy, likeliest, hidden.grad, *(p.grad for p in linear.parameters())])
-    for ours, plain in zip(*found, strict=True):
-        torch.testing.assert_close(ours, plain)
-
-
-def test_the_likeliest_token_is_found_in_any_slice() -> None:
-    hidden, linear = parts(bias=False)
-    best = linear(hidden).argmax(1)
-    assert len({int(token) // 256 for token in best}) > 1
-    assert label_stats(linear, hidden, best)[2].tolist() == [1.0] * N
-
-
-def test_frozen_weights_get_no_gradient_and_states_still_do() -> None:
-    hidden, linear = parts(bias=True)
-    linear.requires_grad_(False)
-    label_stats(linear, hidden, LABELS)[0].sum().backward()
-    assert hidden.grad is not None
-    assert linear.weight.grad is None
-
-
-def test_low_precision_logits_are_summed_in_float32() -> None:
-    hidden, linear = parts(bias=True, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours = label_stats(linear, hidden, LABELS, 0.7)
-        logits = linear(hidden)
-    assert logits.dtype == torch.bfloat16
-    for mine, plain in zip(ours, stats_of_logits(logits.float() / 0.7, LABELS), strict=True):
-        torch.testing.assert_close(mine, plain)
-        assert mine.dtype == torch.float32
-    ours[0].sum().backward()
-    assert linear.weight.grad is not None
-    assert linear.weight.grad.dtype == torch.float32
-
-
-def test_nan_in_one_token_is_seen_in_its_log_prob_only() -> None:
-    hidden, linear = parts(bias=False)
-    with torch.no_grad():
-        hidden[2, 0] = torch.nan
-    assert label_stats(linear, hidden, LABELS)[0].isnan().tolist() == [False, False, True, False, False]
-
-
-# ------------------------------------------------------------------------------------- within a model
 
 ADJUSTING = ("gemma2", "cohere", "granite")
+
+
+def weighted(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
+    """A loss with another weight for each token."""
+    weights = torch.arange(tokens.start or 0, tokens.stop) % 5 - 1.5
+    return (weights * logprobs + 0.3 * entropy).sum()
 
 
 def model_of(family: str) -> PreTrainedModel:
@@ -142,12 +66,12 @@ def test_every_weight_gets_the_gradient_that_full_logits_give(family: str) -> No
     for by_slices in (True, False):
         model = model_of(family)
         if by_slices:
-            stats = token_stats(model, BATCH, 0.7, entropy_gradient=True)
-            logprobs, entropy = stats.logprobs, stats.entropy
+            loss = token_stats(model, BATCH, 0.7, weighted).loss
         else:
             exact = Categorical(logits=response_logits(model, BATCH) / 0.7)
             logprobs, entropy = exact.log_prob(BATCH.responses), exact.entropy()
-        (logprobs[mask].sum() + 0.3 * entropy[mask].sum()).backward()
+            loss = weighted(logprobs[mask], entropy[mask], slice(int(mask.sum())))
+        loss.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
@@ -234,11 +158,19 @@ def test_only_a_head_on_the_trunks_own_states_reads_the_trunk(family: str) -> No
     assert reads_trunk(model) == (family not in small.CHANGING)
 
 
-def test_without_entropy_gradient_the_entropy_is_a_number_only() -> None:
+def test_without_a_loss_nothing_has_a_gradient() -> None:
+    stats = token_stats(small.causal(), BATCH)
+    assert not any(x.requires_grad for x in (stats.logprobs, stats.entropy, stats.likeliest, stats.loss))
+
+
+def test_a_loss_has_a_value_where_gradients_are_off() -> None:
     model = small.causal()
-    stats = token_stats(model, BATCH)
-    stats.entropy.sum().backward()
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    with torch.no_grad():
+        quiet = token_stats(model, BATCH, 0.7, weighted).loss
+    loss = token_stats(model, BATCH, 0.7, weighted).loss
+    assert loss.requires_grad
+    assert not quiet.requires_grad
+    assert loss.item() == quiet.item()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -253,5 +185,5 @@ def test_states_are_the_last_layers_at_the_response(family: Family) -> None:
             position_ids=BATCH.position_ids,
         ).last_hidden_state[:, -columns:]
         torch.testing.assert_close(states, last)
-        logprobs = head_logprobs(model.get_output_embeddings(), last, BATCH)
-    torch.testing.assert_close(logprobs, token_stats(model, BATCH).logprobs)
+        found = head_loss(model.get_output_embeddings(), last, BATCH, weighted)
+        torch.testing.assert_close(found, token_stats(model, BATCH, loss=weighted).loss)

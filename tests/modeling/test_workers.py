@@ -226,8 +226,10 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_ppo_takes_the_steps_of_one_thread(changes: dict[str, Any], precision: Literal["no", "bf16"]) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ppo_takes_the_steps_of_one_thread(
+    changes: dict[str, Any], precision: Literal["fp32", "bf16"]
+) -> None:
     def trained() -> tuple[list[dict[str, float]], Tensor]:
         one = toy.trainer(
             rt=small.runtime(precision), clock=iter(range(1000)).__next__,
@@ -237,7 +239,7 @@ def test_ppo_takes_the_steps_of_one_thread(changes: dict[str, Any], precision: L
 
     (found, weights), (again, same), (expected, others) = trained(), trained(), by_one_thread(trained)
     assert (found, weights.tolist()) == (again, same.tolist())
-    atol = 2e-4 if precision == "no" else 2e-2
+    atol = 2e-4 if precision == "fp32" else 2e-2
     for update, other in zip(found, expected, strict=True):
         assert update.keys() == other.keys()
         for key in update.keys() - {"time/padding_share"}:

@@ -12,11 +12,13 @@ import torch
 from rlhf_tasks.ppo.losses import (
     Coefficients,
     MicroBatch,
-    Outputs,
+    Sums,
     policy_loss,
-    ppo_loss,
+    policy_terms,
     ptx_loss,
+    token_loss,
     value_loss,
+    value_term,
 )
 
 
@@ -129,20 +131,25 @@ COEFFICIENTS = Coefficients(cliprange=0.2, cliprange_value=0.2, vf_coef=0.1)
 MASK = torch.tensor([[True, True], [True, False]])
 
 
-def micro_batch() -> tuple[Outputs, MicroBatch]:
+def rows(a: float, b: float, c: float) -> torch.Tensor:
+    return torch.tensor([[a, b], [c, math.nan]])
+
+
+LOGPROBS, ENTROPY_OF, VALUES = rows(-1.0, -2.0, -0.5), rows(0.7, 0.2, 0.4), rows(1.0, 0.2, 0.5)
+
+
+def micro_batch() -> MicroBatch:
     """Three real tokens; what is on padding is not a number."""
-
-    def rows(a: float, b: float, c: float) -> torch.Tensor:
-        return torch.tensor([[a, b], [c, math.nan]])
-
-    outputs = Outputs(
-        logprobs=rows(-1.0, -2.0, -0.5), values=rows(1.0, 0.2, 0.5), entropy=rows(0.7, 0.2, 0.4)
-    )
-    batch = MicroBatch(
+    return MicroBatch(
         mask=MASK, logprobs=rows(-1.1, -2.0, -0.9), ref_logprobs=rows(-1.5, -1.0, -0.5),
         values=rows(1.0, 0.0, 0.5), advantages=rows(2.0, -1.0, 0.5), returns=rows(2.0, 0.0, 0.0),
     )  # fmt: skip
-    return outputs, batch
+
+
+def total(coefficients: Coefficients) -> tuple[torch.Tensor, Sums]:
+    of_policy, sums = policy_terms(LOGPROBS, ENTROPY_OF, micro_batch(), coefficients)
+    of_critic, more = value_term(VALUES, micro_batch(), coefficients)
+    return of_policy + of_critic, sums | more
 
 
 POLICY = -2 * math.exp(0.1) + 1 - 0.5 * 1.2
@@ -168,7 +175,7 @@ PENALTY = sum(math.exp(x) - 1 - x for x in (0.1, 0.0, 0.4))
     ids=["policy-value", "entropy", "kl", "penalty", "all"],
 )
 def test_the_total_loss_is_the_weighted_sum_of_its_terms(changes: dict[str, Any], expected: float) -> None:
-    loss, sums = ppo_loss(*micro_batch(), replace(COEFFICIENTS, **changes))
+    loss, sums = total(replace(COEFFICIENTS, **changes))
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert sums["loss/policy_avg"].item() == pytest.approx(POLICY, rel=1e-5)
     assert sums["loss/value_avg"].item() == pytest.approx(VALUE, rel=1e-5)
@@ -183,13 +190,24 @@ def test_the_total_loss_is_the_weighted_sum_of_its_terms(changes: dict[str, Any]
 
 def test_in_the_critics_warm_up_only_the_value_term_is_left() -> None:
     everything = replace(COEFFICIENTS, entropy_coef=0.3, kl_coef=0.4, kl_estimator="k2", beta=0.6)
-    loss, _ = ppo_loss(*micro_batch(), everything.for_critic_only())
+    loss, _ = total(everything.for_critic_only())
     assert loss.item() == pytest.approx(0.1 * VALUE, rel=1e-5)
 
 
 def test_the_ratio_can_be_to_the_reference() -> None:
-    loss, _ = ppo_loss(*micro_batch(), replace(COEFFICIENTS, ratio_from="reference", vf_coef=0.0))
+    loss, _ = total(replace(COEFFICIENTS, ratio_from="reference", vf_coef=0.0))
     assert loss.item() == pytest.approx(-2 * 1.2 + 0.8 - 0.5, rel=1e-5)  # ratios exp(0.5), exp(−1), 1
+
+
+def test_the_loss_of_groups_of_tokens_adds_up_to_that_of_the_rows() -> None:
+    coefficients = replace(COEFFICIENTS, entropy_coef=0.3, kl_coef=0.4, kl_estimator="k2", beta=0.6)
+    whole, _ = policy_terms(LOGPROBS, ENTROPY_OF, micro_batch(), coefficients)
+    loss = token_loss(micro_batch(), coefficients)
+    groups = [
+        loss(LOGPROBS[MASK][tokens], ENTROPY_OF[MASK][tokens], tokens)
+        for tokens in (slice(0, 1), slice(1, 3))
+    ]
+    torch.testing.assert_close(groups[0] + groups[1], whole)
 
 
 def test_the_ptx_loss_is_the_weighted_mean_nll_of_a_token() -> None:

@@ -139,7 +139,7 @@ def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
 )  # fmt: skip
 def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], layout: str) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
-    launch = TWO | {"layout": layout, "mixed_precision": "bf16"}
+    launch = TWO | {"layout": layout, "precision": "bf16"}
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
     toy.write_params(launch=launch, ppo=settings)
     before = weights("models/sft")
@@ -157,7 +157,7 @@ def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], la
 def test_ppo_in_bf16_samples_and_trains_in_one_precision(toy_project: Path) -> None:
     """One process on a CPU: the first ratio is 1, the first KL is 0, and the weights stay float32."""
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_mini_batches": 1, "num_ppo_epochs": 1}
-    toy.write_params(launch={"mixed_precision": "bf16"}, ppo=settings)
+    toy.write_params(launch={"precision": "bf16"}, ppo=settings)
     rlhf("ppo")
     first = curve("ppo")[1]
     assert abs(float(first["objective/kl"])) < 0.01

@@ -35,7 +35,7 @@ def section(**values: Any) -> Launch:
         "num_machines": 1,
         "layout": "ddp",
         "offload": False,
-        "mixed_precision": "no",
+        "precision": "fp32",
         "compile": False,
     }
     return Launch.model_validate(shipped | values)
@@ -47,7 +47,7 @@ def option(words: list[str], name: str) -> str:
 
 def test_one_process_needs_no_launcher() -> None:
     assert not launch.is_needed("ppo", section())
-    assert not launch.is_needed("ppo", section(mixed_precision="bf16"))
+    assert not launch.is_needed("ppo", section(precision="bf16"))
 
 
 @pytest.mark.parametrize("values", [{"num_processes": 2}, {"layout": "zero2"}, {"num_machines": 2}])
@@ -63,12 +63,11 @@ def test_a_worker_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_of_one_machine() -> None:
     words = launch.command(
-        Paths(), "sft", section(num_processes=4, mixed_precision="bf16"), {"OMP_NUM_THREADS": "3"}
+        Paths(), "sft", section(num_processes=4, precision="bf16"), {"OMP_NUM_THREADS": "3"}
     )
     assert words[:3] == [sys.executable, "-m", "rlhf_tasks.training.launcher"]
     assert "--multi_gpu" in words
     assert option(words, "--num_processes") == "4"
-    assert option(words, "--mixed_precision") == "bf16"
     assert option(words, "--num_cpu_threads_per_process") == "3"
     assert option(words, "--main_process_port") == "0"
     assert words[-3:] == ["--module", "rlhf_tasks.cli", "sft"]
@@ -194,7 +193,7 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     }  # fmt: skip
     code = (
         "from rlhf_tasks.config import Launch; from rlhf_tasks.training.runtime import Runtime\n"
-        "values = dict(num_processes=2, num_machines=1, layout='ddp', offload=False, mixed_precision='no')\n"
+        "values = dict(num_processes=2, num_machines=1, layout='ddp', offload=False, precision='fp32')\n"
         "Runtime(Launch(**values, compile=False), 1)"
     )
     done = subprocess.run(

@@ -66,7 +66,7 @@ def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Loop
         "launch.num_processes": rt.world_size,
         "launch.layout": view.launch.layout,
         "launch.offload": view.launch.offload,
-        "launch.mixed_precision": view.launch.mixed_precision,
+        "launch.precision": "fp32" if rt.is_float32 else "bf16",
         "device": rt.device.type,
     }
     with Signals() as signals:
