@@ -27,13 +27,13 @@ _ADJUSTED: WeakSet[nn.Module] = WeakSet()
 
 
 class TokenStats(NamedTuple):
-    """Statistics of the response tokens, float32, zero on padding and without gradient."""
+    """Statistics of the response tokens. The first three are zero on padding and have no gradient."""
 
     logprobs: Tensor  # (B, R)
     entropy: Tensor  # (B, R), of the distribution at each token
     likeliest: Tensor  # (B, R), 1 where no other token is likelier, else 0
     states: Tensor  # (B, R + 1, H): the head's input before each response token, and after the last
-    loss: Tensor  # scalar with a gradient, of the `loss` that was given; else 0
+    loss: Tensor  # scalar, of the `loss` that was given; else 0
 
 
 def token_stats(

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from rlhf_tasks.modeling.products import RoundedLinear, float32_rows, rounded_rows
 
-CPU_LOGITS, GPU_LOGITS = 2**23, 2**26
+CPU_LOGITS, GPU_LOGITS = 2**22, 2**26
 """Logits of a group of tokens: the gradients of all V weights are added to once for each group."""
 CPU_SLICE, GPU_SLICE = 2**18, 2**26
 """Logits that are computed at once: on a CPU few enough for its cache, on a GPU enough to keep it busy."""
@@ -31,7 +31,8 @@ SMALLEST_SHARE = 1e-30  # of a slice in a token's distribution; the inverse of a
 Loss = Callable[[Tensor, Tensor, slice], Tensor]
 """The loss of some tokens, a scalar: of their log-probs and entropies, (n,) each, and which of all they are.
 
-A loss is the sum over such groups. It is called once for each group, in order.
+A loss is the sum over such groups. It is called for each group in order, and must give the same when that is
+repeated.
 """
 
 
@@ -107,22 +108,23 @@ class _Factors:
     bias: Tensor | None
     temperature: float
     is_rounded: bool
-    """Whether the factors are rounded to bfloat16 (`products`), with a product in float32: a rounded product
+    """Whether the factors are in bfloat16 on a CPU. Their product is then computed in float32: in bfloat16 it
     rounds the logits too, by more than an update moves a log-prob."""
 
     @classmethod
     def of(cls, head: nn.Linear, hidden: Tensor, temperature: float) -> _Factors:
         weight, kind = head.weight.detach(), hidden.device.type
         bias: Tensor | None = None if head.bias is None else head.bias.detach()
-        is_rounded = isinstance(head, RoundedLinear)
-        if is_rounded:
-            hidden = hidden.bfloat16().float()
-            weight = weight.bfloat16()
-            bias = None if bias is None else bias.bfloat16().float()
+        dtype = weight.dtype
+        if isinstance(head, RoundedLinear):
+            dtype = torch.bfloat16
         elif torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        is_rounded = kind == "cpu" and dtype == torch.bfloat16
+        if is_rounded:
+            hidden, bias = hidden.float(), None if bias is None else bias.float()
         return cls(hidden, weight, bias, temperature, is_rounded)
 
     def groups(self) -> Iterator[slice]:
@@ -196,7 +198,7 @@ class _Gradients:
         With z the logits: ∂ log p(label) / ∂z = [label] − p, and ∂ entropy / ∂z = −p · (z − Σ p · z).
         """
         factors, logprobs = self._factors, found.stats.logprobs
-        of_label = -torch.expm1(logprobs)  # 1 − p would lose the difference to rounding
+        of_label = -torch.expm1(logprobs)  # 1 − p, from the log-prob that no product in bfloat16 has rounded
         scale = g
         if g_entropy is not None:
             of_label = of_label * g - logprobs.exp() * (logprobs + found.stats.entropy) * g_entropy
@@ -262,19 +264,20 @@ class _LabelLoss(torch.autograd.Function):
                 total += value
                 if gradients is not None:
                     gradients.add(tokens, own, read, of_logprobs, of_entropy)
-        ctx.gradients = gradients
+                del read  # before the next group is read
+        # not the factors: until the backward pass, they would keep weights that a layout has given back
+        ctx.sums = None if gradients is None else (gradients.hidden, gradients.weight, gradients.bias)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        """The gradients are multiplied in place: a second call would find none."""
-        made, ctx.gradients = ctx.gradients, None
-        own = [
-            None if x is None else x.mul_(g).to(dtype)
-            for x, dtype in zip((made.hidden, made.weight, made.bias), ctx.dtypes, strict=True)
-        ]
+        """The gradients are multiplied in place, so there is no second call."""
+        sums, ctx.sums = ctx.sums, None
+        if sums is None:
+            raise RuntimeError("this loss has had its backward pass; compute it anew")
+        own = [None if x is None else x.mul_(g).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
         return *own, *[None] * 6
 
 

@@ -173,6 +173,10 @@ def _add(total: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
     both = [(a, b) for a, b in zip(total, more, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    owned = set[int]()
     for i, gradient in enumerate(more):
         if total[i] is None and gradient is not None:
-            total[i] = gradient.clone()  # two weights may get the same tensor
+            pointer = gradient.untyped_storage().data_ptr()
+            is_own = gradient.is_contiguous() and pointer not in owned  # two weights may get the same tensor
+            total[i] = gradient if is_own else gradient.clone()
+            owned.add(pointer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,12 +31,18 @@ def all_columns() -> Iterator[None]:
 
 def read(model: nn.Module, batch: Batch) -> Tensor:
     """What is read of a model's answer, with its gradients: a vector."""
+
+    def loss(found: Tensor, *_: Any) -> Tensor:
+        return (found * torch.linspace(-1, 1, len(found))).sum()
+
+    model.zero_grad()
     if isinstance(model, models.TokenScores):
         found = model(batch)[:, 1:][batch.response_mask]
+        loss(found).backward()
     else:
-        found = token_stats(model, batch).logprobs[batch.response_mask]
-    model.zero_grad()
-    (found * torch.linspace(-1, 1, len(found))).sum().backward()
+        stats = token_stats(model, batch, loss=loss)
+        found = stats.logprobs[batch.response_mask]
+        stats.loss.backward()
     return torch.cat([found.detach(), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
 
 

@@ -145,18 +145,37 @@ def test_no_tokens_have_a_loss_of_zero() -> None:
     assert stats.logprobs.shape == (0,)
 
 
-def test_low_precision_logits_are_summed_in_float32() -> None:
+def test_on_a_cpu_rounded_factors_have_a_product_in_float32() -> None:
+    """Weights in bfloat16, autocast, and products that are rounded: the logits are not."""
     hidden, linear = parts(bias=True, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        total, ours = label_loss(linear, hidden, LABELS, of_logprobs, 0.7)
-        logits = linear(hidden)
-    assert logits.dtype == torch.bfloat16
-    for mine, plain in zip(ours, stats_of_logits(logits.float() / 0.7, LABELS), strict=True):
-        torch.testing.assert_close(mine, plain)
-        assert mine.dtype == torch.float32
-    total.backward()
-    assert linear.weight.grad is not None
-    assert linear.weight.grad.dtype == torch.float32
+    exact = hidden.bfloat16().float() @ linear.weight.bfloat16().float().t() + linear.bias.bfloat16().float()
+    plain = stats_of_logits(exact.detach() / 0.7, LABELS)
+    _, rounded = parts(bias=True, dtype=torch.float32)
+    rounded.__class__ = RoundedLinear
+    _, low = parts(bias=True, dtype=torch.float32)
+    low.bfloat16()
+    for head, states, autocast in (
+        (linear, hidden, True),
+        (rounded, hidden, False),
+        (low, hidden.detach().bfloat16().requires_grad_(), False),
+    ):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            total, ours = label_loss(head, states, LABELS, of_logprobs, 0.7)
+        for mine, expected in zip(ours, plain, strict=True):
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, expected)
+        total.backward()
+        for x in (states, *head.parameters()):
+            assert x.grad is not None
+            assert x.grad.dtype == x.dtype
+
+
+def test_a_loss_has_one_backward_pass() -> None:
+    hidden, linear = parts(bias=True)
+    total, _ = label_loss(linear, hidden, LABELS, of_logprobs)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has had its backward pass"):
+        total.backward()
 
 
 def test_nan_in_one_token_is_seen_in_its_log_prob_only() -> None:
