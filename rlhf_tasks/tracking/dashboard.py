@@ -31,8 +31,13 @@ def serve(home: Path, port: int) -> int:
     for name, page in runs_pages(home, f"http://{HOST}:{free}").items():
         console.say(f"MLflow, runs of {name}: {page}")
     console.say("Ctrl-C ends the server")
-    environment = server_environment(os.environ)
-    return subprocess.run(server_command(home, free), env=environment, check=False).returncode
+    with subprocess.Popen(server_command(home, free), env=server_environment(os.environ)) as server:
+        try:
+            return server.wait()
+        except BaseException:
+            server.terminate()  # if it were killed, as `subprocess.run` does, its workers would live on
+            server.wait()
+            raise
 
 
 def runs_pages(home: Path, address: str, experiment: str | None = None) -> dict[str, str]:

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     row = {"commit": _git("rev-parse", "--short", "HEAD"), "date": time.strftime("%Y-%m-%d")}
     row["machine"] = f"{os.cpu_count()} cores, {_processor()}"
     for folder in [*args.runs, *(seeds.run_seed(seed, args.work) for seed in args.seeds)]:
+        check_commit(folder, row["commit"])
         row |= of_run(folder)
     if args.time:
         row |= timed_run()
@@ -71,6 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {shape: speed.measure("ppo", shape, args.peer, 4, args.turns) for shape in speed.CPU_SHAPES}
         row |= of_speed(found)
     draw(add(row, LEDGER), FIGURE)
+
+
+def check_commit(folder: Path, commit: str) -> None:
+    """Refuse a run of another commit: its results are not those of the row."""
+    found = _git("rev-parse", "--short", "HEAD", at=folder)
+    if found != commit:
+        raise SystemExit(
+            f"{folder} is a run of commit {found}, and not of {commit}; remove it to run it anew"
+        )
 
 
 def of_run(folder: Path) -> Row:
@@ -142,7 +152,7 @@ def draw(rows: Sequence[Row], out: Path) -> None:
     for panel, title in zip((times, rates, kls, ratios), titles, strict=True):
         panel.set_title(title, fontsize=9)
         panel.set_xticks(range(len(commits)), commits, rotation=45, fontsize=7)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[1]:
             panel.legend(fontsize=7)
@@ -176,8 +186,8 @@ def _rates(panel: Axes, rows: Sequence[Row], seed: int) -> None:
         panel.errorbar(shifted, y, yerr=reach, fmt="o", capsize=2, label=f"seed {seed}")
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+def _git(*words: str, at: Path = ROOT) -> str:
+    done = subprocess.run(["git", *words], cwd=at, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 

@@ -53,6 +53,13 @@ def test_a_finished_run_fills_the_columns_of_its_seed(tmp_path: Path) -> None:
         ledger.of_run(finished_run(tmp_path / "other", seed=9, rate=0.5))
 
 
+def test_the_ledger_refuses_a_run_of_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_git", lambda *_, at: "abcdef0")
+    ledger.check_commit(tmp_path, "abcdef0")
+    with pytest.raises(SystemExit, match="commit abcdef0, and not of 0123456; remove it"):
+        ledger.check_commit(tmp_path, "0123456")
+
+
 def test_the_ledgers_ratio_is_our_median_by_the_peers() -> None:
     ours, peer = Figures([10.0, 30.0, 20.0], 1.0), Figures([8.0, 8.0, 9.0], 2.0)
     assert ledger.of_speed({"A": {"ours": ours, "peer": peer}}) == {

@@ -1,0 +1,46 @@
+"""`rlhf mlflow` ends its server as the server wants to be ended."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from _thread import interrupt_main
+from pathlib import Path
+
+import pytest
+
+from rlhf_tasks.tracking import dashboard
+
+SERVER = """
+import pathlib, signal, sys, time
+
+def end(*_):
+    pathlib.Path("ended").touch()
+    sys.exit()
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path("ready").touch()
+time.sleep(60)
+"""
+
+
+def test_an_interrupted_dashboard_lets_its_server_end_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlflow.db").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dashboard, "sync", lambda _: None)
+    monkeypatch.setattr(dashboard, "runs_pages", lambda *_: {})
+    monkeypatch.setattr(dashboard, "server_command", lambda *_: [sys.executable, "-c", SERVER])
+
+    def interrupt() -> None:
+        while not Path("ready").exists():
+            time.sleep(0.05)
+        interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        dashboard.serve(tmp_path, 5000)
+    assert Path("ended").exists()
