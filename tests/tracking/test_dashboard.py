@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
-from _thread import interrupt_main
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_an_interrupted_dashboard_lets_its_server_end_its_workers(
     def interrupt() -> None:
         while not Path("ready").exists():
             time.sleep(0.05)
-        interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
