@@ -16,12 +16,14 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.generation import sample
+from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead, logprobs_of
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.layouts import Fsdp2
 from rlhf_tasks.training.runtime import adamw
+from rlhf_tasks.training.supervised import lm_loss
 from tests import small
 from tests.small import EOS, PAD
 
@@ -94,10 +96,10 @@ def test_in_bf16_a_sharded_model_computes_what_a_bf16_copy_does_and_stays_float3
         weight.data = weight.data.to(torch.bfloat16)
     before = sharding.weights_of(model)
     sharding.shard(model, mesh, offload=False, computes_in=torch.bfloat16)
-    expected, found = logprobs_of(copied, BATCH, 0.8), logprobs_of(model, BATCH, 0.8)
-    assert torch.equal(found, expected)
-    expected.sum().backward()
-    found.sum().backward()
+    expected, found = (token_stats(one, BATCH, 0.8, lm_loss) for one in (copied, model))
+    assert torch.equal(found.logprobs, expected.logprobs)
+    expected.loss.backward()
+    found.loss.backward()
     for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
         assert theirs.grad is not None
         assert isinstance(mine.grad, DTensor)
