@@ -57,7 +57,7 @@ def token_stats(
 
     def forward(_: Forward, states: Tensor) -> Tensor:
         total, stats = _stats_of_states(head, states, batch, temperature, loss)
-        answer = total.expand(1, 1, 1)  # passes through hooks as logits do
+        answer = total.expand(1, 1, 1).clone()  # passes through hooks as logits do, which want no view
         made.append((answer.detach(), answer._version, stats))
         return answer
 
