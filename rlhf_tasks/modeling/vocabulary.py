@@ -157,12 +157,12 @@ class _Factors:
             moments.append(torch.linalg.vecdot(exp, z))  # Σ e^(z − top) · (z − top)
             if keep:
                 exps.append(exp)
-        heights, total, moment = torch.stack(tops), torch.stack(totals), torch.stack(moments)
+        heights, sums, moment = torch.stack(tops), torch.stack(totals), torch.stack(moments)
         top = heights.amax(0)
         heights -= top
         shares = heights.exp()
-        total = (total * shares).sum(0)
-        mean = ((moment + heights * torch.stack(totals)) * shares).sum(0) / total  # Σ p · z − top
+        total = (sums * shares).sum(0)
+        mean = ((moment + heights * sums) * shares).sum(0) / total  # Σ p · z − top
         log_total = total.log()
         stats = Stats(chosen - top - log_total, log_total - mean, (chosen >= top).to(total.dtype))
         return _Slices(stats, exps, shares / total, heights - mean)

@@ -198,7 +198,8 @@ class Optimiser:
             stats = token_stats(
                 self._models.policy, padded, self._settings.temperature, token_loss(given, coefficients)
             )
-        return stats.loss, policy_terms(stats.logprobs, stats.entropy, given, coefficients)[1]
+        _, sums = policy_terms(stats.logprobs, stats.entropy, given, coefficients)
+        return stats.loss, sums
 
     def _value_term(
         self, batch: PPOBatch, rows: Sequence[int], coefficients: Coefficients
