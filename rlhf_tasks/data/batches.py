@@ -57,6 +57,11 @@ class Batch:
         """(B, T): 0 at the first real token, so that left padding moves nothing."""
         return (self.attention_mask.cumsum(1) - 1).clamp_min(0)
 
+    @property
+    def ends(self) -> Tensor:
+        """(B, N): the column of the last token of each of a row's N responses."""
+        return torch.full_like(self.query_response[:, :1], self.query_response.shape[1] - 1)
+
     def to(self, device: torch.device) -> Self:
         return type(self)(**{name: x.to(device) for name, x in vars(self).items()})
 
@@ -98,6 +103,11 @@ class Forked(Batch):
     @property
     def position_ids(self) -> Tensor:
         return self.positions
+
+    @property
+    def ends(self) -> Tensor:
+        last = super().ends
+        return torch.cat([last - self.len_rejected[:, None], last], dim=1)
 
 
 def fork(queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids], pad: int) -> Forked:

@@ -1,9 +1,10 @@
-"""Spares the last layer the columns whose states nobody reads: those of the prompt.
+"""Spares the last layer the columns whose states nobody reads.
 
 A column of the last layer is read by no other column after its attention. So the output projection of that
-attention and the MLP, two thirds of a layer, need only the columns before and of the response.
+attention and the MLP, two thirds of a layer, need only the columns before and of the response; where a
+response has one score, only its last column.
 
-B batch · T columns · H hidden.
+B batch · T columns · N columns that are read · H hidden.
 """
 
 from __future__ import annotations
@@ -37,13 +38,26 @@ def last_columns_only(model: PreTrainedModel, columns: int) -> Iterator[None]:
     A model of another family computes all columns as ever, as does one with gradient checkpointing: its
     layers run again in the backward pass, after the block.
     """
+    with _last_layer_treats(model, partial(_last_columns, columns)):
+        yield
+
+
+@contextmanager
+def columns_only(model: PreTrainedModel, columns: Tensor) -> Iterator[None]:
+    """`last_columns_only` for any N columns of each row, (B, N)."""
+    with _last_layer_treats(model, partial(_columns, columns[:, :, None])):
+        yield
+
+
+@contextmanager
+def _last_layer_treats(model: PreTrainedModel, treat: Callable[[Forward, Tensor], Tensor]) -> Iterator[None]:
     names = LAYERS.get(model.config.model_type)
     with ExitStack() as stack:
         if names is not None:
             layers, *parts = names
             last = getattr(model.base_model, layers)[-1]
             for part in [] if last.gradient_checkpointing else map(last.get_submodule, parts):
-                stack.enter_context(forward_replaced(part, partial(_last_columns, columns)))
+                stack.enter_context(forward_replaced(part, treat))
         yield
 
 
@@ -51,6 +65,13 @@ def _last_columns(columns: int, forward: Forward, hidden: Tensor) -> Tensor:
     """(B, T, H) → (B, T, H), zero before the last `columns` columns."""
     found = forward(hidden[:, -columns:].contiguous())
     return F.pad(found, (0, 0, hidden.shape[1] - found.shape[1], 0))
+
+
+def _columns(columns: Tensor, forward: Forward, hidden: Tensor) -> Tensor:
+    """(B, T, H) → (B, T, H), zero in all but these (B, N, 1) columns."""
+    found = forward(hidden.take_along_dim(columns, 1))
+    result: Tensor = found.new_zeros(*hidden.shape[:2], found.shape[2])
+    return result.scatter_(1, columns.expand_as(found), found)
 
 
 class _Switch:

@@ -36,7 +36,7 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.classifiers import INSTEAD, AnyClassifier, on_trunk, trunk_of
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
-from rlhf_tasks.modeling.last_layer import last_columns_only
+from rlhf_tasks.modeling.last_layer import columns_only, last_columns_only
 from rlhf_tasks.project import disk
 
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
@@ -183,19 +183,28 @@ class TokenScores(nn.Module):
         """(B, R + 1, H) of the last layer: before each response token, and after the last."""
         columns = batch.num_response_columns + 1
         with last_columns_only(self.model, columns):
-            out = self.model.base_model(
-                input_ids=batch.query_response, attention_mask=batch.attention_mask,
-                position_ids=batch.position_ids, use_cache=False,
-            )  # fmt: skip
-        hidden: Tensor = out.last_hidden_state
-        return hidden[:, -columns:]
+            return self._all_states(batch)[:, -columns:]
 
-    def forward(self, batch: Batch) -> Tensor:
-        """(B, R + 1) float32: a score before each response token, and after the last."""
-        return self.scored(self.hidden_states(batch))
+    def _all_states(self, batch: Batch) -> Tensor:
+        out = self.model.base_model(
+            input_ids=batch.query_response, attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids, use_cache=False,
+        )  # fmt: skip
+        states: Tensor = out.last_hidden_state
+        return states
+
+    def forward(self, batch: Batch, *, ends_only: bool = False) -> Tensor:
+        """(B, R + 1) float32: a score before each response token, and after the last.
+
+        With `ends_only`, (B, N): the score after the last token of each of a row's N responses.
+        """
+        if not ends_only:
+            return self.scored(self.hidden_states(batch))
+        with columns_only(self.model, batch.ends):
+            return self.scored(self._all_states(batch).take_along_dim(batch.ends[:, :, None], 1))
 
     def scored(self, hidden: Tensor) -> Tensor:
-        """(B, R + 1, H) → (B, R + 1) float32, minus the stored mean."""
+        """(B, N, H) → (B, N) float32, minus the stored mean."""
         scores: Tensor = head_of(self.model)(hidden).squeeze(-1).float()
         return scores - self.mean
 

@@ -69,7 +69,7 @@ def round_products(model: nn.Module) -> None:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    one_column = x.ndim == 3 and x.shape[1] == 1  # of the sampler: too small to pay, and never in training
+    one_column = x.ndim == 3 and x.shape[1] == 1  # of the sampler, or of one score a row: too small to pay
     if _is_off or one_column:
         return F.linear(x, weight, bias)
     found: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ class RewardScorer:
 
         def score(rows: list[int]) -> None:
             batch = picked(queries, responses, rows, self._pad).to(self._placement.device)
-            result[rows] = self._scores(batch)[: len(rows), -1].cpu()
+            result[rows] = self._scores(batch, ends_only=True)[: len(rows), 0].cpu()
 
         with unrounded_products():
             self._placement.run_batches(self._budget, sizes(queries, responses), score)

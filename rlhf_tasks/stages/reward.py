@@ -166,14 +166,11 @@ class Pairs:
             [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
         )
         if self.forked:
-            pairs = fork(queries, chosen, rejected, self.pad).to(device)
-            per_token, _ = model(pairs)
-            ends_of_chosen = per_token.shape[1] - 1 - pairs.len_rejected
-            of_chosen = per_token.gather(1, ends_of_chosen[:, None]).squeeze(1)
-            return pair_sums(of_chosen, per_token[:, -1], self.margin, self.centring_coef)
+            found, _ = model(fork(queries, chosen, rejected, self.pad).to(device))
+            return pair_sums(found[:, 0], found[:, 1], self.margin, self.centring_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
-        per_token, of_lm = model(batch, len(rows) if self.lm_coef else 0)
-        of_chosen, of_rejected = per_token[:, -1].chunk(2)
+        found, of_lm = model(batch, len(rows) if self.lm_coef else 0)
+        of_chosen, of_rejected = found[:, 0].chunk(2)
         sums = pair_sums(of_chosen, of_rejected, self.margin, self.centring_coef)
         if of_lm is not None:
             sums["loss"] = sums["loss"] + self.lm_coef * of_lm
@@ -205,10 +202,13 @@ class Learner(nn.Module):
             self.lm = policy.get_output_embeddings() if plain else policy
 
     def forward(self, batch: Batch, lm_rows: int = 0) -> tuple[Tensor, Tensor | None]:
-        """((B, R + 1) scores, the LM loss of the first rows or None): Σ over rows of the mean −log p."""
-        hidden = self.scores.hidden_states(batch)
+        """((B, N) scores of N responses a row, the LM loss of the first rows or None).
+
+        That loss is Σ over rows of the mean −log p.
+        """
         if self.lm is None or not lm_rows:
-            return self.scores.scored(hidden), None
+            return self.scores(batch, ends_only=True), None
+        hidden = self.scores.hidden_states(batch)
         answers = batch.first(lm_rows)
         lengths = answers.response_mask.sum(1, keepdim=True)
         shares = (answers.response_mask / lengths)[answers.response_mask]
@@ -220,7 +220,7 @@ class Learner(nn.Module):
             of_lm = token_stats(self.lm, answers, loss=loss).loss
         else:
             of_lm = head_loss(cast(nn.Linear, self.lm), hidden[:lm_rows], answers, loss)
-        return self.scores.scored(hidden), of_lm
+        return self.scores.scored(hidden[:, -1:]), of_lm
 
 
 def _trained(
