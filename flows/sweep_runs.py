@@ -107,7 +107,7 @@ def cells(
     Raises:
         UserError: with the problems of every invalid setting.
     """
-    valid, problems, first = [], [], None
+    valid, problems, first = list[Cell](), list[str](), None
     for overrides in settings:
         setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "unchanged"
         for seed in seeds:
@@ -117,7 +117,10 @@ def cells(
                 problems.append(f"{setting}: {error}")
                 break
             first = first or values
-            valid.append(Cell(setting, seed, overrides, f"{name}-{_digest(values, commit, data)}"))
+            cell = Cell(setting, seed, overrides, f"{name}-{_digest(values, commit, data)}")
+            if any(cell.experiment == other.experiment for other in valid):
+                problems.append(f"{setting}, seed {seed}: the sweep has this run twice; give each once")
+            valid.append(cell)
     if problems or first is None:
         raise UserError("\n".join(problems) or "the sweep has no setting")
     return valid, first

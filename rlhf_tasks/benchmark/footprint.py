@@ -95,6 +95,8 @@ class Footprint:
     cache: float
     logits: float
     """The larger of what sampling and training make."""
+    prompts: float
+    """Of sampling's first pass, over the prompts of all rows that are sampled at once."""
     gathered: float
     """Under FSDP2 and ZeRO-3, whole weights: of the policy while it samples, or those that a pass is at."""
     start: float
@@ -116,11 +118,12 @@ def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
         whole, live = float(networks.passes_width * networks.policy.parameters), _live(networks, layout)
     if layout == "zero3":
         start = float(FP32 * _both(networks))
-    sampling = cache + sampling_logits + whole
+    prompts = _prompts(networks, sampled)
+    sampling = cache + max(sampling_logits, prompts) + whole
     training = states["gradients"] + activations + training_logits + live
     return Footprint(
         **states, activations=activations, cache=cache, logits=max(sampling_logits, training_logits),
-        gathered=max(whole, live), start=start,
+        prompts=prompts, gathered=max(whole, live), start=start,
         peak=max(start, states["weights"] + states["optimiser"] + max(sampling, training)),
     )  # fmt: skip
 
@@ -173,12 +176,22 @@ def _states(networks: Networks, layout: Layout, n: int) -> Mapping[str, float]:
 def _activations(networks: Networks, layout: Layout) -> float:
     """Of one micro-batch: all layers', or with checkpointing each layer's input and one layer's own."""
     policy, settings = networks.policy, networks.settings
-    per_token = policy.activations
-    if settings.gradient_checkpointing:
-        per_token = policy.layers * policy.hidden + policy.activations // policy.layers
+    width, per_token = networks.passes_width, networks.passes_width * policy.activations
+    if settings.gradient_checkpointing:  # autocast leaves a layer's input in float32
+        inputs = (FP32 if layout in ("single", "ddp") else width) * policy.layers * policy.hidden
+        per_token = inputs + width * (policy.activations // policy.layers)
     tokens = max(settings.micro_batch_tokens, networks.longest + settings.response_length)
     passes = 2 if layout != "single" and settings.value_model == "separate" else 1
-    return float(passes * tokens * per_token * networks.passes_width)
+    return float(passes * tokens * per_token)
+
+
+def _prompts(networks: Networks, sampled: int) -> float:
+    """Without gradients a token holds about three states in float32 and three outputs of the widest layer.
+    Measured for GPT-NeoX and Llama, this is right within a quarter."""
+    policy, each = networks.policy, networks.settings.samples_per_prompt
+    widest = max(matrix.outputs for matrix in policy.matrices)
+    per_token = 3 * FP32 * policy.hidden + 3 * networks.passes_width * widest
+    return float(max(1, sampled // each) * networks.longest * per_token)
 
 
 def _cache_of_row(networks: Networks) -> float:

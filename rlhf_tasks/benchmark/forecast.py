@@ -125,18 +125,26 @@ def fitting(networks: Networks, machine: Machine) -> Layout | None:
 
 
 def _candidates(networks: Networks, machine: Machine) -> Iterator[Layout]:
-    """The layouts of this number of GPUs; none if it does not divide the rows of a step."""
-    if _rows_of_step(networks) % machine.num_gpus == 0:
+    """The layouts of this number of GPUs; none if it does not divide the batches."""
+    if _dividend(networks) % machine.num_gpus == 0:
         yield from (each for each in LAYOUTS if (each == "single") == (machine.num_gpus == 1))
 
 
-def _rows_of_step(networks: Networks) -> int:
-    return networks.settings.rollout_batch_size // networks.settings.num_mini_batches
+def _batches(networks: Networks) -> tuple[int, int]:
+    """The rows of an optimiser step, and the prompts of a rollout."""
+    settings = networks.settings
+    rows = settings.rollout_batch_size
+    return rows // settings.num_mini_batches, rows // settings.samples_per_prompt
+
+
+def _dividend(networks: Networks) -> int:
+    """What the number of GPUs must divide: so it divides both batches."""
+    return math.gcd(*_batches(networks))
 
 
 def _least(networks: Networks, machine: Machine) -> int | None:
-    rows = _rows_of_step(networks)
-    for count in (n for n in range(1, rows + 1) if rows % n == 0):
+    whole = _dividend(networks)
+    for count in (n for n in range(1, whole + 1) if whole % n == 0):
         fewer = Machine(gpu=machine.gpu, num_gpus=count, assumed=machine.assumed)
         if fitting(networks, fewer) is not None:
             return count
@@ -144,9 +152,11 @@ def _least(networks: Networks, machine: Machine) -> int | None:
 
 
 def _problem(networks: Networks, machine: Machine) -> str:
-    rows, n = _rows_of_step(networks), machine.num_gpus
+    (rows, prompts), n = _batches(networks), machine.num_gpus
     if rows % n:
         return f"{rows} rows of an optimiser step are not divisible by {n} GPUs"
+    if prompts % n:
+        return f"{prompts} prompts of a rollout are not divisible by {n} GPUs"
     return f"no layout fits into {machine.usable / 1e9:.0f} GB on {n} GPU{'s' if n > 1 else ''}"
 
 
@@ -214,8 +224,8 @@ def _train(networks: Networks, machine: Machine, layout: Layout) -> float:
 
 
 def _train_exchange(networks: Networks, machine: Machine, layout: Layout, steps: int, micro: float) -> float:
-    """Gradients are reduced once a step; where weights are divided, in each micro-batch, which gathers them
-    twice. FSDP2 reduces them in float32."""
+    """Gradients are reduced once a step; under DeepSpeed and FSDP2 in each micro-batch, which gathers divided
+    weights twice. ZeRO-2 gathers what a step has changed. FSDP2 reduces in float32."""
     if machine.num_gpus == 1:
         return 0.0
     both = networks.policy.parameters + networks.critic_parameters
@@ -223,7 +233,8 @@ def _train_exchange(networks: Networks, machine: Machine, layout: Layout, steps:
     if layout in SHARDING:
         gathers = 2 * networks.passes_width * both
         return _exchange(micro * (gathers + width * networks.trained_parameters), machine)
-    return _exchange(steps * 2 * width * networks.trained_parameters, machine)
+    times = micro + steps if layout == "zero2" else 2 * steps
+    return _exchange(times * width * networks.trained_parameters, machine)
 
 
 def _optimiser_bytes(networks: Networks, machine: Machine, layout: Layout) -> float:

@@ -61,7 +61,8 @@ def measure(workload: Workload) -> Measurement:
         for metrics in trainer.updates():
             updates.append(metrics)
             bar.advance(1, eps=metrics["eps"])
-    medians = {key: statistics.median(update[key] for update in updates[1:]) for key in updates[-1]}
+    always = set.intersection(*map(set, updates[1:]))  # some metrics appear when memory has run out
+    medians = {key: statistics.median(update[key] for update in updates[1:]) for key in always}
     memory = _peak_bytes(trainer.rt.device) / 1e9
     seconds = trainer.settings.rollout_batch_size / medians["eps"]
     query = statistics.fmean(map(len, trainer.prompts))

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 OWN = "params.yaml"
 SIZES = ("1B", "8B", "70B")
-PARTS = ("weights", "gradients", "optimiser", "activations", "cache", "logits", "gathered", "start", "peak")
+PARTS = (
+    "weights",
+    "gradients",
+    "optimiser",
+    "activations",
+    "cache",
+    "logits",
+    "prompts",
+    "gathered",
+    "start",
+    "peak",
+)
 
 
 def add(commands: Commands) -> None:
@@ -131,7 +142,12 @@ def rows(found: Mapping[str, Plan]) -> Sequence[Sequence[str]]:
         ["trained, with the critic", *(f"{one.trained_parameters:,}" for one in plans)],
         ["layout", *(_layout(one) for one in plans)],
     ]
-    names = {"cache": "KV cache", "gathered": "gathered weights", "start": "the start"}
+    names = {
+        "cache": "KV cache",
+        "prompts": "the pass over the prompts",
+        "gathered": "gathered weights",
+        "start": "the start",
+    }
     for part in PARTS:
         cells = [f"{getattr(one.memory, part) / GB:,.2f}" for one in plans]
         table.append([f"GB of {names.get(part, part)}", *cells])
@@ -159,7 +175,16 @@ def _number(value: float | None) -> str:
 def assumptions(settings: config.Config, gpu: Gpu, assumed: Assumptions, price: float) -> Sequence[str]:
     """In words, everything that the numbers rest on and that is not arithmetic."""
     ppo = settings.ppo
+    left_out = [
+        f"{key} is not planned: {what}"
+        for key, is_set, what in (
+            ("ppo.engine", ppo.engine is not None, "the stage samples here, on the GPUs that train"),
+            ("launch.offload", settings.launch.offload, "everything stays on the GPUs"),
+        )
+        if is_set
+    ]
     return [
+        *left_out,
         f"{gpu.name}: {gpu.memory / GB:g} GB at {gpu.bandwidth / GB:g} GB/s; {gpu.bf16 / TERA:g} TFLOPS in "
         f"bf16, {gpu.fp32 / TERA:g} in fp32; {gpu.link / GB:g} GB/s to each other ({gpu.source}, where not "
         "given otherwise)",

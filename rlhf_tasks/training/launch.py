@@ -32,6 +32,9 @@ UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 WATCH_SECONDS = 1.0
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
+STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400"}
+"""Seconds in which stopped workers may save their snapshot. torch would kill them after 30; who stopped the
+stage decides how long that may take."""
 
 
 def is_needed(stage: Stage, launch: Launch) -> bool:
@@ -106,7 +109,14 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
 
 
 def _threads(launch: Launch) -> int:
-    return max(1, (os.cpu_count() or 1) * launch.num_machines // launch.num_processes)
+    return max(1, _num_cpus() * launch.num_machines // launch.num_processes)
+
+
+def _num_cpus() -> int:
+    """The CPUs that this process may use; a cluster may have given it a few of the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _rendezvous(launch: Launch, environment: Mapping[str, str]) -> list[str]:
@@ -164,7 +174,7 @@ def supervise(words: Sequence[str], environment: Mapping[str, str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         failure = Path(folder) / "failure.json"
         names = {FAILURE: str(failure), LAUNCHER: context.process_name(psutil.Process())}
-        workers = subprocess.Popen(words, env={**environment, **names})
+        workers = subprocess.Popen(words, env={**STOPPING, **environment, **names})
         try:
             status = workers.wait()
         except KeyboardInterrupt:

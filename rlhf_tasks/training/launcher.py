@@ -1,6 +1,6 @@
-"""`accelerate launch` without its own traceback when a worker fails: the worker has said what failed.
+"""`accelerate launch` without its own traceback when a worker fails or the launch is stopped.
 
-Only a worker that was killed could not say it.
+The worker has said what failed. Only a worker that was killed could not say it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import signal
 import sys
 
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from rlhf_tasks.training import launch
@@ -22,6 +23,8 @@ def main() -> None:
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 _say_killed(rank, signal.Signals(-failure.exitcode).name)
         sys.exit(1)
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
 
 
 def _say_killed(rank: int, name: str) -> None:

@@ -103,6 +103,16 @@ def test_the_split_of_a_measured_update_fits_into_its_time(workload: workloads.W
     assert found.precision == "fp32"
 
 
+def test_a_metric_that_appears_after_the_first_updates_loses_no_measurement(
+    workload: workloads.Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `train/micro_batch_tokens` does when memory has run out."""
+    first, second = workload.trainer.updates()
+    third = {**second, "train/micro_batch_tokens": 512.0}
+    monkeypatch.setattr(workload.trainer, "updates", lambda: iter([first, second, third]))
+    assert measurement.measure(workload).episodes_per_second > 0
+
+
 def test_the_estimate_adds_the_evaluations_to_the_updates() -> None:
     """Ten updates of 4 s; three evaluations of 8 prompts, each of a 16th of 1.6 s per prompt."""
     settings = small.ppo(total_episodes=160, rollout_batch_size=16, num_selections=2, num_selection_prompts=8)

@@ -199,6 +199,22 @@ def test_cache_logits_and_activations_belong_to_different_phases() -> None:
     assert fewer.cache == found.cache / 4
     recomputed = footprint(networks(is_bf16=False, gradient_checkpointing=True), "single", 1)
     assert recomputed.activations == 64 * (10 * 100 + 1000) * 4
+    in_bf16 = {
+        layout: footprint(networks(gradient_checkpointing=True, value_model="shared"), layout, 2).activations
+        for layout in ("ddp", "fsdp2")
+    }
+    assert in_bf16 == {"ddp": 64 * (10 * 100 * 4 + 1000 * 2), "fsdp2": 64 * (10 * 100 + 1000) * 2}
+
+
+def test_the_prompts_of_all_rows_pass_at_once() -> None:
+    """16 prompts of 24 tokens: three states of 100 numbers and three outputs of 100, of 4 bytes."""
+    assert footprint(networks(is_bf16=False), "single", 1).prompts == 16 * 24 * 3 * (100 + 100) * 4
+    assert footprint(networks(), "single", 1).prompts == 16 * 24 * 3 * (100 * 4 + 100 * 2)
+    shared = networks(sampling_batch_size=8, **without_critic("rloo", 4))
+    assert footprint(shared, "single", 1).prompts == 2 * 24 * 3 * (100 * 4 + 100 * 2)
+    long = networks(longest=4_000_000)
+    found = footprint(long, "single", 1)
+    assert found.peak == found.weights + found.optimiser + found.cache + found.prompts
 
 
 def test_the_sizes_of_slices_and_buckets_are_those_in_use() -> None:
@@ -262,6 +278,15 @@ def test_gradients_cross_the_link_once_a_step() -> None:
     assert machine(9, machine_link=7e-9).link == 7.0
 
 
+def test_zero2_reduces_gradients_in_each_micro_batch() -> None:
+    """2 epochs of 4 micro-batches, and 4 steps that gather what has changed; 2 bytes each."""
+    found = [
+        forecast.update_seconds(networks(), machine(2, replace(CHIP, link=link)), "zero2").train
+        for link in (1e6, 1e30)
+    ]
+    assert found[0] - found[1] == pytest.approx((2 * 4 + 4) * 2 * 1_300_100 * 0.5 / 1e6)
+
+
 def test_sharded_weights_are_gathered_once_to_sample_and_in_each_pass() -> None:
     """Half of 1.4 MB comes over the link; 2 epochs of 4 micro-batches move weights twice, gradients once."""
     fast = replace(CHIP, link=1e30)
@@ -290,6 +315,9 @@ def test_what_does_not_fit_says_why_and_what_would() -> None:
         forecast.plan(networks(), machine(3), 1.0).problem
         == "8 rows of an optimiser step are not divisible by 3 GPUs"
     )
+    groups = networks(**without_critic("rloo", 8))
+    made = forecast.plan(groups, machine(4), 1.0)
+    assert made.problem == "2 prompts of a rollout are not divisible by 4 GPUs"
     tight = machine(1, replace(CHIP, memory=2**30 / 2))
     made = forecast.plan(networks(), tight, 1.0)
     assert made.problem == "no layout fits into 1 GB on 1 GPU"

@@ -173,6 +173,15 @@ def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) ->
     assert [c.experiment for c in again] == [c.experiment for c in cells], "retries decide no result"
 
 
+@pytest.mark.parametrize(
+    ("settings", "seeds"),
+    [([{}], [1, 1]), ([{"ppo.kl_coef": 0.1}] * 2, [1]), ([{}, {"service.retries": 5}], [1])],
+)
+def test_a_run_is_in_a_sweep_once(root: Path, settings: list[dict[str, Any]], seeds: list[int]) -> None:
+    with pytest.raises(UserError, match="seed 1: the sweep has this run twice; give each once"):
+        sweep_runs.cells(root, "s", None, settings, seeds, "HEAD", Data(root))
+
+
 def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:
     settings = [{"ppo.kl_coef": -1}, {"nothing": 1}]
     with pytest.raises(UserError, match=r"(?s)ppo.kl_coef=-1.*nothing=1"):

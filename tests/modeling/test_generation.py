@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from rlhf_tasks.data.batches import collate, text_of
 from rlhf_tasks.modeling import generation
@@ -44,6 +44,29 @@ def test_logprobs_equal_those_of_the_training_forward_pass(family: Family) -> No
         again = logprobs_of(small.causal(family), collate(QUERIES, found.responses, PAD), 0.7)
     for row, logprobs in enumerate(found.logprobs):
         torch.testing.assert_close(logprobs, again[row, -len(logprobs) :], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_caches_keys_as_they_are_attended_to(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotation makes them float32; in bfloat16 they take half of the memory and give the same log-probs."""
+    made, make = list[DynamicCache](), generation._cache
+
+    def noted(*given: Any) -> DynamicCache:
+        made.append(make(*given))
+        return made[-1]
+
+    monkeypatch.setattr(generation, "_cache", noted)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = samples(family)
+    kept: list[Any] = [layer for cache in made for layer in cache.layers]
+    assert {x.dtype for layer in kept for x in (layer.keys, layer.values)} == {torch.bfloat16}
+    monkeypatch.setattr(generation, "_cache", lambda model, room: DynamicCache(config=model.config))
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = samples(family)
+    assert ours.responses == theirs.responses
+    torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-6, rtol=0)
 
 
 def test_a_response_ends_at_its_first_eos_or_at_the_limit() -> None:

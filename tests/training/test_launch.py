@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +204,46 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     )  # fmt: skip
     assert done.returncode == 1
     assert "Traceback" not in done.stderr, "it ended for another reason"
+
+
+STOPPED = """
+import signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(float(sys.argv[1]))
+    (Path(sys.argv[2]) / f"saved {time.monotonic_ns()}").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+(Path(sys.argv[2]) / f"ready {time.monotonic_ns()}").touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(35.0, marks=pytest.mark.slow)])
+def test_stopped_workers_get_the_time_that_they_need_to_save(seconds: float, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED)
+    words = launch.command(Paths(), "sft", section(num_processes=2), {"OMP_NUM_THREADS": "1"})
+    words = [*words[: words.index("--module")], str(script), str(seconds), str(tmp_path)]
+    environment = os.environ | launch.STOPPING | launch.variables(section(num_processes=2), cuda=False)
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+    while len(list(tmp_path.glob("ready *"))) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert len(list(tmp_path.glob("saved *"))) == 2
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in said
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no such limit here")
+def test_the_threads_of_a_process_are_its_share_of_the_cpus_that_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    words = launch.command(Paths(), "sft", section(num_processes=4), {})
+    assert option(words, "--num_cpu_threads_per_process") == "2"

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -251,8 +252,9 @@ def _stop(server: Daemon) -> None:
 def remove_abandoned(folder: Path) -> None:
     """Remove the weights that killed processes of this machine have left in the folder."""
     for owner in folder.glob(f"{WEIGHTS}*/{OWNER}"):
-        if not context.is_alive(owner.read_text(encoding="utf-8")):
-            shutil.rmtree(owner.parent, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its process has just ended and removed it
+            if not context.is_alive(owner.read_text(encoding="utf-8")):
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _is_healthy(client: Client) -> bool:
