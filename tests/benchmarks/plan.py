@@ -186,8 +186,8 @@ this cell is no prediction.
 """
 NOTE = """
 Small models are dominated by the fixed cost of each step, which this plan leaves out (`--layer-seconds` on a
-GPU), and by buffers of a fixed size. So they need more than calculated. Wider products reach a larger share of the
-matrix rate, so the widest model takes less time than calculated.
+GPU), and by buffers of a fixed size. So they need more than calculated. Wider products reach a larger share
+of the matrix rate, so the widest model takes less time than calculated.
 """
 MARK = "\n## What larger models need\n"
 
