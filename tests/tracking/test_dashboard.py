@@ -41,7 +41,11 @@ def test_an_interrupted_dashboard_lets_its_server_end_its_workers(
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        dashboard.serve(tmp_path, 5000)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell's background job
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            dashboard.serve(tmp_path, 5000)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert Path("ended").exists()
