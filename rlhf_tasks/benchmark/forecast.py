@@ -138,7 +138,7 @@ def _batches(networks: Networks) -> tuple[int, int]:
 
 
 def _dividend(networks: Networks) -> int:
-    """What the number of GPUs must divide: so it divides both batches."""
+    """The greatest number that divides both batches; the number of GPUs must divide it."""
     return math.gcd(*_batches(networks))
 
 
@@ -224,8 +224,8 @@ def _train(networks: Networks, machine: Machine, layout: Layout) -> float:
 
 
 def _train_exchange(networks: Networks, machine: Machine, layout: Layout, steps: int, micro: float) -> float:
-    """Gradients are reduced once a step; under DeepSpeed and FSDP2 in each micro-batch, which gathers divided
-    weights twice. ZeRO-2 gathers what a step has changed. FSDP2 reduces in float32."""
+    """DDP reduces gradients once a step, the others in each micro-batch, and FSDP2 in float32. Divided
+    weights are gathered twice in each micro-batch. ZeRO-2 gathers the changed weights after a step."""
     if machine.num_gpus == 1:
         return 0.0
     both = networks.policy.parameters + networks.critic_parameters

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 
 OWN = "params.yaml"
 SIZES = ("1B", "8B", "70B")
-PARTS = (
-    "weights",
-    "gradients",
-    "optimiser",
-    "activations",
-    "cache",
-    "logits",
-    "prompts",
-    "gathered",
-    "start",
-    "peak",
-)
 
 
 def add(commands: Commands) -> None:
@@ -143,12 +131,10 @@ def rows(found: Mapping[str, Plan]) -> Sequence[Sequence[str]]:
         ["layout", *(_layout(one) for one in plans)],
     ]
     names = {
-        "cache": "KV cache",
-        "prompts": "the pass over the prompts",
-        "gathered": "gathered weights",
+        "cache": "KV cache", "prompts": "the pass over the prompts", "gathered": "gathered weights",
         "start": "the start",
-    }
-    for part in PARTS:
+    }  # fmt: skip
+    for part in asdict(plans[0].memory):
         cells = [f"{getattr(one.memory, part) / GB:,.2f}" for one in plans]
         table.append([f"GB of {names.get(part, part)}", *cells])
     for part in ("generate", "score", "train"):
@@ -175,14 +161,11 @@ def _number(value: float | None) -> str:
 def assumptions(settings: config.Config, gpu: Gpu, assumed: Assumptions, price: float) -> Sequence[str]:
     """In words, everything that the numbers rest on and that is not arithmetic."""
     ppo = settings.ppo
-    left_out = [
-        f"{key} is not planned: {what}"
-        for key, is_set, what in (
-            ("ppo.engine", ppo.engine is not None, "the stage samples here, on the GPUs that train"),
-            ("launch.offload", settings.launch.offload, "everything stays on the GPUs"),
-        )
-        if is_set
-    ]
+    left_out = []
+    if ppo.engine is not None:
+        left_out += ["ppo.engine is not planned: the plan samples on the GPUs that train"]
+    if settings.launch.offload:
+        left_out += ["launch.offload is not planned: the plan keeps everything on the GPUs"]
     return [
         *left_out,
         f"{gpu.name}: {gpu.memory / GB:g} GB at {gpu.bandwidth / GB:g} GB/s; {gpu.bf16 / TERA:g} TFLOPS in "

@@ -162,9 +162,8 @@ class _Preallocated(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Add the new states; all so far, as views."""
-        key_states = key_states.to(
-            value_states.dtype
-        )  # autocast: rotated in float32, attended to in bfloat16
+        # under autocast, keys are rotated in float32, and attention takes them in the values' bfloat16
+        key_states = key_states.to(value_states.dtype)
         if self._all is None:
             self.lazy_initialization(key_states, value_states)
             self._all = tuple(

@@ -51,6 +51,7 @@ def columns_only(model: PreTrainedModel, columns: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _last_layer_treats(model: PreTrainedModel, treat: Callable[[Forward, Tensor], Tensor]) -> Iterator[None]:
+    """Within the block, `treat` is called for the two parts, with their own function and their input."""
     names = LAYERS.get(model.config.model_type)
     with ExitStack() as stack:
         if names is not None:

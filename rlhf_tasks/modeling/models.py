@@ -200,8 +200,9 @@ class TokenScores(nn.Module):
         """
         if not ends_only:
             return self.scored(self.hidden_states(batch))
-        with columns_only(self.model, batch.ends):
-            return self.scored(self._all_states(batch).take_along_dim(batch.ends[:, :, None], 1))
+        ends = batch.ends
+        with columns_only(self.model, ends):
+            return self.scored(self._all_states(batch).take_along_dim(ends[:, :, None], 1))
 
     def scored(self, hidden: Tensor) -> Tensor:
         """(B, N, H) → (B, N) float32, minus the stored mean."""

@@ -32,9 +32,9 @@ UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 WATCH_SECONDS = 1.0
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
-STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "86400"}
-"""Seconds in which stopped workers may save their snapshot. torch would kill them after 30; who stopped the
-stage decides how long that may take."""
+STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
+"""The seconds in which stopped workers may save their snapshot, before torch kills them; its default is 30. A
+service or a cluster that stopped them kills them after its own time."""
 
 
 def is_needed(stage: Stage, launch: Launch) -> bool:

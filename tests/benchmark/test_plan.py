@@ -364,3 +364,12 @@ def test_the_models_own_config_is_read_where_there_is_one(
     found = json.loads(capsys.readouterr().out)["plans"][0]["params.yaml"]
     model = models.load_causal(Path("models/sft"))
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_the_output_names_what_is_not_planned(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "launch.offload is not planned: the plan keeps everything on the GPUs"
+    assert main.main(["plan", "--gpus", "1"]) == 0
+    assert said not in capsys.readouterr().out
+    YAML().dump(small.params({"launch.layout": "zero3", "launch.offload": True}), project / "params.yaml")
+    assert main.main(["plan", "--gpus", "1"]) == 0
+    assert said in capsys.readouterr().out.replace("\n  ", " ")
