@@ -19,10 +19,10 @@ from rlhf_tasks.config import Config
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import gate
+from rlhf_tasks.promotion.candidate import POLICY
 from rlhf_tasks.promotion.command import DEFERRED, DONE, REFUSED, RETRY_HINT, UNDECIDED
 from rlhf_tasks.promotion.record import verdict_file
 
-POLICY = "models/policy"
 NAMES: Mapping[int, str] = {DONE: "Promoted", REFUSED: "Refused", DEFERRED: "Deferred"}
 
 

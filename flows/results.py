@@ -18,7 +18,6 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue
 
 METRICS_KEY, RESULTS_KEY, PROGRESS_KEY = "rlhf-metrics", "rlhf-results", "rlhf-progress"
-RESPONSES = "answers.parquet"
 NUM_RESPONSES, RESPONSE_LENGTH = 5, 300  # rows, characters
 
 
@@ -51,7 +50,7 @@ def win_rates(folder: Path) -> list[dict[str, str]]:
 
 def responses(folder: Path) -> list[dict[str, str]]:
     """The first test prompts, and the response of each contender."""
-    file = Paths(folder).judge_results / RESPONSES
+    file = Paths(folder).judged_responses
     if not file.exists():
         return []
     from pyarrow import parquet

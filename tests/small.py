@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from ruamel.yaml import YAML
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks import config
 from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch
 from rlhf_tasks.data import tokenizer as tokenizers
-from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.data.synthetic import generate
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.models import TokenScores
@@ -136,6 +136,16 @@ def logits_alone(model: PreTrainedModel, query: Ids, response: Ids) -> Tensor:
     """(R, V) logits before each response token of one row: no padding, no mask, no positions given."""
     logits: Tensor = model(torch.tensor([query + response])).logits[0]
     return logits[len(query) - 1 : -1]
+
+
+def response_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """(B, R, V) logits that predict the response tokens of a padded batch."""
+    out = model(
+        input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
+        use_cache=False, logits_to_keep=batch.num_response_columns + 1,
+    )  # fmt: skip
+    logits: Tensor = out.logits
+    return logits[:, :-1]
 
 
 @contextmanager

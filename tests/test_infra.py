@@ -254,7 +254,7 @@ def test_the_pods_of_several_nodes_are_numbered_and_find_the_first_one() -> None
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_jobs_and_manifests_are_valid_by_the_published_schemas(nodes: int) -> None:
     """Strictly: a field that Kubernetes does not know is an error."""
-    schemas = pytest.importorskip("kubernetes_validate", reason="pip install '.[kubernetes]'")
+    schemas = pytest.importorskip("kubernetes_validate", reason="needs `pip install -e '.[kubernetes]'`")
     made = job(nodes=nodes)
     pod = made["spec"]["template"]["spec"]
     for name in ("parallelism", "completions"):

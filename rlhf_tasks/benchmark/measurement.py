@@ -24,7 +24,6 @@ from rlhf_tasks.benchmark.workloads import Workload
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.modeling.models import TokenScores
 
-PARTS = ("generate", "score", "train")
 PADDING = "time/padding_share"
 
 

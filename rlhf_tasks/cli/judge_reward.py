@@ -19,8 +19,8 @@ def add(commands: Commands) -> None:
         "file",
         type=Path,
         metavar="FILE",
-        help="a .jsonl or .parquet file with `prompt`, `chosen`, `rejected` (a list) and `subset`, as in "
-        "RewardBench 2",
+        help="a .jsonl or .parquet file with `prompt`, `chosen`, `rejected` (a text or a list of texts) and "
+        "`subset`, as in RewardBench 2",
     )
     judge.add_argument("--out", type=Path, metavar="JSON", help="also write the accuracies to this file")
 

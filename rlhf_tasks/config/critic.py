@@ -10,7 +10,6 @@ from rlhf_tasks.config.ppo_options import CriticWarmup, PolicyLora
 NEEDED = ("value_model", "critic_init", "vf_coef", "lam")
 """What a critic cannot do without."""
 OPTIONAL = ("value_learning_rate", "critic_warmup", "cliprange_value")
-PRESETS = {"rloo": "rloo", "group": "grpo"}
 
 
 class Settings(Protocol):
@@ -85,7 +84,7 @@ def _without_critic(ppo: Settings) -> Iterator[str]:
         yield (
             f"advantages={ppo.advantages} has no critic, so that {', '.join(given)} would be ignored; set "
             f"{'it' if len(given) == 1 else 'them'} to null: "
-            f"`rlhf preset {PRESETS[ppo.advantages]} --set {nulls}`"
+            f"give `--set {nulls}` to `rlhf preset`, beside the presets that you name"
         )
     if ppo.samples_per_prompt == 1:
         yield (

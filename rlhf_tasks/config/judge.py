@@ -224,7 +224,7 @@ class Selection(Section):
 
 
 class Tasks(Section):
-    """Tasks of lm-evaluation-harness, an extra (`pip install '.[eval]'`), done by base, SFT and policy."""
+    """Tasks of lm-evaluation-harness, an extra (`pip install -e '.[eval]'`), done by base, SFT and policy."""
 
     names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(strict=False, min_length=1)
     """Names of tasks, or of groups or tags of tasks."""

@@ -216,28 +216,46 @@ class Ppo(Section):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Ppo:
         """Refuse values that have no effect, or a wrong one, with the other values."""
-        problems = [*self._conflicts(), *critic_conflicts(self), *engine_conflicts(self)]
+        problems = [
+            *self._kl_conflicts(), *self._step_conflicts(), *self._score_conflicts(),
+            *critic_conflicts(self), *engine_conflicts(self),
+        ]  # fmt: skip
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
-    def _conflicts(self) -> Iterator[str]:
-        """Values that have no effect, or the wrong one, beside the other values."""
+    def _kl_conflicts(self) -> Iterator[str]:
+        """Values of the penalty and of the reference."""
         adaptive, sync = self.adaptive_kl, self.reference_sync
         if self.kl_in == "loss" and self.kl_estimator == "k1":
             yield (
                 "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so the penalty "
                 "would have no effect; use k2 or k3"
             )
+        if self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None:
+            yield "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward"
         if adaptive is not None and self.kl_coef == 0:
             yield "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value"
         if adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon:
             yield "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative"
+        if self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back":
+            yield (
+                "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
+                "set it to a small value"
+            )
         if sync is not None and sync.every > self.total_episodes // self.rollout_batch_size:
             yield (
                 "reference_sync.every exceeds the number of updates, so it would never happen; lower it, or "
                 "set reference_sync to null"
             )
+        if self.lora is not None and self.reference_sync is not None:
+            yield (
+                "lora: the reference is the policy without its adapter and cannot move; set reference_sync "
+                "to null"
+            )
+
+    def _step_conflicts(self) -> Iterator[str]:
+        """Values that need more optimiser steps in an update."""
         if self.target_kl is not None and self.num_ppo_epochs == 1:
             yield (
                 "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; raise it, or set "
@@ -248,39 +266,26 @@ class Ppo(Section):
                 "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
                 "gradient is zero; use more minibatches or epochs"
             )
-        if self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None:
-            yield "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward"
+
+    def _score_conflicts(self) -> Iterator[str]:
+        """Values of the scorers, of unfinished responses, and of the judge that selects."""
+        yield from conflicts(self.scorers, self.combine_reward_models, self.response_length)
         if self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0:
             yield (
                 "eos_trick_subtract adds missing_eos_score: a positive value would reward unfinished "
                 "responses; set it to a negative one"
             )
-        if (
-            self.select_by is not None
-            and self.select_by.judge.kind == "function"
-            and self.select_by.judge.function in {s.function for s in self.scorers if s.kind == "function"}
-        ):
+        if self.select_by is None:
+            return
+        judge = self.select_by.judge
+        functions = {scorer.function for scorer in self.scorers if scorer.kind == "function"}
+        if judge.kind == "function" and judge.function in functions:
             yield (
                 "select_by: its function is also a scorer, and PPO does not select by what it optimises; "
                 "name another judge"
             )
-        if (
-            self.select_by is not None
-            and self.select_by.judge.kind == "reward_model"
-            and Path(self.select_by.judge.path).as_posix() in reward_folders(self.scorers)
-        ):
+        if judge.kind == "reward_model" and Path(judge.path).as_posix() in reward_folders(self.scorers):
             yield (
-                f"select_by: {self.select_by.judge.path} is also a scorer, and PPO does not select by what "
-                "it optimises; name another judge"
-            )
-        yield from conflicts(self.scorers, self.combine_reward_models, self.response_length)
-        if self.lora is not None and self.reference_sync is not None:
-            yield (
-                "lora: the reference is the policy without its adapter and cannot move; set reference_sync "
-                "to null"
-            )
-        if self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back":
-            yield (
-                "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
-                "set it to a small value"
+                f"select_by: {judge.path} is also a scorer, and PPO does not select by what it optimises; "
+                "name another judge"
             )

@@ -62,7 +62,7 @@ def check(tasks: config.Tasks | None, root: Path) -> None:
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             "judge.retention.tasks needs lm-evaluation-harness, which is not installed; install it with `pip "
-            "install '.[eval]'`, or set judge.retention.tasks to null"
+            "install -e '.[eval]'`, or set judge.retention.tasks to null"
         )
     if tasks.folder is not None and not (root / tasks.folder).is_dir():
         raise UserError(

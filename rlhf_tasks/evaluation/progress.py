@@ -13,12 +13,10 @@ from rlhf_tasks.evaluation.judges.comparisons import Judge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 
-RESPONSES = "answers.parquet"
-
 
 def prompts(paths: Paths) -> set[str]:
     """The prompts of the responses that `log` compares."""
-    return set(pq.read_table(paths.ppo_samples / RESPONSES, columns=["prompt"])["prompt"].to_pylist())
+    return set(pq.read_table(paths.ppo_responses, columns=["prompt"])["prompt"].to_pylist())
 
 
 def log(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
@@ -27,7 +25,7 @@ def log(paths: Paths, judges: Sequence[Judge], tracker: Tracker) -> None:
     The responses are to validation prompts, by which PPO selects its checkpoint too. There is no point where
     every comparison failed.
     """
-    rows = columns.decoded(pq.read_table(paths.ppo_samples / RESPONSES).to_pylist())
+    rows = columns.decoded(pq.read_table(paths.ppo_responses).to_pylist())
     for episode, group in itertools.groupby(rows, key=lambda row: row["episode"]):
         evaluation = list(group)
         texts, responses, references = (

@@ -81,9 +81,9 @@ def sample(
     result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
     for start in range(0, len(order), batch_size or len(order)):
         rows = order[start : start + (batch_size or len(order))]
-        asked = {i: place for place, i in enumerate(dict.fromkeys(row % num_queries for row in rows))}
-        batch = collate([queries[i] for i in asked], [[] for _ in asked], pad).to(model.device)
-        query_of = torch.tensor([asked[row % num_queries] for row in rows], device=model.device)
+        number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
+        batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
+        query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
         tokens, logprobs = _decoded(model, batch, query_of, uniform[rows], temperature, stop)
         for i, drawn, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
             count = drawn.index(stop) + 1 if stop in drawn else len(drawn)

@@ -243,17 +243,6 @@ def takes_forks(model: PreTrainedModel) -> bool:
     )
 
 
-def response_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """(B, R, V) logits that predict the response tokens; the LM head runs on those positions only."""
-    keep = batch.num_response_columns + 1
-    out = model(
-        input_ids=batch.query_response, attention_mask=batch.attention_mask, position_ids=batch.position_ids,
-        use_cache=False, logits_to_keep=keep,
-    )  # fmt: skip
-    logits: Tensor = out.logits
-    return logits[:, :-1]
-
-
 # ---------------------------------------------------------------------------------- adapters
 
 

@@ -198,6 +198,7 @@ class Optimiser:
             stats = token_stats(
                 self._models.policy, padded, self._settings.temperature, token_loss(given, coefficients)
             )
+        # The loss is `stats.loss`, computed by groups of tokens. Here only the metrics are computed.
         _, sums = policy_terms(stats.logprobs, stats.entropy, given, coefficients)
         return stats.loss, sums
 
@@ -223,6 +224,7 @@ class Optimiser:
         given = batch.micro_batch(rows, padded.response_mask)
         with self._rt.autocast():
             stats, states = self.model(padded, self._settings.temperature, token_loss(given, coefficients))
+        # The loss is `stats.loss`, computed by groups of tokens. Here only the metrics are computed.
         _, sums = policy_terms(stats.logprobs, stats.entropy, given, coefficients)
         if coefficients.vf_coef is None:
             return stats.loss, sums

@@ -12,7 +12,9 @@ MAX_SEARCHED = 50  # experiments of one commit; each starts a git process
 
 
 def find(root: Path, name: str) -> str | None:
-    """The commit of the newest experiment with this name; None without one."""
+    """The commit of the newest experiment with this name; None if there is none, or no git."""
+    if git.revision(root) is None:
+        return None
     return next((commit for commit, known in listing(root) if known == name), None)
 
 

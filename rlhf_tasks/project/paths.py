@@ -82,6 +82,8 @@ class Paths:
 
     ppo_samples = _Place("evaluation/ppo")
     """The folder of PPO's evaluations: samples, responses, guards."""
+    ppo_responses = _Place("evaluation/ppo/answers.parquet")
+    """The table of prompts, references and responses of PPO's evaluations."""
     judge_results = _Place("evaluation/judge")
     """The folder of the results of stage judge."""
     evaluation_results = _Place("evaluation/judge/results.json")

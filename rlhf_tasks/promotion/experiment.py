@@ -12,16 +12,11 @@ from pathlib import Path
 from rlhf_tasks import config, console, presets
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import ConfigError, UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, workspaces
+from rlhf_tasks.project import dvc_cli, dvc_files, git, workspaces
 from rlhf_tasks.project.paths import Paths
 
 LOCAL_SECTIONS = ("judge", "promotion", "tracking")
 """Sections of params.yaml that are taken from the user's working tree, not from the experiment."""
-
-
-def find(root: Path, name: str) -> str | None:
-    """The commit of an experiment; None if there is none of this name, or no git."""
-    return experiments.find(root, name) if git.revision(root) else None
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
     folder = paths.root / name
     if (folder / "metrics").is_dir():
         return _of_folder(folder, name)
-    commit = _experiment(paths.root, name)
+    commit = experiments.find(paths.root, name)
     if commit is not None:
         return _of_commit(paths.root, commit, name)
     from rlhf_tasks.tracking import context, runs
@@ -95,16 +95,11 @@ def find(paths: Paths, name: str, drawn: Sequence[str]) -> Result:
             f"{name} {reason}; give an MLflow run's id or name, a key (`rlhf.run` or `rlhf.pipeline` among "
             "its tags), an experiment (`dvc exp list`), or a folder that holds metrics/"
         )
-    commit = _experiment(paths.root, record.experiment) if record.experiment else None
+    commit = experiments.find(paths.root, record.experiment) if record.experiment else None
     if commit is not None:
         return _of_commit(paths.root, commit, name)
     metrics = {f"{stage}/{key}": value for stage, own in record.metrics.items() for key, value in own.items()}
     return _result(name, metrics, record.curves, record.parameters, record.run)
-
-
-def _experiment(root: Path, name: str) -> str | None:
-    """The commit of an experiment; None if there is none, or no git."""
-    return experiments.find(root, name) if git.revision(root) else None
 
 
 def _of_commit(root: Path, revision: str, name: str) -> Result:

@@ -228,5 +228,5 @@ def _save_evaluations(paths: Paths, loop: TrainingLoop) -> None:
     """Write what stage judge and the report read of the training."""
     with whole(paths.ppo_samples) as folder:
         pq.write_table(pa.Table.from_pylist(loop.evaluator.samples), folder / "samples.parquet")
-        pq.write_table(pa.Table.from_pylist(loop.evaluator.answers), folder / "answers.parquet")
+        pq.write_table(pa.Table.from_pylist(loop.evaluator.answers), folder / paths.ppo_responses.name)
         write_json(folder / "guards.json", {"trips": loop.trips if loop.guards else None})

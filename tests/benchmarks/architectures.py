@@ -37,7 +37,7 @@ MEANINGS: Mapping[str, str] = {
 }
 
 
-class Verdict(NamedTuple):
+class Outcome(NamedTuple):
     family: str
     kind: str
     deviation: float | None = None
@@ -51,17 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="only print these")
     given = parser.parse_args(arguments).families
-    verdict("granite")  # imports here, once, what a save and a missing classifier import
-    verdicts = []
+    outcome("granite")  # imports here, once, what a save and a missing classifier import
+    outcomes = []
     for family in given or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        verdicts.append(tried(family))
-        print(*verdicts[-1], sep=" | ", flush=True)
+        outcomes.append(tried(family))
+        print(*outcomes[-1], sep=" | ", flush=True)
     if not given:
-        PAGE.write_text(page(verdicts), encoding="utf-8")
+        PAGE.write_text(page(outcomes), encoding="utf-8")
 
 
-def tried(family: str, seconds: float = SECONDS) -> Verdict:
-    """The verdict on a family, by a process of its own: a crash or an endless loop ends only that one."""
+def tried(family: str, seconds: float = SECONDS) -> Outcome:
+    """The outcome on a family, by a process of its own: a crash or an endless loop ends only that one."""
     context = multiprocessing.get_context("fork")  # torch is imported once
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(family, sending))
@@ -69,11 +69,11 @@ def tried(family: str, seconds: float = SECONDS) -> Verdict:
     sending.close()
     try:
         if receiving.poll(seconds):
-            found: Verdict = receiving.recv()
+            found: Outcome = receiving.recv()
             return found
-        return Verdict(family, UNTRIED, note=f"took longer than {seconds:.0f} seconds")
+        return Outcome(family, UNTRIED, note=f"took longer than {seconds:.0f} seconds")
     except EOFError:
-        return Verdict(family, UNTRIED, note="the process crashed")
+        return Outcome(family, UNTRIED, note="the process crashed")
     finally:
         process.kill()
         process.join()
@@ -84,36 +84,36 @@ def _send(family: str, sending: Connection) -> None:
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    sending.send(verdict(family))
+    sending.send(outcome(family))
 
 
-def verdict(family: str) -> Verdict:
+def outcome(family: str) -> Outcome:
     """Check a tiny random model of the family in this process."""
     text = CONFIG_MAPPING[family].sub_configs.get("text_config")
     if text is not None:
         inner = getattr(text, "model_type", "")
         note = f"see {inner}" if inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else "takes images or sound too"
-        return Verdict(family, UNTRIED, note=note)
+        return Outcome(family, UNTRIED, note=note)
     try:
         model = families.causal(family)
     except Exception as error:  # a family can refuse its small config in any way
-        return Verdict(family, UNTRIED, note=_first_line(error))
+        return Outcome(family, UNTRIED, note=_first_line(error))
     results = checks.check_policy(model, checks.random_rows(families.VOCAB).queries, pad=0)
     failed = [result for result in results if not result.passed]
     if failed:
-        return Verdict(family, REFUSED, _largest(results), _brief(failed[0]))
+        return Outcome(family, REFUSED, _largest(results), _brief(failed[0]))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         try:
             scores = TokenScores.from_policy(Path(folder), torch.Generator().manual_seed(1))
         except Exception as error:  # the same here
             note = f"no reward model of it, and no separate critic: {_first_line(error)}"
-            return Verdict(family, NOTED, _largest(results), note)
+            return Outcome(family, NOTED, _largest(results), note)
     of_scores = checks.check_scores(scores, checks.random_rows(families.VOCAB), pad=0)
     wrong = [result for result in of_scores if not result.passed]
     if wrong:
-        return Verdict(family, NOTED, _largest(results), f"as a reward model: {_brief(wrong[0])}")
-    return Verdict(family, RIGHT, _largest(results))
+        return Outcome(family, NOTED, _largest(results), f"as a reward model: {_brief(wrong[0])}")
+    return Outcome(family, RIGHT, _largest(results))
 
 
 def _largest(results: Sequence[Result]) -> float | None:
@@ -132,9 +132,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:120]
 
 
-def page(verdicts: Sequence[Verdict]) -> str:
+def page(outcomes: Sequence[Outcome]) -> str:
     """The page of the documentation."""
-    counts = {kind: sum(v.kind == kind for v in verdicts) for kind in MEANINGS}
+    counts = {kind: sum(v.kind == kind for v in outcomes) for kind in MEANINGS}
     lines = [
         "# Which architectures PPO can train", "",
         "```sh", "python -m tests.benchmarks.architectures", "```", "",
@@ -144,11 +144,11 @@ def page(verdicts: Sequence[Verdict]) -> str:
         "a causal LM. A family passes if",
         f"no log-probability differs by more than {checks.TOLERANCE[torch.float32]:g} in float32. Your own "
         "model may differ, so run `rlhf check-model FOLDER`.", "",
-        "| Verdict | Families | Meaning |", "|---|---|---|",
+        "| Result | Families | Meaning |", "|---|---|---|",
         *(f"| {kind} | {counts[kind]} | {meaning} |" for kind, meaning in MEANINGS.items()),
     ]  # fmt: skip
     for kind in MEANINGS:
-        rows = [v for v in verdicts if v.kind == kind]
+        rows = [v for v in outcomes if v.kind == kind]
         lines += ["", f"## {kind.capitalize()}", ""]
         if kind == RIGHT:
             lines += [", ".join(f"{v.family} ({v.deviation:.0e})" for v in rows) + ".", ""]

@@ -188,6 +188,10 @@ NOTE = """
 Small models are dominated by the fixed cost of each step, which this plan leaves out (`--layer-seconds` on a
 GPU), and by buffers of a fixed size. So they need more than calculated. Wider products reach a larger share
 of the matrix rate, so the widest model takes less time than calculated.
+
+The sizes from scratch are counted with the largest vocabulary that `params.yaml` allows, 1,024 tokens. The
+tokenizer of the built-in task is smaller, so the model that it trains has 480,960 parameters. Once
+`models/sft` exists, `rlhf plan` counts its weights.
 """
 MARK = "\n## What larger models need\n"
 

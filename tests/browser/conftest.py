@@ -22,7 +22,7 @@ NAMES = ("one", "two", "three")
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    driver = pytest.importorskip("playwright.sync_api", reason="needs `pip install rlhf-tasks[browser]`")
+    driver = pytest.importorskip("playwright.sync_api", reason="needs `pip install -e '.[browser]'`")
     program = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("needs Chromium: install it, or name it by the variable CHROMIUM")

@@ -399,11 +399,12 @@ WITHOUT = {f"ppo.{key}": value for key, value in without_critic("rloo").items()}
         (
             {"ppo.advantages": "rloo", "ppo.samples_per_prompt": 4},
             "advantages=rloo has no critic, so that value_model, critic_init, vf_coef, lam, cliprange_value "
-            "would be ignored; set them to null: `rlhf preset rloo --set ppo.value_model=null",
+            "would be ignored; set them to null: give `--set ppo.value_model=null",
         ),
         (
             WITHOUT | {"ppo.advantages": "group", "ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}},
-            "critic_warmup would be ignored; set it to null: `rlhf preset grpo --set ppo.critic_warmup=null`",
+            "critic_warmup would be ignored; set it to null: give `--set ppo.critic_warmup=null` to `rlhf "
+            "preset`",
         ),
         (WITHOUT | {"ppo.value_learning_rate": 1e-4}, "value_learning_rate would be ignored"),
         (

@@ -1,6 +1,6 @@
 """Tasks of lm-evaluation-harness: its results against single rows through the bare model, and its failures.
 
-What runs the harness is skipped where the extra is not installed: `pip install '.[eval]'`.
+What runs the harness is skipped where the extra is not installed: `pip install -e '.[eval]'`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tests import small
 ROOT = Path(__file__).parents[2]
 SHIPPED = "rlhf_tasks/evaluation/tasks"
 has_harness = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="needs lm-evaluation-harness: `pip install '.[eval]'`"
+    importlib.util.find_spec("lm_eval") is None,
+    reason="needs lm-evaluation-harness: `pip install -e '.[eval]'`",
 )
 FOLDERS = {name: Path("models") / name for name in ("base", "sft", "policy")}
 
@@ -93,7 +94,7 @@ def test_without_the_extra_the_first_stage_stops_with_one_message(
     assert main.main(["prepare"]) == 2
     assert capsys.readouterr().err == (
         "rlhf: judge.retention.tasks needs lm-evaluation-harness, which is not installed; install it with "
-        "`pip install '.[eval]'`, or set judge.retention.tasks to null\n"
+        "`pip install -e '.[eval]'`, or set judge.retention.tasks to null\n"
     )
 
 

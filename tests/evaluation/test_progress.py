@@ -37,7 +37,7 @@ def curve(root: Path, *evaluations: tuple[int, list[str]]) -> list[dict[str, flo
     ]
     paths, tracker = Paths(root), NullTracker("judge")
     paths.ppo_samples.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), paths.ppo_samples / progress.RESPONSES)
+    pq.write_table(pa.Table.from_pylist(rows), paths.ppo_responses)
     progress.log(paths, [ScoringJudge("long", Length())], tracker)
     return tracker.history()
 

@@ -156,7 +156,7 @@ class Parts:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     for module in ("psycopg2", "moto.server", "boto3", "dvc_s3", "flask_wtf"):
-        pytest.importorskip(module, reason=f"{module} is not installed: `pip install .[parts]`")
+        pytest.importorskip(module, reason=f"{module} is not installed: `pip install -e '.[parts]'`")
     program("initdb")
     work = tmp_path_factory.mktemp("parts")
     made = Parts(toy.make(work / "project"), work)

@@ -20,6 +20,7 @@ from rlhf_tasks import config
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.promotion.candidate import POLICY
 from rlhf_tasks.promotion.command import RETRY_HINT, UNDECIDED
 from rlhf_tasks.promotion.record import verdict_file
 from tests.flows import toy
@@ -113,7 +114,7 @@ def test_promotion_is_due_only_with_gate_registry_and_policy(root: Path) -> None
 
 def test_the_page_of_results_shows_the_verdict_and_its_criteria(root: Path) -> None:
     subprocess.run([sys.executable, "-m", "dvc", "repro", "-q"], check=True)
-    file = verdict_file(Paths(root).home, dvc_files.locked(root)[promotion.POLICY])
+    file = verdict_file(Paths(root).home, dvc_files.locked(root)[POLICY])
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"criteria": [CRITERION]}), encoding="utf-8")
     criteria = promotion.criteria(root)

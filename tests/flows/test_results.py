@@ -64,7 +64,7 @@ def test_headlines_come_first_and_the_page_counts_the_others(root: Path) -> None
 
 
 def test_the_first_responses_are_shortened_to_one_line_each(root: Path) -> None:
-    file = Paths(root).judge_results / results.RESPONSES
+    file = Paths(root).judged_responses
     file.parent.mkdir(parents=True)
     row = {"prompt": "a | b", "reference": "x\ny", "sft": "s" * 400, "policy": "p", "other": "z"}
     parquet.write_table(pyarrow.Table.from_pylist([row] * 9), file)

@@ -22,7 +22,6 @@ from rlhf_tasks.modeling.head import (
     reads_trunk,
     token_stats,
 )
-from rlhf_tasks.modeling.models import response_logits
 from tests import small
 from tests.small import FAMILIES, PAD, Family
 
@@ -47,7 +46,7 @@ def test_statistics_in_a_model_are_those_of_its_logits(family: str) -> None:
     """Also where the model changes its logits after the head."""
     model, mask = model_of(family), BATCH.response_mask
     with torch.no_grad():
-        exact = Categorical(logits=response_logits(model, BATCH) / 0.7)
+        exact = Categorical(logits=small.response_logits(model, BATCH) / 0.7)
         for _ in range(2):  # the first pass finds out whether the logits are changed
             stats = token_stats(model, BATCH, 0.7)
             torch.testing.assert_close(stats.logprobs[mask], exact.log_prob(BATCH.responses)[mask])
@@ -68,7 +67,7 @@ def test_every_weight_gets_the_gradient_that_full_logits_give(family: str) -> No
         if by_slices:
             loss = token_stats(model, BATCH, 0.7, weighted).loss
         else:
-            exact = Categorical(logits=response_logits(model, BATCH) / 0.7)
+            exact = Categorical(logits=small.response_logits(model, BATCH) / 0.7)
             logprobs, entropy = exact.log_prob(BATCH.responses), exact.entropy()
             loss = weighted(logprobs[mask], entropy[mask], slice(int(mask.sum())))
         loss.backward()
@@ -103,7 +102,7 @@ def test_logits_that_are_changed_in_place_are_seen() -> None:
 
     model.forward = scaled
     with torch.no_grad():
-        found, exact = token_stats(model, BATCH), Categorical(logits=response_logits(model, BATCH))
+        found, exact = token_stats(model, BATCH), Categorical(logits=small.response_logits(model, BATCH))
     mask = BATCH.response_mask
     torch.testing.assert_close(found.logprobs[mask], exact.log_prob(BATCH.responses)[mask])
     assert not torch.allclose(found.logprobs[mask], plain.logprobs[mask], atol=1e-3)
@@ -137,7 +136,7 @@ def test_a_head_that_computes_more_than_a_product_is_not_cut_into_slices() -> No
     model = small.causal()
     model.get_output_embeddings().__class__ = Doubled
     with torch.no_grad():
-        found, exact = token_stats(model, BATCH), Categorical(logits=response_logits(model, BATCH))
+        found, exact = token_stats(model, BATCH), Categorical(logits=small.response_logits(model, BATCH))
     mask = BATCH.response_mask
     torch.testing.assert_close(found.logprobs[mask], exact.log_prob(BATCH.responses)[mask])
 

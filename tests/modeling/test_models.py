@@ -22,7 +22,7 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate, load_tokenizer
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.models import TokenScores, response_logits
+from rlhf_tasks.modeling.models import TokenScores
 from tests import small
 from tests.small import EOS, FAMILIES, HIDDEN, PAD, Family
 
@@ -47,7 +47,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_padding_changes_no_logits(family: Family) -> None:
     model = small.causal(family)
     with torch.no_grad():
-        logits = response_logits(model, collate(QUERIES, RESPONSES, PAD))
+        logits = small.response_logits(model, collate(QUERIES, RESPONSES, PAD))
     for row, (query, response) in enumerate(zip(QUERIES, RESPONSES, strict=True)):
         alone = small.logits_alone(model, query, response)
         torch.testing.assert_close(logits[row, -len(response) :], alone, atol=1e-5, rtol=1e-5)
@@ -73,7 +73,8 @@ def test_pad_may_equal_eos(family: Family) -> None:
     apart, same = collate(QUERIES, RESPONSES, PAD), collate(QUERIES, RESPONSES, EOS)
     mask = apart.response_mask
     with torch.no_grad():
-        assert torch.equal(response_logits(model, apart)[mask], response_logits(model, same)[mask])
+        logits = [small.response_logits(model, batch)[mask] for batch in (apart, same)]
+        assert torch.equal(*logits)
         assert torch.equal(scores(apart)[:, -1], scores(same)[:, -1])
 
 
@@ -322,7 +323,7 @@ def trained_names(model: PreTrainedModel) -> list[str]:
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
     batch = collate(QUERIES, RESPONSES, PAD)
     with torch.no_grad():
-        logits = response_logits(model, batch)
+        logits = small.response_logits(model, batch)
     return logits[batch.response_mask]
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import models
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.trainer import Trainer
@@ -33,7 +32,7 @@ def policy_kl(one: Trainer, ppo_batch: PPOBatch) -> float:
     with torch.no_grad():
         batch = collate(QUERIES, ppo_batch.rollout.responses, PAD)
         new = one.reference.logprobs(batch, 0.8)
-        logits = models.response_logits(one.actor_critic.policy, batch) / 0.8
+        logits = small.response_logits(one.actor_critic.policy, batch) / 0.8
         log_ratio = new - logits.log_softmax(-1).gather(2, batch.responses[..., None]).squeeze(2)
         return float((log_ratio.exp() - 1 - log_ratio)[batch.response_mask].mean())
 
