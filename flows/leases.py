@@ -1,7 +1,7 @@
 """A lease of slots of Prefect's concurrency limits, which lasts as long as somebody renews it. No torch here.
 
 The run has the ids of its leases as a label, so that whoever ends a run whose process was killed can end its
-leases as well. Without that they would last for LEASE_SECONDS, the shortest time that Prefect allows.
+leases as well. Only if the worker was killed too do they last for LEASE_SECONDS.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import flow_run
 
-LEASE_SECONDS = 60.0
-RENEWAL_SECONDS = 20.0  # a server that restarts may miss one renewal, and a second one
+LEASE_SECONDS = 300.0  # a server may be away for so long, less RENEWAL_SECONDS
+RENEWAL_SECONDS = 20.0
 END_SECONDS = 2.0  # for a renewal in progress
 LABEL = "rlhf.leases"
 

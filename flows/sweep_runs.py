@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,17 +43,8 @@ class Cell:
     seed: int
     overrides: Mapping[str, Any]
     experiment: str
-
-    @property
-    def name(self) -> str:
-        """`kl_coef=0.01 seed=2`: the last words of the keys, as far as they differ."""
-        short = {key: key.rpartition(".")[2] for key in self.overrides}
-        names = list(short.values())
-        parts = [
-            f"{short[key] if names.count(short[key]) == 1 else key}={value}"
-            for key, value in self.overrides.items()
-        ]
-        return " ".join([*parts, f"seed={self.seed}"])
+    name: str
+    """Such as `kl_coef=0.01 seed=2`."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +100,7 @@ def cells(
         UserError: with the problems of every invalid setting.
     """
     valid, problems, first = list[Cell](), list[str](), None
+    words = short_names([key for overrides in settings for key in overrides])
     for overrides in settings:
         setting = ", ".join(f"{key}={value}" for key, value in overrides.items()) or "unchanged"
         for seed in seeds:
@@ -117,13 +110,21 @@ def cells(
                 problems.append(f"{setting}: {error}")
                 break
             first = first or values
-            cell = Cell(setting, seed, overrides, f"{name}-{_digest(values, commit, data)}")
+            shown = " ".join([*(f"{words[key]}={value}" for key, value in overrides.items()), f"seed={seed}"])
+            cell = Cell(setting, seed, overrides, f"{name}-{_digest(values, commit, data)}", shown)
             if any(cell.experiment == other.experiment for other in valid):
                 problems.append(f"{setting}, seed {seed}: the sweep has this run twice; give each once")
             valid.append(cell)
     if problems or first is None:
         raise UserError("\n".join(problems) or "the sweep has no setting")
     return valid, first
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The last word of each key; the whole key where another one ends in the same word."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    times = Counter(last.values())
+    return {key: word if times[word] == 1 else key for key, word in last.items()}
 
 
 def _digest(values: Config, commit: str, data: Data) -> str:

@@ -1,5 +1,11 @@
 """Errors that are shown as one message, without a traceback."""
 
+LESS_MEMORY = (
+    "lower the lengths (data.max_prompt_tokens, data.max_completion_tokens, ppo.response_length) or the size "
+    "of the model, or set launch.precision to bf16, lora, ppo.gradient_checkpointing or launch.layout"
+)
+"""What to do where smaller micro-batches do not help."""
+
 
 class UserError(Exception):
     """A mistake that the user can fix. The message says what was given, what is allowed and what to do."""

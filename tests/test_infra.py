@@ -247,7 +247,8 @@ def test_the_pods_of_several_nodes_are_numbered_and_find_the_first_one() -> None
     assert service["spec"]["publishNotReadyAddresses"], "the first pod is ready before it has an address"
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert pod["spec"]["subdomain"] == "rlhf-nodes"
-    script = pod["spec"]["containers"][0]["command"][-1]
+    _, script, nodes = pod["spec"]["containers"][0]["command"]
+    assert nodes == "--nodes=3"
     assert f'MASTER_ADDR="$job-0.{pod["spec"]["subdomain"]}"' in (INFRA.parent / script).read_text("utf-8")
 
 
@@ -271,7 +272,8 @@ def test_further_pods_join_each_launch_of_the_first_and_end_with_it(tmp_path: Pa
     tools, place = tmp_path / "tools", tmp_path / "workspace"
     tools.mkdir()
     place.mkdir()
-    record = f'#!/bin/bash\necho "$MACHINE_RANK $1 $MASTER_ADDR $PYTHONPATH $PWD" >>{tmp_path}/joined\n'
+    words = "$MACHINE_RANK/$RLHF_MACHINES $1 $MASTER_ADDR $PYTHONPATH $PWD"
+    record = f'#!/bin/bash\necho "{words}" >>{tmp_path}/joined\n'
     (tools / "rlhf").write_text(f'{record}[ "$1" = ppo ]\n', encoding="utf-8")
     (tools / "rlhf").chmod(0o755)
     joined = tmp_path / "joined"
@@ -287,7 +289,7 @@ def test_further_pods_join_each_launch_of_the_first_and_end_with_it(tmp_path: Pa
 
     def pod(rank: int, *words: str) -> subprocess.Popen[bytes]:
         own = {"JOB_COMPLETION_INDEX": str(rank), "HOSTNAME": f"a-run-{rank}"}
-        script = ["bash", str(INFRA / "kubernetes/node.sh"), *words]
+        script = ["bash", str(INFRA / "kubernetes/node.sh"), "--nodes=2", *words]
         return subprocess.Popen(script, cwd=tmp_path, env=base | own)
 
     with pod(1, "unused") as second, pod(0, sys.executable, "-c", program) as first:
@@ -295,8 +297,8 @@ def test_further_pods_join_each_launch_of_the_first_and_end_with_it(tmp_path: Pa
         assert second.wait(60) == 0, "a launch that failed is for the first pod to judge"
     lines = joined.read_text(encoding="utf-8").splitlines()
     assert lines == [
-        f"1 sft a-run-0.rlhf-nodes {INFRA.parent} {tmp_path}",
-        f"1 ppo a-run-0.rlhf-nodes {INFRA.parent} {place}",
+        f"1/2 sft a-run-0.rlhf-nodes {INFRA.parent} {tmp_path}",
+        f"1/2 ppo a-run-0.rlhf-nodes {INFRA.parent} {place}",
     ]
 
 

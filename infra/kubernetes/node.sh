@@ -1,9 +1,11 @@
 #!/bin/bash
-# Starts every pod of a flow run's job. The first pod runs the flow, which is given as the arguments. The others join
-# each training stage that the first one launches over several machines; they end with the first one.
+# Starts every pod of a flow run's job: `node.sh --nodes=2 COMMAND …`. The first pod runs the command, the flow. The
+# others join each training stage that the first one launches over several machines; they end with the first one.
 # The first pod writes what it launches into a folder of the shared volume; `JOB-0.rlhf-nodes` is its address.
 set -euo pipefail
 
+export RLHF_MACHINES=${1#--nodes=} # the stages compare it with launch.num_machines
+shift
 export MACHINE_RANK=${JOB_COMPLETION_INDEX:-0}
 job=${HOSTNAME%-"$MACHINE_RANK"} # Kubernetes gives each pod of an indexed job the name JOB-INDEX
 export MASTER_ADDR="$job-0.rlhf-nodes" MASTER_PORT="${MASTER_PORT:-29500}"

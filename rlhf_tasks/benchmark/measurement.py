@@ -107,7 +107,7 @@ def forward_flops(model: PreTrainedModel, query: float, response: float, *, logi
     """Model FLOPs of one row's forward pass, with the language model's head on the response tokens only."""
     layers: list[Any] = [m for m in model.base_model.modules() if isinstance(m, (nn.Linear, Conv1D))]
     weights: int = sum(layer.weight.numel() for layer in layers)
-    tokens, config = query + response, model.config
+    tokens, config = query + response, model.config.get_text_config()  # of Gemma 3, for example
     flops: float = 2.0 * weights * tokens + 2.0 * config.num_hidden_layers * config.hidden_size * tokens**2
     if logits:
         flops += 2.0 * model.get_output_embeddings().weight.numel() * response

@@ -41,7 +41,7 @@ from rlhf_tasks.cli import (
     work,
 )
 from rlhf_tasks.config import STAGES
-from rlhf_tasks.errors import OutsideFault, UserError
+from rlhf_tasks.errors import OutsideFault
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
@@ -82,15 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.set_quiet(not context.is_main_rank())
     try:
         return int(options.command(options) or 0)
-    except (UserError, OSError) as error:
-        message = launch.mistake(error)
-        if message is None and launch.has_failed_elsewhere():
-            return 1
-        if message is None:
-            raise
-        if not launch.is_worker():  # the launcher prints it, once
-            print(f"rlhf: {message}", file=sys.stderr)
-        return 2
     except OutsideFault as error:
         print(f"rlhf: {error}", file=sys.stderr)
         return 1
@@ -99,10 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("rlhf: interrupted", file=sys.stderr)
         return 130
-    except Exception:
-        if launch.has_failed_elsewhere():
+    except Exception as error:
+        message = launch.mistake(error)
+        if message is None and launch.has_failed_elsewhere():
             return 1
-        raise
+        if message is None:
+            raise
+        if not launch.is_worker():  # the launcher prints it, once
+            print(f"rlhf: {message}", file=sys.stderr)
+        return 2
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

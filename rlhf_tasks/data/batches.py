@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Split
 from rlhf_tasks.data import columns
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project.paths import Paths
 
 Ids = list[int]
@@ -205,29 +205,42 @@ class TokenBudget:
             for hand in dealt(rows, num_workers)
         ]
 
+    def half(self) -> int:
+        """Half of the tokens of the largest micro-batch that could be cut in two.
+
+        Raises:
+            UserError: if no micro-batch had more than one row.
+        """
+        if not self._largest:
+            raise UserError(f"the GPU is out of memory with one row at a time; {LESS_MEMORY}")
+        return self._largest // 2
+
     def lower(self) -> None:
         """Halve what the largest micro-batch may have.
 
         Raises:
             UserError: if no micro-batch had more than one row.
         """
-        if not self._largest:
-            raise UserError(
-                "the GPU is out of memory with one row at a time; lower the lengths (data.max_prompt_tokens, "
-                "data.max_completion_tokens, ppo.response_length) or the size of the model, or set "
-                "launch.precision to bf16, lora, ppo.gradient_checkpointing or launch.layout"
-            )
-        self.max_tokens, self._largest, self.is_lowered = self._largest // 2, 0, True
+        self.max_tokens, self._largest, self.is_lowered = self.half(), 0, True
         console.say(f"out of memory: a micro-batch now has at most {self.max_tokens} tokens")
 
     def state_dict(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "is_lowered": self.is_lowered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.max_tokens, self.is_lowered = state["max_tokens"], state["is_lowered"]
+        """The smaller bound counts: what did not suffice once does not suffice after a roll back either."""
+        self.max_tokens = min(self.max_tokens, state["max_tokens"])
+        self.is_lowered = self.is_lowered or state["is_lowered"]
 
     def each(self, rows: Sequence[int], compute: Callable[[list[int]], None]) -> None:
-        """Call `compute` with every micro-batch; one that is out of memory is cut smaller and repeated."""
+        """Call `compute` with every micro-batch. One that is out of memory lowers the bound.
+
+        It is then cut anew, with all that wait. So the bound is halved once for each failure, and not once
+        more for every waiting micro-batch that is as large.
+
+        Raises:
+            UserError: if the memory does not suffice for one row.
+        """
         waiting = self.cut(rows)
         while waiting:
             group = waiting.pop()
@@ -237,10 +250,10 @@ class TokenBudget:
             except torch.OutOfMemoryError:
                 pass  # its traceback holds tensors, and ends here
             torch.cuda.empty_cache()
-            if len(group) == 1:
-                self._largest = 0
+            self._largest = padded_tokens(rows, group) if len(group) > 1 else 0
             self.lower()
-            waiting += [[group[i] for i in part] for part in self.cut([rows[i] for i in group])]
+            left = [i for part in [*waiting, group] for i in part]
+            waiting = [[left[i] for i in part] for part in self.cut([rows[i] for i in left])]
 
 
 def dealt(rows: Sequence[int], num_hands: int) -> list[list[int]]:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from rlhf_tasks import console
 from rlhf_tasks.data.batches import Batch, Ids, collate, encode, load_tokenizer, text_of
 from rlhf_tasks.modeling.models import load_causal, place
 from rlhf_tasks.modeling.tensors import NonFiniteError
@@ -209,14 +210,26 @@ def answer(
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
     A response ends with its stop token, or at `max_new_tokens` without it. `stop` is by default the token
-    that the checkpoint's generation config names, else EOS.
+    that the checkpoint's generation config names, else EOS. If the GPU is out of memory, half as many rows
+    are sampled at a time.
+
+    Raises:
+        torch.OutOfMemoryError: if the memory does not suffice for one row.
     """
-    return sample(
-        model, encode(tokenizer, prompts), max_new_tokens=max_new_tokens, temperature=temperature,
-        stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
-        generator=torch.Generator(model.device).manual_seed(seed), batch_size=batch_size,
-        share=share,
-    ).responses  # fmt: skip
+    while True:
+        try:
+            return sample(
+                model, encode(tokenizer, prompts), max_new_tokens=max_new_tokens, temperature=temperature,
+                stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
+                generator=torch.Generator(model.device).manual_seed(seed), batch_size=batch_size,
+                share=share,
+            ).responses  # fmt: skip
+        except torch.OutOfMemoryError:
+            if batch_size == 1:
+                raise
+        torch.cuda.empty_cache()
+        batch_size //= 2
+        console.say(f"out of memory: {batch_size} responses are sampled at a time now")
 
 
 def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -73,7 +73,7 @@ class Collector:
         """With `recomputes`, the policy's own pass gives a rollout's log-probs, whoever has sampled it."""
         self._rt, self._settings, self._actor_critic = rt, settings, actor_critic
         self._reference, self._scorers, self._stop, self._pad = reference, scorers, stop, pad
-        self.generator, self._budget = rt.generator(seed), TokenBudget(settings.micro_batch_tokens)
+        self.generator, self.budget = rt.generator(seed), TokenBudget(settings.micro_batch_tokens)
         self._recomputes = recomputes or not rt.is_float32
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Collector:
             values[rows] = realigned(states[:, :-1], mask, own)
             last_values[rows] = states[:, -1]
 
-        self._rt.run_batches(self._budget, sizes(queries, responses), forward)
+        self._rt.run_batches(self.budget, sizes(queries, responses), forward)
         return logprobs, ref_logprobs, values, last_values
 
     def _require_finite(self, rollout: Rollout) -> None:

@@ -213,6 +213,7 @@ class Trainer:
             "reference": self.reference.state_dict(),
             "estimator": self.estimator.state_dict(),
             "optimiser": self.optimiser.state_dict(),
+            "scoring": self.collector.budget.state_dict(),
             "source": self.source.state_dict(),
             "queue": list(self._queue.waiting),
             "shuffling": self._shuffling.get_state(),
@@ -224,6 +225,7 @@ class Trainer:
         self.reference.load_state_dict(state["reference"])
         self.estimator.load_state_dict(state["estimator"])
         self.optimiser.load_state_dict(state["optimiser"])
+        self.collector.budget.load_state_dict(state["scoring"])
         self.source.load_state_dict(state["source"])
         self._queue.waiting = list(state["queue"])
         self._shuffling.set_state(state["shuffling"])

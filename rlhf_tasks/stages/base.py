@@ -7,7 +7,7 @@ import math
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
-from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
+from rlhf_tasks.data.batches import TokenBudget, encode, load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
@@ -38,7 +38,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         model = models.load_causal(config.model.base, config.model.revision)
         rt.put(model)
     contracts.check_fits(model, tokenizer, "model.base")
-    result = evaluate(rt, model, validation, config.base.micro_batch_tokens)
+    result = evaluate(rt, model, validation, TokenBudget(config.base.micro_batch_tokens))
     with sharding.to_save(model) as plain:
         if rt.is_main:
             with whole(paths.base) as folder:

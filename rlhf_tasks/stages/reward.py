@@ -253,7 +253,7 @@ def _trained(
     for step in resumed(paths, config, name, fit, tracker):
         tracker.metrics({prefix + key: value for key, value in step.metrics.items()}, step=step.number)
         if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
-            result = evaluate(rt, learner, validation, settings.micro_batch_tokens)
+            result = evaluate(rt, learner, validation, fit.budget)
             tracker.metrics({f"{prefix}eval/{key}": value for key, value in result.items()}, step=step.number)
     _normalise(rt, paths, scores, tokenizer, settings.micro_batch_tokens)
     return scores

@@ -68,6 +68,8 @@ def _run(stage: Stage, paths: Paths) -> int:
     check_inputs(paths, stage)
     if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
         harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
+    if stage in launch.TRAINING and not launch.is_worker():
+        launch.check_machines(settings.launch)
     if launch.is_needed(stage, settings.launch):
         return launch.run(paths, stage, settings.launch)
     start = time.monotonic()

@@ -7,7 +7,7 @@ import math
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Sft, SftView, Split
-from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.data.batches import TokenBudget, load_tokenizer
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
@@ -33,7 +33,8 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         parents = {"base": contracts.fingerprint(paths.base)}
         origin = {"models/base": parents["base"]}
         steps = _train(rt, paths, config, model, tokenizer, tracker)
-    result = evaluate(rt, model, demonstrations(paths, tokenizer, "validation"), settings.micro_batch_tokens)
+    validation = demonstrations(paths, tokenizer, "validation")
+    result = evaluate(rt, model, validation, TokenBudget(settings.micro_batch_tokens))
     with sharding.to_save(model) as plain:
         if rt.is_main:
             with whole(paths.sft) as folder:
@@ -82,7 +83,7 @@ def _train(
     for step in resumed(paths, config, "sft", fit, tracker, best):
         tracker.metrics(step.metrics, step=step.number)
         if step.number % every == 0 or step.number == step.num_steps:
-            result = evaluate(rt, model, validation, settings.micro_batch_tokens)
+            result = evaluate(rt, model, validation, fit.budget)
             tracker.metrics({f"eval/{key}": value for key, value in result.items()}, step=step.number)
             best.offer(model, result["loss"], step.number)
     best.restore(model)

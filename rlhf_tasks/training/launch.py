@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from rlhf_tasks.config import Launch, Stage
-from rlhf_tasks.errors import UserError
+from rlhf_tasks.errors import LESS_MEMORY, UserError
 from rlhf_tasks.project import atomic, disk
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
@@ -31,6 +31,7 @@ FAILURE = "RLHF_FAILURE_FILE"  # a failing stage writes the reason there, for it
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 WATCH_SECONDS = 1.0
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
+MACHINES = "RLHF_MACHINES"  # the number of machines that a cluster's job has
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
 STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
 """The seconds in which stopped workers may save their snapshot, before torch kills them; its default is 30. A
@@ -41,6 +42,27 @@ def is_needed(stage: Stage, launch: Launch) -> bool:
     """True if this process must start workers instead of running the stage itself."""
     several = launch.num_processes > 1 or launch.num_machines > 1 or launch.layout != "ddp"
     return stage in TRAINING and several and not is_worker()
+
+
+def check_machines(launch: Launch) -> None:
+    """Check that the machines that a cluster has started are those of `launch`.
+
+    A machine too many would train the whole stage beside the others, and a missing one be waited for.
+
+    Raises:
+        UserError: if their number differs, or this machine's number is not below it.
+    """
+    started, rank = os.environ.get(MACHINES), os.environ.get("MACHINE_RANK", "0")
+    if started is not None and started != str(launch.num_machines):
+        raise UserError(
+            f"the job has {started} machine(s), and launch.num_machines={launch.num_machines}; give the job "
+            "as many, or set launch.num_machines"
+        )
+    if rank not in map(str, range(launch.num_machines)):
+        raise UserError(
+            f"MACHINE_RANK={rank} is not below launch.num_machines={launch.num_machines}; machines are "
+            "numbered from 0"
+        )
 
 
 def is_deepspeed(launch: Launch) -> bool:
@@ -203,6 +225,8 @@ def mistake(error: BaseException) -> str | None:
         return disk.explained(error)
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return f"{error}; give this user the right to read and write there"
+    if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
+        return f"the GPU is out of memory ({str(error).splitlines()[0]}); {LESS_MEMORY}"
     return None
 
 

@@ -276,23 +276,36 @@ class Runtime:
                 not finite under DeepSpeed: it has then changed them.
             UserError: if the memory does not suffice for one row, or for a step on several processes.
         """
-        while True:
-            try:
-                measured = self._backward(model, losses())
-                break
-            except torch.OutOfMemoryError as error:
-                if self.world_size > 1 or self.is_deepspeed:  # the others wait within this step
-                    raise self._out_of_memory(budget) from error
-            optimizer.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-            budget.lower()
+        measured = self.within_memory(
+            budget, lambda: self._backward(model, losses()), lambda: optimizer.zero_grad(set_to_none=True)
+        )
         return self._layout.step(model, optimizer, max_grad_norm), measured
 
+    def within_memory(
+        self, budget: TokenBudget, compute: Callable[[], T], forget: Callable[[], None] = lambda: None
+    ) -> T:
+        """What `compute` returns, which cuts its rows under the `budget`.
+
+        A process that is out of memory calls `forget`, lowers the budget, and computes again.
+
+        Raises:
+            UserError: if the memory does not suffice for one row, or on several processes.
+        """
+        while True:
+            try:
+                return compute()
+            except torch.OutOfMemoryError as error:
+                if self.world_size > 1 or self.is_deepspeed:  # the others wait within `compute`
+                    raise self._out_of_memory(budget) from error
+            forget()
+            torch.cuda.empty_cache()
+            budget.lower()
+
     def _out_of_memory(self, budget: TokenBudget) -> UserError:
+        """The message where processes wait for each other, so that none can cut smaller alone."""
         return UserError(
-            f"process {self.rank} is out of memory with {budget.max_tokens} tokens per "
-            "micro-batch; only a run on one GPU lowers this number by itself: set this stage's "
-            f"micro_batch_tokens to {budget.max_tokens // 2}"
+            f"process {self.rank} is out of memory; only a run on one GPU makes micro-batches smaller by "
+            f"itself: set this stage's micro_batch_tokens to {budget.half()}"
         )
 
     def _backward(

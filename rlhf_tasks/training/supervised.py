@@ -232,11 +232,21 @@ def total(rt: Runtime, parts: Sequence[Sums]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def evaluate(rt: Runtime, model: nn.Module, task: Task, max_tokens: int) -> dict[str, float]:
-    """Means of a task's metrics over all of its rows, over all processes."""
+def evaluate(rt: Runtime, model: nn.Module, task: Task, budget: TokenBudget) -> dict[str, float]:
+    """Means of a task's metrics over all of its rows, over all processes.
+
+    Raises:
+        UserError: if the memory does not suffice for one row, or on several processes.
+    """
     rows = range(len(task.sizes))
-    cut = groups(rt, task.sizes, rt.share(rows), TokenBudget(max_tokens))
-    parts = compute_beside([[partial(_sums, rt, model, task, group, rows) for group in part] for part in cut])
+
+    def parts_of_all() -> list[Sums]:
+        cut = groups(rt, task.sizes, rt.share(rows), budget)
+        return compute_beside(
+            [[partial(_sums, rt, model, task, group, rows) for group in part] for part in cut]
+        )
+
+    parts = rt.within_memory(budget, parts_of_all)
     weight = task.weight(rows)
     return {key: value / weight for key, value in total(rt, parts).items()}
 

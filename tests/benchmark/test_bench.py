@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,16 @@ def test_a_forward_pass_costs_two_flops_per_weight_and_token_and_those_of_attent
     trunk, attention = 2 * 6144 * 7, 2 * 2 * 16 * 7**2
     assert measurement.forward_flops(policy, 4, 3, logits=False) == trunk + attention
     assert measurement.forward_flops(policy, 4, 3, logits=True) == trunk + attention + 2 * 40 * 16 * 3
+
+
+def test_a_config_that_is_nested_has_the_same_cost(
+    workload: workloads.Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = workload.trainer.actor_critic.policy
+    expected, text = measurement.forward_flops(policy, 4, 3, logits=True), policy.config
+    nested = SimpleNamespace(get_text_config=lambda: text)  # of Gemma 3, which takes images too
+    monkeypatch.setattr(policy, "config", nested)
+    assert measurement.forward_flops(policy, 4, 3, logits=True) == expected
 
 
 def test_an_update_passes_forward_five_times_and_trains_policy_and_critic(

@@ -15,11 +15,10 @@ import csv
 import json
 import os
 import platform
-import resource
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -63,15 +62,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     row = {"commit": _git("rev-parse", "--short", "HEAD"), "date": time.strftime("%Y-%m-%d")}
     row["machine"] = f"{os.cpu_count()} cores, {_processor()}"
-    for folder in [*args.runs, *(seeds.run_seed(seed, args.work) for seed in args.seeds)]:
-        check_commit(folder, row["commit"])
-        row |= of_run(folder)
+    for folder in [*args.runs, *(args.work / str(seed) for seed in args.seeds)]:
+        if folder in args.runs or folder.exists():
+            check_commit(folder, row["commit"])
+    for part in parts(args):  # each is written at once, so that none is lost if a later one fails
+        draw(add(row | part, LEDGER), FIGURE)
+
+
+def parts(args: argparse.Namespace) -> Iterator[Row]:
+    """The columns of what is asked for, one part after the other."""
+    for folder in args.runs:
+        yield of_run(folder)
+    for seed in args.seeds:
+        yield of_run(seeds.run_seed(seed, args.work))
     if args.time:
-        row |= timed_run()
+        yield timed_run()
     if args.speed:
         found = {shape: speed.measure("ppo", shape, args.peer, 4, args.turns) for shape in speed.CPU_SHAPES}
-        row |= of_speed(found)
-    draw(add(row, LEDGER), FIGURE)
+        yield of_speed(found)
 
 
 def check_commit(folder: Path, commit: str) -> None:
@@ -114,10 +122,13 @@ def timed_run() -> Row:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), folder], check=True)
         start = time.monotonic()
         environment = os.environ | {"PYTHONPATH": folder}
-        subprocess.run(["dvc", "repro"], cwd=folder, env=environment, check=True)
+        run = subprocess.Popen(["dvc", "repro"], cwd=folder, env=environment)
+        _, status, used = os.wait4(run.pid, 0)  # of this run alone, with all that it started
         seconds = time.monotonic() - start
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
-    return {"run_seconds": f"{seconds:.0f}", "run_peak_gb": f"{peak:.2f}"}
+        run.returncode = os.waitstatus_to_exitcode(status)
+    if run.returncode != 0:
+        raise SystemExit("the default run failed; its output says why")
+    return {"run_seconds": f"{seconds:.0f}", "run_peak_gb": f"{used.ru_maxrss * 1024 / 1e9:.2f}"}
 
 
 def add(row: Row, ledger: Path) -> list[Row]:

@@ -72,6 +72,10 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         samples = run(Path(folder), options.updates, 60 * options.minutes)
+    if len(samples) < 4:
+        sys.exit(
+            f"{len(samples)} samples are too few to compare quarters of them; raise --updates or --minutes"
+        )
     found = changes(samples)
     done = max(one.step for one in samples)
     print(f"{done} of {options.updates} updates, {len(samples)} samples; second quarter → last quarter:")

@@ -279,6 +279,9 @@ def test_a_run_survives_a_restart_of_the_servers(fresh: Service) -> None:
     fresh.daemon("prefect").stop(10.0)
     fresh.daemon("mlflow").stop(5.0)
     assert fresh.up().returncode == 0
+    assert fresh.call("GET", "/v2/concurrency_limits/gpu")["active_slots"] == 1, (
+        "no other run may get the GPU"
+    )
     assert fresh.end(identity)["type"] == "COMPLETED", fresh.logs(identity)
     toy.until(lambda: fresh.mlflow(identity)["info"]["status"] == "FINISHED", "the delivery to MLflow")
 

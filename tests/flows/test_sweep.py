@@ -55,7 +55,7 @@ def first_data(root: Path) -> Data:
     return data
 
 
-CELLS = [Cell("a", seed, {}, f"s-{seed}") for seed in (1, 2, 3)]
+CELLS = [Cell("a", seed, {}, f"s-{seed}", f"seed={seed}") for seed in (1, 2, 3)]
 
 
 def run_cells(runs: FakeRuns, parallel: int, data: Data) -> list[Lost]:
@@ -89,16 +89,22 @@ def test_a_refused_policy_is_a_result_of_the_sweep(root: Path) -> None:
     assert run_cells(runs, 3, Data(root)) == []
 
 
-def test_a_cell_is_named_by_what_distinguishes_it() -> None:
-    names: dict[str, dict[str, Any]] = {
-        "kl_coef=0.01 seed=2": {"ppo.kl_coef": 0.01},
-        "sft.num_epochs=1 reward.num_epochs=2 gamma=1 seed=2": {
-            "sft.num_epochs": 1, "reward.num_epochs": 2, "ppo.gamma": 1,
-        },
-        "seed=2": {},
-    }  # fmt: skip
-    for name, overrides in names.items():
-        assert Cell("any", 2, overrides, "x").name == name
+def test_a_setting_is_named_by_the_last_words_of_its_keys_as_far_as_they_differ_in_the_whole_sweep() -> None:
+    keys = ["ppo.kl_coef", "sft.num_epochs", "reward.num_epochs", "ppo.kl_coef"]
+    assert sweep_runs.short_names(keys) == {
+        "ppo.kl_coef": "kl_coef",
+        "sft.num_epochs": "sft.num_epochs",
+        "reward.num_epochs": "reward.num_epochs",
+    }
+
+
+def test_two_settings_of_one_sweep_never_have_one_name(root: Path) -> None:
+    settings = [{"sft.learning_rate": 1e-4}, {"ppo.learning_rate": 1e-4}]
+    found, _ = sweep_runs.cells(root, "s", None, settings, [1], "HEAD", Data(root))
+    assert [cell.name for cell in found] == [
+        "sft.learning_rate=0.0001 seed=1",
+        "ppo.learning_rate=0.0001 seed=1",
+    ]
 
 
 def test_the_runs_of_a_sweep_have_the_names_of_its_cells_and_promote_only_if_asked(
@@ -111,7 +117,7 @@ def test_the_runs_of_a_sweep_have_the_names_of_its_cells_and_promote_only_if_ask
         return FlowRun(flow_id=uuid.uuid4())
 
     monkeypatch.setattr(sweep_runs, "run_deployment", run_deployment)
-    cell = Cell("any", 2, {"ppo.kl_coef": 0.01}, "s-1")
+    cell = Cell("any", 2, {"ppo.kl_coef": 0.01}, "s-1", "kl_coef=0.01 seed=2")
     for promote in (False, True):
         Runs("f/d", "smoke", "c0ffee", promote).start(cell)
         assert given["flow_run_name"] == "kl_coef=0.01 seed=2"
@@ -190,8 +196,8 @@ def test_the_problems_of_all_settings_are_in_one_message(root: Path) -> None:
 
 def test_the_table_names_missing_runs_and_why() -> None:
     lost = [
-        Lost(Cell("a=1", 2, {}, "x"), "Failed: no disk"),
-        *(Lost(Cell("a=2", seed, {}, "x"), "Failed: no disk") for seed in (1, 2)),
+        Lost(Cell("a=1", 2, {}, "x", "a=1 seed=2"), "Failed: no disk"),
+        *(Lost(Cell("a=2", seed, {}, "x", f"a=2 seed={seed}"), "Failed: no disk") for seed in (1, 2)),
     ]
     rows = [{"setting": "a=1", "seeds": 1, "ppo/objective/kl": "1 ± 0"}]
     assert sweep.with_lost(rows, lost) == [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from rlhf_tasks.data.batches import collate, text_of
@@ -184,6 +186,27 @@ def test_responses_are_in_the_order_of_their_prompts(batch_size: int) -> None:
     for query, response in zip(QUERIES, found, strict=True):
         greedy = small.logits_alone(model, query, response).argmax(-1).tolist()
         assert response == greedy
+
+
+def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, prompts = small.causal(), small.tokenizer(), ["w1 w2", "w3", "w4 w5 w6", "w7", "w8"]
+    sampling = partial(
+        generation.answer, model, tokenizer, prompts, max_new_tokens=4, temperature=1.0, seed=3
+    )
+    expected, decoded, tried = sampling(), generation._decoded, list[int]()
+
+    def hungry(model: Any, batch: Any, query_of: Tensor, *rest: Any) -> Any:
+        tried.append(len(query_of))
+        if len(query_of) > 2:
+            raise torch.OutOfMemoryError("planted")
+        return decoded(model, batch, query_of, *rest)
+
+    monkeypatch.setattr(generation, "_decoded", hungry)
+    assert sampling(batch_size=8) == expected
+    assert tried == [5, 4, 2, 2, 1]
+    monkeypatch.setattr(generation, "_decoded", lambda *given: hungry(*given[:2], torch.zeros(9)))
+    with pytest.raises(torch.OutOfMemoryError):
+        sampling()
 
 
 def test_text_excludes_only_the_final_eos() -> None:

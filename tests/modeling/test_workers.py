@@ -192,7 +192,7 @@ def test_supervised_training_takes_the_steps_of_one_thread(family: Family) -> No
         task = LanguageModelling(QUERIES, RESPONSES, PAD)
         fit = Fit(small.runtime(), small.causal(family), task, small.optimisation(), seed=1)
         steps = [step.metrics for step in fit]
-        return steps, fit.model.state_dict(), evaluate(fit.rt, fit.model, task, 4096)
+        return steps, fit.model.state_dict(), evaluate(fit.rt, fit.model, task, TokenBudget(4096))
 
     found, again, expected = trained(), trained(), by_one_thread(trained)
     for step, other, repeated in zip(found[0], expected[0], again[0], strict=True):

@@ -78,10 +78,10 @@ def test_a_change_of_the_clock_ends_no_process(daemon: Daemon, monkeypatch: pyte
 
 
 def test_a_later_process_with_the_same_pid_is_another_one() -> None:
-    own, parent = psutil.Process(), psutil.Process(os.getppid())
-    assert processes.start(own) == processes.start(psutil.Process(own.pid)) != processes.start(parent)
+    own, first = psutil.Process(), psutil.Process(1)
+    assert processes.start(own) == processes.start(psutil.Process(own.pid)) != processes.start(first)
     host, pid, _ = context.process_name(own).rsplit(":", 2)
-    assert not context.is_alive(f"{host}:{pid}:{processes.start(parent)}")
+    assert not context.is_alive(f"{host}:{pid}:{processes.start(first)}")
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"pid": 1}'])

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rlhf_tasks.config import STAGES, Launch
 from rlhf_tasks.errors import UserError
@@ -157,12 +159,35 @@ def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(
     assert report is not None
     assert report["kind"] == "user"
     assert report["message"].endswith("'models'; give this user the right to read and write there")
+    no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+    assert str(launch.mistake(no_memory)).startswith("the GPU is out of memory (CUDA out of memory. Tried to")
     full = OSError(errno.ENOSPC, "No space left on device")
     assert str(launch.mistake(full)).startswith(
         "a disk is full ([Errno 28] No space left on device). Make room"
     )
     full.filename = "models/sft"
     assert str(launch.mistake(full)).startswith(f"the disk of {Path.cwd() / 'models'} is full: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"RLHF_MACHINES": "1"}, r"the job has 1 machine\(s\), and launch.num_machines=2"),
+        ({"RLHF_MACHINES": "3"}, r"the job has 3 machine\(s\)"),
+        ({"MACHINE_RANK": "2"}, "MACHINE_RANK=2 is not below launch.num_machines=2"),
+        ({"RLHF_MACHINES": "2", "MACHINE_RANK": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_machines_that_the_launch_does_not_know_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], message: str | None
+) -> None:
+    """A machine too many would train the whole stage by itself, and write the same files."""
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settings = section(num_machines=2, num_processes=2)
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        launch.check_machines(settings)
 
 
 @pytest.mark.parametrize("kind", ["user", "fault", "none"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import Batch, TokenBudget
+from rlhf_tasks.data.batches import Batch, TokenBudget, padded_tokens
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.training.runtime import adamw, learning_rate
 from rlhf_tasks.training.supervised import Best, Fit, LanguageModelling, Step, Sums, evaluate
@@ -42,7 +43,7 @@ def by_hand(model: nn.Module) -> tuple[float, float]:
 def test_the_loss_is_the_mean_over_completion_tokens_only(family: Family, pad: int) -> None:
     model = small.causal(family)
     loss, accuracy = by_hand(model)
-    found = evaluate(small.runtime(), model, task(pad), max_tokens=16384)
+    found = evaluate(small.runtime(), model, task(pad), TokenBudget(16384))
     assert found["loss"] == pytest.approx(loss, abs=1e-5)
     assert found["token_accuracy"] == pytest.approx(accuracy)
 
@@ -50,7 +51,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_only(family: Family, pad: i
 @pytest.mark.parametrize("max_tokens", [1, 30])
 def test_micro_batches_change_no_evaluation(max_tokens: int) -> None:
     model = small.causal()
-    whole, cut = (evaluate(small.runtime(), model, task(), n) for n in (16384, max_tokens))
+    whole, cut = (evaluate(small.runtime(), model, task(), TokenBudget(n)) for n in (16384, max_tokens))
     assert whole == pytest.approx(cut, abs=1e-5)
 
 
@@ -165,6 +166,16 @@ def test_one_row_that_does_not_fit_is_the_users_mistake() -> None:
         steps_of(2)
 
 
+def test_an_evaluation_that_is_out_of_memory_is_cut_smaller() -> None:
+    budget, model = TokenBudget(10**6), small.causal()
+    hungry = Hungry(*small.rows(12, seed=4), PAD, most=60)
+    with small.threads(1):
+        found = evaluate(small.runtime(), model, hungry, budget)
+        expected = evaluate(small.runtime(), model, replace(hungry, most=10**9), TokenBudget(10**6))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert 30 <= budget.max_tokens <= 60
+
+
 def test_a_lowered_bound_is_resumed() -> None:
     fit, _, _ = steps_of(60)
     fresh = Fit(small.runtime(), small.causal(), task(), small.optimisation(), seed=1)
@@ -172,15 +183,28 @@ def test_a_lowered_bound_is_resumed() -> None:
     assert (fresh.budget.max_tokens, fresh.budget.is_lowered) == (fit.budget.max_tokens, True)
 
 
-def test_on_several_processes_out_of_memory_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_of_two = small.runtime()
+@pytest.mark.parametrize("has_single_rows", [False, True])
+def test_on_several_processes_out_of_memory_names_a_bound_that_is_small_enough(
+    monkeypatch: pytest.MonkeyPatch, has_single_rows: bool
+) -> None:
+    """It is half of the largest micro-batch, however much the configured bound allows."""
+    one_of_two, largest = small.runtime(), list[int]()
     one_of_two.world_size = 2
     monkeypatch.setattr(small, "runtime", lambda: one_of_two)
-    monkeypatch.setattr("rlhf_tasks.training.supervised.groups", lambda rt, sizes, own, budget: [[own]])
-    with pytest.raises(
-        UserError, match=r"process 0 is out of memory.*set this stage's micro_batch_tokens to"
-    ):
-        steps_of(60)
+
+    def groups(
+        rt: Any, sizes: Sequence[int], own: Sequence[int], budget: TokenBudget
+    ) -> list[list[list[int]]]:
+        rows = [sizes[i] for i in own]
+        cut = budget.cut(rows, len(own) if has_single_rows else None)
+        largest.append(max(padded_tokens(rows, group) for group in cut))
+        return [cut]
+
+    monkeypatch.setattr("rlhf_tasks.training.supervised.groups", groups)
+    with pytest.raises(UserError) as refused:
+        steps_of(2)
+    half = f"set this stage's micro_batch_tokens to {largest[-1] // 2}"
+    assert ("one row at a time" if has_single_rows else half) in str(refused.value)
 
 
 # ------------------------------------------------------------------------------- steps and rates
