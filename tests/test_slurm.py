@@ -133,7 +133,11 @@ def worker(root: Path, environment: dict[str, str]) -> Iterator[None]:
     finally:
         for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
             child.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:  # on a busy machine a worker of Prefect may miss the signal
+            process.kill()
+            process.wait()
 
 
 @slow
