@@ -10,14 +10,16 @@ B batch · T columns · N columns that are read · H hidden.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+
+from rlhf_tasks.modeling.attention import Attention, Pick, has_plain_attention
 
 Forward = Callable[..., Any]
 _LOCK = threading.Lock()
@@ -31,6 +33,14 @@ LAYERS: Mapping[str, tuple[str, str, str]] = {
 """By model type: the list of layers, and in each the two parts that treat every column by itself."""
 
 
+class _Columns(NamedTuple):
+    """Which columns are read."""
+
+    pick: Pick
+    spread: Callable[[Tensor, int], Tensor]
+    """(B, N, H) → (B, T, H), given T: zero in all other columns."""
+
+
 @contextmanager
 def last_columns_only(model: PreTrainedModel, columns: int) -> Iterator[None]:
     """Within the block, the last layer's states are right in the last `columns` columns, and elsewhere wrong.
@@ -38,41 +48,86 @@ def last_columns_only(model: PreTrainedModel, columns: int) -> Iterator[None]:
     A model of another family computes all columns as ever, as does one with gradient checkpointing: its
     layers run again in the backward pass, after the block.
     """
-    with _last_layer_treats(model, partial(_last_columns, columns)):
+
+    def pick(x: Tensor) -> Tensor:
+        return x[:, -columns:].contiguous()
+
+    def spread(found: Tensor, width: int) -> Tensor:
+        return F.pad(found, (0, 0, width - found.shape[1], 0))
+
+    with _reading(model, _Columns(pick, spread)):
         yield
 
 
 @contextmanager
 def columns_only(model: PreTrainedModel, columns: Tensor) -> Iterator[None]:
     """`last_columns_only` for any N columns of each row, (B, N)."""
-    with _last_layer_treats(model, partial(_columns, columns[:, :, None])):
+
+    def pick(x: Tensor) -> Tensor:
+        return x.take_along_dim(columns.view(*columns.shape, *[1] * (x.ndim - 2)), 1)
+
+    def spread(found: Tensor, width: int) -> Tensor:
+        result: Tensor = found.new_zeros(len(found), width, found.shape[2])
+        return result.scatter_(1, columns[:, :, None].expand_as(found), found)
+
+    with _reading(model, _Columns(pick, spread)):
         yield
 
 
 @contextmanager
-def _last_layer_treats(model: PreTrainedModel, treat: Callable[[Forward, Tensor], Tensor]) -> Iterator[None]:
-    """Within the block, `treat` is called for the two parts, with their own function and their input."""
-    names = LAYERS.get(model.config.model_type)
+def _reading(model: PreTrainedModel, columns: _Columns) -> Iterator[None]:
+    """Within the block, the last layer treats these columns only. Layers have `Attention` where they can."""
     with ExitStack() as stack:
-        if names is not None:
-            layers, *parts = names
-            last = getattr(model.base_model, layers)[-1]
-            for part in [] if last.gradient_checkpointing else map(last.get_submodule, parts):
-                stack.enter_context(forward_replaced(part, treat))
+        for module, replacement in _replacements(model, columns):
+            stack.enter_context(forward_replaced(module, replacement))
         yield
 
 
-def _last_columns(columns: int, forward: Forward, hidden: Tensor) -> Tensor:
-    """(B, T, H) → (B, T, H), zero before the last `columns` columns."""
-    found = forward(hidden[:, -columns:].contiguous())
-    return F.pad(found, (0, 0, hidden.shape[1] - found.shape[1], 0))
+def _replacements(model: PreTrainedModel, columns: _Columns) -> Iterator[tuple[nn.Module, Forward]]:
+    names = LAYERS.get(model.config.model_type)
+    if names is None:
+        return
+    of_layers, projection, mlp = names
+    layers = list(getattr(model.base_model, of_layers))
+    if layers[-1].gradient_checkpointing:
+        return
+    yield layers[-1].get_submodule(mlp), partial(_treated, columns)
+    inner, _, output = projection.rpartition(".")
+    attentions = [layer.get_submodule(inner) for layer in layers]
+    if _has_compiled(layers) or not has_plain_attention(model, attentions):
+        yield layers[-1].get_submodule(projection), partial(_treated, columns)
+        return
+    attention = Attention()
+    for module in attentions:
+        own = columns if module is attentions[-1] else None
+        yield module, partial(_attended, attention, module, output, own)
 
 
-def _columns(columns: Tensor, forward: Forward, hidden: Tensor) -> Tensor:
-    """(B, T, H) → (B, T, H), zero in all but these (B, N, 1) columns."""
-    found = forward(hidden.take_along_dim(columns, 1))
-    result: Tensor = found.new_zeros(*hidden.shape[:2], found.shape[2])
-    return result.scatter_(1, columns.expand_as(found), found)
+def _has_compiled(layers: Sequence[nn.Module]) -> bool:
+    return any(layer._compiled_call_impl is not None for layer in layers)
+
+
+def _treated(columns: _Columns, forward: Forward, hidden: Tensor) -> Tensor:
+    """(B, T, H) → (B, T, H), of a part that treats every column by itself."""
+    return columns.spread(forward(columns.pick(hidden)), hidden.shape[1])
+
+
+def _attended(
+    attention: Attention,
+    module: nn.Module,
+    output: str,
+    columns: _Columns | None,
+    _: Forward,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_named: Any,
+) -> tuple[Tensor, None]:
+    """What an attention module returns; its arguments are those that transformers gives it."""
+    pick = None if columns is None else columns.pick
+    heads = attention(module, pick, hidden_states, attention_mask, position_embeddings)
+    found = module.get_submodule(output)(heads)
+    return (found if columns is None else columns.spread(found, hidden_states.shape[1])), None
 
 
 class _Switch:

@@ -45,14 +45,14 @@ def unrounded_products() -> Iterator[None]:
 
 class RoundedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight, self.bias)
+        return rounded_product(x, self.weight, self.bias)
 
 
 class RoundedConv1D(Conv1D):
     """GPT-2's linear layer: its weight is (in, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight.t(), self.bias)
+        return rounded_product(x, self.weight.t(), self.bias)
 
 
 def round_products(model: nn.Module) -> None:
@@ -68,7 +68,8 @@ def round_products(model: nn.Module) -> None:
             module.__class__ = RoundedConv1D
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def rounded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer with rounded factors: (…, in), (out, in) and (out,) → (…, out)."""
     one_column = x.ndim == 3 and x.shape[1] == 1  # of the sampler, or of one score a row: too small to pay
     if _is_off or one_column:
         return F.linear(x, weight, bias)

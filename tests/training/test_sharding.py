@@ -55,7 +55,11 @@ def test_a_sharded_model_gives_the_log_probs_of_the_whole_one(family: str, mesh:
     with torch.no_grad():
         expected = logprobs_of(model, BATCH, 0.8)
         sharded(model, mesh)
-        assert torch.equal(logprobs_of(model, BATCH, 0.8), expected)
+        found = logprobs_of(model, BATCH, 0.8)
+    if family in ("gpt_neox", "llama", "qwen2"):  # a whole model has the attention of `modeling.attention`
+        torch.testing.assert_close(found, expected)
+    else:
+        assert torch.equal(found, expected)
 
 
 def test_the_weights_of_a_sharded_model_are_those_of_the_whole_one_under_the_same_names(
