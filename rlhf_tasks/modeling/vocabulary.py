@@ -127,6 +127,11 @@ class _Factors:
             hidden, bias = hidden.float(), None if bias is None else bias.float()
         return cls(hidden, weight, bias, temperature, is_rounded)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the states have at least the precision of the logits."""
+        return self.hidden.dtype == _exact(self.hidden.dtype)
+
     def groups(self) -> Iterator[slice]:
         """The tokens, cut into groups of nearly the same number."""
         count, is_cpu = len(self.hidden), self.hidden.device.type == "cpu"
@@ -144,6 +149,8 @@ class _Factors:
     def read(self, tokens: slice, labels: Tensor, *, keep: bool = False) -> _Slices:
         """The statistics of one group of tokens, and what `_Gradients` needs if that is to be kept."""
         hidden = self.hidden[tokens]
+        if self.is_exact:  # spares a division of each logit
+            hidden = hidden / self.temperature
         chosen = torch.zeros(labels.shape, dtype=_exact(hidden.dtype), device=hidden.device)
         exps, tops, totals, moments = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
         for columns in self.slices(len(hidden)):
@@ -154,7 +161,7 @@ class _Factors:
             z.sub_(tops[-1][:, None])
             exp = z.exp()
             totals.append(exp.sum(1))
-            moments.append(torch.linalg.vecdot(exp, z))  # Σ e^(z − top) · (z − top)
+            moments.append(z.mul_(exp).sum(1))  # Σ e^(z − top) · (z − top)
             if keep:
                 exps.append(exp)
         heights, sums, moment = torch.stack(tops), torch.stack(totals), torch.stack(moments)
@@ -168,9 +175,12 @@ class _Factors:
         return _Slices(stats, exps, shares / total, heights - mean)
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """(n, width) logits over the temperature, in float32 or float64."""
+        """(n, width) logits over the temperature, in float32 or float64; exact states are over it already."""
         weight = self.weight[columns].float() if self.is_rounded else self.weight[columns]
-        z = F.linear(hidden, weight, None if self.bias is None else self.bias[columns])
+        bias = None if self.bias is None else self.bias[columns]
+        if self.is_exact:
+            return F.linear(hidden, weight, None if bias is None else bias / self.temperature)
+        z = F.linear(hidden, weight, bias)
         return z.to(_exact(z.dtype)).div_(self.temperature)
 
 
