@@ -36,15 +36,19 @@ class _Part(NamedTuple):
 
 def has_plain_attention(model: PreTrainedModel, attentions: Iterable[nn.Module]) -> bool:
     """Whether `Attention` computes what these attention modules of the model do, on this device."""
-    parts = _PARTS.get(model.config.model_type)
     if (
-        parts is None
+        model.config.model_type not in _PARTS
         or model.config._attn_implementation != "sdpa"
         or getattr(model.config, "sliding_window", None) is not None
         or torch.is_autocast_enabled("cpu")
     ):
         return False
-    return all(_is_plain(linear) for module in attentions for linear in module.children())
+    return all(_width(module) % 2 == 0 and all(map(_is_plain, module.children())) for module in attentions)
+
+
+def _width(module: Any) -> int:
+    width: int | None = getattr(module, "head_dim", None)  # the config's may differ from H / A
+    return width or module.config.hidden_size // module.config.num_attention_heads
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -80,8 +84,7 @@ class Attention:
         `mask` is (B, 1, T, T), True where a token sees another one; None is a causal one. `positions` are
         the cosines and sines that transformers computes, (B, T, 2 · pairs) each.
         """
-        width = module.config.hidden_size // module.config.num_attention_heads
-        width = getattr(module, "head_dim", width)
+        width = _width(module)
         turns = self._turned_by(positions, width)
         queries, keys, values = _PARTS[module.config.model_type](module, width, positions[0].shape[-1] // 2)
         seen = hidden

@@ -48,9 +48,13 @@ SIZES: dict[str, dict[str, Any]] = {
 def made(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        name.split(",")[0], hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
-        vocab_size=small.VOCAB, max_position_embeddings=64, initializer_range=0.3, pad_token_id=small.PAD,
-        **SIZES[name],
+        name.split(",")[0],
+        **{
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+            "vocab_size": small.VOCAB, "max_position_embeddings": 64, "initializer_range": 0.3,
+            "pad_token_id": small.PAD,
+        }
+        | SIZES.get(name, {"hidden_size": 36}),
     )  # fmt: skip
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     for name, weight in model.named_parameters():  # biases begin as zero, which would hide their order
@@ -120,7 +124,7 @@ def test_the_two_numbers_of_a_pair_become_neighbours(
     assert attention._rows(*rows).tolist() == expected
 
 
-def test_models_that_are_adapted_windowed_eager_or_in_bfloat16_keep_their_own_attention() -> None:
+def test_models_that_it_does_not_know_keep_the_attention_of_transformers() -> None:
     adapted = models.with_lora(small.causal("gpt_neox"), Lora(r=2, alpha=4.0), seed=0)
     windowed = small.causal("qwen2")
     windowed.config.sliding_window = 4
@@ -128,7 +132,8 @@ def test_models_that_are_adapted_windowed_eager_or_in_bfloat16_keep_their_own_at
     eager.set_attn_implementation("eager")
     bf16 = small.causal("llama")
     nn.Module.to(bf16, torch.bfloat16)
-    for model in (adapted, windowed, eager, bf16, small.causal("gpt2")):
+    odd = made("gpt_neox, odd heads").float()
+    for model in (adapted, windowed, eager, bf16, odd, small.causal("gpt2")):
         with calls() as called, last_columns_only(model, 2):
             states(model, PADDED)
         assert not called.called
