@@ -1,9 +1,9 @@
 """The attention of the known families on a CPU, with fewer passes over memory than transformers needs.
 
-transformers turns queries and keys by their positions in a dozen operations on short pieces of a head. Here
-each turned pair of numbers is one complex number, and a multiplication turns all of them (arXiv 2104.09864,
-3.2.2). For that the two numbers of a pair must be neighbours. So the rows of the projections' weights are
-reordered in each pass. Queries and keys are reordered alike, which changes no product of the two.
+transformers rotates queries and keys by their positions in a dozen operations on short pieces of a head. Here
+each pair of numbers is one complex number, and one product rotates all of them (arXiv 2104.09864, 3.2.2).
+For that the two numbers of a pair must be neighbours. So the rows of the projections' weights are reordered
+in each pass. Queries and keys are reordered alike, which changes no product of the two.
 
 Where only some columns are read, queries are made for these alone.
 
@@ -35,15 +35,27 @@ class _Part(NamedTuple):
 
 
 def has_plain_attention(model: PreTrainedModel, attentions: Iterable[nn.Module]) -> bool:
-    """Whether `Attention` computes what these attention modules of the model do, on this device."""
+    """Whether `Attention` computes what these attention modules of the model do.
+
+    They must be causal, without a window or dropout, and their projections unchanged linear layers with whole
+    weights in float32 or float64 on the CPU.
+    """
+    config = model.config
     if (
-        model.config.model_type not in _PARTS
-        or model.config._attn_implementation != "sdpa"
-        or getattr(model.config, "sliding_window", None) is not None
+        config.model_type not in _PARTS
+        or config._attn_implementation != "sdpa"
+        or not getattr(config, "is_causal", True)
+        or getattr(config, "sliding_window", None) is not None
         or torch.is_autocast_enabled("cpu")
     ):
         return False
-    return all(_width(module) % 2 == 0 and all(map(_is_plain, module.children())) for module in attentions)
+    return all(map(_is_known, attentions))
+
+
+def _is_known(module: Any) -> bool:
+    has_dropout = module.training and module.attention_dropout > 0
+    is_linear = (_is_plain(x) for x in module.children() if next(x.parameters(), None) is not None)
+    return module.is_causal and not has_dropout and _width(module) % 2 == 0 and all(is_linear)
 
 
 def _width(module: Any) -> int:
@@ -52,8 +64,8 @@ def _width(module: Any) -> int:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a linear layer has whole weights of its own on the CPU: no adapter, no shard, no bfloat16."""
-    if type(module) not in (nn.Linear, RoundedLinear):
+    """Whether a layer is linear, nothing changes its call, and it has whole weights of its own on the CPU."""
+    if type(module) not in (nn.Linear, RoundedLinear) or "forward" in vars(module):
         return False
     weight = module.weight
     return (
@@ -61,6 +73,8 @@ def _is_plain(module: nn.Module) -> bool:
         and not hasattr(weight, "ds_id")  # ZeRO-3's
         and weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.float64)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
     )
 
 
@@ -69,7 +83,7 @@ class Attention:
 
     def __init__(self) -> None:
         self._cosines: Tensor | None = None
-        self._turns = torch.empty(0)
+        self._rotations = torch.empty(0)
 
     def __call__(
         self,
@@ -85,13 +99,13 @@ class Attention:
         the cosines and sines that transformers computes, (B, T, 2 · pairs) each.
         """
         width = _width(module)
-        turns = self._turned_by(positions, width)
         queries, keys, values = _PARTS[module.config.model_type](module, width, positions[0].shape[-1] // 2)
-        seen = hidden
+        rotations = self._rotations_of(positions, width)
+        read, read_rotations = hidden, rotations
         if pick is not None:
-            hidden, mask = pick(hidden), _seen_from(pick, mask, hidden)
-        q = _heads(queries, hidden, width, turns if pick is None else pick(turns))
-        k, v = _heads(keys, seen, width, turns), _heads(values, seen, width, None)
+            read, read_rotations, mask = pick(hidden), pick(rotations), _seen_from(pick, mask, hidden)
+        q = _heads(queries, read, width, read_rotations)
+        k, v = _heads(keys, hidden, width, rotations), _heads(values, hidden, width, None)
         if q.shape[1] != k.shape[1]:  # several heads share their keys and values
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         found = F.scaled_dot_product_attention(
@@ -99,15 +113,15 @@ class Attention:
         )
         return found.transpose(1, 2).flatten(2)
 
-    def _turned_by(self, positions: tuple[Tensor, Tensor], width: int) -> Tensor:
-        """(B, T, 1, D / 2) complex: by what each pair of a head is multiplied; 1 where it is not turned."""
+    def _rotations_of(self, positions: tuple[Tensor, Tensor], width: int) -> Tensor:
+        """(B, T, 1, D / 2) complex: by what each pair of a head is multiplied; 1 if it is not rotated."""
         cosines = positions[0]
         if self._cosines is not cosines:
             pairs = cosines.shape[-1] // 2  # transformers has each angle twice, once for each of a pair
             angles = (x[..., :pairs] for x in positions)
-            turns = F.pad(torch.complex(*angles), (0, width // 2 - pairs), value=1)
-            self._cosines, self._turns = cosines, turns.unsqueeze(2)
-        return self._turns
+            rotations = F.pad(torch.complex(*angles), (0, width // 2 - pairs), value=1)
+            self._cosines, self._rotations = cosines, rotations.unsqueeze(2)
+        return self._rotations
 
 
 def _seen_from(pick: Pick, mask: Tensor | None, hidden: Tensor) -> Tensor:
@@ -118,17 +132,17 @@ def _seen_from(pick: Pick, mask: Tensor | None, hidden: Tensor) -> Tensor:
     return pick(mask.expand(count, -1, -1, -1).squeeze(1)).unsqueeze(1)
 
 
-def _heads(part: _Part, hidden: Tensor, width: int, turns: Tensor | None) -> Tensor:
-    """A projection by heads, and turned: (B, N, H) → (B, A, N, D)."""
+def _heads(part: _Part, hidden: Tensor, width: int, rotations: Tensor | None) -> Tensor:
+    """A projection by heads, rotated by (B, N, 1, D / 2): (B, N, H) → (B, A, N, D)."""
     linear, rows = part
     weight, bias = (
         x if x is None or rows is None else x.index_select(0, rows) for x in (linear.weight, linear.bias)
     )
     multiply: Callable[..., Tensor] = rounded_product if isinstance(linear, RoundedLinear) else F.linear
     heads: Tensor = multiply(hidden, weight, bias).unflatten(-1, (-1, width))
-    if turns is not None:
+    if rotations is not None:
         pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
-        heads = torch.view_as_real(pairs * turns).flatten(-2)
+        heads = torch.view_as_real(pairs * rotations).flatten(-2)
     return heads.transpose(1, 2)
 
 
@@ -138,21 +152,23 @@ def _rows(num_heads: int, width: int, pairs: int, start: int, step: int) -> Tens
 
     Head i has the rows from `start + i · step`. Number j and number `pairs + j` of a head are a pair.
     """
-    order = torch.arange(width)
-    order[: 2 * pairs] = order[: 2 * pairs].view(2, pairs).t().flatten()
-    return (start + step * torch.arange(num_heads)[:, None] + order).flatten()
+    with torch.inference_mode(False):  # else a pass of such a mode would leave tensors that no other can use
+        order = torch.arange(width, device="cpu")
+        order[: 2 * pairs] = order[: 2 * pairs].view(2, pairs).t().flatten()
+        return (start + step * torch.arange(num_heads, device="cpu")[:, None] + order).flatten()
 
 
 def _joined_parts(module: Any, width: int, pairs: int) -> tuple[_Part, _Part, _Part]:
     """One linear layer whose rows are the query, key and value of the first head, then of the next one."""
     linear = module.query_key_value
     num_heads, step = linear.out_features // (3 * width), 3 * width
-    turned = (pairs, pairs, 0)
-    q, k, v = (_Part(linear, _rows(num_heads, width, p, i * width, step)) for i, p in enumerate(turned))
+    rotated = (pairs, pairs, 0)  # values are not
+    q, k, v = (_Part(linear, _rows(num_heads, width, p, i * width, step)) for i, p in enumerate(rotated))
     return q, k, v
 
 
 def _own_parts(module: Any, width: int, pairs: int) -> tuple[_Part, _Part, _Part]:
+    """A linear layer each for queries, keys and values."""
     q, k = (
         _Part(linear, _rows(linear.out_features // width, width, pairs, 0, width))
         for linear in (module.q_proj, module.k_proj)

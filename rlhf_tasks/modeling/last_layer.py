@@ -123,7 +123,10 @@ def _attended(
     position_embeddings: tuple[Tensor, Tensor],
     **_named: Any,
 ) -> tuple[Tensor, None]:
-    """What an attention module returns; its arguments are those that transformers gives it."""
+    """What an attention module returns, from the arguments that transformers gives it.
+
+    The others, in `_named`, are for passes with a cache; here there is none.
+    """
     pick = None if columns is None else columns.pick
     heads = attention(module, pick, hidden_states, attention_mask, position_embeddings)
     found = module.get_submodule(output)(heads)

@@ -133,10 +133,26 @@ def test_models_that_it_does_not_know_keep_the_attention_of_transformers() -> No
     bf16 = small.causal("llama")
     nn.Module.to(bf16, torch.bfloat16)
     odd = made("gpt_neox, odd heads").float()
-    for model in (adapted, windowed, eager, bf16, odd, small.causal("gpt2")):
+    both_ways = small.causal("llama")
+    both_ways.config.is_causal = False
+    hooked = small.causal("qwen2")
+    hooked.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    with_dropout = small.causal("llama").train()
+    for layer in with_dropout.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    for model in (adapted, windowed, eager, bf16, odd, both_ways, hooked, with_dropout, small.causal("gpt2")):
         with calls() as called, last_columns_only(model, 2):
             states(model, PADDED)
         assert not called.called
+
+
+def test_a_pass_in_inference_mode_spoils_no_later_one() -> None:
+    attention._rows.cache_clear()
+    model = made("llama")
+    with torch.inference_mode(), last_columns_only(model, 2):
+        states(model, PADDED)
+    with last_columns_only(model, 2):
+        states(model, PADDED)[:, -2:].sum().backward()
 
 
 def test_each_pass_has_its_own_positions() -> None:
