@@ -7,7 +7,7 @@ in each pass. Queries and keys are reordered alike, which changes no product of 
 
 Where only some columns are read, queries are made for these alone.
 
-B batch · T columns · N columns that are read · A heads · D width of a head.
+B batch · T columns · N columns that are read · H hidden · A heads · D width of a head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spares the last layer the columns whose states nobody reads.
+"""Spares the last layer the columns whose states nobody reads, and gives all layers `attention.Attention`.
 
 A column of the last layer is read by no other column after its attention. So the output projection of that
 attention and the MLP, two thirds of a layer, need only the columns before and of the response; where a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling import last_layer, models
 from rlhf_tasks.modeling.generation import sample
 from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.ppo.reference import OwnModel
@@ -53,13 +54,13 @@ def test_a_sharded_model_gives_the_log_probs_of_the_whole_one(family: str, mesh:
     else:
         model = small.causal(family) if family in small.FAMILIES else small.other(family)
     with torch.no_grad():
-        expected = logprobs_of(model, BATCH, 0.8)
+        plain = logprobs_of(model, BATCH, 0.8)
+        with mock.patch.object(last_layer, "has_plain_attention", return_value=False):
+            expected = logprobs_of(model, BATCH, 0.8)
         sharded(model, mesh)
         found = logprobs_of(model, BATCH, 0.8)
-    if family in ("gpt_neox", "llama", "qwen2"):  # a whole model has the attention of `modeling.attention`
-        torch.testing.assert_close(found, expected)
-    else:
-        assert torch.equal(found, expected)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, plain)
 
 
 def test_the_weights_of_a_sharded_model_are_those_of_the_whole_one_under_the_same_names(
