@@ -21,17 +21,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rlhf_tasks.modeling.products import RoundedLinear, rounded_product
+from rlhf_tasks.modeling.products import LINEAR, product_of
 
 Pick = Callable[[Tensor], Tensor]
 """(B, T, …) → (B, N, …): the columns that are read."""
 
 
-class _Part(NamedTuple):
-    """A projection: the linear layer, and which of its rows, in which order."""
+class _Projections(NamedTuple):
+    """What makes queries, keys and values of states, as one linear layer."""
 
-    linear: nn.Linear
-    rows: Tensor | None
+    layer: nn.Linear
+    """One of the layers that they come from."""
+    weight: Tensor
+    """(rows, H): the rows of all queries, then of all keys, then of all values."""
+    bias: Tensor | None
+
+    def product(self, hidden: Tensor, rows: slice, width: int) -> Tensor:
+        """Some rows' part of the projections, by heads: (B, N, H) → (B, N, heads, D)."""
+        bias = None if self.bias is None else self.bias[rows]
+        found: Tensor = product_of(self.layer)(hidden, self.weight[rows], bias).unflatten(-1, (-1, width))
+        return found
 
 
 def has_plain_attention(model: PreTrainedModel, attentions: Iterable[nn.Module]) -> bool:
@@ -42,7 +51,7 @@ def has_plain_attention(model: PreTrainedModel, attentions: Iterable[nn.Module])
     """
     config = model.config
     if (
-        config.model_type not in _PARTS
+        config.model_type not in _PROJECTIONS
         or config._attn_implementation != "sdpa"
         or not getattr(config, "is_causal", True)
         or getattr(config, "sliding_window", None) is not None
@@ -65,7 +74,7 @@ def _width(module: Any) -> int:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a layer is linear, nothing changes its call, and it has whole weights of its own on the CPU."""
-    if type(module) not in (nn.Linear, RoundedLinear) or "forward" in vars(module):
+    if type(module) not in LINEAR or "forward" in vars(module):
         return False
     weight = module.weight
     return (
@@ -99,13 +108,20 @@ class Attention:
         the cosines and sines that transformers computes, (B, T, 2 · pairs) each.
         """
         width = _width(module)
-        queries, keys, values = _PARTS[module.config.model_type](module, width, positions[0].shape[-1] // 2)
+        num_heads = module.config.num_attention_heads
+        made = _PROJECTIONS[module.config.model_type](module, width, positions[0].shape[-1] // 2)
+        num_keys = (len(made.weight) // width - num_heads) // 2
         rotations = self._rotations_of(positions, width)
-        read, read_rotations = hidden, rotations
-        if pick is not None:
-            read, read_rotations, mask = pick(hidden), pick(rotations), _seen_from(pick, mask, hidden)
-        q = _heads(queries, read, width, read_rotations)
-        k, v = _heads(keys, hidden, width, rotations), _heads(values, hidden, width, None)
+        if pick is None:
+            heads = made.product(hidden, slice(None), width)
+            rotated, v = heads.split([num_heads + num_keys, num_keys], 2)
+            q, k = _rotated(rotated, rotations).split([num_heads, num_keys], 2)
+        else:
+            mask, of_queries = _seen_from(pick, mask, hidden), num_heads * width
+            q = _rotated(made.product(pick(hidden), slice(of_queries), width), pick(rotations))
+            k, v = made.product(hidden, slice(of_queries, None), width).chunk(2, 2)
+            k = _rotated(k, rotations)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if q.shape[1] != k.shape[1]:  # several heads share their keys and values
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         found = F.scaled_dot_product_attention(
@@ -132,18 +148,10 @@ def _seen_from(pick: Pick, mask: Tensor | None, hidden: Tensor) -> Tensor:
     return pick(mask.expand(count, -1, -1, -1).squeeze(1)).unsqueeze(1)
 
 
-def _heads(part: _Part, hidden: Tensor, width: int, rotations: Tensor | None) -> Tensor:
-    """A projection by heads, rotated by (B, N, 1, D / 2): (B, N, H) → (B, A, N, D)."""
-    linear, rows = part
-    weight, bias = (
-        x if x is None or rows is None else x.index_select(0, rows) for x in (linear.weight, linear.bias)
-    )
-    multiply: Callable[..., Tensor] = rounded_product if isinstance(linear, RoundedLinear) else F.linear
-    heads: Tensor = multiply(hidden, weight, bias).unflatten(-1, (-1, width))
-    if rotations is not None:
-        pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
-        heads = torch.view_as_real(pairs * rotations).flatten(-2)
-    return heads.transpose(1, 2)
+def _rotated(heads: Tensor, rotations: Tensor) -> Tensor:
+    """(B, N, heads, D), rotated by (B, N, 1, D / 2)."""
+    pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations).flatten(-2)
 
 
 @cache
@@ -158,26 +166,37 @@ def _rows(num_heads: int, width: int, pairs: int, start: int, step: int) -> Tens
         return (start + step * torch.arange(num_heads, device="cpu")[:, None] + order).flatten()
 
 
-def _joined_parts(module: Any, width: int, pairs: int) -> tuple[_Part, _Part, _Part]:
-    """One linear layer whose rows are the query, key and value of the first head, then of the next one."""
-    linear = module.query_key_value
-    num_heads, step = linear.out_features // (3 * width), 3 * width
+@cache
+def _joined_rows(num_heads: int, width: int, pairs: int) -> Tensor:
+    """The rows of a layer that has the query, key and value of the first head, then of the next one."""
     rotated = (pairs, pairs, 0)  # values are not
-    q, k, v = (_Part(linear, _rows(num_heads, width, p, i * width, step)) for i, p in enumerate(rotated))
-    return q, k, v
+    with torch.inference_mode(False):
+        return torch.cat([_rows(num_heads, width, p, i * width, 3 * width) for i, p in enumerate(rotated)])
 
 
-def _own_parts(module: Any, width: int, pairs: int) -> tuple[_Part, _Part, _Part]:
-    """A linear layer each for queries, keys and values."""
-    q, k = (
-        _Part(linear, _rows(linear.out_features // width, width, pairs, 0, width))
-        for linear in (module.q_proj, module.k_proj)
-    )
-    return q, k, _Part(module.v_proj, None)
+def _from_one_layer(module: Any, width: int, pairs: int) -> _Projections:
+    layer = module.query_key_value
+    rows = _joined_rows(layer.out_features // (3 * width), width, pairs)
+    bias = None if layer.bias is None else layer.bias.index_select(0, rows)
+    return _Projections(layer, layer.weight.index_select(0, rows), bias)
 
 
-_PARTS: Mapping[str, Callable[[Any, int, int], tuple[_Part, _Part, _Part]]] = {
-    "gpt_neox": _joined_parts,
-    "llama": _own_parts,
-    "qwen2": _own_parts,
+def _from_three_layers(module: Any, width: int, pairs: int) -> _Projections:
+    layers = (module.q_proj, module.k_proj, module.v_proj)
+    q, k = (_rows(x.out_features // width, width, pairs, 0, width) for x in layers[:2])
+    rows = (q, k, None)
+
+    def joined(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(
+            [x if i is None else x.index_select(0, i) for x, i in zip(tensors, rows, strict=True)]
+        )
+
+    bias = None if layers[0].bias is None else joined(x.bias for x in layers)
+    return _Projections(layers[0], joined(x.weight for x in layers), bias)
+
+
+_PROJECTIONS: Mapping[str, Callable[[Any, int, int], _Projections]] = {
+    "gpt_neox": _from_one_layer,
+    "llama": _from_three_layers,
+    "qwen2": _from_three_layers,
 }

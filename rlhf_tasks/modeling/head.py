@@ -19,7 +19,7 @@ from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.modeling.classifiers import trunk_of
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.last_layer import Forward, forward_replaced, last_columns_only
-from rlhf_tasks.modeling.products import RoundedLinear
+from rlhf_tasks.modeling.products import LINEAR
 from rlhf_tasks.modeling.vocabulary import Loss, Stats, label_loss, label_stats, stats_of_logits
 
 _ADJUSTED: WeakSet[nn.Module] = WeakSet()
@@ -116,7 +116,7 @@ def _head(model: nn.Module) -> nn.Module:
 
 def _is_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the head computes hidden · weightᵀ + bias and nothing else."""
-    return type(head).forward in (nn.Linear.forward, RoundedLinear.forward)
+    return type(head).forward in {kind.forward for kind in LINEAR}
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
@@ -137,7 +137,8 @@ def _run(
         given.append(hidden[:, -columns:])
         return forward(original, given[0])
 
-    with forward_replaced(_head(model), last_columns), last_columns_only(_unwrapped(model), columns):
+    reading = last_columns_only(_unwrapped(model), columns)
+    with forward_replaced(_head(model), last_columns), reading:
         out = model(
             input_ids=batch.query_response, attention_mask=batch.attention_mask,
             position_ids=batch.position_ids, use_cache=False, logits_to_keep=columns,

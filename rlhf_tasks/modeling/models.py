@@ -37,6 +37,7 @@ from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.classifiers import INSTEAD, AnyClassifier, on_trunk, trunk_of
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
 from rlhf_tasks.modeling.last_layer import columns_only, last_columns_only
+from rlhf_tasks.modeling.products import speed_up
 from rlhf_tasks.project import disk
 
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
@@ -81,6 +82,8 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
 def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """The model on a device. The type annotations of transformers do not allow `model.to(device)`."""
     nn.Module.to(model, device)
+    if device.type == "cpu":
+        speed_up(model)
     return model
 
 

@@ -1,16 +1,17 @@
-"""Matrix products in bfloat16 on a CPU, for models whose tensors stay float32.
+"""The linear layers of models on a CPU: float32 products by the faster library, or products in bfloat16.
 
-A product rounds its two factors and its result to bfloat16, and adds up in float32. With instructions for it
+A product in bfloat16 rounds its two factors and its result, and adds up in float32. With instructions for it
 that takes half of the time. Autocast would convert the operands of every operation, which costs small models
 more than it saves; and attention in bfloat16 is slower on a CPU, above all its backward pass. So only the
-products of linear layers are rounded.
+products of linear layers are rounded, and all other tensors stay float32.
 
-Their library compiles code for every new number of rows. So rows are padded to a multiple of ROWS.
+The library of these products compiles code for every new number of rows. So rows are padded to a multiple of
+ROWS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +21,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_tasks.modeling import onednn
+
 ROWS = 64
 
 
 def cpu_has_bf16() -> bool:
     """Whether this CPU has instructions for products in bfloat16; without them, they would be slower."""
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    features = onednn.cpu_features()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
 _is_off = False
@@ -43,16 +46,40 @@ def unrounded_products() -> Iterator[None]:
         _is_off = before
 
 
+class FastLinear(nn.Linear):
+    """A linear layer of float32 products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return onednn.linear(x, self.weight, self.bias)
+
+
+class FastConv1D(Conv1D):
+    """GPT-2's linear layer: its weight is (in, out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return onednn.linear(x, self.weight.t(), self.bias)
+
+
 class RoundedLinear(nn.Linear):
+    """A linear layer of products in bfloat16."""
+
     def forward(self, x: Tensor) -> Tensor:
         return rounded_product(x, self.weight, self.bias)
 
 
 class RoundedConv1D(Conv1D):
-    """GPT-2's linear layer: its weight is (in, out)."""
-
     def forward(self, x: Tensor) -> Tensor:
         return rounded_product(x, self.weight.t(), self.bias)
+
+
+LINEAR = (nn.Linear, FastLinear, RoundedLinear)
+"""Layers that compute the same, but for rounding."""
+
+
+def speed_up(model: nn.Module) -> None:
+    """Let the linear layers of a model on a CPU have the faster library's products where there is one."""
+    if onednn.is_faster():
+        _replace(model, FastLinear, FastConv1D)
 
 
 def round_products(model: nn.Module) -> None:
@@ -60,19 +87,30 @@ def round_products(model: nn.Module) -> None:
 
     The head of a reward model or critic keeps float32: its scores would rise in steps.
     """
+    _replace(model, RoundedLinear, RoundedConv1D)
+
+
+def _replace(model: nn.Module, linear: type[nn.Linear], conv1d: type[Conv1D]) -> None:
     for module in model.modules():
-        if type(module) is nn.Linear:
-            if module.out_features > 1:
-                module.__class__ = RoundedLinear
-        elif type(module) is Conv1D:
-            module.__class__ = RoundedConv1D
+        if isinstance(module, nn.Linear):
+            if type(module) in (nn.Linear, FastLinear) and module.out_features > 1:
+                module.__class__ = linear
+        elif type(module) in (Conv1D, FastConv1D):
+            module.__class__ = conv1d
+
+
+def product_of(layer: nn.Linear) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """The product that one of the `LINEAR` layers makes of its input, weight and bias."""
+    if isinstance(layer, RoundedLinear):
+        return rounded_product
+    return onednn.linear if isinstance(layer, FastLinear) else F.linear
 
 
 def rounded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer with rounded factors: (…, in), (out, in) and (out,) → (…, out)."""
     one_column = x.ndim == 3 and x.shape[1] == 1  # of the sampler, or of one score a row: too small to pay
     if _is_off or one_column:
-        return F.linear(x, weight, bias)
+        return onednn.linear(x, weight, bias)
     found: Tensor = _Product.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return found
 

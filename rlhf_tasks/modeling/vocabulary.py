@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from rlhf_tasks.modeling.onednn import add_product, product
 from rlhf_tasks.modeling.products import RoundedLinear, float32_rows, rounded_rows
 
 CPU_LOGITS, GPU_LOGITS = 2**22, 2**26
@@ -179,8 +179,8 @@ class _Factors:
         weight = self.weight[columns].float() if self.is_rounded else self.weight[columns]
         bias = None if self.bias is None else self.bias[columns]
         if self.is_exact:
-            return F.linear(hidden, weight, None if bias is None else bias / self.temperature)
-        z = F.linear(hidden, weight, bias)
+            return product(hidden, weight, None if bias is None else bias / self.temperature)
+        z = product(hidden, weight, bias)
         return z.to(_exact(z.dtype)).div_(self.temperature)
 
 
@@ -237,9 +237,9 @@ class _Gradients:
                 self.weight[columns] += (rounded.t() @ rounded_rows(hidden * row)).float()
         else:
             if self.hidden is not None:
-                self.hidden[tokens].addcmul_((d_z.to(weight.dtype) @ weight).to(row.dtype), row)
+                self.hidden[tokens].addcmul_(product(d_z.to(weight.dtype), weight.t()).to(row.dtype), row)
             if self.weight is not None and hidden.dtype == self.weight.dtype:
-                self.weight[columns].addmm_(d_z.t(), hidden * row)
+                add_product(self.weight[columns], d_z.t(), (hidden * row).t())
             elif self.weight is not None:
                 self.weight[columns] += d_z.to(hidden.dtype).t() @ (hidden * row).to(hidden.dtype)
         if self.bias is not None:

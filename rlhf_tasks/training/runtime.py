@@ -32,7 +32,7 @@ from rlhf_tasks.config import Launch, Optimisation, Ppo
 from rlhf_tasks.config.params import Precision
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.products import cpu_has_bf16, round_products
+from rlhf_tasks.modeling.products import cpu_has_bf16, round_products, speed_up
 from rlhf_tasks.modeling.workers import backward_beside, num_workers, run_beside
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.compiling import compile_layers, compiled_layers
@@ -59,6 +59,7 @@ class Runtime:
         self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
         keeps_float32 = launch.layout == "ddp" and not torch.cuda.is_available()
         self._rounds_products = keeps_float32 and not self.is_float32 and cpu_has_bf16()
+        self._speeds_up = keeps_float32 and not launch.compile  # torch chooses the library where it compiles
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         with ending_orphans():
             self.accelerator = Accelerator(
@@ -163,8 +164,7 @@ class Runtime:
         """
         model.eval()
         self._models.add(model)
-        if self._rounds_products:
-            round_products(model)
+        self._give_products(model)
         if self._compiles:
             compile_layers(model)
         return self._layout.prepare(model, optimizer, max_grad_norm)
@@ -181,6 +181,8 @@ class Runtime:
             return
         if self._mesh is None:
             model.to(self.device)
+            if self._speeds_up:
+                speed_up(model)
         else:
             sharding.shard(model, self._mesh, offload=self._offload, computes_in=self._computes_in)
 
@@ -191,11 +193,17 @@ class Runtime:
         would cause a KL.
         """
         model.requires_grad_(False)
-        if self._rounds_products:
-            round_products(model)
+        self._give_products(model)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
             model.to(torch.bfloat16)
         self.put(model)
+
+    def _give_products(self, model: nn.Module) -> None:
+        """Let the linear layers multiply as this CPU and the precision allow."""
+        if self._rounds_products:
+            round_products(model)
+        elif self._speeds_up:
+            speed_up(model)
 
     @contextmanager
     def on_device(self, model: nn.Module) -> Iterator[None]:

@@ -56,7 +56,7 @@ def test_bf16_on_a_cpu_rounds_the_factors_of_products_and_no_tensor(kind: type[n
         assert ((ours - plain).abs() <= size * 2**-7).all()  # two factors, each rounded by 2^-8 at most
     torch.testing.assert_close(rounded[2], exact[2], atol=0.5, rtol=0)
     with unrounded_products():
-        assert torch.equal(layer(x), exact[0])
+        torch.testing.assert_close(layer(x), exact[0], atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(layer(x[:, :1]), exact[0][:, :1], atol=1e-3, rtol=0)  # the sampler's
 
 
