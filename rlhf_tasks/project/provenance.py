@@ -19,6 +19,7 @@ from typing import Any
 from rlhf_tasks import config
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.results import EvaluationResults
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
 from rlhf_tasks.project.paths import Paths
 
@@ -38,6 +39,8 @@ class Link:
     outs: Mapping[str, str | None]
     lineage: Mapping[str, Any]
     """models/lineage/STAGE.json: the run's key and its commit; empty if the cache does not have it."""
+    sampler: str | None
+    """The engine that sampled the rollouts, with its version; None: the stage itself, or it is not cached."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,11 @@ def find(root: Path, name: str) -> Chain:
     if path in makers:
         return _of_path(root, path, makers[path])
     key = _named_by_run(root, name) or name
-    revision = experiments.find(root, key)
-    if revision is not None:
+    if (revision := experiments.find(root, key)) is not None:
         return _of_revision(root, revision, key, None)
     if (stage := _stage_of_key(root, key)) is not None:
         return _of_key(root, key, stage)
-    revision = git.commit(root, key)
-    if revision is not None:
+    if (revision := git.commit(root, key)) is not None:
         return _of_revision(root, revision, None, None)
     raise UserError(
         f"{name!r} is not known: give an out of dvc.yaml ({', '.join(makers)}), an experiment (`dvc exp "
@@ -120,6 +121,7 @@ def _of_revision(
             {dep: read.get(stage, locked).get(dep) for dep in graph[stage].inputs},
             {out: written[out] for out in graph[stage].outs if out in written},
             _lineage(root, locked, stage),
+            _sampler(root, [written[out] for out in graph[stage].outs if out in written]),
         )
         for stage in _connected(graph, last)
     ]
@@ -153,8 +155,7 @@ def _results(
 
     They are read from the metrics: git has those of every commit, but the cache may lack the document.
     """
-    text = _text(root, revision, JUDGE_METRICS)
-    if text is None:
+    if (text := _text(root, revision, JUDGE_METRICS)) is None:
         return EvaluationResults()
     is_behind = any(_changed(link, written) for link in links if JUDGE_METRICS in link.outs)
     if is_behind or hashlib.md5(text.encode()).hexdigest() != written.get(JUDGE_METRICS):
@@ -184,16 +185,14 @@ def _before(graph: Mapping[str, dvc_files.Node], stage: str) -> set[str]:
 
 def _revisions(root: Path) -> Iterator[tuple[str | None, str | None]]:
     """The commit checked out, the experiments with their names, newest first, and None: the working tree."""
-    head = git.commit(root, "HEAD")
-    if head is not None:
+    if (head := git.commit(root, "HEAD")) is not None:
         yield head, None
     yield from experiments.listing(root)
     yield None, None
 
 
 def _locked(root: Path, revision: str | None) -> dict[str, str]:
-    text = _text(root, revision, "dvc.lock")
-    return dvc_files.locked_in(text) if text is not None else {}
+    return dvc_files.locked_in(_text(root, revision, "dvc.lock") or "{}")
 
 
 def _text(root: Path, revision: str | None, path: str) -> str | None:
@@ -204,15 +203,15 @@ def _text(root: Path, revision: str | None, path: str) -> str | None:
 
 
 def _lineage(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any]:
-    md5 = locked.get(f"models/lineage/{stage}.json")
-    if md5 is None:
-        return {}
-    try:
-        text = dvc_cli.cached_file(dvc_cli.cache(root), md5).read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    lineage: dict[str, Any] = json.loads(text)
+    text = dvc_cli.cached_text(root, locked.get(f"models/lineage/{stage}.json"))
+    lineage: dict[str, Any] = json.loads(text) if text else {}
     return lineage
+
+
+def _sampler(root: Path, outs: Sequence[str]) -> str | None:
+    """As the policy among these outs names it."""
+    texts = [dvc_cli.cached_text(root, md5, contracts.IDENTITY) for md5 in outs if md5.endswith(".dir")]
+    return next((json.loads(text).get("sampler") for text in texts if text), None)
 
 
 def _stage_of_key(root: Path, name: str) -> str | None:
@@ -265,6 +264,7 @@ def lines(chain: Chain) -> Iterator[str]:
     for link in chain.links:
         run = link.lineage.get("rlhf.run")
         text = f"run {run}, code of {link.lineage.get('git.rev')}" if run else ""
+        text += f", rollouts sampled by {link.sampler}" if link.sampler else ""
         yield f"{link.stage:12} {text}"
         for path, md5 in link.outs.items():
             yield f"{'':12} {path}  {md5}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.project import dvc_files, experiments, git, hashing
 from rlhf_tasks.promotion import weights
 from rlhf_tasks.promotion.candidate import Candidate
@@ -27,6 +28,8 @@ def describe(
     revision, experiment = _revision(root, model, md5)
     tags |= {weights.REVISION: revision} if revision else {}
     tags |= {weights.EXPERIMENT: experiment} if experiment else {}
+    sampler = contracts.identity_of(candidate.folder).get("sampler")
+    tags |= {"rlhf.sampler": sampler} if sampler else {}
     lineage = _lineage(candidate)
     if not lineage:
         return tags, None

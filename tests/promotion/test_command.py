@@ -112,6 +112,15 @@ def test_a_version_names_its_run_and_its_commit(project: Path) -> None:
     assert "dvc.exp" not in version.tags
 
 
+@pytest.mark.parametrize("sampler", [None, "vLLM 0.32.0"])
+def test_a_version_names_the_engine_that_sampled_its_rollouts(project: Path, sampler: str | None) -> None:
+    identity = {"kind": "policy", "parents": {}} | ({"sampler": sampler} if sampler else {})
+    planted.put(project / "models/policy/rlhf.json", identity)
+    planted.lock(project)
+    assert main.main(["promote"]) == 0
+    assert client(project).get_model_version(NAME, "1").tags.get("rlhf.sampler") == sampler
+
+
 def test_a_better_policy_replaces_the_champion_and_rollback_restores_it(
     project: Path, measured: Measured, capsys: pytest.CaptureFixture[str]
 ) -> None:
