@@ -155,6 +155,21 @@ def test_new_weights_are_loaded_while_the_server_is_paused_and_older_ones_are_re
     assert not list(tmp_path.rglob("model.safetensors"))
 
 
+def test_a_folder_for_the_weights_holds_those_in_use_and_is_empty_at_the_end(tmp_path: Path) -> None:
+    """Such as one in shared memory; the log stays where it is without it."""
+    home, place = tmp_path / "home", tmp_path / "shared"
+    one = engine(home, command=command(), weights_folder=str(place))
+    for version in (1, 2):
+        one.load(small.causal(seed=version), version)
+        kept = [path.parent.name for path in place.rglob("model.safetensors")]
+        assert kept == [f"version-{version}"]
+    assert one.sample(QUERIES, 1, SEEDS).version == 2, "the server could read them"
+    assert not list(home.rglob("*.safetensors"))
+    one.close()
+    assert list(place.iterdir()) == []
+    assert [path.suffix for path in home.iterdir()] == [".log"]
+
+
 # ------------------------------------------------------------------------ weights in a GPU's memory
 
 
