@@ -6,27 +6,39 @@ docs/how-to/sample-with-vllm.md has the installation. On a CPU, vLLM takes heads
 from __future__ import annotations
 
 import copy
+import json
 import os
+import re
+import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from rlhf_tasks.config import Scratch
-from rlhf_tasks.modeling import models
+from rlhf_tasks.data.batches import load_tokenizer
+from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.ppo.engines.protocol import EngineGone, check
 from rlhf_tasks.ppo.engines.vllm import VllmEngine
 from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.project.processes import Daemon
 from tests import small
 from tests.ppo import test_engines
 from tests.ppo.test_engines import LIMITS, QUERIES, SEEDS, alive, of_servers, until
 from tests.ppo.toy import ENGINE, trainer
+from tests.stages.test_ppo import POLICY, SETTINGS
 
 VLLM = os.environ.get("RLHF_VLLM")
 pytestmark = [
@@ -129,3 +141,81 @@ def kill(home: Path) -> None:
         words = " ".join(process.cmdline())
         if "--logprobs-mode" in words and "rlhf_tasks.training.attached" not in words:
             process.kill()
+
+
+# ------------------------------------------------------------------------------------ the whole stage
+
+START_SECONDS = 600.0
+"""Longest wait for a server; it takes more than a minute."""
+SECONDS = 900.0
+"""From the last kill of a server to the end of the stage, which may have started another one."""
+
+
+@pytest.fixture
+def project(models_here: Path) -> Path:
+    """A project for `rlhf ppo`, with models whose heads vLLM takes on a CPU."""
+    shutil.copy(small.ROOT / "dvc.yaml", models_here)
+    words, parents = load_tokenizer(models_here / "models/sft"), dict[str, Any]()
+    for name in ("sft", "reward", "reward_heldout"):
+        made = models.from_scratch(SHAPE, words, max_positions=256)
+        if name != "sft":
+            made = TokenScores.from_policy(models_here / "models/sft", torch.Generator()).model
+            parents = {"parents": {"sft": contracts.fingerprint(models_here / "models/sft")}}
+        shutil.rmtree(models_here / "models" / name)
+        models.save(made, words, models_here / "models" / name, identity=parents, card="a card")
+    section = {"url": None, "command": command(), "start_seconds": START_SECONDS, "timeout_seconds": 120.0}
+    changes = {
+        "ppo.engine": ENGINE | section, "data.max_completion_tokens": 64, "ppo.response_length": 64,
+        "ppo.rollout_batch_size": 32, "ppo.total_episodes": 96, "tracking.enabled": False,
+        "resume.every_seconds": 1e-6,
+    }  # fmt: skip
+    with (models_here / "params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(small.params(SETTINGS | changes), file)
+    return models_here
+
+
+def is_sampling(home: Path) -> bool:
+    """Whether the server computes responses now, by its own count."""
+    for file in home.rglob("vllm-*.json"):
+        try:
+            text = httpx.get(f"{Daemon(file.stem, file.parent).record()['url']}/metrics", timeout=5).text
+        except (httpx.HTTPError, KeyError):
+            continue
+        counts = re.findall(r"^vllm:num_requests_running.* ([\d.]+)$", text, re.MULTILINE)
+        if any(float(count) for count in counts):
+            return True
+    return False
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_stage_whose_server_is_killed_in_the_first_rollout_ends(kills: int, project: Path) -> None:
+    """Killed once, it is started again and the stage ends well; killed twice, with an error that says so."""
+    log, state = project / "stage.log", project / "state"
+    with log.open("w", encoding="utf-8") as out:
+        stage = subprocess.Popen(
+            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], stdout=out, stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": str(small.ROOT), "RLHF_STATE_DIR": str(state)},
+        )  # fmt: skip
+    try:
+        for _ in range(kills):
+            until(lambda: stage.poll() is not None or is_sampling(project), START_SECONDS)
+            assert stage.poll() is None, log.read_text(encoding="utf-8")
+            assert not list(state.glob("*/*/*/step-*")), "no update is done"
+            kill(project)
+            killed = time.monotonic()
+        status = stage.wait(SECONDS)
+    finally:
+        stage.kill()
+        stage.wait()
+    said = log.read_text(encoding="utf-8")
+    print(f"killed {kills} times: status {status}, {time.monotonic() - killed:.0f} s after the last one")
+    assert "it is started again, once" in said
+    assert status == (0 if kills == 1 else 1), said
+    if kills == 1:
+        identity = json.loads((project / POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
+        assert identity["sampler"].startswith("vLLM 0.")
+        assert json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))["episode"] == 96
+    else:
+        assert "started again once before, and its log is" in said.splitlines()[-1]
+    until(lambda: not of_servers(project))
