@@ -590,27 +590,37 @@ def test_killed_at_a_random_moment(
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
-def test_two_processes_are_resumed_to_the_same_bytes(layout: str, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "layout"),
+    [
+        *(("sft", layout) for layout in ("ddp", "zero2", "zero3", "fsdp2")),
+        ("reward", "zero3"),
+        ("reward", "fsdp2"),
+    ],
+)
+def test_two_processes_are_resumed_to_the_same_bytes(
+    stage: Stage, layout: str, trained: Path, tmp_path: Path
+) -> None:
     def made(name: str) -> Path:
         changes = {"launch.num_processes": 2, "launch.layout": layout}
         folder = workspace(trained, tmp_path / name, **changes)
         shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
+        layouts.partition_small_weights(folder)
         return folder
 
-    expected, folder = finish("sft", made("uninterrupted")), made("killed")
-    process = start("sft", folder)
+    expected, folder = finish(stage, made("uninterrupted")), made("killed")
+    process = start(stage, folder)
     await_snapshot(folder, process)
     for worker in psutil.Process(process.pid).children(recursive=True) if layout.startswith("zero") else []:
         worker.kill()  # else they notice that their launcher is gone, and end
     process.kill()
     process.wait()
-    [lock] = (folder / "state/sft").glob("*.lock")
+    [lock] = (folder / f"state/{stage}").glob("*.lock")
     with FileLock(lock, timeout=60):
         before = newest(folder)
-    process = start("sft", folder)
+    process = start(stage, folder)
     terminate_after(folder, process, before)
-    assert finish("sft", folder) == expected
+    assert finish(stage, folder) == expected
 
 
 @pytest.mark.slow
@@ -619,15 +629,21 @@ def test_two_processes_are_resumed_to_the_same_bytes(layout: str, trained: Path,
     "features",
     [
         WARM_UP,
+        {**WARM_UP, "launch.layout": "zero2"},
         {**WARM_UP, "launch.layout": "zero3"},
+        {**WARM_UP, "launch.layout": "zero3", "launch.offload": True},
         {**WARM_UP, "launch.layout": "fsdp2"},
+        {**WARM_UP, "launch.layout": "fsdp2", "launch.offload": True},
         {
             "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
             "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
         },
         {f"ppo.{key}": value for key, value in without_critic("rloo").items()},
     ],
-    ids=["warm-up-penalty", "zero3", "fsdp2", "lora-shared-checkpointing", "without-critic"],
+    ids=[
+        "warm-up-penalty", "zero2", "zero3", "zero3-offload", "fsdp2", "fsdp2-offload",
+        "lora-shared-checkpointing", "without-critic",
+    ],
 )  # fmt: skip
 def test_ppo_on_two_processes_is_resumed_to_the_same_bytes(
     features: dict[str, Any], trained: Path, tmp_path: Path
