@@ -28,7 +28,7 @@ from rlhf_tasks.tracking import context
 
 TRAINING: tuple[Stage, ...] = ("base", "sft", "reward", "ppo")  # other stages run in one process
 FAILURE = "RLHF_FAILURE_FILE"  # a failing stage writes the reason there, for its launcher or for the flow
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+UNWRITABLE = (errno.EACCES, errno.EPERM)
 WATCH_SECONDS = 1.0
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 MACHINES = "RLHF_MACHINES"  # the number of machines that a cluster's job has
@@ -223,11 +223,21 @@ def mistake(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and disk.is_full(error):
         return disk.explained(error)
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        advice = "mount it for writing, and run the same command again"
+        return f"{_folder_of(error)} is read-only ({error}); {advice}"
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return f"{error}; give this user the right to read and write there"
     if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
         return f"the GPU is out of memory ({str(error).splitlines()[0]}); {LESS_MEMORY}"
     return None
+
+
+def _folder_of(error: OSError) -> Path | str:
+    """The folder that exists and in which a file or a folder could not be made."""
+    if not isinstance(error.filename, str):
+        return "a file system"
+    return next(folder for folder in Path(error.filename).absolute().parents if folder.exists())
 
 
 def report(error: BaseException) -> None:

@@ -159,6 +159,10 @@ def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(
     assert report is not None
     assert report["kind"] == "user"
     assert report["message"].endswith("'models'; give this user the right to read and write there")
+    read_only = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "models/sft/.partial"))
+    assert str(launch.mistake(read_only)).startswith(f"{tmp_path} is read-only ([Errno 30] Read-only file")
+    read_only.filename = None
+    assert str(launch.mistake(read_only)).startswith("a file system is read-only (")
     no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
     assert str(launch.mistake(no_memory)).startswith("the GPU is out of memory (CUDA out of memory. Tried to")
     full = OSError(errno.ENOSPC, "No space left on device")
