@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,8 +25,8 @@ from rlhf_tasks.tracking import pipeline as tracking_pipeline
 from rlhf_tasks.tracking.delivery import Delivery
 from rlhf_tasks.tracking.events import Assessment
 from rlhf_tasks.tracking.outbox import Outbox, Record, State
-from rlhf_tasks.tracking.store import embedded_uri
-from rlhf_tasks.tracking.uploader import Uploader, sync
+from rlhf_tasks.tracking.store import Store, embedded_uri
+from rlhf_tasks.tracking.uploader import RETRY_SECONDS, Uploader, sync
 from tests.tracking.toy import (
     UNREACHABLE,
     killed,
@@ -105,6 +107,40 @@ def test_all_runs_get_every_point_once_although_the_server_refuses_some_requests
     assert points(home, "sft") == [(1, 2.0), (2, 1.0)]
     assert sync(home) == (1, {})
     assert points(home, "ppo") == [(1, 4.0), (2, 3.0)]
+
+
+def test_mlflow_that_is_away_for_minutes_is_tried_again_and_gets_every_point_once(
+    home: Path, flow: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten simulated minutes, of which the server is away for five and a half; a point every ten seconds."""
+    clock, tries = 0.0, list[float]()
+
+    def answered(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if 120.0 <= clock < 450.0:
+                tries.append(clock)
+                raise MlflowException("away")
+            return real(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(uploader, "time", SimpleNamespace(monotonic=lambda: clock))
+    monkeypatch.setattr(uploader, "RETRY_SECONDS", RETRY_SECONDS)
+    monkeypatch.setattr(Store, "open", answered(Store.open))
+    monkeypatch.setattr(MlflowClient, "log_batch", answered(MlflowClient.log_batch))
+    logged = [(second, 1 / (1 + second)) for second in range(0, 600, 10)]
+    with tracking.open_run(Paths(), "sft", view(), key="k") as tracker:
+        for second, loss in logged:
+            tracker.metrics({"train/loss": loss}, step=second)
+            clock = float(second)
+            flow.step()
+            clock += 5.0
+            flow.step()
+        assert tries == [120.0 + RETRY_SECONDS * number for number in range(17)]
+        assert points(home) == logged, "nobody has to run `rlhf sync`"
+        assert last_error(home, "k") is None
+    flow.step()
+    assert (points(home), status(home, "sft")) == (logged, ["FINISHED"])
 
 
 def test_a_failure_delays_live_runs_together_and_the_end_of_a_run_not_at_all(
