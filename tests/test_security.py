@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -15,16 +16,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from ruamel.yaml import YAML
 
 from tests import small
 from tests.evaluation import endpoint
+from tests.flows import toy
 from tests.modeling.test_scorers import Server as Scorer
 from tests.modeling.test_scorers import status
+from tests.training import test_killed
 
 ROOT = Path(__file__).parents[1]
-SCORER, MLFLOW, PREFECT = "planted-key-of-a-scorer", "planted-password-of-mlflow", "planted:login-of-prefect"
+SCORER, MLFLOW, PREFECT = (f"planted:{secrets.token_hex(8)}" for _ in range(3))
+"""In no file of the repository, of which a test has a clone."""
 SECRETS = {
     "SCORER_KEY": SCORER,
     "JUDGE_KEY": endpoint.KEY,
@@ -60,14 +65,20 @@ def run(folder: Path, stage: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def assert_hidden(folder: Path, *outputs: subprocess.CompletedProcess[str]) -> None:
+def assert_hidden(folder: Path, *outputs: str) -> None:
     """No secret is in a file below the folder, in MLflow's store, or in what was printed."""
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert any(file.name == "mlflow.db" for file in files) or any("outbox" in str(file) for file in files)
-    for secret in HIDDEN:
-        found = [str(file) for file in files if secret.encode() in file.read_bytes()]
-        assert found == [], secret
-        assert all(secret not in one.stdout + one.stderr for one in outputs), secret
+    for file in files:
+        text = content(file)
+        assert [secret for secret in HIDDEN if secret.encode() in text] == [], file
+    assert [secret for secret in HIDDEN if secret in "".join(outputs)] == []
+
+
+def content(file: Path) -> bytes:
+    """The bytes of a file, whatever its name in the DVC cache; those of a table uncompressed."""
+    found = file.read_bytes()
+    return str(pq.read_table(file).to_pylist()).encode() if found.startswith(b"PAR1") else found
 
 
 @pytest.mark.e2e
@@ -80,16 +91,11 @@ def test_planted_keys_are_nowhere_in_what_a_run_wrote(
     shutil.copy(ROOT / "dvc.yaml", folder)
     (folder / "prompt.txt").write_text(endpoint.PROMPT, encoding="utf-8")
     (folder / "labels.jsonl").touch()
-    scorer = {"kind": "http", "weight": 1.0, "url": scorer_server.url, "key_variable": "SCORER_KEY",
-              "timeout_seconds": 30.0, "batch_size": 8}  # fmt: skip
-    judge = {"kind": "llm", "name": "gpt", "base_url": judge_server.url, "model": endpoint.MODEL,
-             "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 8,
-             "concurrency": 2, "timeout_seconds": 30.0, "max_retries": 0, "budget": None}  # fmt: skip
     changes: dict[str, Any] = {
-        "ppo.scorers": [scorer], "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16,
-        "ppo.num_mini_batches": 2, "ppo.response_length": 6, "ppo.num_selections": 1,
-        "ppo.num_selection_prompts": 8, "ppo.guards": None, "judge.judges": [judge, small.HELDOUT],
-        "judge.num_examples": 4, "judge.retention": None, "judge.labels": "labels.jsonl",
+        "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
+        "ppo.response_length": 6, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
+        "ppo.guards": None, "judge.num_examples": 4, "judge.retention": None, "judge.labels": "labels.jsonl",
+        **paid(judge_server, scorer_server),
     }  # fmt: skip
     with (folder / "params.yaml").open("w", encoding="utf-8") as file:
         YAML().dump(small.params(changes), file)
@@ -97,13 +103,51 @@ def test_planted_keys_are_nowhere_in_what_a_run_wrote(
     assert [one.returncode for one in done] == [0, 0], done[-1].stderr + done[0].stderr
     assert scorer_server.logins[0] == f"Bearer {SCORER}", "the key was sent"
     assert sum(judge_server.paid.values()) > 0, "the judge's key was accepted"
-    assert_hidden(folder, *done)
+    assert_hidden(folder, *(one.stdout + one.stderr for one in done))
     scorer_server.script = [status(401)]
     shutil.rmtree(folder / "models/policy")
     failed = run(folder, "ppo")
     assert failed.returncode != 0
     assert "rejected the request" in failed.stderr
-    assert_hidden(folder, failed)
+    assert_hidden(folder, failed.stdout + failed.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_planted_keys_are_nowhere_in_what_a_flow_run_wrote(
+    tmp_path: Path, judge_server: endpoint.Server, scorer_server: Scorer
+) -> None:
+    """The whole pipeline by the service; then a run whose scorer refuses its key."""
+    changes = {"tracking.enabled": True, **paid(judge_server, scorer_server)}
+    folder = test_killed.project(tmp_path / "project", **changes).folder
+    (folder / "prompt.txt").write_text(endpoint.PROMPT, encoding="utf-8")
+    toy.commit(folder)
+    with toy.service(folder, SECRETS) as service:
+        done = service.start()
+        assert service.end(done)["type"] == "COMPLETED", service.logs(done)
+        assert scorer_server.logins[0] == f"Bearer {SCORER}", "the key was sent"
+        assert sum(judge_server.paid.values()) > 0, "the judge's key was accepted"
+        scorer_server.script = [status(401)]
+        failed = service.start(overrides={"ppo.kl_coef": 0.2})
+        assert "rejected the request" in service.end(failed)["message"]
+        toy.until(lambda: "rejected the request" in service.logs(failed), "the log")
+        commands = " ".join(word for process in service.processes() for word in process.cmdline())
+    assert {".rlhf/prefect/prefect.db", ".rlhf/mlflow.db", ".rlhf/service/worker.log"} <= {
+        str(file.relative_to(folder)) for file in folder.rglob("*")
+    }
+    words = ["git", "cat-file", "--batch-all-objects", "--batch"]
+    objects = subprocess.run(words, cwd=folder, check=True, capture_output=True).stdout
+    assert_hidden(folder, commands, objects.decode(errors="replace"))
+
+
+def paid(judge_server: endpoint.Server, scorer_server: Scorer) -> dict[str, Any]:
+    """Settings of a scorer and a judge, whose keys are in environment variables."""
+    scorer = {"kind": "http", "weight": 1.0, "url": scorer_server.url, "key_variable": "SCORER_KEY",
+              "timeout_seconds": 30.0, "batch_size": 8}  # fmt: skip
+    judge = {"kind": "llm", "name": "gpt", "base_url": judge_server.url, "model": endpoint.MODEL,
+             "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 8,
+             "concurrency": 2, "timeout_seconds": 30.0, "max_retries": 0, "budget": None}  # fmt: skip
+    return {"ppo.scorers": [scorer], "judge.judges": [judge, small.HELDOUT]}
 
 
 SERVED = re.compile(r"(?:HTTPServer\(|\.bind\(\(|--host\b|--bind\b|host=).*")

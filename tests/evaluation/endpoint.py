@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Body = Mapping[str, Any]
-MODEL, KEY = "judge-1", "secret-key"
+MODEL, KEY = "judge-1", f"key-{secrets.token_hex(8)}"
 PROMPT = "{prompt}\nA={first}\nB={second}\n"
 
 

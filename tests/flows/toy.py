@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,14 @@ class Service:
     root: Path
     login: tuple[str, str] | None = None
     """For servers that require one."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the shell that starts it, besides those of the test."""
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "rlhf_tasks.cli", *words],
             cwd=self.root,
-            env=environment(),
+            env={**environment(), **self.variables},
             capture_output=True,
             text=True,
             check=False,
@@ -220,9 +222,9 @@ def tags(run: dict[str, Any]) -> dict[str, str]:
 
 
 @contextmanager
-def service(root: Path) -> Iterator[Service]:
+def service(root: Path, variables: Mapping[str, str] | None = None) -> Iterator[Service]:
     """The service, which runs while the block lasts."""
-    made = Service(root)
+    made = Service(root, variables=variables or {})
     try:
         done = made.up()
         assert done.returncode == 0, done.stderr
