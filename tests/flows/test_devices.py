@@ -377,3 +377,24 @@ def test_two_runs_of_the_service_sit_on_two_gpus(tmp_path: Path, show: Show) -> 
         assert [service.end(run)["type"] for run in runs] == ["COMPLETED"] * 2, service.logs(runs[0])
         assert sorted(seen.read_text(encoding="utf-8").split()) == [FIRST, SECOND]
         assert "uses GPU-" in service.logs(runs[0])
+
+
+@pytest.mark.slow
+def test_two_runs_of_a_sweep_train_at_once_and_the_third_waits_for_a_gpu(tmp_path: Path, show: Show) -> None:
+    """The first two cannot end before both have begun."""
+    show(gpus(FIRST, SECOND))
+    root = toy.make(tmp_path / "project", tracking={"enabled": False}, service={"gpu_slots": 1, "retries": 0})
+    seen = tmp_path / "seen"
+    both = f"until [ $(grep -c begin {seen}) -ge 2 ]; do sleep 0.2; done"
+    begin, end = (f"echo {word} $CUDA_VISIBLE_DEVICES >> {seen}" for word in ("begin", "end"))
+    toy.write_script(root, [begin, both, "sleep 2", end, toy.SECOND.strip()])
+    with toy.service(root) as service:
+        settings_of_runs = {"ppo.kl_coef": [0.3, 0.4, 0.5]}
+        identity = service.start("rlhf-sweep/sweep", grid=settings_of_runs, seeds=[1])
+        state = service.end(identity)
+        assert state["message"] == "3 setting(s), 3 runs, 0 of them done before", service.logs(identity)
+    lines = [line.split() for line in seen.read_text(encoding="utf-8").splitlines()]
+    assert sorted(lines[:2]) == [["begin", FIRST], ["begin", SECOND]]
+    third = next(number for number, (word, _) in enumerate(lines) if word == "begin" and number > 1)
+    assert ["end", lines[third][1]] in lines[:third], "it gets the GPU of a run whose stage has ended"
+    assert [word for word, _ in lines].count("end") == 3

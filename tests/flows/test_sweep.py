@@ -71,6 +71,36 @@ def test_every_cell_runs_once_and_failed_ones_are_returned(root: Path) -> None:
     assert [str(one) for one in lost] == [f"seed={seed}: Failed: no disk" for seed in (1, 2, 3)]
 
 
+class CountedRuns(FakeRuns):
+    """Every run completes at the second look at it; counts those that are alive, at each start."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, reads=0)
+        self.alive = dict[str, int]()
+        self.counts: list[int] = []
+
+    def start(self, cell: Cell) -> str:
+        identity = super().start(cell)
+        self.alive[identity] = 0
+        self.counts.append(len(self.alive))
+        return identity
+
+    def state(self, identity: Any) -> State[Any]:
+        self.alive[identity] += 1
+        if self.alive[identity] < 2:
+            return Running()
+        del self.alive[identity]
+        return Completed()
+
+
+@pytest.mark.parametrize(("parallel", "counts"), [(1, [1, 1, 1]), (2, [1, 2, 1]), (3, [1, 2, 3])])
+def test_a_sweep_has_as_many_runs_alive_as_it_may(root: Path, parallel: int, counts: list[int]) -> None:
+    """With two, both end at the same look, and the third one is then alone."""
+    runs = CountedRuns(root)
+    assert run_cells(runs, parallel, Data(root)) == []
+    assert runs.counts == counts
+
+
 def test_each_cell_has_a_line_that_says_what_it_does(root: Path) -> None:
     runs = FakeRuns(root, reads=2, end=Failed(name="Refused", message="KL 12 > 10"))
     with pytest.raises(SweepFailed):
