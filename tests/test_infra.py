@@ -259,7 +259,10 @@ def test_jobs_and_manifests_are_valid_by_the_published_schemas(nodes: int) -> No
     made = job(nodes=nodes)
     pod = made["spec"]["template"]["spec"]
     for name in ("parallelism", "completions"):
-        del pod[name]  # Prefect's worker wants them here, too; Kubernetes ignores them
+        # They belong to the job, which has them too. Prefect's worker refuses a pod without them
+        # (`_get_base_job_manifest` of prefect_kubernetes), and Kubernetes drops them with a warning.
+        assert name in made["spec"]
+        del pod[name]
     for tree in [made, *manifests()]:
         schemas.validate(tree, schemas.latest_version(), strict=True)
     pod["nodeName"] = 7
