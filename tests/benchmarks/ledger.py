@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=3, help="of --speed: ours and the peer's in turn")
     args = parser.parse_args(arguments)
     row = {"commit": _git("rev-parse", "--short", "HEAD"), "date": time.strftime("%Y-%m-%d")}
-    row["machine"] = f"{os.cpu_count()} cores, {_processor()}"
+    row["machine"] = f"{os.cpu_count()} cores, {processor()}"
     for folder in [*args.runs, *(args.work / str(seed) for seed in args.seeds)]:
         if folder in args.runs or folder.exists():
             check_commit(folder, row["commit"])
@@ -202,7 +202,7 @@ def _git(*words: str, at: Path = ROOT) -> str:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name, from Linux where it is to be had."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
