@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options) or 0)
     except OutsideFault as error:
-        print(f"rlhf: {error}", file=sys.stderr)
+        if not launch.has_failed_elsewhere():  # the first process that reports it says it
+            print(f"rlhf: {error}", file=sys.stderr)
         return 1
     except Terminated:
         return 143

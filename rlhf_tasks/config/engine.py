@@ -32,7 +32,8 @@ LoopbackUrl = Annotated[str, AfterValidator(_loopback_url)]
 
 
 class Engine(Section):
-    """A server that samples the rollouts from token ids; the evaluations are sampled in the stage itself."""
+    """A server that samples all responses of the stage from token ids: rollouts and evaluations. With several
+    processes the first one starts it and talks to it."""
 
     kind: Literal["vllm"]
     """Kind of the server: vLLM, version 0.32 or newer, with its development mode on."""
@@ -59,7 +60,7 @@ class Engine(Section):
     start_seconds: PositiveFloat
     """Longest wait for the start of the server, in seconds."""
     timeout_seconds: PositiveFloat
-    """Longest wait for one rollout, or for the server to load weights, in seconds."""
+    """Longest wait for one rollout or evaluation, or for the server to load weights, in seconds."""
 
     @model_validator(mode="after")
     def _is_started_or_found(self) -> Engine:
@@ -116,10 +117,10 @@ def engine_conflicts(ppo: Settings) -> Iterator[str]:
 
 
 def process_conflicts(engine: Engine | None, num_processes: NumProcesses, layout: str) -> Iterator[str]:
-    """The section `launch` beside an engine: one process, which holds all weights, sends them."""
-    if engine is not None and (num_processes > 1 or layout != "ddp"):
+    """The section `launch` beside an engine: a handle of memory needs whole weights in one process."""
+    if engine is not None and engine.transfer == "ipc" and (num_processes > 1 or layout != "ddp"):
         yield (
-            f"ppo.engine needs PPO in one process with whole weights, and launch has num_processes="
-            f"{num_processes} and layout={layout}; set launch.num_processes to 1 and launch.layout to ddp, "
-            "or ppo.engine to null"
+            f"ppo.engine.transfer=ipc needs PPO in one process with whole weights, and launch has "
+            f"num_processes={num_processes} and layout={layout}; set ppo.engine.transfer to folder, or "
+            "launch.num_processes to 1 and launch.layout to ddp"
         )

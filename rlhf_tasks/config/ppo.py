@@ -101,7 +101,7 @@ class Ppo(Section):
     sampling_batch_size: PositiveInt | None
     """Responses that a process samples at the same time; null: its whole share of the rollout."""
     engine: Engine | None
-    """Server that samples the rollouts; null: the stage samples them itself, exactly."""
+    """Server that samples the responses; null: the stage samples them itself, exactly."""
     stop_token: StopToken
     """Token that ends a response: `eos`, or the id of a token."""
     truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]

@@ -5,7 +5,7 @@ B batch · R response.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ from rlhf_tasks.training.runtime import Runtime
 NUM_SAMPLE_PROMPTS = 4
 SELECTED_NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}
 Metrics = dict[str, float]
+Respond = Callable[[Sequence[Ids], int], list[Ids] | None]
+"""An engine's responses to queries, by a seed and on all processes; None if there is no engine."""
 
 
 class Responses(NamedTuple):
@@ -65,11 +67,15 @@ class Evaluator:
         heldout: Scorer | None,
         judge: SelectionJudge | None,
         seed: int,
+        respond: Respond = lambda queries, seed: None,
     ) -> None:
-        """`rows` are of data/prompts; the first `num_selection_prompts` of them are used."""
+        """`rows` are of data/prompts; the first `num_selection_prompts` of them are used.
+
+        Where `respond` gives nothing, each process samples a share of the responses from the policy.
+        """
         self._rt, self._settings, self._policy, self._reference = rt, settings, policy, reference
         self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
-        self._seed = seed
+        self._seed, self._engine = seed, respond
         rows = rows[: settings.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
@@ -161,7 +167,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _respond(self, count: int) -> Responses:
-        """Responses to the first prompts: each process samples and scores a share, and all receive the whole.
+        """Responses to the first prompts: each process has and scores a share, and all receive the whole.
 
         Raises:
             NonFiniteError: on all processes, if a number is NaN or infinite; the responses are its `batch`.
@@ -182,6 +188,9 @@ class Evaluator:
         return Responses(everything["queries"], everything["ids"], scores, heldout, parts)
 
     def _sampled(self, prompts: list[str], total: int) -> list[Ids]:
+        answered = self._engine(encode(self._tokenizer, self._prompts[:total]), self._seed)
+        if answered is not None:
+            return self._rt.share(answered)
         with self._rt.whole(self._policy) as policy, self._rt.autocast():
             return answer(
                 policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,

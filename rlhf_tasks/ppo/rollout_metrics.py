@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -114,19 +115,28 @@ def _reduced(sums: dict[str, Tensor], reduce: Reduce) -> Metrics:
     return dict(zip(sums, values, strict=True))
 
 
-def engine_metrics(rollout: Rollout, engine_logprobs: Tensor, cap: float | None) -> Metrics:
-    """Metrics `engine/…` of (B, R) log-probs by an engine beside the policy's own, of one process.
+def engine_metrics(
+    rollout: Rollout,
+    engine_logprobs: Tensor,
+    cap: float | None,
+    reduce: Reduce,
+    largest: Callable[[float], float],
+) -> Metrics:
+    """Metrics `engine/…` of (B, R) log-probs by an engine beside the policy's own.
 
-    The KL is that of the engine's distribution from the policy's, by k3, in nats per token.
+    `largest` gives the largest number of all processes. The KL is that of the engine's distribution from the
+    policy's, by k3, in nats per token.
     """
     mask = rollout.mask
     log_ratio = (rollout.logprobs - engine_logprobs)[mask]
-    kl = k3(engine_logprobs[mask], rollout.logprobs[mask])
-    metrics = {
-        "engine/logprob_diff": float(log_ratio.abs().mean()),
-        "engine/logprob_diff_max": float(log_ratio.abs().max()),
-        "engine/kl": float(kl.mean()),
+    sums = {
+        "tokens": mask.sum(),
+        "engine/logprob_diff": log_ratio.abs().sum(),
+        "engine/kl": k3(engine_logprobs[mask], rollout.logprobs[mask]).sum(),
     }
     if cap is not None:
-        metrics["engine/capped_share"] = float((log_ratio > math.log(cap)).float().mean())
-    return metrics
+        sums["engine/capped_share"] = (log_ratio > math.log(cap)).sum()
+    total = _reduced(sums, reduce)
+    count = total.pop("tokens")
+    means = {name: value / count for name, value in total.items()}
+    return means | {"engine/logprob_diff_max": largest(float(log_ratio.abs().max()))}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class Trainer:
     ) -> None:
         """`columns` are those of the prompts; `demonstrations` are PPO-ptx's text, or None without it.
 
-        An `engine` samples the rollouts; with None the policy itself does, in this process.
+        An `engine` samples all responses, and the first process alone calls it; with None the policy
+        itself samples, in each process.
         """
         self.rt, self.settings, self.reference, self.prompts = rt, settings, reference, prompts
         self.columns, self.actor_critic, self._clock = columns, actor_critic, clock
@@ -127,13 +128,17 @@ class Trainer:
         rollout = self.collector.score(queries, drawn.samples, take(self.columns, drawn.rows))
         return self.source.corrected(rollout, drawn)
 
+    def respond(self, queries: Sequence[Ids], seed: int) -> list[Ids] | None:
+        """An engine's responses to these queries, on all processes; None if the policy samples by itself."""
+        return self.source.respond(self.update, queries, seed)
+
     def _source(self, engine: Engine | None, limits: Limits) -> Source:
         settings = self.settings
         if engine is None:
             return OwnSource(self.collector, self.prompts, self._next_rows)
         assert settings.engine is not None
         return EngineSource(
-            engine, settings.engine, self.actor_critic.policy, self.prompts, self._next_rows,
+            self.rt, engine, settings.engine, self.actor_critic.policy, self.prompts, self._all_rows,
             self.collector.generator, num_samples=settings.samples_per_prompt, limits=limits,
         )  # fmt: skip
 
@@ -167,15 +172,17 @@ class Trainer:
             "lr": rate,
         }
 
-    def _next_rows(self) -> list[int]:
-        """This process's share of the next prompts' rows, all once for each of their samples.
-
-        The rows are p_1 … p_n, again p_1 … p_n, and so on. As the processes divide n, each has all samples
-        of its prompts, in the same layout.
-        """
+    def _all_rows(self) -> list[int]:
+        """The next prompts' rows of all processes: p_1 … p_n, again p_1 … p_n, and so on, for each sample."""
         num_samples = self.settings.samples_per_prompt
-        taken = self._queue.take(self.settings.rollout_batch_size // num_samples)
-        return self.rt.share(taken * num_samples)
+        return self._queue.take(self.settings.rollout_batch_size // num_samples) * num_samples
+
+    def _next_rows(self) -> list[int]:
+        """This process's share of `_all_rows`.
+
+        As the processes divide n, each has all samples of its prompts, in the same layout.
+        """
+        return self.rt.share(self._all_rows())
 
     # ---------------------------------------------------------------------------- critic warm-up
 

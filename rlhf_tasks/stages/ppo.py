@@ -79,7 +79,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         rt.put(model)
     with build.opened(
         settings, paths.home, tokenizer, stop=stop_token(settings, tokenizer),
-        longest_query=max(map(len, prompts)), is_float32=rt.is_float32,
+        longest_query=max(map(len, [*prompts, *selection])), is_float32=rt.is_float32, is_main=rt.is_main,
     ) as engine:  # fmt: skip
         trainer = Trainer(
             rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed, columns=kept,
@@ -88,7 +88,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         evaluator = Evaluator(
             rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
             heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens, rt),
-            judge=judge, seed=config.seed,
+            judge=judge, seed=config.seed, respond=trainer.respond,
         )  # fmt: skip
         loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
         metrics = loop.run()

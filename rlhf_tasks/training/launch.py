@@ -33,6 +33,11 @@ WATCH_SECONDS = 1.0
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 MACHINES = "RLHF_MACHINES"  # the number of machines that a cluster's job has
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
+OF_WORKER = (
+    "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_",
+    "ROLE_", "MASTER_",
+)  # fmt: skip
+"""How the names of variables begin by which torch makes a process one of the workers."""
 STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
 """The seconds in which stopped workers may save their snapshot, before torch kills them; its default is 30. A
 service or a cluster that stopped them kills them after its own time."""
@@ -71,6 +76,11 @@ def is_deepspeed(launch: Launch) -> bool:
 
 def is_worker() -> bool:
     return "LOCAL_RANK" in os.environ
+
+
+def without_worker(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a worker without those of its group: a program that it starts may have its own."""
+    return {name: value for name, value in environment.items() if not name.startswith(OF_WORKER)}
 
 
 def is_orphan() -> bool:

@@ -226,9 +226,9 @@ class Runtime:
             with sharding.whole(model, self.device) as plain:
                 yield plain
         except torch.OutOfMemoryError as error:
-            more = "; or let ppo.engine sample, on another GPU" if self.world_size == 1 else ""
             raise UserError(
-                f"process {self.rank} is out of memory while it samples; lower ppo.sampling_batch_size{more}"
+                f"process {self.rank} is out of memory while it samples; lower ppo.sampling_batch_size, or "
+                "let ppo.engine sample, on another GPU"
             ) from error
 
     def run_batches(

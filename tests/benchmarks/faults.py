@@ -65,6 +65,12 @@ FAULTS: Sequence[Fault] = (
         "test_all_processes_end_when_one_fails",
     ),
     Fault(
+        "One of several machines fails, or its process is killed",
+        "the launches on the other machines end, with a status other than 0; within two seconds without GPUs",
+        "tests/training/test_machines.py",
+        "test_when_a_machine_or_its_process_is_gone_the_other_machine_ends",
+    ),
+    Fault(
         "One GPU is out of memory in a step or an evaluation",
         "the micro-batches are halved, and it is repeated; "
         "if one row does not fit, one message and exit status 2",
@@ -112,6 +118,12 @@ FAULTS: Sequence[Fault] = (
         "it is started again with the same weights, once",
         "tests/stages/test_ppo_engine.py",
         "test_an_engine_that_is_killed_in_a_rollout_is_started_again_and_changes_nothing",
+    ),
+    Fault(
+        "The engine is killed, and several processes train",
+        "the same; each process has the responses that it would have had",
+        "tests/training/test_layouts.py",
+        "test_an_engine_that_is_killed_is_started_again_for_both_processes",
     ),
     Fault(
         "The engine ends again",

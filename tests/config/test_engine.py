@@ -24,6 +24,11 @@ def test_an_engine_by_its_address_or_by_its_command_is_accepted() -> None:
     assert started.command == ("/opt/vllm/bin/vllm", "serve")
 
 
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_an_engine_goes_with_several_processes_in_every_layout(layout: str) -> None:
+    assert checked({"launch.num_processes": 2, "launch.layout": layout}).ppo.engine is not None
+
+
 @pytest.mark.parametrize(
     ("changes", "engine", "problem"),
     [
@@ -40,8 +45,8 @@ def test_an_engine_by_its_address_or_by_its_command_is_accepted() -> None:
         ({"ppo.temperature": 0.001}, {}, "samples at a temperature of at least 0.01"),
         ({"ppo.ratio_from": "reference"}, {}, "set ratio_from to rollout"),
         ({"ppo.total_episodes": 512, "ppo.rollout_batch_size": 512}, {"ahead": 1}, "one update only"),
-        ({"launch.num_processes": 2}, {}, "ppo.engine needs PPO in one process"),
-        ({"launch.layout": "zero2"}, {}, "ppo.engine needs PPO in one process"),
+        ({"launch.num_processes": 2}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
+        ({"launch.layout": "zero2"}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_before_training(

@@ -295,6 +295,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the model")
     parser.add_argument("--port", type=int, required=True)
     options, _ = parser.parse_known_args()
+    of_a_worker = [name for name in os.environ if name.startswith(("TORCHELASTIC", "RANK", "LOCAL_RANK"))]
+    if of_a_worker:  # vLLM's own processes would look for each other where the training's do
+        sys.exit(f"started as a worker of the training: {of_a_worker}")
     if options.serve == "end":
         sys.exit("no such architecture")
     if options.child:

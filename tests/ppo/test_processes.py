@@ -15,15 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.data.batches import Ids, TokenBudget
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import interleaved
 from rlhf_tasks.ppo.collector import fail_together
+from rlhf_tasks.ppo.engines.build import Elsewhere
+from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone
 from rlhf_tasks.ppo.rollout import Rollout, lengths_mask
-from rlhf_tasks.ppo.trainer import Metrics
+from rlhf_tasks.ppo.trainer import Metrics, Trainer
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
-from tests.ppo.toy import parameters, trainer, without_critic
+from tests.ppo.toy import ENGINE, QUERIES, InMemory, parameters, trainer, without_critic
 from tests.small import EOS
 
 T = TypeVar("T")
@@ -226,6 +228,117 @@ def test_each_process_has_equally_many_rows_of_every_minibatch() -> None:
     epochs = taken[0][-4 * 2 :]
     assert epochs == [NUM_ROWS // 4 // 2] * 8
     assert taken[1][-8:] == epochs
+
+
+# ------------------------------------------------------------------------------ an engine for two
+
+
+class Counted(InMemory):
+    """Two processes: the first has this engine, which fails in rollout `fails_in`."""
+
+    def __init__(self, fails_in: int = 0) -> None:
+        super().__init__()
+        self.num_queries, self._fails_in = list[int](), fails_in
+
+    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
+        self.num_queries.append(len(queries))
+        if len(self.num_queries) == self._fails_in:
+            raise EngineGone("the engine has gone")
+        return super().sample(queries, n, seeds)
+
+
+def together(run: Callable[[Trainer], T], engine: InMemory, **changes: Any) -> list[T]:
+    """What `run` returns in each of two processes, of which the first has the engine."""
+    meeting = Meeting()
+    trainers = [
+        trainer(rt=OneOfTwo(rank, meeting), engine=Elsewhere() if rank else engine, **changes)
+        for rank in range(2)
+    ]
+
+    def one(rank: int) -> T:
+        try:
+            return run(trainers[rank])
+        except BaseException:
+            meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
+
+
+def history(one: Trainer) -> tuple[list[Metrics], list[Ids] | None, dict[str, Any], Tensor]:
+    """All metrics, the responses to an evaluation after the first update, the last state, and the weights."""
+    updates, found = one.updates(), list[Metrics]()
+    found.append(next(updates))
+    responses = one.respond(QUERIES[:5], 3)
+    found += updates
+    return found, responses, one.source.state_dict(), parameters(one)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("changes", [{}, without_critic("rloo") | {"total_episodes": 64}])
+def test_two_processes_with_an_engine_learn_what_one_does(ahead: int, changes: dict[str, Any]) -> None:
+    """The engine samples the same requests, once, however many processes share its answers."""
+    given: dict[str, Any] = {"engine_section": ENGINE | {"ahead": ahead}, "learning_rate": 1e-2} | changes
+    alone, engine = Counted(), Counted()
+    metrics, responses, state, weights = history(trainer(engine=alone, **given))
+    for own_metrics, own_responses, own_state, own_weights in together(history, engine, **given):
+        assert own_responses == responses
+        assert own_state == state
+        torch.testing.assert_close(own_weights, weights, atol=1e-4, rtol=0)
+        for one, other in zip(own_metrics, metrics, strict=True):
+            assert one.keys() == other.keys()
+            for name in set(one) - UNEQUAL:
+                assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+    assert (weights - parameters(trainer(**given))).abs().max() > 1e-2, "the updates change the weights"
+    assert engine.num_queries == alone.num_queries
+    assert len(engine.loads) == len(alone.loads)
+
+
+UNEQUAL = {
+    "eps", "engine/load_seconds", "time/generate_seconds", "time/score_seconds", "time/train_seconds",
+    "time/tokens_per_second", "time/padding_share", "val/first_ratio_error",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_failure_of_the_engine_is_the_same_error_on_both(ahead: int) -> None:
+    def failed(one: Trainer) -> str:
+        with pytest.raises(EngineGone) as caught:
+            list(one.updates())
+        return f"update {one.update}: {caught.value}"
+
+    found = together(failed, Counted(fails_in=2), engine_section=ENGINE | {"ahead": ahead})
+    assert found == ["update 1: the engine has gone"] * 2
+
+
+def test_a_snapshot_beside_a_failed_rollout_is_the_same_on_both() -> None:
+    def state(one: Trainer) -> dict[str, Any]:
+        next(one.updates())
+        return one.source.state_dict()
+
+    first, second = together(state, Counted(fails_in=2), engine_section=ENGINE | {"ahead": 1})
+    assert first == second
+    assert first["next"] is None
+    assert len(first["again"]) == 16, "the rows of both"
+
+
+def test_log_probs_that_are_wrong_on_one_process_end_both() -> None:
+    """Those of the second row, which the second process has; the mean is that of all 16."""
+
+    class Wrong(InMemory):
+        def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
+            answers = super().sample(queries, n, seeds)
+            answers.logprobs[1] = [x - 1.0 for x in answers.logprobs[1]]
+            return answers
+
+    def failed(one: Trainer) -> str:
+        with pytest.raises(EngineError, match="log-probs differ from the policy's by") as caught:
+            list(one.updates())
+        return str(caught.value)
+
+    first, second = together(failed, Wrong(), engine_section=ENGINE)
+    assert first == second
 
 
 def test_each_process_samples_whole_groups() -> None:

@@ -16,7 +16,7 @@ from rlhf_tasks.ppo.engines.protocol import Answers, EngineError
 from rlhf_tasks.ppo.losses import Coefficients, MicroBatch, importance_weights, policy_terms
 from rlhf_tasks.ppo.rollout_metrics import engine_metrics
 from tests.ppo import standin, test_engines
-from tests.ppo.toy import ENGINE, InMemory, hand_made_rollout, parameters, trainer, without_critic
+from tests.ppo.toy import ENGINE, QUERIES, InMemory, hand_made_rollout, parameters, trainer, without_critic
 
 AHEAD = ENGINE | {"ahead": 1}
 
@@ -58,13 +58,13 @@ def test_metrics_of_an_engine_are_means_over_the_real_tokens() -> None:
     """Log-ratios: 0.1 and −0.3 of the first response, 0 of the second; its padding counts nowhere."""
     rollout = hand_made_rollout()
     engine = rollout.logprobs - torch.tensor([[0.1, -0.3, 9.0, 9.0], [0.0, 0.0, 0.0, 9.0]])
-    found = engine_metrics(rollout, engine, 1.05)
+    found = engine_metrics(rollout, engine, 1.05, lambda x: x, lambda x: x)
     assert found["engine/logprob_diff"] == pytest.approx(0.4 / 5)
     assert found["engine/logprob_diff_max"] == pytest.approx(0.3)
     # exp(d) − 1 − d is 0.0051709 at 0.1 and 0.0408182 at −0.3
     assert found["engine/kl"] == pytest.approx((0.0051709 + 0.0408182) / 5, rel=1e-4)
     assert found["engine/capped_share"] == pytest.approx(1 / 5)  # exp(0.1) = 1.105
-    assert "engine/capped_share" not in engine_metrics(rollout, engine, None)
+    assert "engine/capped_share" not in engine_metrics(rollout, engine, None, lambda x: x, lambda x: x)
 
 
 # -------------------------------------------------------------------------------------------- learning
@@ -114,6 +114,25 @@ def test_several_samples_of_a_prompt_are_compared_with_each_other() -> None:
     drawn = one.source.draw(0, has_next=False)
     assert drawn.rows == drawn.rows[:4] * 4
     assert len({tuple(response) for response in drawn.samples.responses}) > 4
+
+
+def test_an_evaluation_has_the_weights_of_its_update_while_a_rollout_is_ahead() -> None:
+    """The rollout that was begun keeps its answers; the next one needs no other weights."""
+    engine = InMemory()
+    one = trainer(engine=engine, engine_section=AHEAD, learning_rate=1e-2)
+    updates = one.updates()
+    first = next(updates)
+    assert len(engine.loads) == 1
+    found = [one.respond(QUERIES[:4], seed) for seed in (7, 7, 8)]
+    assert found[0] == found[1] != found[2]
+    now = one.actor_critic.policy.state_dict()
+    assert all(torch.equal(engine.loads[-1][name], now[name]) for name in now)
+    second = next(updates)
+    assert len(engine.loads) == 2
+    undisturbed = trainer(engine=InMemory(), engine_section=AHEAD, learning_rate=1e-2)
+    history = [plain(metrics) for metrics, _ in zip(undisturbed.updates(), range(2), strict=False)]
+    assert [plain(first), plain(second)] == history
+    assert trainer().respond(QUERIES, 7) is None, "the policy samples by itself"
 
 
 def test_warm_up_of_the_critic_loads_the_frozen_policy_once() -> None:

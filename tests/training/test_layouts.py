@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import pytest
 from rlhf_tasks.modeling import models
 from tests import toy
 from tests.benchmarks import layouts
+from tests.ppo.test_engines import STANDIN
+from tests.ppo.toy import ENGINE
 from tests.training.stages import rlhf
 
 pytestmark = pytest.mark.e2e
@@ -57,7 +60,68 @@ def test_ppo_under_zero3_learns_what_one_process_does(toy_project: Path) -> None
     assert_same_as_one_process(toy_project, "zero3", "plain", {})
 
 
+def engine(*options: str, **changes: Any) -> dict[str, Any]:
+    """An engine that the stage starts: the stand-in, with these options."""
+    words = [sys.executable, str(STANDIN), *options, "serve"]
+    return {"engine": ENGINE | {"url": None, "command": words, **changes}}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_ppo_with_an_engine_learns_on_two_processes_what_it_learns_on_one(
+    toy_project: Path, layout: str
+) -> None:
+    assert_same_as_one_process(toy_project, layout, "engine", engine())
+    assert not list(processes_of(toy_project)), "no server is left"
+    assert sorted(file.suffix for file in Path(".rlhf/engine").iterdir()) == [".log"]
+
+
+def test_an_engine_that_is_killed_is_started_again_for_both_processes(toy_project: Path) -> None:
+    marker = toy_project.parent / "marker"
+    again = engine("--fault", "die", "--marker", str(marker))
+    marker.touch()
+    toy.write_params(launch=launched("ddp"), ppo=STEPS | again)
+    rlhf("ppo")
+    undisturbed = layouts.Written.of(toy_project, "ppo")
+    marker.unlink()
+    rlhf("ppo")
+    assert marker.exists()
+    assert layouts.compared(undisturbed, layouts.Written.of(toy_project, "ppo")).is_rounding
+
+
+def test_an_engine_that_ends_again_ends_both_processes_with_one_message(toy_project: Path) -> None:
+    toy.write_params(launch=launched("fsdp2"), ppo=STEPS | engine("--fault", "die"))
+    shutil.rmtree("models/policy", ignore_errors=True)
+    done = failed(toy_project)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
+    assert len(said) == 1, done.stderr
+    assert "started again once before, and its log is" in said[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_of_two_machines_the_first_one_has_the_engine(toy_project: Path) -> None:
+    """Two launches stand for the machines. The other one's responses come over their own connection."""
+    toy.write_params(ppo=STEPS | engine())
+    rlhf("ppo")
+    one = layouts.Written.of(toy_project, "ppo")
+    toy.write_params(launch=launched("fsdp2", num_machines=2), ppo=STEPS | engine())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    machines = [
+        subprocess.Popen(
+            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], env=os.environ | where | {"MACHINE_RANK": rank}
+        )
+        for rank in ("0", "1")
+    ]
+    assert [machine.wait(SECONDS) for machine in machines] == [0, 0]
+    assert layouts.compared(one, layouts.Written.of(toy_project, "ppo")).is_rounding
+
+
 FEATURES: dict[str, dict[str, Any]] = {
+    "engine": engine(),
+    "engine-ahead-lora": engine(ahead=1) | {"lora": {"r": 2, "alpha": 4.0, "value": True}},
     "warm-up-penalty-ptx-sync-checkpointing": {
         "critic_warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
         "ptx": {"coef": 0.1, "text": None}, "reference_sync": {"every": 2, "alpha": 0.5},
@@ -128,27 +192,47 @@ def processes_of(folder: Path) -> Iterator[psutil.Process]:
             continue
 
 
-def assert_all_end(toy_project: Path, layout: str, fault: str) -> None:
+def failed(toy_project: Path) -> subprocess.CompletedProcess[str]:
+    """Stage ppo, which must fail, and leave no process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], capture_output=True, text=True, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode != 0, done.stdout
+    assert not list(processes_of(toy_project)), "no process is left"
+    assert not Path("models/policy").exists()
+    return done
+
+
+def assert_all_end(toy_project: Path, layout: str, fault: str, **changes: Any) -> None:
     (toy_project / "faulty.py").write_text(PROGRAM.replace("FAULT", FAULTS[fault].strip()), encoding="utf-8")
     layouts.partition_small_weights(toy_project)
     scorers = [
         {"kind": "reward_model", "weight": 1.0, "path": None},
         {"kind": "function", "function": "faulty:scores", "weight": 0.1},
     ]
-    toy.write_params(launch=launched(layout), ppo=STEPS | {"scorers": scorers})
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], capture_output=True, text=True, timeout=SECONDS,
-        check=False,
-    )  # fmt: skip
+    toy.write_params(launch=launched(layout), ppo=STEPS | {"scorers": scorers} | changes)
+    done = failed(toy_project)
     assert Path("reached").exists(), done.stderr
-    assert done.returncode != 0, done.stdout
-    assert not list(processes_of(toy_project)), "no process is left"
-    assert not Path("models/policy").exists()
     assert SAID[fault] in done.stdout + done.stderr
 
 
 def test_under_fsdp2_all_processes_end_when_one_is_killed(toy_project: Path) -> None:
     assert_all_end(toy_project, "fsdp2", "killed")
+
+
+def test_all_processes_and_the_engine_end_when_one_process_is_killed(toy_project: Path) -> None:
+    """With a rollout ahead the first process has a thread that waits for the engine."""
+    assert_all_end(toy_project, "ddp", "killed", **engine(ahead=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_processes_and_the_engine_end_when_one_process_fails(
+    toy_project: Path, layout: str, fault: str
+) -> None:
+    assert_all_end(toy_project, layout, fault, **engine(ahead=1))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM's server, which this process starts and ends, or finds at an address.
+"""Responses by vLLM's server, which this process starts and ends, or finds at an address.
 
 Weights reach it through a folder of safetensors for each version, or by `ipc` from the memory of the GPU that
 both share. A server that was started here and stops answering is started again, once, if its weights are in a
@@ -31,7 +31,7 @@ from rlhf_tasks.ppo.engines.wire import Sampling
 from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon, send
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import attached
+from rlhf_tasks.training import attached, launch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -204,8 +204,8 @@ class VllmEngine:
             raise UserError(
                 f"ppo.engine.command: {words[0]} is no program here; name the server's by its path"
             )
-        variables = SERVER | (UNPICKLES if self._by_ipc else {})
-        server.start(attached.command(words), os.environ | variables, Path.cwd(), url=url)
+        variables = launch.without_worker(os.environ) | SERVER | (UNPICKLES if self._by_ipc else {})
+        server.start(attached.command(words), variables, Path.cwd(), url=url)
         check = Client(url, CHECK_SECONDS)
         server.wait_until_ready(
             lambda: _is_healthy(check) and server.listens(port), self._settings.start_seconds
