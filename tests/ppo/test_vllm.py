@@ -34,11 +34,12 @@ from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.project.processes import Daemon
-from tests import small
+from tests import small, toy
 from tests.ppo import test_engines
 from tests.ppo.test_engines import LIMITS, QUERIES, SEEDS, alive, of_servers, until
 from tests.ppo.toy import ENGINE, trainer
 from tests.stages.test_ppo import POLICY, SETTINGS
+from tests.training import stages
 
 VLLM = os.environ.get("RLHF_VLLM")
 pytestmark = [
@@ -219,3 +220,27 @@ def test_a_stage_whose_server_is_killed_in_the_first_rollout_ends(kills: int, pr
     else:
         assert "started again once before, and its log is" in said.splitlines()[-1]
     until(lambda: not of_servers(project))
+
+
+@pytest.mark.e2e
+def test_two_processes_that_share_the_weights_learn_from_one_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage ppo under FSDP2, started as a user starts it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    toy.write_given()
+    toy.copy_project()
+    toy.foreign("foreign/base", "llama", hidden_size=64, intermediate_size=128)
+    settings = toy.write_params()
+    for stage in ("prepare", "base", "sft", "preferences", "reward"):
+        toy.run(stage, settings)
+    engine = ENGINE | {"url": None, "command": command(), "start_seconds": 240.0, "timeout_seconds": 120.0}
+    toy.write_params(launch={"num_processes": 2, "layout": "fsdp2"}, ppo={"engine": engine})
+    stages.rlhf("ppo")
+    rows = [row for row in stages.curve("ppo") if row["engine/logprob_diff_max"]]
+    print("logprob_diff_max:", *(row["engine/logprob_diff_max"] for row in rows))
+    assert len(rows) == 2
+    assert max(float(row["engine/logprob_diff_max"]) for row in rows) < 1e-4
+    assert "sampled by vLLM 0." in Path("models/policy/README.md").read_text(encoding="utf-8")
+    assert not alive(of_servers(tmp_path))
