@@ -5,6 +5,9 @@ under DeepSpeed, which keeps bfloat16 weights beside a float32 copy of each proc
 1910.02054, section 3; it keeps 12 bytes a trained parameter for AdamW: that copy and two moments. FSDP2 keeps
 a process's share of everything in float32, and gathers one layer at a time (arXiv 2304.11277, section 3.2).
 
+With `launch.offload` a process's share of optimiser and gradients is in the machine's memory, and under FSDP2
+and ZeRO-3 that of the weights too. With `ppo.engine` other GPUs hold what sampling needs.
+
 P policy · C critic · N processes.
 """
 
@@ -41,6 +44,8 @@ class Networks:
     is_bf16: bool
     longest: int
     """Tokens of a prompt; every prompt is taken to be so long."""
+    offload: bool = False
+    """`launch.offload`."""
 
     @property
     def critic_parameters(self) -> int:
@@ -51,6 +56,11 @@ class Networks:
                 return self.policy.hidden + 1
             case None:
                 return 0
+
+    @property
+    def both_parameters(self) -> int:
+        """Of policy and critic."""
+        return self.policy.parameters + self.critic_parameters
 
     @property
     def trained_parameters(self) -> int:
@@ -79,6 +89,10 @@ class Networks:
         return (others + 2 * self.has_reward_model) * self.policy.score_parameters
 
     @property
+    def has_engine(self) -> bool:
+        return self.settings.engine is not None
+
+    @property
     def passes_width(self) -> int:
         """Bytes of a number in a forward pass."""
         return BF16 if self.is_bf16 else FP32
@@ -100,24 +114,28 @@ class Footprint:
     gathered: float
     """Under FSDP2 and ZeRO-3, whole weights: of the policy while it samples, or those that a pass is at."""
     start: float
-    """The check of a whole model in float32; under ZeRO-3 policy and critic, before they are partitioned."""
+    """Under ZeRO-3, policy and critic in float32, before they are partitioned."""
     peak: float
     """The largest of the phases: sampling has no gradients and activations, training no cache."""
+    machine: float
+    """Of the first machine's own memory, not of a GPU: what its processes have offloaded, the selected
+    weights, and the policy that is gathered to be written."""
 
 
-def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
-    """The memory of each GPU that trains."""
+def footprint(networks: Networks, layout: Layout, num_gpus: int, per_machine: int = 8) -> Footprint:
+    """The memory of each GPU that trains, and of the first machine, which has `per_machine` of them."""
     states = _states(networks, layout, num_gpus)
+    offloaded, states = _offloaded(networks, layout, states)
     rows = networks.settings.rollout_batch_size // num_gpus
-    sampled = min(rows, networks.settings.sampling_batch_size or rows)
-    cache, sampling_logits = sampled * _cache_of_row(networks), 3.0 * FP32 * sampled * networks.policy.vocab
+    sampled = 0 if networks.has_engine else min(rows, networks.settings.sampling_batch_size or rows)
+    cache, sampling_logits = sampled * cache_of_row(networks), 3.0 * FP32 * sampled * networks.policy.vocab
     training_logits = 2.0 * FP32 * SLICE
     activations = _activations(networks, layout)
-    whole, live, start = 0.0, 0.0, float(FP32 * networks.policy.parameters)
+    whole, live = 0.0, 0.0
     if layout in SHARDING:
-        whole, live = float(networks.passes_width * networks.policy.parameters), _live(networks, layout)
-    if layout == "zero3":
-        start = float(FP32 * _both(networks))
+        live = _live(networks, layout)
+        whole = 0.0 if networks.has_engine else float(networks.passes_width * networks.policy.parameters)
+    start = float(FP32 * networks.both_parameters) if layout == "zero3" else 0.0
     prompts = _prompts(networks, sampled)
     sampling = cache + max(sampling_logits, prompts) + whole
     training = states["gradients"] + activations + training_logits + live
@@ -125,11 +143,39 @@ def footprint(networks: Networks, layout: Layout, num_gpus: int) -> Footprint:
         **states, activations=activations, cache=cache, logits=max(sampling_logits, training_logits),
         prompts=prompts, gathered=max(whole, live), start=start,
         peak=max(start, states["weights"] + states["optimiser"] + max(sampling, training)),
+        machine=min(num_gpus, per_machine) * offloaded + _copies(networks, layout),
     )  # fmt: skip
 
 
-def _both(networks: Networks) -> int:
-    return networks.policy.parameters + networks.critic_parameters
+def _offloaded(
+    networks: Networks, layout: Layout, states: Mapping[str, float]
+) -> tuple[float, Mapping[str, float]]:
+    """The bytes of a process that are in the machine's memory, and what its GPU keeps.
+
+    DeepSpeed reduces gradients in buckets on the GPU, and moves on what is reduced.
+    """
+    if not networks.offload or layout in ("single", "ddp"):
+        return 0.0, states
+    moved = {"optimiser": states["optimiser"]}
+    if layout in SHARDING:
+        moved["weights"] = states["weights"]
+    moved["gradients"] = states["gradients"] - _buckets(networks, layout)
+    return sum(moved.values()), {name: states[name] - moved.get(name, 0.0) for name in states}
+
+
+def stored_width(networks: Networks, layout: Layout) -> int:
+    """Bytes of a number in a checkpoint: DeepSpeed keeps the weights in the precision of the passes."""
+    return networks.passes_width if layout in ("zero2", "zero3") else FP32
+
+
+def _copies(networks: Networks, layout: Layout) -> float:
+    """The trained weights of the policy that were selected, and the policy that is gathered to be written.
+
+    One process alone, and those that hold all weights, write them from the GPU.
+    """
+    lora, width = networks.settings.lora, stored_width(networks, layout)
+    selected = networks.policy.parameters if lora is None else networks.policy.adapters(lora.r)
+    return float(width * (selected + (networks.policy.parameters if layout in SHARDING else 0)))
 
 
 def _live(networks: Networks, layout: Layout) -> float:
@@ -137,7 +183,7 @@ def _live(networks: Networks, layout: Layout) -> float:
     gradient of the largest of these with the float32 copy that is shared out."""
     policy, width = networks.policy, networks.passes_width
     if layout == "zero3":
-        return float(width * min(LIVE, _both(networks)))
+        return float(width * min(LIVE, networks.both_parameters))
     embeddings, layer = policy.vocab * policy.hidden, policy.in_matrices / policy.layers
     return width * (embeddings + policy.head + 2 * layer) + (width + FP32) * max(embeddings, layer)
 
@@ -153,10 +199,10 @@ def _states(networks: Networks, layout: Layout, n: int) -> Mapping[str, float]:
         weights = FP32 * (policy + critic + frozen + rewards)
         if networks.is_bf16:  # the copies of one model's pass, or of one pass over both
             weights += BF16 * (max(policy, critic) if layout == "single" else policy + critic)
-        buckets = FP32 * trained if layout == "ddp" else 0
+        exchanged = FP32 * trained if layout == "ddp" else 0
         return {
             "weights": weights,
-            "gradients": FP32 * trained + buckets,
+            "gradients": FP32 * trained + exchanged,
             "optimiser": 2 * FP32 * trained,
         }
     if layout == "fsdp2":
@@ -165,12 +211,18 @@ def _states(networks: Networks, layout: Layout, n: int) -> Mapping[str, float]:
             "gradients": FP32 * trained / n,
             "optimiser": 2 * FP32 * trained / n,
         }
-    width = networks.passes_width
-    buckets = 2 * width * min(BUCKET, trained)
+    width, buckets = networks.passes_width, _buckets(networks, layout)
     shared = {"gradients": width * trained / n + buckets, "optimiser": 3 * FP32 * trained / n}
     if layout == "zero2":  # reward models stay in float32
         return {"weights": width * (policy + critic + frozen) + FP32 * rewards, **shared}
     return {"weights": (width * (policy + critic + frozen) + FP32 * rewards) / n, **shared}
+
+
+def _buckets(networks: Networks, layout: Layout) -> float:
+    """DeepSpeed's two buckets of gradients."""
+    if layout not in ("zero2", "zero3"):
+        return 0.0
+    return float(2 * networks.passes_width * min(BUCKET, networks.trained_parameters))
 
 
 def _activations(networks: Networks, layout: Layout) -> float:
@@ -191,9 +243,10 @@ def _prompts(networks: Networks, sampled: int) -> float:
     policy, each = networks.policy, networks.settings.samples_per_prompt
     widest = max(matrix.outputs for matrix in policy.matrices)
     per_token = 3 * FP32 * policy.hidden + 3 * networks.passes_width * widest
-    return float(max(1, sampled // each) * networks.longest * per_token)
+    return float((max(1, sampled // each) if sampled else 0) * networks.longest * per_token)
 
 
-def _cache_of_row(networks: Networks) -> float:
+def cache_of_row(networks: Networks) -> float:
+    """Bytes of the keys and values of the longest row."""
     tokens = networks.longest + networks.settings.response_length
     return float(tokens * networks.policy.cache_per_token(networks.passes_width))

@@ -64,3 +64,11 @@ class Assumptions:
     gpus_per_machine: int = 8
     machine_link: float = 50
     """GB/s and GPU between machines: a network card of 400 Gbit/s each."""
+    machine_memory: float = 2000
+    """GB of memory of a machine, beside that of its GPUs."""
+    machine_bandwidth: float = 200
+    """GB/s that the memory of a machine gives, where the optimiser of `launch.offload` steps."""
+    host_link: float = 25
+    """GB/s between a GPU and its machine, in one direction: a half of PCIe 5.0's 16 lanes."""
+    folder_rate: float = 2
+    """GB/s at which weights are written into the engine's folder, and read from there."""

@@ -60,6 +60,10 @@ WORDS: Mapping[str, str] = {
     "usable_memory": "share of the memory that tensors can use",
     "gpus_per_machine": "GPUs of one machine",
     "machine_link": "GB/s between machines, for each GPU",
+    "machine_memory": "GB of memory of one machine, beside that of its GPUs",
+    "machine_bandwidth": "GB/s of a machine's memory, where the optimiser steps with launch.offload",
+    "host_link": "GB/s between a GPU and its machine, for launch.offload",
+    "folder_rate": "GB/s at which weights are written for the engine, and read by it",
 }
 
 
@@ -107,13 +111,14 @@ def plans(
     """The plan of params.yaml's model and of the published sizes, which are in bf16."""
     from rlhf_tasks.benchmark import architecture
     from rlhf_tasks.benchmark.footprint import Networks
-    from rlhf_tasks.benchmark.forecast import Machine, plan
+    from rlhf_tasks.benchmark.forecast import plan
+    from rlhf_tasks.benchmark.speed import Machine
 
     machine = Machine(gpu=gpu, num_gpus=num_gpus, assumed=assumed)
     own = Networks(
         policy=architecture.of_params(settings, root), settings=settings.ppo,
         has_reward_model=settings.reward.train, is_bf16=settings.launch.precision != "fp32",
-        longest=settings.data.max_prompt_tokens,
+        longest=settings.data.max_prompt_tokens, offload=settings.launch.offload,
     )  # fmt: skip
     larger = replace(
         own, is_bf16=True, settings=settings.ppo.model_copy(update={"gradient_checkpointing": True})
@@ -132,14 +137,18 @@ def rows(found: Mapping[str, Plan]) -> Sequence[Sequence[str]]:
     ]
     names = {
         "cache": "KV cache", "prompts": "the pass over the prompts", "gathered": "gathered weights",
-        "start": "the start",
+        "start": "the start", "machine": "the first machine's own memory",
     }  # fmt: skip
     for part in asdict(plans[0].memory):
         cells = [f"{getattr(one.memory, part) / GB:,.2f}" for one in plans]
         table.append([f"GB of {names.get(part, part)}", *cells])
-    for part in ("generate", "score", "train"):
+    has_engine = any(one.engine_gpus for one in plans)
+    for part in ("generate", "score", "train", *(["renew"] if has_engine else [])):
         cells = [_number(None if one.seconds is None else getattr(one.seconds, part)) for one in plans]
-        table.append([f"seconds to {part}", *cells])
+        what = "renew the engine's weights" if part == "renew" else part
+        table.append([f"seconds to {what}", *cells])
+    if has_engine:
+        table.append(["further GPUs, of the engine", *(str(one.engine_gpus) for one in plans)])
     return [
         *table,
         ["episodes per second", *(_number(one.episodes_per_second) for one in plans)],
@@ -161,13 +170,16 @@ def _number(value: float | None) -> str:
 def assumptions(settings: config.Config, gpu: Gpu, assumed: Assumptions, price: float) -> Sequence[str]:
     """In words, everything that the numbers rest on and that is not arithmetic."""
     ppo = settings.ppo
-    left_out = []
+    own = []
     if ppo.engine is not None:
-        left_out += ["ppo.engine is not planned: the plan samples on the GPUs that train"]
+        own += [
+            "the engine has GPUs of its own on the first machine: the least power of two that holds the "
+            "policy, its cache and a quarter more; the cost counts them; its folder of weights is on a disk"
+        ]
     if settings.launch.offload:
-        left_out += ["launch.offload is not planned: the plan keeps everything on the GPUs"]
+        own += ["with launch.offload nothing is copied between GPU and machine while a pass computes"]
     return [
-        *left_out,
+        *own,
         f"{gpu.name}: {gpu.memory / GB:g} GB at {gpu.bandwidth / GB:g} GB/s; {gpu.bf16 / TERA:g} TFLOPS in "
         f"bf16, {gpu.fp32 / TERA:g} in fp32; {gpu.link / GB:g} GB/s to each other ({gpu.source}, where not "
         "given otherwise)",
@@ -176,9 +188,11 @@ def assumptions(settings: config.Config, gpu: Gpu, assumed: Assumptions, price: 
         f"every prompt has {settings.data.max_prompt_tokens} tokens and every response {ppo.response_length}",
         "reward models, critic and reference are as large as the policy; the critic and two reward models "
         "only where params.yaml has them",
-        "under fsdp2 and zero3 the reference and the reward models are divided among the GPUs, and the "
-        "policy's weights are gathered whole to sample; under zero3 policy and critic are whole on each GPU "
-        "at the start",
+        "under fsdp2 and zero3 the reference and the reward models are divided among the GPUs, and without "
+        "an engine the policy's weights are gathered whole to sample; under zero3 policy and critic are "
+        "whole on each GPU at the start",
+        "the first machine holds the selected weights of the policy, and under fsdp2 and zero3 the policy "
+        "once more when it is written; files that are read are not counted, as the system can drop them",
         "the number of GPUs also divides the batch sizes of base, sft and reward, which are not planned",
         "1B, 8B and 70B differ from params.yaml by the model, bf16 and gradient checkpointing",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -18,6 +19,9 @@ class Placement(Protocol):
 
     def put(self, model: nn.Module) -> None:
         """Put a model there."""
+
+    def on_device(self, model: nn.Module) -> AbstractContextManager[bool]:
+        """Within the block, a whole model is where it can be computed; whether this process is to do it."""
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
@@ -36,6 +40,10 @@ class OneDevice:
 
     def put(self, model: nn.Module) -> None:
         model.to(self.device)
+
+    def on_device(self, model: nn.Module) -> AbstractContextManager[bool]:
+        model.to(self.device)
+        return nullcontext(True)
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]

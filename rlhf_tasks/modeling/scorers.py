@@ -308,10 +308,10 @@ def load_reward_scorer(
     own, model = load_tokenizer(folder), models.load_reward(folder)
     contracts.check_fits(model.model, own, str(folder))
     placement = placement or OneDevice(CPU)
-    model.to(placement.device).requires_grad_(False)
-    checks.require(
-        checks.check_scores(model, checks.rows_for(model.model), pad=own.pad_token_id), str(folder)
-    )
+    with placement.on_device(model.requires_grad_(False)) as is_used:
+        if is_used:
+            rows = checks.rows_for(model.model)
+            checks.require(checks.check_scores(model, rows, pad=own.pad_token_id), str(folder))
     placement.put(model)
     scorer = RewardScorer(model, own, max_tokens, placement)
     settings = model.model.config

@@ -132,7 +132,8 @@ def check_models(
 
     `rewards` are the reward models that read the policy's token ids, by folder.
     A small policy is written and read back too, by the first process: transformers writes nothing on the
-    others. Models that are to be sharded are still whole, and are checked one after another.
+    others. Models that are to be sharded are still whole, and are checked one after another: on the GPU, or
+    where it has no room on the CPU.
 
     Raises:
         UserError: naming what differs, by how much, and the likely cause.
@@ -142,18 +143,19 @@ def check_models(
     positions.check_positions(policy.config, longest, "models/sft")
     queries = checks.prompts_of_mixed_lengths(prompts)
     saves = rt.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
-    with rt.on_device(policy):
-        results = checks.check_policy(
-            policy, queries, pad=pad, temperature=settings.temperature, num_new=settings.response_length,
-            saves=saves,
-        )  # fmt: skip
-    checks.require(results, "models/sft")
+    with rt.on_device(policy) as is_used:
+        if is_used:
+            checks.require(checks.check_policy(
+                policy, queries, pad=pad, temperature=settings.temperature, num_new=settings.response_length,
+                saves=saves,
+            ), "models/sft")  # fmt: skip
     rows = checks.rows_of(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
             positions.check_positions(model.model.config, longest, name)
-            with rt.on_device(model):
-                checks.require(checks.check_scores(model, rows, pad=pad), name)
+            with rt.on_device(model) as is_used:
+                if is_used:
+                    checks.require(checks.check_scores(model, rows, pad=pad), name)
 
 
 def is_rewarded(settings: Ppo) -> bool:

@@ -110,7 +110,7 @@ def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
     reward = models.load_reward(paths.reward) if config.has_reward_model else None
     if reward is not None:
         reward = rt.place(reward).requires_grad_(False)
-    critic = rt.place(_critic(config, paths, policy, reward))
+    critic = rt.place(_critic(rt, config, paths, policy, reward))
     return Models(ActorCritic(policy, critic), reference, reward)
 
 
@@ -128,7 +128,7 @@ def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel
 
 
 def _critic(
-    config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
+    rt: Runtime, config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
 ) -> TokenScores | ValueHead | NoCritic:
     """The critic by `critic_init`; a new head starts at zero, on the trunk's own weights."""
     settings = config.ppo
@@ -138,7 +138,9 @@ def _critic(
         return ValueHead(head_width(policy))
     if settings.critic_init == "reward":
         assert reward is not None
-        critic = copy.deepcopy(reward).requires_grad_(True)
+        # before it is sharded, a copy would be in the memory of every process; a file is mapped once for all
+        critic = models.load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
+        critic.requires_grad_(True)
     else:
         source = paths.sft if settings.critic_init == "sft" else paths.base
         critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))

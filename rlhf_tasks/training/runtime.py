@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from rlhf_tasks import console
 from rlhf_tasks.config import Launch, Optimisation, Ppo
 from rlhf_tasks.config.params import Precision
 from rlhf_tasks.data.batches import TokenBudget
@@ -44,6 +45,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
+ROOM = 1.2  # memory that a whole model needs for a check of a few rows, to that of its weights
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
@@ -206,14 +208,22 @@ class Runtime:
             speed_up(model)
 
     @contextmanager
-    def on_device(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, a model that `place` left on the CPU is on this device."""
-        before = next((weight.device for weight in model.parameters()), self.device)
-        model.to(self.device)
-        try:
-            yield
-        finally:
-            model.to(before)
+    def on_device(self, model: nn.Module) -> Iterator[bool]:
+        """Within the block, a model that `place` left on the CPU is whole on this device, if there is room.
+
+        Yields whether this process is to compute with it. Without room it stays on the CPU, and the first
+        process computes alone: the others would only compete for the cores. After the block its weights are
+        those that were read, which the processes of a machine share while they are in a mapped file.
+        """
+        if not self.shards:
+            model.to(self.device)
+            yield True
+        elif ROOM * sum(weight.nbytes for weight in model.parameters()) > free_memory(self.device):
+            console.say(f"{type(model).__name__} is checked on the CPU: the GPU has no room for all of it")
+            yield self.is_main
+        else:
+            with _moved(model, self.device):
+                yield True
 
     @contextmanager
     def whole(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -362,6 +372,30 @@ class Runtime:
         np.random.set_state(tuple(state["numpy"]))
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
+
+
+def free_memory(device: torch.device) -> float:
+    """The free bytes of a GPU; without one a model is where it is computed."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+
+
+@contextmanager
+def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the block, a model is on another device; after it, it has the very tensors from before."""
+    modules = list(model.modules())
+    weights = [
+        (own, name, w, w.data) for own in modules for name, w in own._parameters.items() if w is not None
+    ]
+    buffers = [(own, name, buffer) for own in modules for name, buffer in own._buffers.items()]
+    model.to(device)
+    try:
+        yield
+    finally:
+        for owner, name, weight, value in weights:
+            weight.data = value
+            owner._parameters[name] = weight
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer
 
 
 def is_bf16(precision: Precision) -> bool:

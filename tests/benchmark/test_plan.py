@@ -12,7 +12,7 @@ import torch
 from ruamel.yaml import YAML
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_tasks.benchmark import architecture, forecast, measurement
+from rlhf_tasks.benchmark import architecture, forecast, measurement, speed
 from rlhf_tasks.benchmark.architecture import Architecture, Matrix
 from rlhf_tasks.benchmark.footprint import (
     BUCKET,
@@ -23,14 +23,14 @@ from rlhf_tasks.benchmark.footprint import (
     Networks,
     footprint,
 )
-from rlhf_tasks.benchmark.forecast import Machine
 from rlhf_tasks.benchmark.gpus import GB, GPUS, Assumptions, Gpu
+from rlhf_tasks.benchmark.speed import Machine
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import models, vocabulary
 from rlhf_tasks.modeling.head import token_stats
 from tests import small
-from tests.ppo.toy import without_critic
+from tests.ppo.toy import ENGINE, without_critic
 
 TOY = Architecture(
     family="toy", vocab=1000, hidden=100, layers=10, kv_heads=5, head_width=10,
@@ -44,7 +44,7 @@ def networks(policy: Architecture = TOY, **changes: Any) -> Networks:
     """No reward model, prompts of 24 tokens and responses of 8, in bf16."""
     sizes = {"rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2, "micro_batch_tokens": 64}
     given = {"policy": policy, "has_reward_model": False, "is_bf16": True, "longest": 24}
-    fields = {name: changes.pop(name) for name in list(changes) if name in given}
+    fields = {name: changes.pop(name) for name in list(changes) if name in (*given, "offload")}
     settings = small.ppo(**{"scorers": [{"kind": "dummy"}], "critic_init": "sft"} | sizes | changes)
     return Networks(settings=settings, **given | fields)  # type: ignore[arg-type]
 
@@ -148,10 +148,35 @@ def test_fsdp2_gathers_the_policy_to_sample_and_some_layers_in_a_pass() -> None:
     """Embeddings and head of 100,000 each, ten layers of 50,000: 2 bytes to compute, 4 more to share out."""
     found = footprint(networks(), "fsdp2", 2)
     assert found.gathered == 2 * 700_000
-    assert found.start == 4 * 700_000, "the policy alone"
+    assert found.start == 0, "a model without room is checked on the CPU"
     passes = 2 * (2 * 100_000 + 2 * 50_000) + 6 * 100_000
     training = found.gradients + found.activations + found.logits + passes
     assert found.peak == found.weights + found.optimiser + training
+
+
+def test_with_an_engine_no_gpu_of_the_training_samples() -> None:
+    """The policy of 700,000 is selected and gathered in the machine's memory, 4 bytes a parameter."""
+    plain, engine = footprint(networks(), "fsdp2", 2), footprint(networks(engine=ENGINE), "fsdp2", 2)
+    assert (engine.cache, engine.prompts) == (0, 0)
+    assert engine.gathered == 2 * (2 * 100_000 + 2 * 50_000) + 6 * 100_000, "of a pass, not the policy"
+    assert engine.weights == plain.weights
+    assert engine.machine == plain.machine == 2 * 4 * 700_000
+    assert footprint(networks(engine=ENGINE), "zero3", 2).machine == 2 * 2 * 700_000
+    assert footprint(networks(engine=ENGINE), "ddp", 2).machine == 4 * 700_000, "the selected weights"
+
+
+def test_offload_moves_a_process_s_part_into_the_machines_memory() -> None:
+    """Two of four GPUs are in a machine: half of 16 bytes for each of 1,300,100 trained numbers, and of the
+    reference's 4. ZeRO-2 keeps its weights and buckets on the GPU."""
+    found = footprint(networks(offload=True), "fsdp2", 4, per_machine=2)
+    assert (found.weights, found.gradients, found.optimiser) == (0, 0, 0)
+    assert found.machine == 2 / 4 * (16 * 1_300_100 + 4 * 700_000) + 2 * 4 * 700_000
+    plain, moved = (footprint(networks(offload=offload), "zero2", 4) for offload in (False, True))
+    assert moved.weights == plain.weights
+    assert moved.gradients == 2 * 2 * 1_300_100, "the buckets"
+    assert moved.optimiser == 0
+    assert moved.machine - plain.machine == (12 + 2) * 1_300_100
+    assert footprint(networks(offload=True), "ddp", 4) == footprint(networks(), "ddp", 4)
 
 
 def test_one_process_holds_four_models_and_adam_in_float32() -> None:
@@ -239,12 +264,42 @@ def test_the_first_layout_that_fits_is_taken() -> None:
 
 
 def test_no_number_of_gpus_helps_where_one_cannot_hold_a_model_at_the_start() -> None:
-    """8 billion parameters, 4 bytes each: 32 GB; under ZeRO-3 also a critic without a head: 62 GB."""
+    """Under ZeRO-3, 8 billion parameters and a critic without a head, 4 bytes each: 62 GB."""
     made = networks(architecture.published("8B"))
     start = footprint(made, "zero3", 1000).start
     assert start == 4 * (made.policy.parameters + made.critic_parameters) == pytest.approx(62.1e9, rel=1e-2)
     assert footprint(made, "zero3", 1000).peak == start
-    assert footprint(made, "fsdp2", 1000).peak == 4 * made.policy.parameters
+    assert footprint(made, "fsdp2", 1000).peak < 0.4 * start, "FSDP2 divides a layer after the other"
+
+
+def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> None:
+    """Whole in bf16 it has 141 GB, so that no H100 can gather it, and an engine has four of them. Offloaded
+    it needs 16 · 140 + 4 · 210 GB of four machines, and 8 · 71 of the first."""
+    given: dict[str, Any] = {
+        "policy": architecture.published("70B"), "gradient_checkpointing": True, "rollout_batch_size": 64,
+        "num_mini_batches": 1, "has_reward_model": True, "scorers": [{"kind": "reward_model", "weight": 1.0}],
+    }  # fmt: skip
+    h100s = {n: Machine(gpu=GPUS["h100"], num_gpus=n, assumed=Assumptions()) for n in (8, 32)}
+    offloaded = networks(**given, engine=ENGINE, offload=True)
+    eight = forecast.plan(offloaded, h100s[8], 1.0)
+    assert eight.layout is None
+    assert str(eight.problem).startswith("fsdp2 needs 3,6")
+    assert str(eight.problem).endswith(" GB of the machine's memory, which has 2,000")
+    many = forecast.plan(offloaded, h100s[32], 1.0)
+    assert (many.layout, many.engine_gpus) == ("fsdp2", 4)
+    assert many.memory.machine == pytest.approx((16 * 140.06e9 + 4 * 209.6e9) / 4 + 8 * 70.55e9, rel=1e-3)
+    for fewer in (networks(**given, offload=True), networks(**given, engine=ENGINE)):
+        problem = str(forecast.plan(fewer, h100s[32], 1.0).problem)
+        assert problem.startswith("no layout fits into 72 GB on 32 GPUs: fsdp2 needs ")
+
+
+def test_an_engine_has_the_gpus_of_one_machine() -> None:
+    """1.4 MB of weights and 16 rows of 32 tokens of 2,000 bytes: 2.4 MB, and a quarter more."""
+    small_gpu = replace(CHIP, memory=0.8e6)
+    assert speed.engine_gpus(networks(), machine(2, small_gpu)) == 0
+    assert speed.engine_gpus(networks(engine=ENGINE), machine(2, small_gpu)) == 4
+    made = forecast.plan(networks(engine=ENGINE), machine(2, small_gpu, gpus_per_machine=2), 1.0)
+    assert made.problem == "the engine needs 4 GPUs of one machine, which has 2"
 
 
 # ------------------------------------------------------------------------------------ speed and cost
@@ -254,26 +309,26 @@ def test_scoring_and_learning_take_their_flops() -> None:
     """A trunk of 500,000 in matrices over 32 tokens, attention over 32², a head over 8 of them."""
     trunk = 2 * 500_000 * 32 + 2 * 10 * 100 * 32**2
     policy = trunk + 2 * 1000 * 100 * 8
-    found = forecast.update_seconds(networks(), machine(bandwidth_share=1e-9), "single")
+    found = speed.update_seconds(networks(), machine(bandwidth_share=1e-9), "single")
     assert found.score == pytest.approx(16 * (2 * policy + trunk) / 2e12)
-    learning = forecast.update_seconds(networks(), machine(gpu=replace(CHIP, bandwidth=1e30)), "single")
+    learning = speed.update_seconds(networks(), machine(gpu=replace(CHIP, bandwidth=1e30)), "single")
     assert learning.train == pytest.approx(2 * 3 * 16 * (policy + trunk) / 2e12)
 
 
 def test_sampling_reads_all_weights_and_the_cache_for_each_token() -> None:
     """600,000 weights and 16 rows of 24 + 4 tokens of 1,000 numbers, 2 bytes each, eight times."""
-    found = forecast.update_seconds(networks(), machine(), "single")
+    found = speed.update_seconds(networks(), machine(), "single")
     step = 2 * (600_000 + 16 * 28 * 1000) / 1e9
     prefill = 16 * (2 * 500_000 * 24 + 2 * 10 * 100 * 24**2) / 2e12
     assert found.generate == pytest.approx(prefill + 8 * step)
-    slow = forecast.update_seconds(networks(), machine(layer_seconds=1.0), "single")
+    slow = speed.update_seconds(networks(), machine(layer_seconds=1.0), "single")
     assert slow.generate == pytest.approx(10 + 8 * 10), "no layer takes less than a second"
 
 
 def test_gradients_cross_the_link_once_a_step() -> None:
     """4 steps; 1,300,100 gradients of 4 bytes, out and back, but for a process's own half."""
-    two = forecast.update_seconds(networks(), machine(2), "ddp").train
-    alone = forecast.update_seconds(networks(), machine(2, replace(CHIP, link=1e30)), "ddp").train
+    two = speed.update_seconds(networks(), machine(2), "ddp").train
+    alone = speed.update_seconds(networks(), machine(2, replace(CHIP, link=1e30)), "ddp").train
     assert two - alone == pytest.approx(4 * 2 * 4 * 1_300_100 * 0.5 / 1e6)
     assert machine(9, machine_link=7e-9).link == 7.0
 
@@ -281,7 +336,7 @@ def test_gradients_cross_the_link_once_a_step() -> None:
 def test_zero2_reduces_gradients_in_each_micro_batch() -> None:
     """2 epochs of 4 micro-batches, and 4 steps that gather what has changed; 2 bytes each."""
     found = [
-        forecast.update_seconds(networks(), machine(2, replace(CHIP, link=link)), "zero2").train
+        speed.update_seconds(networks(), machine(2, replace(CHIP, link=link)), "zero2").train
         for link in (1e6, 1e30)
     ]
     assert found[0] - found[1] == pytest.approx((2 * 4 + 4) * 2 * 1_300_100 * 0.5 / 1e6)
@@ -290,14 +345,46 @@ def test_zero2_reduces_gradients_in_each_micro_batch() -> None:
 def test_sharded_weights_are_gathered_once_to_sample_and_in_each_pass() -> None:
     """Half of 1.4 MB comes over the link; 2 epochs of 4 micro-batches move weights twice, gradients once."""
     fast = replace(CHIP, link=1e30)
-    sharded = [forecast.update_seconds(networks(), machine(2, gpu), "zero3") for gpu in (CHIP, fast)]
+    sharded = [speed.update_seconds(networks(), machine(2, gpu), "zero3") for gpu in (CHIP, fast)]
     assert sharded[0].generate - sharded[1].generate == pytest.approx(2 * 700_000 * 0.5 / 1e6)
     both = 700_000 + 600_100
     expected = 2 * 4 * (2 * 2 * both + 2 * both) * 0.5 / 1e6
     assert sharded[0].train - sharded[1].train == pytest.approx(expected)
-    fsdp2 = [forecast.update_seconds(networks(), machine(2, gpu), "fsdp2") for gpu in (CHIP, fast)]
+    fsdp2 = [speed.update_seconds(networks(), machine(2, gpu), "fsdp2") for gpu in (CHIP, fast)]
     more = 2 * 4 * 2 * both * 0.5 / 1e6
     assert fsdp2[0].train - fsdp2[1].train == pytest.approx(expected + more), "it shares gradients in float32"
+
+
+def test_an_engine_samples_all_rows_on_its_gpus_and_has_new_weights_for_each_update() -> None:
+    """A step reads 1.2 MB of weights and the cache of 16 rows. 2.8 MB are written and read at 1 GB/s."""
+    found = speed.update_seconds(networks(engine=ENGINE), machine(2, folder_rate=1.0), "ddp")
+    step = 2 * (600_000 + 16 * 28 * 1000) / 1e9
+    prefill = 16 * (2 * 500_000 * 24 + 2 * 10 * 100 * 24**2) / 2e12
+    assert found.generate == pytest.approx(prefill + 8 * step)
+    assert found.renew == pytest.approx(2 * 4 * 700_000 / 1e9)
+    assert found.total == found.renew + found.generate + found.score + found.train
+    sharded = speed.update_seconds(networks(engine=ENGINE), machine(2, folder_rate=1.0), "fsdp2")
+    assert sharded.renew - found.renew == pytest.approx(0.5 * 4 * 700_000 / 1e6), "half comes over the link"
+    assert sharded.generate == found.generate
+    ahead = speed.update_seconds(networks(engine=ENGINE | {"ahead": 1}), machine(2, folder_rate=1.0), "ddp")
+    assert ahead.total == found.renew + max(found.generate, found.score + found.train)
+
+
+def test_what_is_offloaded_is_copied_and_stepped_in_the_machines_memory() -> None:
+    """Two processes of a machine. Training: 8 micro-batches copy weights twice and gradients once, and 4
+    steps take 28 bytes a parameter at 1 GB/s. Scoring: two passes with logits and a critic's, 4 times."""
+    slow = {"host_link": 1.0, "machine_bandwidth": 1.0}
+    fast = replace(CHIP, bandwidth=1e30)
+    plain = speed.update_seconds(networks(), machine(2, fast, **slow), "fsdp2")
+    moved = speed.update_seconds(networks(offload=True), machine(2, fast, **slow), "fsdp2")
+    both = 1_300_100
+    copies = 8 * (2 * 4 + 4) * both / 2 / 1e9
+    assert moved.train - plain.train == pytest.approx(copies + 4 * 28 * both / 1e9)
+    assert moved.score - plain.score == pytest.approx(3 * 4 * 4 * 700_000 / 2 / 1e9, rel=1e-3)
+    assert moved.generate == plain.generate
+    halves = [speed.update_seconds(networks(offload=o), machine(2, fast, **slow), "zero2") for o in (0, 1)]
+    expected = (8 * 2 + 4 * 2) * both / 2 / 1e9 + 4 * 28 * both / 1e9
+    assert halves[1].train - halves[0].train == pytest.approx(expected)
 
 
 def test_the_cost_is_the_price_of_all_gpus_for_the_time() -> None:
@@ -307,6 +394,11 @@ def test_the_cost_is_the_price_of_all_gpus_for_the_time() -> None:
     assert made.episodes_per_second == pytest.approx(16 / made.seconds.total)
     hours = made.seconds.total / 16 * 1e6 / 3600
     assert made.cost_per_million_episodes == pytest.approx(2 * 3.0 * hours)
+    engine = forecast.plan(networks(engine=ENGINE), machine(2), price=3.0)
+    assert engine.engine_gpus == 1
+    assert engine.seconds is not None
+    hours = engine.seconds.total / 16 * 1e6 / 3600
+    assert engine.cost_per_million_episodes == pytest.approx(3 * 3.0 * hours)
 
 
 def test_what_does_not_fit_says_why_and_what_would() -> None:
@@ -320,7 +412,7 @@ def test_what_does_not_fit_says_why_and_what_would() -> None:
     assert made.problem == "2 prompts of a rollout are not divisible by 4 GPUs"
     tight = machine(1, replace(CHIP, memory=2**30 / 2))
     made = forecast.plan(networks(), tight, 1.0)
-    assert made.problem == "no layout fits into 1 GB on 1 GPU"
+    assert made.problem == "no layout fits into 1 GB on 1 GPU: single needs 1"
     assert made.least_gpus is None
     assert made.cost_per_million_episodes is None
     assert isinstance(made.memory, Footprint)
@@ -366,10 +458,19 @@ def test_the_models_own_config_is_read_where_there_is_one(
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
 
 
-def test_the_output_names_what_is_not_planned(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "launch.offload is not planned: the plan keeps everything on the GPUs"
+def test_an_engine_and_offload_of_params_yaml_are_planned(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = ("seconds to renew the engine's weights", "further GPUs, of the engine")
     assert main.main(["plan", "--gpus", "1"]) == 0
-    assert said not in capsys.readouterr().out
-    YAML().dump(small.params({"launch.layout": "zero3", "launch.offload": True}), project / "params.yaml")
-    assert main.main(["plan", "--gpus", "1"]) == 0
-    assert said in capsys.readouterr().out.replace("\n  ", " ")
+    assert not any(row in capsys.readouterr().out for row in rows)
+    changes = {"launch.layout": "zero3", "launch.offload": True, "ppo.engine": ENGINE}
+    YAML().dump(small.params(changes), project / "params.yaml")
+    assert main.main(["plan", "--gpus", "1", "--host-link", "12"]) == 0
+    out = capsys.readouterr().out
+    assert all(row in out for row in rows)
+    assert "GB/s between a GPU and its machine, for launch.offload: 12" in out.replace("\n  ", " ")
+    assert main.main(["plan", "--gpus", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["plans"][0]["params.yaml"]
+    assert (found["layout"], found["engine_gpus"]) == ("zero2", 1)
+    assert found["memory"]["optimiser"] == 0

@@ -24,10 +24,11 @@ from typing import Any
 from rlhf_tasks import config
 from rlhf_tasks.benchmark import architecture
 from rlhf_tasks.benchmark.footprint import SLICE, Networks, footprint
-from rlhf_tasks.benchmark.forecast import Machine, update_seconds
 from rlhf_tasks.benchmark.gpus import GPUS, Assumptions, Gpu
+from rlhf_tasks.benchmark.speed import Machine, update_seconds
 from rlhf_tasks.cli import plan
 from tests import small
+from tests.ppo.toy import ENGINE
 
 OUT = Path(__file__).parents[2] / "docs/results/plan.md"
 SIZES: Mapping[str, tuple[int, int]] = {
@@ -194,6 +195,28 @@ tokenizer of the built-in task is smaller, so the model that it trains has 480,9
 `models/sft` exists, `rlhf plan` counts its weights.
 """
 MARK = "\n## What larger models need\n"
+OFFLOADED = {
+    "ppo.engine": ENGINE,
+    "launch.layout": "fsdp2",
+    "launch.num_processes": 8,
+    "launch.offload": True,
+}
+LARGE: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
+    "64 × H100, engine": ("h100", 64, {"ppo.engine": ENGINE}),
+    "32 × H200, engine": ("h200", 32, {"ppo.engine": ENGINE}),
+    "8 × H100, engine, offload": ("h100", 8, OFFLOADED),
+    "32 × H100, engine, offload": ("h100", 32, OFFLOADED),
+}
+"""Plans of the model of 70 billion parameters: the kind and number of GPUs, and changes to params.yaml."""
+LARGE_TEXT = """
+### 70B, with an engine
+
+Without an engine each GPU gathers the whole policy to sample, 141 GB in bf16. An H100 cannot hold that,
+however many there are. With `ppo.engine` a pass gathers some layers at a time. What is left is divided by the
+number of GPUs, or `launch.offload` moves it into the memory of the machines. No such run was made: the page
+[several GPUs](../how-to/several-gpus.md) names what was not run on a GPU.
+
+"""
 
 
 def tables() -> str:
@@ -204,8 +227,18 @@ def tables() -> str:
         found = plan.plans(settings, Path("none"), gpu, num_gpus, assumed, 2.5)
         text += f"\n### {num_gpus} × {gpu.name}\n\n| | {' | '.join(found)} |\n" + "|---" * 5 + "|\n"
         text += "".join(f"| {' | '.join(cells)} |\n" for cells in plan.rows(found))
+    text += LARGE_TEXT + large(assumed)
     notes = [f"- {note[0].upper()}{note[1:]}." for note in plan.assumptions(settings, gpu, assumed, 2.5)]
     return text + "\n### What is assumed\n\n" + "\n".join(notes) + "\n"
+
+
+def large(assumed: Assumptions) -> str:
+    found = {}
+    for title, (kind, num_gpus, changes) in LARGE.items():
+        settings = config.validate(small.params(changes), "params.yaml")
+        found[title] = plan.plans(settings, Path("none"), GPUS[kind], num_gpus, assumed, 2.5)["70B"]
+    head = f"| | {' | '.join(found)} |\n" + "|---" * (1 + len(found)) + "|\n"
+    return head + "".join(f"| {' | '.join(cells)} |\n" for cells in plan.rows(found))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks.modeling.products import unrounded_products
-from rlhf_tasks.training.runtime import keep_freed_memory
+from rlhf_tasks.training import runtime
+from rlhf_tasks.training.runtime import Runtime, keep_freed_memory
 from tests import small
 
 
@@ -73,3 +74,36 @@ def test_the_head_of_a_reward_model_keeps_float32_in_bf16() -> None:
     exact = scores.scored(hidden)
     small.runtime("bf16").freeze(scores)
     assert torch.equal(scores.scored(hidden), exact)
+
+
+# ------------------------------------------------------------------------ models before they are sharded
+
+
+def sharding(rank: int, device: str = "cpu") -> Runtime:
+    """A process that will share the weights of its models."""
+    rt = small.runtime()
+    rt.shards, rt.rank, rt.device = True, rank, torch.device(device)
+    return rt
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_without_room_on_the_gpu_is_checked_by_the_first_process_on_the_cpu(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small.causal()
+    num_bytes = 4 * sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(runtime, "free_memory", lambda device: 1.1 * num_bytes)
+    with sharding(rank, "meta").on_device(model) as is_used:
+        assert is_used == (rank == 0)
+        assert model.device.type == "cpu"
+
+
+def test_after_its_check_a_model_has_the_very_weights_that_were_read() -> None:
+    """A copy would be in the memory of every process; `meta` stands for the GPU."""
+    model = small.causal()
+    before = {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()}
+    with sharding(1, "meta").on_device(model) as is_used:
+        assert is_used
+        assert {value.device.type for value in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert {name: value.data_ptr() for name, value in model.state_dict(keep_vars=True).items()} == before
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
