@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, Ids, collate
@@ -26,6 +26,7 @@ from rlhf_tasks.modeling.generation import GPU_CHECK, Samples, sample
 from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.modeling.models import TokenScores, load_causal, load_reward, merged, place
 from rlhf_tasks.modeling.positions import ModelFault
+from rlhf_tasks.modeling.products import multiply_as
 from rlhf_tasks.project import disk
 
 TOLERANCE = {torch.float32: 5e-3}
@@ -180,7 +181,9 @@ def _after_saving(model: PreTrainedModel, rows: Rows, pad: int) -> float:
         needed = sum(p.numel() * p.element_size() for p in model.parameters())
         with disk.room(Path(folder), lambda: needed):
             merged(model).save_pretrained(folder)
-        copy = place(load_causal(Path(folder)), model.device)
+        copy = load_causal(Path(folder))
+        nn.Module.to(copy, model.device)
+        multiply_as(model, copy)
         return _difference([_logits(model, batch)], [_logits(copy, batch)])
 
 

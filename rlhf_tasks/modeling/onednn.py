@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 SMALLEST = 2**24
-"""Multiplications of a product that is worth code of its own."""
+"""oneDNN compiles code for each shape. Products of fewer multiplications than this have torch's library."""
 NUM_KEPT = 64
-"""Products of different sizes whose code is kept, by each thread and by the process."""
+"""Number of compiled products that oneDNN keeps, for each thread and for the process; each takes 0.5 MB."""
 
 
 @cache
@@ -34,13 +34,8 @@ def cpu_features() -> dict[str, Any]:
 
 @cache
 def is_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster than torch's own library on this CPU.
-
-    The first call bounds what the code of products takes, half a megabyte for each size of one.
-    """
+    """Whether oneDNN multiplies float32 matrices faster than torch's own library on this CPU."""
     features = cpu_features()
-    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(variable, str(NUM_KEPT))
     return (
         str(features.get("cpu_name")).startswith("AMD")
         and bool(features.get("avx512_f"))
@@ -48,6 +43,12 @@ def is_faster() -> bool:
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
+
+
+def bound_memory() -> None:
+    """Let oneDNN keep `NUM_KEPT` products, unless the user has set how many. Call it before the first one."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(NUM_KEPT))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -76,12 +77,17 @@ def add_product(total: Tensor, x: Tensor, weight: Tensor) -> None:
 def _takes(x: Tensor, weight: Tensor) -> bool:
     kinds = (x.dtype, weight.dtype, x.device.type)
     return (
-        kinds == (torch.float32, torch.float32, "cpu") and x.numel() * len(weight) >= SMALLEST and is_faster()
+        kinds == (torch.float32, torch.float32, "cpu")
+        and x.numel() * len(weight) >= SMALLEST
+        and is_faster()
+        and not torch.compiler.is_compiling()  # torch then chooses the library
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    own = None if bias is None else bias.contiguous()  # its strides would not be read
+    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, own, "none", [], "")
     return found
 
 

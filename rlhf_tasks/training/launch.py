@@ -33,11 +33,12 @@ WATCH_SECONDS = 1.0
 LAUNCHES = "RLHF_LAUNCHES"  # a folder: machines that wait there join the launches of the first one
 MACHINES = "RLHF_MACHINES"  # the number of machines that a cluster's job has
 LAUNCHER = "RLHF_LAUNCHER"  # the process that started the workers of this machine
-OF_WORKER = (
-    "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_",
-    "ROLE_", "MASTER_",
-)  # fmt: skip
-"""How the names of variables begin by which torch makes a process one of the workers."""
+OF_WORKER = {
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+OF_WORKERS = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+"""Variables by which torch makes a process one of the workers: their names, and how others' names begin."""
 STOPPING = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
 """The seconds in which stopped workers may save their snapshot, before torch kills them; its default is 30. A
 service or a cluster that stopped them kills them after its own time."""
@@ -80,7 +81,11 @@ def is_worker() -> bool:
 
 def without_worker(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of a worker without those of its group: a program that it starts may have its own."""
-    return {name: value for name, value in environment.items() if not name.startswith(OF_WORKER)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_WORKER and not name.startswith(OF_WORKERS)
+    }
 
 
 def is_orphan() -> bool:
@@ -245,9 +250,10 @@ def mistake(error: BaseException) -> str | None:
 
 def _folder_of(error: OSError) -> Path | str:
     """The folder that exists and in which a file or a folder could not be made."""
-    if not isinstance(error.filename, str):
+    if not isinstance(error.filename, str) or not error.filename:
         return "a file system"
-    return next(folder for folder in Path(error.filename).absolute().parents if folder.exists())
+    parents = Path(error.filename).absolute().parents
+    return next((folder for folder in parents if folder.exists()), "a file system")
 
 
 def report(error: BaseException) -> None:

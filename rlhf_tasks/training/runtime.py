@@ -212,8 +212,8 @@ class Runtime:
         """Within the block, a model that `place` left on the CPU is whole on this device, if there is room.
 
         Yields whether this process is to compute with it. Without room it stays on the CPU, and the first
-        process computes alone: the others would only compete for the cores. After the block its weights are
-        those that were read, which the processes of a machine share while they are in a mapped file.
+        process computes alone: the others would only compete for the cores. After the block the model
+        has its own tensors again: views of the checkpoint's file, which the processes of a machine share.
         """
         if not self.shards:
             model.to(self.device)
@@ -375,8 +375,11 @@ class Runtime:
 
 
 def free_memory(device: torch.device) -> float:
-    """The free bytes of a GPU; without one a model is where it is computed."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    """The free bytes of a GPU, with those that torch keeps for new tensors; infinite on a CPU."""
+    if device.type != "cuda":
+        return math.inf
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 @contextmanager
@@ -387,8 +390,8 @@ def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
         (own, name, w, w.data) for own in modules for name, w in own._parameters.items() if w is not None
     ]
     buffers = [(own, name, buffer) for own in modules for name, buffer in own._buffers.items()]
-    model.to(device)
     try:
+        model.to(device)
         yield
     finally:
         for owner, name, weight, value in weights:

@@ -70,6 +70,26 @@ def test_tensors_that_are_not_contiguous_are_multiplied_right() -> None:
     torch.testing.assert_close(onednn.product(x[0], weight), F.linear(x[0], weight), rtol=1e-5, atol=1e-5)
 
 
+def test_a_bias_that_is_not_contiguous_is_added_right() -> None:
+    x, weight, bias = numbers(5, 8), numbers(6, 8), torch.stack([numbers(6), numbers(6) + 9], 1)[:, 0]
+    torch.testing.assert_close(
+        onednn.linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_autocast_has_its_own_products() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert onednn.linear(numbers(4, 8), numbers(3, 8)).dtype == torch.bfloat16
+
+
+def test_compiled_layers_have_the_products_of_the_compiler() -> None:
+    x, layer = numbers(4, 8), torch.nn.Linear(8, 3)
+    right = layer(x)
+    products.speed_up(layer)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), right, rtol=1e-5, atol=1e-5)
+
+
 def test_a_sum_of_products_is_added_to_in_place() -> None:
     total, x, weight = numbers(6, 5), numbers(9, 6).t(), numbers(9, 5, seed=1).t()
     right = total + x @ weight.t()
