@@ -115,6 +115,7 @@ class Attention:
         if pick is None:
             heads = made.product(hidden, slice(None), width)
             rotated, v = heads.split([num_heads + num_keys, num_keys], 2)
+            v = v.contiguous()  # a view would keep the whole product until the backward pass
             q, k = _rotated(rotated, rotations).split([num_heads, num_keys], 2)
         else:
             mask, of_queries = _seen_from(pick, mask, hidden), num_heads * width
