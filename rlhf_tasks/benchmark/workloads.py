@@ -19,8 +19,15 @@ from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models, scorers
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling import scorers
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    fetch_tokenizer,
+    from_scratch,
+    load_causal,
+    place,
+    save_checkpoint,
+)
 from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic
 from rlhf_tasks.ppo.trainer import Trainer
@@ -70,7 +77,7 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     settings = settings.model_copy(update=changes)
     tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
     for model in made:
-        models.place(model, rt.device)
+        place(model, rt.device)
     for frozen in (made.reference, made.reward):
         rt.freeze(frozen)
     reward = TokenScores(made.reward)
@@ -148,20 +155,20 @@ def _fill(config: Config, own: Paths, paths: Paths) -> list[str]:
 def _initial(config: Config, own: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of the shape that SFT would have, and its tokenizer."""
     if config.sft.source is not None:
-        where = models.local_tokenizer(config.sft.source, config.sft.revision)
-        return models.load_causal(config.sft.source, config.sft.revision), load_tokenizer(where)
+        where = fetch_tokenizer(config.sft.source, config.sft.revision)
+        return load_causal(config.sft.source, config.sft.revision), load_tokenizer(where)
     if config.model.scratch is None:
-        return models.load_causal(config.model.base, config.model.revision), tokenizers.ready(config.model)
+        return load_causal(config.model.base, config.model.revision), tokenizers.ready(config.model)
     shape = config.model.scratch
     tokenizer = (
         load_tokenizer(own.tokenizer) if own.tokenizer.exists() else shapes.tokenizer(shape.vocab_size)
     )
-    return models.from_scratch(shape, tokenizer, positions(config)), tokenizer
+    return from_scratch(shape, tokenizer, positions(config)), tokenizer
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     folder.mkdir(parents=True)
-    models.save(model, tokenizer, folder, identity={}, card="random weights, for a benchmark\n")
+    save_checkpoint(model, tokenizer, folder, identity={}, card="random weights, for a benchmark\n")
 
 
 def _prompts(own: Paths, tokenizer: PreTrainedTokenizerBase, config: Config) -> tuple[list[Ids], Columns]:

@@ -59,7 +59,7 @@ def load_rewards(paths: Paths, device: torch.device) -> dict[str, RewardModelSco
     return {
         name: RewardModelScorer(folder, device)
         for name, folder in folders.items()
-        if contracts.is_made(folder)
+        if contracts.has_model(folder)
     }
 
 

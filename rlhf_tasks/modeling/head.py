@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, collate
-from rlhf_tasks.modeling.classifiers import trunk_of
+from rlhf_tasks.modeling.classifiers import find_trunk
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.last_layer import Forward, forward_replaced, last_columns_only
 from rlhf_tasks.modeling.products import LINEAR
@@ -89,7 +89,7 @@ def reads_trunk(model: PreTrainedModel) -> bool:
     batch = collate([[0, 1]], [[2, 3]], pad=0).to(next(model.parameters()).device)
     given = token_stats(model, batch).states
     with last_columns_only(model, given.shape[1]):  # the same sizes of products, or the last bits differ
-        out = trunk_of(model)(
+        out = find_trunk(model)(
             input_ids=batch.query_response, attention_mask=batch.attention_mask,
             position_ids=batch.position_ids, use_cache=False,
         )  # fmt: skip

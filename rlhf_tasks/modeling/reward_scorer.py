@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import Ids, TokenBudget, picked, sizes
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.modeling.placement import OneDevice, Placement
 from rlhf_tasks.modeling.products import unrounded_products
 

@@ -24,10 +24,10 @@ from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
 from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import checks, contracts, models, positions
+from rlhf_tasks.modeling import checks, contracts
 from rlhf_tasks.modeling.combining import combined, length_penalties
 from rlhf_tasks.modeling.functions import TextFunction
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores, load_reward
 from rlhf_tasks.modeling.placement import OneDevice, Placement
 from rlhf_tasks.modeling.retokenised import Retokenised
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
@@ -305,17 +305,17 @@ def load_reward_scorer(
             fit it.
         ModelFault: if the scores of a padded batch are not those of each row alone.
     """
-    own, model = load_tokenizer(folder), models.load_reward(folder)
+    own, model = load_tokenizer(folder), load_reward(folder)
     contracts.check_fits(model.model, own, str(folder))
     placement = placement or OneDevice(CPU)
     with placement.on_device(model.requires_grad_(False)) as is_used:
         if is_used:
-            rows = checks.rows_for(model.model)
+            rows = checks.random_rows(model.model.config)
             checks.require(checks.check_scores(model, rows, pad=own.pad_token_id), str(folder))
     placement.put(model)
     scorer = RewardScorer(model, own, max_tokens, placement)
     settings = model.model.config
-    bounds = getattr(settings, "max_position_embeddings", None), positions.rescaling_length(settings)
+    bounds = getattr(settings, "max_position_embeddings", None), checks.find_rescaling_length(settings)
     longest = min((bound for bound in bounds if bound is not None), default=None)
     return Retokenised(scorer, own, policy, folder, longest), model
 

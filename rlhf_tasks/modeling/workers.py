@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.modeling.checks import find_rescaling_length
 from rlhf_tasks.modeling.last_layer import LAYERS
-from rlhf_tasks.modeling.positions import rescaling_length
 
 T = TypeVar("T")
 NUM_WORKERS = 2
@@ -46,7 +46,7 @@ def _takes_workers(model: nn.Module) -> bool:
     configs = [module.config for module in modules if isinstance(module, PreTrainedModel)]
     return (
         sum(weight.numel() for weight in model.parameters()) <= MOST_WEIGHTS
-        and all(config.model_type in LAYERS and rescaling_length(config) is None for config in configs)
+        and all(config.model_type in LAYERS and find_rescaling_length(config) is None for config in configs)
         and not any(hasattr(module, "lora_A") for module in modules)
     )
 

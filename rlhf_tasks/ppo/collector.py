@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, TokenBudget, picked, realigned, sizes
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling.generation import Samples, Share, sample
+from rlhf_tasks.modeling.sampling import Samples, Share, sample
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Rollout, lengths_mask, pad_rows

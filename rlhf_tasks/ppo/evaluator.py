@@ -16,7 +16,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.modeling.generation import Share, answer
+from rlhf_tasks.modeling.sampling import Share, sample_responses
 from rlhf_tasks.modeling.scorers import Scorer
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import interleaved
@@ -192,7 +192,7 @@ class Evaluator:
         if answered is not None:
             return self._rt.share(answered)
         with self._rt.whole(self._policy) as policy, self._rt.autocast():
-            return answer(
+            return sample_responses(
                 policy, self._tokenizer, prompts, max_new_tokens=self._settings.response_length,
                 temperature=self._settings.temperature, seed=self._seed,
                 stop=stop_token(self._settings, self._tokenizer),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, TokenBudget, collate, padded_tokens
 from rlhf_tasks.modeling.head import token_stats
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.modeling.workers import compute_beside
 from rlhf_tasks.ppo.batch import PPOBatch, merged

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
-from rlhf_tasks.modeling.models import without_adapters
+from rlhf_tasks.modeling.load import disable_adapters
 from rlhf_tasks.ppo.rollout import logprobs_of
 from rlhf_tasks.training import sharding
 
@@ -53,7 +53,7 @@ class AdapterOff:
         self._policy = policy
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        with without_adapters(self._policy):
+        with disable_adapters(self._policy):
             return logprobs_of(self._policy, batch, temperature)
 
     def follow(self, policy: PreTrainedModel, alpha: float) -> None:

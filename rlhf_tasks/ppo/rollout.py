@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, Ids, sizes
 from rlhf_tasks.modeling.head import TokenStats, head_states, token_stats
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.modeling.vocabulary import Loss
 
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from rlhf_tasks.config.engine import Engine as Settings
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.modeling.generation import Samples
-from rlhf_tasks.modeling.models import merged
+from rlhf_tasks.modeling.load import merge_adapter
+from rlhf_tasks.modeling.sampling import Samples
 from rlhf_tasks.ppo.collector import Collector
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine, EngineError, Limits, check
 from rlhf_tasks.ppo.losses import importance_weights
@@ -215,7 +215,7 @@ class EngineSource:
         with sharding.to_save(self._policy) as plain:
 
             def load() -> str:
-                self._engine.load(merged(plain), self._version)
+                self._engine.load(merge_adapter(plain), self._version)
                 return self._engine.name
 
             self.sampler = by_first(self._rt, load)

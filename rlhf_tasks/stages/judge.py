@@ -228,7 +228,7 @@ def _diagnose(
 
 def _is_optimised(paths: Paths) -> bool:
     """Whether PPO optimised models/reward, by its weights, when it trained the policy."""
-    return contracts.fingerprint(paths.reward) in contracts.rewards_of(paths.policy)
+    return contracts.fingerprint(paths.reward) in contracts.optimized_rewards(paths.policy)
 
 
 def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> RewardGaps:

@@ -17,10 +17,18 @@ from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, models, scorers
+from rlhf_tasks.modeling import contracts, scorers
 from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import head_width
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    add_lora,
+    load_causal,
+    load_reward,
+    merge_adapter,
+    save_checkpoint,
+    score_head,
+)
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.collector import stop_token
@@ -95,7 +103,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     evaluator.restore()
     with sharding.to_save(policy) as plain:
         if rt.is_main:
-            _save_policy(config, paths, models.merged(plain), tokenizer, evaluator, trainer.source.sampler)
+            _save_policy(config, paths, merge_adapter(plain), tokenizer, evaluator, trainer.source.sampler)
             _save_evaluations(paths, loop)
     rt.barrier()
     return metrics | evaluator.selected
@@ -107,7 +115,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     policy, reference = _policy(rt, config, paths)
-    reward = models.load_reward(paths.reward) if config.has_reward_model else None
+    reward = load_reward(paths.reward) if config.has_reward_model else None
     if reward is not None:
         reward = rt.place(reward).requires_grad_(False)
     critic = rt.place(_critic(rt, config, paths, policy, reward))
@@ -116,13 +124,13 @@ def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
 
 def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel, Reference]:
     settings = config.ppo
-    policy = rt.place(models.load_causal(paths.sft))
+    policy = rt.place(load_causal(paths.sft))
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     if settings.lora is not None:
-        policy = models.with_lora(policy, settings.lora, seed=config.seed)
+        policy = add_lora(policy, settings.lora, seed=config.seed)
         return policy, AdapterOff(policy)
-    reference = models.load_causal(paths.sft)
+    reference = load_causal(paths.sft)
     rt.freeze(reference)
     return policy, OwnModel(reference, moves=settings.reference_sync is not None)
 
@@ -139,23 +147,23 @@ def _critic(
     if settings.critic_init == "reward":
         assert reward is not None
         # before it is sharded, a copy would be in the memory of every process; a file is mapped once for all
-        critic = models.load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
+        critic = load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
         critic.requires_grad_(True)
     else:
         source = paths.sft if settings.critic_init == "sft" else paths.base
         critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
-        nn.init.zeros_(models.head_of(critic.model).weight)
+        nn.init.zeros_(score_head(critic.model).weight)
     if settings.gradient_checkpointing:
         recompute_activations(critic.model)
     if settings.lora is not None and settings.lora.value:
-        critic.model = models.with_lora(critic.model, settings.lora, seed=config.seed)
+        critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
     return critic
 
 
 def _heldout(rt: Runtime, config: PpoView, paths: Paths) -> TokenScores | None:
     if not config.has_reward_model:
         return None
-    return rt.place(models.load_reward(paths.reward_heldout)).requires_grad_(False)
+    return rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
 
 
 def ptx_text(
@@ -217,7 +225,7 @@ def _save_policy(
         identity["sampler"] = sampler
         chosen += f"; its rollouts were sampled by {sampler}"
     with whole(paths.policy) as folder:
-        models.save(
+        save_checkpoint(
             policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity,
             card=contracts.model_card(
                 "PPO policy", task="ppo", parameters=config.declared, inputs=inputs,

@@ -21,8 +21,8 @@ from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.generation import answer
+from rlhf_tasks.modeling.load import load_causal, place
+from rlhf_tasks.modeling.sampling import sample_responses
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
@@ -37,7 +37,7 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
     """Write data/comparisons. Metrics: pairs by split and origin, and the number of flipped labels."""
     rt = Runtime(config.launch, config.seed)
     is_used = config.train_reward_model
-    policy = models.place(models.load_causal(paths.sft), rt.device).eval() if is_used else None
+    policy = place(load_causal(paths.sft), rt.device).eval() if is_used else None
     tokenizer = load_tokenizer(paths.sft)
     metrics: dict[str, float] = {}
     with (
@@ -82,7 +82,7 @@ def _sampled(
     repeated = [row for row in prompts for _ in range(settings.pairs_per_prompt)]
 
     def samples(seed: int) -> list[str]:
-        answers = answer(
+        answers = sample_responses(
             model, tokenizer, [row["prompt"] for row in repeated],
             max_new_tokens=config.max_completion_tokens, temperature=settings.temperature, seed=seed,
         )  # fmt: skip

@@ -37,10 +37,19 @@ from rlhf_tasks.data.batches import (
 )
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.classifiers import replace_trunk
 from rlhf_tasks.modeling.head import head_loss, reads_trunk, token_stats
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    add_lora,
+    fetch_tokenizer,
+    load_causal,
+    load_reward,
+    merge_adapter,
+    save_checkpoint,
+    supports_shared_prefix,
+)
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
@@ -236,13 +245,13 @@ def _trained(
     generator = torch.Generator().manual_seed(seed)
     scores = TokenScores.from_policy(paths.sft, generator)
     if settings.lora is not None:
-        models.with_lora(scores.model, settings.lora, seed=seed)
-    policy = models.load_causal(paths.sft) if settings.lm_coef else None
+        add_lora(scores.model, settings.lora, seed=seed)
+    policy = load_causal(paths.sft) if settings.lm_coef else None
     learner = rt.place(Learner(scores, policy))
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
-    forked = not settings.lm_coef and models.takes_forks(scores.model)
+    forked = not settings.lm_coef and supports_shared_prefix(scores.model)
     train = _pairs(
         tokenizer, rows, forked=forked, margin=settings.margin, centring_coef=settings.centring_coef,
         lm_coef=settings.lm_coef,
@@ -293,7 +302,7 @@ def _normalise(
 
 
 def _none_made(rt: Runtime, paths: Paths) -> dict[str, float]:
-    """Write both outs with a README in place of a model; `contracts.is_made` is False for them."""
+    """Write both outs with a README in place of a model; `contracts.has_model` is False for them."""
     for out in _outs(paths).values():
         if rt.is_main:
             with whole(out) as folder:
@@ -307,12 +316,12 @@ def _fetched(
 ) -> tuple[TokenScores, dict[str, str]]:
     """An existing reward model and its known parents, checked against the SFT model before it is loaded."""
     assert settings.source is not None
-    where = models.local_tokenizer(settings.source, settings.revision)
+    where = fetch_tokenizer(settings.source, settings.revision)
     contracts.check_same_tokenizer(paths.sft, where)
     contracts.check_parent(where, "sft", paths.sft)
-    scores = models.load_reward(settings.source, settings.revision)
+    scores = load_reward(settings.source, settings.revision)
     contracts.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")
-    return scores, contracts.parents_of(where)
+    return scores, contracts.read_parents(where)
 
 
 @torch.no_grad()
@@ -356,8 +365,8 @@ def _save(
     parents: dict[str, str],
 ) -> None:
     with whole(out) as folder:
-        models.save(
-            models.merged(model), tokenizer, folder,
+        save_checkpoint(
+            merge_adapter(model), tokenizer, folder,
             identity=contracts.identity("reward", parents),
             card=contracts.model_card(
                 f"Reward model ({out.name})", task="reward-model", parameters=config.declared,

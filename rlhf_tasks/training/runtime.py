@@ -111,7 +111,7 @@ class Runtime:
         return num_workers(self.device, *self._models)
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device, of the same state on all processes (see `generation.Share`)."""
+        """A generator on this device, of the same state on all processes (see `sampling.Share`)."""
         return torch.Generator(self.device).manual_seed(seed)
 
     # ------------------------------------------------------------------------- between processes

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch, collate, fork
-from rlhf_tasks.modeling import attention, models
+from rlhf_tasks.modeling import attention
 from rlhf_tasks.modeling.attention import Attention
 from rlhf_tasks.modeling.last_layer import columns_only, last_columns_only
+from rlhf_tasks.modeling.load import add_lora
 from tests import small
 
 QUERIES, RESPONSES = small.rows(5, longest=7)
@@ -125,7 +126,7 @@ def test_the_two_numbers_of_a_pair_become_neighbours(
 
 
 def test_models_that_it_does_not_know_keep_the_attention_of_transformers() -> None:
-    adapted = models.with_lora(small.causal("gpt_neox"), Lora(r=2, alpha=4.0), seed=0)
+    adapted = add_lora(small.causal("gpt_neox"), Lora(r=2, alpha=4.0), seed=0)
     windowed = small.causal("qwen2")
     windowed.config.sliding_window = 4
     eager = small.causal("llama")

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_tasks.modeling import checks, generation, onednn, positions, products
-from rlhf_tasks.modeling.checks import Result
-from rlhf_tasks.modeling.positions import ModelFault
+from rlhf_tasks.modeling import checks, onednn, products
+from rlhf_tasks.modeling.checks import ModelFault, Result, check_positions, find_rescaling_length
+from rlhf_tasks.modeling.sampling import _PreallocatedLayer
 from rlhf_tasks.project.disk import DiskFullError
 from tests import families, small
 from tests.small import PAD
@@ -84,8 +84,8 @@ def test_nothing_is_drawn_from_the_generator_that_training_uses() -> None:
 
 def test_the_prompts_of_the_check_are_of_all_lengths() -> None:
     queries = [[1] * length for length in (5, 2, 9, 3, 7)]
-    assert [len(q) for q in checks.prompts_of_mixed_lengths(queries)] == [2, 3, 7, 9]
-    assert [len(q) for q in checks.prompts_of_mixed_lengths([[1]])] == [1, 1, 1, 1]
+    assert [len(q) for q in checks.pick_prompts(queries)] == [2, 3, 7, 9]
+    assert [len(q) for q in checks.pick_prompts([[1]])] == [1, 1, 1, 1]
 
 
 # --------------------------------------------------------------------------------- what is found out
@@ -137,7 +137,7 @@ def test_rows_that_stay_in_the_cache_are_found(monkeypatch: pytest.MonkeyPatch) 
     def first_rows(layer: Any, rows: Tensor) -> None:
         layer._all = tuple(whole[: len(rows)] for whole in layer._all)
 
-    monkeypatch.setattr(generation._Preallocated, "reorder_cache", first_rows)
+    monkeypatch.setattr(_PreallocatedLayer, "reorder_cache", first_rows)
     assert failed(of(small.causal())) == ["ended rows do not change the others"]
 
 
@@ -229,22 +229,22 @@ DYNAMIC: dict[str, Any] = {"rope_parameters": {"rope_type": "dynamic", "rope_the
 
 def test_positions_that_depend_on_the_longest_row_are_refused_where_rows_reach_them() -> None:
     config = families.config("llama", max_position_embeddings=32, **DYNAMIC)
-    assert positions.rescaling_length(config) == 32
-    positions.check_positions(config, 32, "models/sft")
+    assert find_rescaling_length(config) == 32
+    check_positions(config, 32, "models/sft")
     with pytest.raises(ModelFault, match=r"exceeds 32 tokens, and prompt plus response reach 33"):
-        positions.check_positions(config, 33, "models/sft")
+        check_positions(config, 33, "models/sft")
 
 
 def test_phi3s_long_positions_begin_at_its_original_length() -> None:
     factors = [1.0] * 4
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": factors}
     config = families.config("phi3", rope_parameters=rope, original_max_position_embeddings=24)
-    assert positions.rescaling_length(config) == 24
+    assert find_rescaling_length(config) == 24
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "bloom"])
 def test_other_positions_have_no_such_length(family: str) -> None:
-    assert positions.rescaling_length(families.config(family)) is None
+    assert find_rescaling_length(families.config(family)) is None
 
 
 def test_rows_past_that_length_do_differ_from_rows_alone() -> None:

@@ -11,8 +11,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from rlhf_tasks.data.batches import collate, text_of
-from rlhf_tasks.modeling import generation
-from rlhf_tasks.modeling.generation import Samples, _drawn, answer, sample
+from rlhf_tasks.modeling.sampling import (
+    GPU_CHECK,
+    Samples,
+    _decode,
+    _make_cache,
+    sample,
+    sample_responses,
+    sample_token,
+)
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.rollout import logprobs_of
 from tests import small
@@ -53,7 +60,7 @@ def test_autocast_caches_keys_as_they_are_attended_to(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rotation makes them float32; in bfloat16 they take half of the memory and give the same log-probs."""
-    made, make = list[DynamicCache](), generation._cache
+    made, make = list[DynamicCache](), _make_cache
 
     def noted(*given: Any) -> DynamicCache:
         made.append(make(*given))
@@ -92,7 +99,7 @@ def test_pad_may_equal_eos_while_sampling() -> None:
 def test_the_first_token_whose_cumulative_probability_exceeds_the_number_is_drawn() -> None:
     logits = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0]).log().expand(7, 6)
     almost = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)).item()
-    tokens, logprobs = _drawn(logits, torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 0.99, almost]))
+    tokens, logprobs = sample_token(logits, torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 0.99, almost]))
     assert tokens.tolist() == [1, 1, 3, 3, 4, 4, 4], "a token of probability 0 is never drawn"
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]))
 
@@ -102,7 +109,7 @@ def test_cumulative_probabilities_of_a_large_vocabulary_do_not_drift() -> None:
     size, rows = 50_000, 100
     logits = torch.randn(size, generator=torch.Generator().manual_seed(5))
     numbers = torch.arange(rows) / rows
-    tokens, logprobs = _drawn(logits.expand(rows, size), numbers)
+    tokens, logprobs = sample_token(logits.expand(rows, size), numbers)
     exact = logits.double().softmax(-1)
     above = exact.cumsum(0)[tokens]
     assert (numbers < above + 1e-6).all()
@@ -135,7 +142,7 @@ def test_a_response_depends_on_no_other_row(family: Family, batch_size: int | No
 
 def test_the_draw_is_checked_seldom_on_a_gpu_to_the_same_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = samples()
-    monkeypatch.setattr(generation, "CPU_CHECK", generation.GPU_CHECK)
+    monkeypatch.setattr(generation, "CPU_CHECK", GPU_CHECK)
     assert samples().responses == usual.responses
 
 
@@ -180,7 +187,7 @@ def test_the_same_seed_samples_the_same_responses() -> None:
 def test_responses_are_in_the_order_of_their_prompts(batch_size: int) -> None:
     model, words = small.causal(), small.tokenizer()
     prompts = [str(words.decode(query)) for query in QUERIES]
-    found = answer(
+    found = sample_responses(
         model, words, prompts, max_new_tokens=6, temperature=1e-4, seed=1, batch_size=batch_size
     )  # so cold that the likeliest token always comes
     for query, response in zip(QUERIES, found, strict=True):
@@ -190,10 +197,8 @@ def test_responses_are_in_the_order_of_their_prompts(batch_size: int) -> None:
 
 def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, prompts = small.causal(), small.tokenizer(), ["w1 w2", "w3", "w4 w5 w6", "w7", "w8"]
-    sampling = partial(
-        generation.answer, model, tokenizer, prompts, max_new_tokens=4, temperature=1.0, seed=3
-    )
-    expected, decoded, tried = sampling(), generation._decoded, list[int]()
+    sampling = partial(sample_responses, model, tokenizer, prompts, max_new_tokens=4, temperature=1.0, seed=3)
+    expected, decoded, tried = sampling(), _decode, list[int]()
 
     def hungry(model: Any, batch: Any, query_of: Tensor, *rest: Any) -> Any:
         tried.append(len(query_of))

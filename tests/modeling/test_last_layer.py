@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch, collate, fork
-from rlhf_tasks.modeling import last_layer, models
+from rlhf_tasks.modeling import last_layer
 from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.modeling.load import TokenScores
 from tests import small
 from tests.small import FAMILIES, PAD, Family
 
@@ -36,7 +37,7 @@ def read(model: nn.Module, batch: Batch) -> Tensor:
         return (found * torch.linspace(-1, 1, len(found))).sum()
 
     model.zero_grad()
-    if isinstance(model, models.TokenScores):
+    if isinstance(model, TokenScores):
         found = model(batch)[:, 1:][batch.response_mask]
         loss(found).backward()
     else:

@@ -18,7 +18,7 @@ from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.tables import Chat, Message
 from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import TokenScores, load_classifier, load_reward, save_checkpoint, score_head
 from rlhf_tasks.modeling.retokenised import Retokenised, messages_of
 from rlhf_tasks.modeling.scorers import build
 from tests import small
@@ -196,10 +196,10 @@ def foreign(tmp_path: Path) -> Path:
     """A reward model of another family, with a byte-level tokenizer."""
     words, folder = bytes_tokenizer(), tmp_path / "foreign"
     causal = small.causal("qwen2", 3, words)
-    models.save(causal, words, tmp_path / "base", identity={}, card="")
-    made = models.TokenScores.from_policy(tmp_path / "base", torch.Generator().manual_seed(5))
+    save_checkpoint(causal, words, tmp_path / "base", identity={}, card="")
+    made = TokenScores.from_policy(tmp_path / "base", torch.Generator().manual_seed(5))
     made.set_mean(0.125)
-    models.save(made.model, words, folder, identity={}, card="")
+    save_checkpoint(made.model, words, folder, identity={}, card="")
     return folder
 
 
@@ -217,14 +217,14 @@ def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alon
     assert list(found) == ["reward_model", "helpful"]
     assert len(scorers(foreign.parent, path="foreign", name="helpful").reward_models) == 2
     policy, own = small.tokenizer(), bytes_tokenizer()
-    loaded = models.load_classifier(foreign)
+    loaded = load_classifier(foreign)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
         end = [int(own.eos_token_id)] if response[-1] == small.EOS else []
         text = policy.decode([token for token in response if token != small.EOS])
         ids = own(policy.decode(query))["input_ids"] + own(text)["input_ids"] + end
         with torch.no_grad():
             hidden = loaded.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
-            alone = float(models.head_of(loaded)(hidden)) - 0.125
+            alone = float(score_head(loaded)(hidden)) - 0.125
         assert float(found["helpful"][row]) == pytest.approx(alone, abs=1e-5)
 
 
@@ -260,10 +260,10 @@ def test_the_start_of_a_query_is_cut_where_the_model_cannot_read_all(
     found = [float(scorer.parts([query], [response])["helpful"][0]) for _ in range(2)]
     policy, own = small.tokenizer(), bytes_tokenizer()
     ids = own(policy.decode(query))["input_ids"] + own(policy.decode(response))["input_ids"]
-    loaded = models.load_classifier(foreign)
+    loaded = load_classifier(foreign)
     with torch.no_grad():
         hidden = loaded.base_model(torch.tensor([ids[-128:]])).last_hidden_state[0, -1]
-        alone = float(models.head_of(loaded)(hidden)) - 0.125
+        alone = float(score_head(loaded)(hidden)) - 0.125
     assert len(ids) > 128
     assert found == pytest.approx([alone, alone], abs=1e-5)
     assert capsys.readouterr().out.count("foreign can read 128 tokens") == 1
@@ -289,9 +289,9 @@ def test_a_conversation_loses_its_start_and_its_answer_never() -> None:
 def test_a_reward_model_that_answers_otherwise_in_a_batch_is_refused(
     foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = models.load_reward
+    load = load_reward
 
-    def unmasked(folder: Path) -> models.TokenScores:
+    def unmasked(folder: Path) -> TokenScores:
         scores = load(folder)
         wrap(scores.model.base_model, unmask)
         return scores

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import TokenBudget, dealt
-from rlhf_tasks.modeling import models, workers
+from rlhf_tasks.modeling import workers
 from rlhf_tasks.modeling.last_layer import forward_replaced
+from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.modeling.workers import compute_beside, num_workers
 from rlhf_tasks.stages.reward import Learner, Pairs
@@ -178,7 +179,7 @@ def test_there_is_one_worker_where_two_would_be_wrong_or_useless(monkeypatch: py
     assert by_one_thread(lambda: num_workers(CPU, plain)) == 1
     with torch.autocast("cpu", torch.bfloat16):
         assert num_workers(CPU, plain) == 1
-    adapted = models.with_lora(small.causal("gpt_neox"), Lora(r=2, alpha=4.0), seed=1)
+    adapted = add_lora(small.causal("gpt_neox"), Lora(r=2, alpha=4.0), seed=1)
     assert num_workers(CPU, plain, adapted) == 1
     assert num_workers(CPU, small.other("gemma2")) == 1
     monkeypatch.setattr(workers, "MOST_WEIGHTS", 1000)

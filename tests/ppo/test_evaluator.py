@@ -17,8 +17,8 @@ from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.generation import answer
+from rlhf_tasks.modeling.load import add_lora
+from rlhf_tasks.modeling.sampling import sample_responses
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
@@ -129,7 +129,7 @@ def test_the_kl_of_an_unchanged_policy_is_zero() -> None:
 
 
 def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
-    policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
+    policy = add_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
     with torch.no_grad():
         for name, weights in policy.named_parameters():
             if "lora_B" in name:
@@ -144,7 +144,7 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
 
 def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
     policy, scorers = small.causal(), Recorder()
-    expected = answer(
+    expected = sample_responses(
         policy, small.tokenizer(), PROMPTS, max_new_tokens=8, temperature=TEMPERATURE, seed=1, stop=small.EOS
     )
     one, before = evaluator(policy, scorer=scorers), torch.get_rng_state()
@@ -291,7 +291,7 @@ def test_two_processes_share_the_prompts_and_agree_on_the_result(outside: bool) 
     assert first == second
     assert both[0].answers == both[1].answers
     assert [row["prompt"] for row in both[0].answers] == PROMPTS
-    everything = answer(
+    everything = sample_responses(
         small.causal(), small.tokenizer(), PROMPTS, max_new_tokens=8, temperature=TEMPERATURE, seed=1,
         stop=small.EOS,
     )  # fmt: skip

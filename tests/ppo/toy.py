@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
@@ -125,7 +125,7 @@ def shared() -> ActorCritic:
 
 
 def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
-    policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
+    policy = add_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
     if value is None:
         return ActorCritic(policy, NoCritic()), AdapterOff(policy)
     critic = small.scores(seed=3) if value == "separate" else ValueHead(small.HIDDEN)

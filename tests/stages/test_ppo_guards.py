@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
@@ -242,7 +243,7 @@ def test_the_second_update_is_repeated_after_each_roll_back(
     )
     coefs = [history[row]["objective/kl_coef"] for row in tries]
     assert coefs == pytest.approx([0.03, 0.3, 3.0])
-    weights = models.load_causal(POLICY).state_dict().values()
+    weights = load_causal(POLICY).state_dict().values()
     assert all(bool(value.isfinite().all()) for value in weights)
 
 

@@ -15,8 +15,8 @@ from rlhf_tasks.data.batches import encode, encode_answers, load_tokenizer
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
-from rlhf_tasks.modeling import models
 from rlhf_tasks.modeling.functions import TextFunction
+from rlhf_tasks.modeling.load import load_reward
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.modeling.scorers import numbers
 from rlhf_tasks.modeling.verifier import Verifier
@@ -89,7 +89,7 @@ class RewardModelScorer:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._tokenizer = load_tokenizer(folder)
-        self._scorer = RewardScorer(models.load_reward(folder).to(device), self._tokenizer)
+        self._scorer = RewardScorer(load_reward(folder).to(device), self._tokenizer)
 
     def scores(
         self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
