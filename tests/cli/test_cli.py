@@ -352,11 +352,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object
     calls: list[tuple[str, dict[str, object]]] = []
     module = types.ModuleType("rlhf_tasks.modeling.sampling")
 
-    def respond(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
+    def sample_texts(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
         calls.append((prompts[0], settings))
         return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
 
-    module.respond = respond  # type: ignore[attr-defined]
+    module.sample_texts = sample_texts  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlhf_tasks.modeling.sampling", module)
     return calls
 

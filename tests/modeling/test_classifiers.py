@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_tasks.config.training import Lora
@@ -23,9 +24,7 @@ from rlhf_tasks.modeling.load import (
     load_reward,
     merge_adapter,
     save_checkpoint,
-    supports_shared_prefix,
 )
-from rlhf_tasks.stages.reward import Learner, Pairs
 from tests import small
 from tests.small import PAD
 
@@ -54,10 +53,10 @@ def fresh(family: str, tmp_path: Path) -> TokenScores:
 
 def step(scores: TokenScores) -> None:
     """One step of the pair loss, after which every weight that has a gradient differs."""
-    task = Pairs(QUERIES, RESPONSES, RESPONSES[::-1], PAD, forked=supports_shared_prefix(scores.model))
-    assert not task.forked
     optimizer = torch.optim.AdamW([p for p in scores.parameters() if p.requires_grad], lr=1e-2)
-    task.sums(Learner(scores, None), range(6), torch.device("cpu"))["loss"].backward()
+    rejected = collate(QUERIES, RESPONSES[::-1], PAD)
+    lead = scores(BATCH, ends_only=True) - scores(rejected, ends_only=True)
+    (-logsigmoid(lead).sum()).backward()
     optimizer.step()
 
 
@@ -187,5 +186,5 @@ def test_a_family_without_any_classifier_is_refused(tmp_path: Path) -> None:
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=16
     )
     ViTModel(config).save_pretrained(tmp_path / "vit")
-    with pytest.raises(ContractError, match="vit is a vit model, which has no classifier"):
+    with pytest.raises(ContractError, match="vit: the family vit has no classifier"):
         load_classifier(tmp_path / "vit")

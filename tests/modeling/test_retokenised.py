@@ -296,7 +296,7 @@ def test_a_reward_model_that_answers_otherwise_in_a_batch_is_refused(
         wrap(scores.model.base_model, unmask)
         return scores
 
-    monkeypatch.setattr(models, "load_reward", unmasked)
+    monkeypatch.setattr("rlhf_tasks.modeling.scorers.load_reward", unmasked)
     with pytest.raises(UserError, match=r"foreign fails the check before training[^√]*padded batch"):
         scorers(foreign.parent, path="foreign")
 

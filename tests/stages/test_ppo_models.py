@@ -55,7 +55,7 @@ def test_a_held_out_reward_model_that_answers_otherwise_in_a_batch_is_refused(
             wrap(scores.model.base_model, unmask)
         return scores
 
-    monkeypatch.setattr(models, "load_reward", load_unmasked)
+    monkeypatch.setattr(ppo, "load_reward", load_unmasked)
     with pytest.raises(UserError, match="models/reward_heldout fails the check before training"):
         ppo.run(small.view("ppo", SETTINGS), Paths(), NullTracker("ppo"))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,7 @@ from transformers import (
 )
 
 from rlhf_tasks.config.training import Lora
-from rlhf_tasks.data.batches import collate, load_tokenizer
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.load import (
     ANY_WEIGHTS,
@@ -200,124 +197,13 @@ def test_the_same_weights_are_saved_as_the_same_bytes_wherever_they_come_from(
         assert str(tmp_path).encode() not in (first / name).read_bytes()
 
 
-def test_a_model_card_lists_inputs_and_parameters() -> None:
-    card = contracts.model_card(
-        "Title", task="sft", parameters={"sft.learning_rate": 0.1}, inputs={"data/sft": "ab12"}, how="So."
-    )
-    assert "| `sft.learning_rate` | 0.1 |" in card
-    assert "| data/sft | `ab12` |" in card
-
-
-# ---------------------------------------------------------------------------------- contracts
-
-
-def words(folder: Path, **changes: Any) -> Path:
-    """The small tokenizer, saved with keys of its configuration, or its first word, changed."""
-    small.tokenizer().save_pretrained(folder)
-    file = folder / "tokenizer.json"
-    text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace('"w0"', f'"{changes.pop("first", "w0")}"'), encoding="utf-8")
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | changes), encoding="utf-8")
-    return folder
-
-
-def test_a_copy_of_a_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
-    contracts.check_same_tokenizer(words(tmp_path / "a"), words(tmp_path / "b"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"first": "other"}, r"another tokenizer than .*'other', 'w0'.* differ"),
-        ({"eos_token": "w1"}, "ends .*with 'w1'"),
-        ({"chat_template": "{{ messages }}"}, "another chat template"),
-    ],
-)
-def test_another_tokenizer_or_template_is_an_error(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match=why) as raised:
-        contracts.check_same_tokenizer(words(tmp_path / "a"), words(tmp_path / "b", **changes))
-    assert str(tmp_path / "a") in str(raised.value)
-    assert str(tmp_path / "b") in str(raised.value)
-
-
-def test_a_checkpoint_made_from_another_parent_is_an_error(policy: Path, tmp_path: Path) -> None:
-    other = save(small.causal(seed=1), tmp_path / "other")
-    child = save(small.causal(), tmp_path / "child", {"parents": {"sft": contracts.fingerprint(policy)}})
-    contracts.check_parent(child, "sft", policy)
-    with pytest.raises(ContractError, match=f"{child} was made from another sft model"):
-        contracts.check_parent(child, "sft", other)
-
-
-def test_a_foreign_checkpoint_has_no_parent_to_compare(policy: Path, tmp_path: Path) -> None:
-    foreign = save(small.causal(), tmp_path / "foreign")
-    (foreign / "rlhf.json").unlink()
-    contracts.check_parent(foreign, "sft", policy)
-    assert contracts.read_identity(foreign) == {}
-
-
-def test_weights_in_another_format_have_no_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ContractError, match="save the model again"):
-        contracts.fingerprint(tmp_path)
-
-
-def test_a_fingerprint_is_of_the_weights_alone(policy: Path, tmp_path: Path) -> None:
-    again = save(small.causal(), tmp_path / "again", {"kind": "else"})
-    assert contracts.fingerprint(again) == contracts.fingerprint(policy)
-    changed = small.causal()
-    with torch.no_grad():
-        next(changed.parameters()).view(-1)[0] += 1e-3
-    assert contracts.fingerprint(save(changed, tmp_path / "changed")) != contracts.fingerprint(policy)
-
-
-def slow_fingerprint(file: Path) -> str:
-    """By tensors that torch has read, one after another."""
-    digest = hashlib.sha256()
-    for key, tensor in sorted(load_file(file).items()):
-        digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        digest.update(bytes(tensor.flatten().view(torch.uint8).tolist()))
-    return digest.hexdigest()[:16]
-
-
-def test_a_fingerprint_is_of_names_shapes_types_and_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch names the types, by which checkpoints have named their parents so far."""
-    monkeypatch.setattr(contracts, "CHUNK", 7)
-    kinds = [getattr(torch, name) for name in contracts.TYPES.values()]
-    tensors = {f"a{i % 3}.{kind}": (torch.rand(2, 3) * 9).to(kind) for i, kind in enumerate(kinds)}
-    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 2)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert contracts.fingerprint(tmp_path) == slow_fingerprint(tmp_path / "model.safetensors")
-
-
-def test_damaged_weights_have_no_fingerprint(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file({"w": torch.zeros(4)}, file)
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ContractError, match=rf"{file} cannot be read \(.*dvc checkout"):
-        contracts.fingerprint(tmp_path)
-
-
-def test_a_tokenizer_larger_than_the_embedding_is_an_error(tmp_path: Path) -> None:
-    model = small.causal()
-    contracts.check_fits(model, small.tokenizer(), "here")
-    large = load_tokenizer(words(tmp_path))
-    large.add_tokens(["w20", "w21"])
-    with pytest.raises(
-        ContractError, match=f"here: .* {small.VOCAB + 2} tokens, but the model has {small.VOCAB}"
-    ):
-        contracts.check_fits(model, large, "here")
-
-
 # ----------------------------------------------------------------------------------- adapters
 
 LORA = Lora(r=3, alpha=6.0)
 LINEAR: dict[Family, int] = {"gpt_neox": 4, "llama": 7, "qwen2": 7, "gpt2": 4}  # of each of the two layers
 
 
-def adapted(model: PreTrainedModel, seed: int = 3) -> PreTrainedModel:
+def add_active_lora(model: PreTrainedModel, seed: int = 3) -> PreTrainedModel:
     """With adapters that do something: B is zero until it is trained."""
     found = add_lora(model, LORA, seed=seed)
     generator = torch.Generator().manual_seed(7)
@@ -377,7 +263,7 @@ def test_new_adapters_change_nothing_and_draw_nothing_of_the_global_rng(family: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapted_layer_computes_w_plus_alpha_over_r_b_a(family: Family) -> None:
     """In a plain model with the products added to its weights by hand."""
-    by_hand, model = small.causal(family), adapted(small.causal(family))
+    by_hand, model = small.causal(family), add_active_lora(small.causal(family))
     theirs = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in by_hand.named_parameters():
@@ -392,7 +278,7 @@ def test_an_adapted_layer_computes_w_plus_alpha_over_r_b_a(family: Family) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_without_its_adapters_is_bit_for_bit_the_one_before(family: Family) -> None:
-    model = adapted(small.causal(family))
+    model = add_active_lora(small.causal(family))
     names, ours = trained_names(model), logits_of(model)
     with disable_adapters(model):
         assert torch.equal(logits_of(model), logits_of(small.causal(family)))
@@ -407,7 +293,7 @@ def test_the_model_without_its_adapters_is_bit_for_bit_the_one_before(family: Fa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_path: Path) -> None:
-    model = adapted(small.causal(family))
+    model = add_active_lora(small.causal(family))
     assert model.generation_config is not None
     model.generation_config.eos_token_id = 5
     before, ours = torch.get_rng_state(), logits_of(model)
@@ -425,7 +311,7 @@ def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_p
 
 
 def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path: Path) -> None:
-    model = adapted(small.other("olmoe"))
+    model = add_active_lora(small.other("olmoe"))
     names = trained_names(model)
     assert {name.split(".")[3] for name in names} == {"self_attn"}
     assert len(names) == 2 * 2 * 4
@@ -437,7 +323,7 @@ def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_reward_model_keeps_its_head_and_its_mean(family: Family, tmp_path: Path) -> None:
     scores = small.scores(family)
-    adapted(scores.model)
+    add_active_lora(scores.model)
     scores.set_mean(0.5)
     ours = scores_of(scores.model)
     loaded = load_reward(save(merge_adapter(scores.model), tmp_path / "merged"))
