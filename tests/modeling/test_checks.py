@@ -20,9 +20,9 @@ from tests.small import PAD
 
 ROWS = checks.random_rows(small.causal().config)
 RIGHT_BEFORE = """
-gpt_neox llama qwen2 gpt2 gemma gemma2 gemma3_text mistral ministral mixtral qwen2_moe qwen3 qwen3_moe phi phi3
-phimoe opt bloom mpt falcon gptj gpt_neo gpt_oss olmo olmo2 olmo3 deepseek_v2 deepseek_v3 glm glm4 stablelm
-starcoder2 smollm3 nemotron helium exaone4 arcee diffllama doge biogpt persimmon
+gpt_neox llama qwen2 gpt2 gemma gemma2 gemma3_text mistral ministral mixtral qwen2_moe qwen3 qwen3_moe phi
+phi3 phimoe opt bloom mpt falcon gptj gpt_neo gpt_oss olmo olmo2 olmo3 deepseek_v2 deepseek_v3 glm glm4
+stablelm starcoder2 smollm3 nemotron helium exaone4 arcee diffllama doge biogpt persimmon
 """
 CACHES_OF_OTHER_KINDS = "qwen3_next qwen3_5_text jamba bamba granitemoehybrid falcon_mamba mamba mamba2"
 LLAMA3 = {
@@ -68,7 +68,7 @@ def forget(named: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------- what is right
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "mixtral", "qwen3_next", "mamba"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "qwen2", "gpt2", "mixtral", "qwen3_next", "mamba"])
 def test_a_right_model_passes_every_check_with_room(family: str) -> None:
     results = check(families.causal(family))
     assert len(results) == 6

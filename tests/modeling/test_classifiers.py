@@ -96,7 +96,7 @@ def test_the_folder_is_the_familys_config_and_plain_safetensors(family: str, tmp
     assert tensors["score.weight"].shape == (1, small.HIDDEN)
 
 
-@pytest.mark.parametrize("family", MADE_HERE)
+@pytest.mark.parametrize("family", [*MADE_HERE, "gemma2"])
 def test_the_trunk_is_the_policys(family: str, tmp_path: Path) -> None:
     scores, model = fresh(family, tmp_path), small.other(family)
     with torch.no_grad():

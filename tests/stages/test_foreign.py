@@ -224,7 +224,7 @@ def test_a_reward_model_is_refused_as_sft_model(family: str) -> None:
 def test_a_reward_model_without_its_trained_head_is_refused(family: str) -> None:
     toy.foreign("foreign/reward", family)
     with pytest.raises(
-        ContractError, match=r"lacks its trained head: score\.weight would be newly initialised"
+        ContractError, match=r"lacks its trained head: score\.weight would be newly initialized"
     ):
         load_reward("foreign/reward")
 
