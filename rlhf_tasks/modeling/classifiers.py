@@ -9,6 +9,7 @@ generic one on which transformers builds its own. Its folders are plain too: saf
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ def is_classifier(config: PretrainedConfig) -> bool:
     return any(name.endswith(("ForSequenceClassification", SUFFIX)) for name in config.architectures or ())
 
 
-def classifier_class(config: PretrainedConfig) -> Any:
-    """The class whose `from_pretrained` loads a classifier with this config.
+def classifier_class(config: PretrainedConfig, source: str | Path) -> Any:
+    """The class whose `from_pretrained` loads the classifier of a source with this config.
 
     Raises:
         ContractError: naming a family that has no classifier.
@@ -46,7 +47,7 @@ def classifier_class(config: PretrainedConfig) -> Any:
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_generic:
         return AutoModelForSequenceClassification
     if generic is None:
-        raise ContractError(f"the family {config.model_type} has no classifier; {INSTEAD}")
+        raise ContractError(f"{source} is a {config.model_type} model, which has no classifier; {INSTEAD}")
     return generic
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -115,7 +115,7 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
     """
-    return _load(lambda _: AutoModelForCausalLM, source, revision)
+    return _load(AutoModelForCausalLM, source, revision)
 
 
 def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
@@ -124,7 +124,7 @@ def load_classifier(source: str | Path, revision: str | None = None) -> PreTrain
     Raises:
         ContractError: if it cannot be read, or weights are missing from it.
     """
-    return _load(classifier_class, source, revision)
+    return _load(classifier_class(load_config(source, revision), source), source, revision)
 
 
 def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
@@ -143,17 +143,12 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
     return TokenScores(model)
 
 
-def _load(
-    choose: Callable[[PretrainedConfig], Any], source: str | Path, revision: str | None
-) -> PreTrainedModel:
+def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
     formats: dict[str, bool] = {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
-    config = load_config(source, revision)
     try:
-        model, info = choose(config).from_pretrained(
+        model, info = auto.from_pretrained(
             source, revision=revision, dtype=torch.float32, output_loading_info=True, **formats
         )
-    except ContractError as error:
-        raise ContractError(f"{source}: {error}") from None
     except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(source, error) from error
     heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)

@@ -28,6 +28,7 @@ from rlhf_tasks.modeling.tensors import NonFiniteError
 
 CPU_CHECK, GPU_CHECK = 1, 8
 """Tokens from one check of which rows have ended to the next: a check waits for the GPU."""
+SILENT = Meter()
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def sample(
     batch_size: int | None = None,
     num_samples: int = 1,
     share: Share | None = None,
-    meter: Meter | None = None,
+    meter: Meter = SILENT,
 ) -> Samples:
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
@@ -87,7 +88,7 @@ def sample(
         number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
         batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
         query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
-        tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, stop, meter or Meter())
+        tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, stop, meter)
         for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
             length = ids.index(stop) + 1 if stop in ids else len(ids)
             result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
@@ -101,7 +102,7 @@ def _decode(
     uniform: Tensor,
     temperature: float,
     stop: int,
-    meter: Meter,
+    meter: Meter = SILENT,
 ) -> tuple[Tensor, Tensor]:
     """(B, R) tokens and log-probs; what follows a row's first `stop` means nothing.
 
@@ -217,7 +218,7 @@ def sample_responses(
     stop: int | None = None,
     batch_size: int = 256,
     share: Share | None = None,
-    meter: Meter | None = None,
+    meter: Meter = SILENT,
 ) -> list[Ids]:
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 

@@ -186,5 +186,5 @@ def test_a_family_without_any_classifier_is_refused(tmp_path: Path) -> None:
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=16
     )
     ViTModel(config).save_pretrained(tmp_path / "vit")
-    with pytest.raises(ContractError, match="vit: the family vit has no classifier"):
+    with pytest.raises(ContractError, match="vit is a vit model, which has no classifier"):
         load_classifier(tmp_path / "vit")
