@@ -53,6 +53,12 @@ class Batch:
         return self.query_response[:, -self.num_response_columns :]
 
     @property
+    def mask(self) -> Tensor:
+        """(B, R) bool: the real response tokens, in tensors whose rows start with the first of them."""
+        columns = torch.arange(self.num_response_columns, device=self.response_mask.device)
+        return columns < self.response_mask.sum(1, keepdim=True)
+
+    @property
     def position_ids(self) -> Tensor:
         """(B, T): 0 at the first real token, so that left padding moves nothing."""
         return (self.attention_mask.cumsum(1) - 1).clamp_min(0)

@@ -23,10 +23,9 @@ from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.modeling.classifiers import SUFFIX
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.generation import GPU_CHECK, Samples, sample
-from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.modeling.models import TokenScores, load_causal, load_reward, merged, place
 from rlhf_tasks.modeling.positions import ModelFault
-from rlhf_tasks.modeling.products import multiply_as
 from rlhf_tasks.project import disk
 
 TOLERANCE = {torch.float32: 5e-3}
@@ -183,7 +182,6 @@ def _after_saving(model: PreTrainedModel, rows: Rows, pad: int) -> float:
             merged(model).save_pretrained(folder)
         copy = load_causal(Path(folder))
         nn.Module.to(copy, model.device)
-        multiply_as(model, copy)
         return _difference([_logits(model, batch)], [_logits(copy, batch)])
 
 

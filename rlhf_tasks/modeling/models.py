@@ -36,8 +36,7 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.classifiers import INSTEAD, AnyClassifier, on_trunk, trunk_of
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
-from rlhf_tasks.modeling.last_layer import columns_only, last_columns_only
-from rlhf_tasks.modeling.products import speed_up
+from rlhf_tasks.modeling.fast_cpu import accelerate
 from rlhf_tasks.project import disk
 
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
@@ -83,7 +82,7 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """The model on a device. The type annotations of transformers do not allow `model.to(device)`."""
     nn.Module.to(model, device)
     if device.type == "cpu":
-        speed_up(model)
+        accelerate(model)
     return model
 
 
@@ -185,8 +184,7 @@ class TokenScores(nn.Module):
     def hidden_states(self, batch: Batch) -> Tensor:
         """(B, R + 1, H) of the last layer: before each response token, and after the last."""
         columns = batch.num_response_columns + 1
-        with last_columns_only(self.model, columns):
-            return self._all_states(batch)[:, -columns:]
+        return self._all_states(batch)[:, -columns:]
 
     def _all_states(self, batch: Batch) -> Tensor:
         out = self.model.base_model(
@@ -204,8 +202,7 @@ class TokenScores(nn.Module):
         if not ends_only:
             return self.scored(self.hidden_states(batch))
         ends = batch.ends
-        with columns_only(self.model, ends):
-            return self.scored(self._all_states(batch).take_along_dim(ends[:, :, None], 1))
+        return self.scored(self._all_states(batch).take_along_dim(ends[:, :, None], 1))
 
     def scored(self, hidden: Tensor) -> Tensor:
         """(B, N, H) → (B, N) float32, minus the stored mean."""
