@@ -155,6 +155,10 @@ class Ppo(Section):
     mean of all responses to its prompt, in standard deviations (`group`, as in GRPO)."""
     samples_per_prompt: PositiveInt
     """Responses to each prompt of a rollout; at least 2 for `rloo` and `group`."""
+    loss: str = "ppo_clip"
+    """Policy loss: `ppo_clip`, or `module:function` of your own."""
+    loss_reduction: str | int = "token_mean"
+    """How the losses of tokens become one number."""
     gamma: Fraction
     """Discount γ of future rewards, 1 without a critic; set it below 1 if `truncation` bootstraps, because
     with 1 an endless response can keep any value."""

@@ -23,8 +23,8 @@ from rlhf_tasks import console
 from rlhf_tasks.data.batches import Ids, collate
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.classifiers import is_classifier
-from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.modeling.load import TokenScores, load_causal, load_config, load_reward, merge_adapter, place
+from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.modeling.sampling import GPU_CHECK, Samples, sample
 from rlhf_tasks.project import disk
 
@@ -181,7 +181,7 @@ def _train_logprobs(model: PreTrainedModel, rows: Rows, pad: int, temperature: f
     batch = collate(rows.queries, rows.responses, pad).to(model.device)
     with torch.enable_grad():
         logprobs = token_stats(model, batch, temperature).logprobs.detach()
-    return list(logprobs[batch.response_mask].cpu().split([len(r) for r in rows.responses]))
+    return list(logprobs[batch.mask].cpu().split([len(r) for r in rows.responses]))
 
 
 @torch.no_grad()

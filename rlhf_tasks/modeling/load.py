@@ -38,7 +38,7 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
-from rlhf_tasks.modeling.products import speed_up
+from rlhf_tasks.modeling.fast_cpu import accelerate
 from rlhf_tasks.project import disk
 
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
@@ -89,7 +89,7 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """The model on a device. The type annotations of transformers do not allow `model.to(device)`."""
     nn.Module.to(model, device)
     if device.type == "cpu":
-        speed_up(model)
+        accelerate(model)
     return model
 
 

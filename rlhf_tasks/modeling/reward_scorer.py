@@ -12,7 +12,6 @@ from rlhf_tasks.data.batches import Ids, TokenBudget, picked, sizes
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.modeling.placement import OneDevice, Placement
-from rlhf_tasks.modeling.products import unrounded_products
 
 
 class RewardScorer:
@@ -38,6 +37,5 @@ class RewardScorer:
             batch = picked(queries, responses, rows, self._pad).to(self._placement.device)
             result[rows] = self._scores(batch, ends_only=True)[: len(rows), 0].cpu()
 
-        with unrounded_products():
-            self._placement.run_batches(self._budget, sizes(queries, responses), score)
+        self._placement.run_batches(self._budget, sizes(queries, responses), score)
         return result

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import OPTIMISED, RewardModelJudge
@@ -15,7 +17,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts
 from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.modeling.verifier import Verifier
-from rlhf_tasks.ppo.collector import stop_token
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
@@ -156,6 +157,11 @@ def check_models(
             with rt.on_device(model) as is_used:
                 if is_used:
                     checks.require(checks.check_scores(model, rows, pad=pad), name)
+
+
+def stop_token(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the token that ends responses."""
+    return int(tokenizer.eos_token_id) if settings.stop_token == "eos" else settings.stop_token
 
 
 def is_rewarded(settings: Ppo) -> bool:

@@ -25,7 +25,7 @@ def truncated_scores(scores: Tensor, ended: Tensor, rule: Truncation, *, missing
 
     - eos_trick_replace: `missing_eos_score` (Ziegler et al. 2019; arXiv 2403.17031, detail 4.2).
     - eos_trick_subtract: the score plus `missing_eos_score`.
-    - bootstrap: none; `values_beyond` stand in for it.
+    - bootstrap: none; `bootstrap_values` stand in for it.
     - bootstrap_add and none: the score, unchanged.
     """
     unfinished = {
@@ -38,7 +38,7 @@ def truncated_scores(scores: Tensor, ended: Tensor, rule: Truncation, *, missing
     return torch.where(ended, scores, unfinished[rule]())
 
 
-def values_beyond(last_values: Tensor, ended: Tensor, rule: Truncation) -> Tensor:
+def bootstrap_values(last_values: Tensor, ended: Tensor, rule: Truncation) -> Tensor:
     """(B,) the value of the state after the last token, as GAE is to take it; 0 where the episode is over.
 
     The rules `bootstrap` and `bootstrap_add` take `last_values` (B,) where a response did not end, because

@@ -23,7 +23,7 @@ from rlhf_tasks.evaluation.retention import Probes
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.load import load_causal, place
-from rlhf_tasks.ppo.rollout import logprobs_of
+from rlhf_tasks.modeling.logprobs import response_logprobs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.gate import Kl
 
@@ -100,8 +100,8 @@ def _logprob_sums(
     device = next(model.parameters()).device
     for rows in micro_batches(sizes(queries, responses), max_tokens):
         batch = collate([queries[i] for i in rows], [responses[i] for i in rows], pad).to(device)
-        logprobs = logprobs_of(model, batch, temperature)
-        summed = torch.where(batch.response_mask, logprobs, 0).double().sum(1).tolist()
+        logprobs = response_logprobs(model, batch, temperature)
+        summed = logprobs.double().sum(1).tolist()
         for i, value in zip(rows, summed, strict=True):
             sums[i] = value
     return sums

@@ -14,10 +14,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,7 +38,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.classifiers import replace_trunk
-from rlhf_tasks.modeling.head import head_loss, reads_trunk, token_stats
 from rlhf_tasks.modeling.load import (
     TokenScores,
     add_lora,
@@ -50,15 +48,15 @@ from rlhf_tasks.modeling.load import (
     save_checkpoint,
     supports_shared_prefix,
 )
+from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import sharding
-from rlhf_tasks.training.beside import beside
+from rlhf_tasks.training import resume, sharding
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import Fit, Sums, evaluate, resumed
+from rlhf_tasks.training.supervised import Sums, train
 
 NONE_MADE = """\
 # No reward model
@@ -66,7 +64,6 @@ NONE_MADE = """\
 `reward.train` is false: no scorer, critic or judge of params.yaml uses a reward model.
 """
 Row = dict[str, Any]
-PAIRS_WORTH_A_PROCESS = 2000  # the other process takes some five seconds to start
 
 
 def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -78,60 +75,23 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """
     rt = Runtime(config.launch, config.seed)
     if not config.reward.train:
-        return _none_made(rt, paths)
-    threads = torch.get_num_threads()
-    if rt.world_size > 1 or rt.device.type != "cpu" or threads == 1:
-        return _made_one_after_the_other(rt, config, paths, tracker)
-    torch.set_num_threads(threads // 2)  # in one process too: the cores do not decide the result
-    try:
-        if pq.read_metadata(paths.table("comparisons", "train")).num_rows < PAIRS_WORTH_A_PROCESS:
-            return _made_one_after_the_other(rt, config, paths, tracker)
-        return _made_in_two_processes(rt, config, paths, tracker)
-    finally:
-        torch.set_num_threads(threads)
+        return _write_placeholders(rt, paths)
+    metrics = _make_reward_model(rt, config, paths, tracker, "reward")
+    return metrics | _make_reward_model(rt, config, paths, tracker, "reward_heldout")
 
 
-def _made_one_after_the_other(
-    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker
-) -> dict[str, float]:
-    metrics = _made(rt, config, paths, tracker, "reward")
-    return metrics | _made(rt, config, paths, tracker, "reward_heldout")
-
-
-def _made_in_two_processes(
-    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker
-) -> dict[str, float]:
-    """Both models at once on a CPU, each with half of its threads: one small model gains less by them."""
-    with beside(_made_beside, config, paths, torch.get_num_threads()) as heldout:
-        metrics = _made(rt, config, paths, tracker, "reward")
-        found, history = heldout()
-    for row in history:
-        tracker.metrics({key: x for key, x in row.items() if key != "step"}, step=int(row["step"]))
-    return metrics | found
-
-
-def _made_beside(
-    config: RewardView, paths: Paths, threads: int
-) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """The held-out model's metrics and curves."""
-    torch.set_num_threads(threads)
-    tracker = Tracker("reward")
-    metrics = _made(Runtime(config.launch, config.seed), config, paths, tracker, "reward_heldout")
-    return metrics, tracker.history()
-
-
-def _made(
+def _make_reward_model(
     rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker, name: Literal["reward", "reward_heldout"]
 ) -> dict[str, float]:
     """Write one of the two models; returns its metrics."""
     tokenizer = load_tokenizer(paths.sft)
     if config.reward.source is not None and name == "reward":
-        scores, parents = _fetched(paths, config.reward, tokenizer)
+        scores, parents = _fetch(paths, config.reward, tokenizer)
     else:
         seed = config.seed + 1000 * (name == "reward_heldout")
-        scores = _trained(rt, paths, config, tokenizer, tracker, name, seed)
+        scores = _train(rt, paths, config, tokenizer, tracker, name, seed)
         parents = {"sft": contracts.fingerprint(paths.sft)}
-    metrics = _measured(rt, paths, scores, tokenizer, "" if name == "reward" else "heldout/")
+    metrics = _measure(rt, paths, scores, tokenizer, "" if name == "reward" else "heldout/")
     with sharding.to_save(scores.model) as plain:
         if rt.is_main:
             _save(paths, config, plain, tokenizer, _outs(paths)[name], parents)
@@ -195,44 +155,28 @@ def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: fl
 
 
 class Learner(nn.Module):
-    """The reward model in training; with `lm_coef`, the policy's head on the same trunk beside it.
-
-    If the policy changes states before its head or logits after it (Gemma 2, Cohere, Granite), its own
-    forward pass gives the LM loss. That reads the chosen answers a second time.
-    """
+    """The reward model in training; with `lm_coef`, a causal LM on the same trunk beside it."""
 
     def __init__(self, scores: TokenScores, policy: PreTrainedModel | None = None) -> None:
         super().__init__()
-        self.scores = scores
-        self.lm: nn.Module | None = None
+        self.scores, self.lm = scores, policy
         if policy is not None:
-            plain = reads_trunk(policy)
             replace_trunk(policy, scores.model.base_model)
-            self.lm = policy.get_output_embeddings() if plain else policy
 
     def forward(self, batch: Batch, lm_rows: int = 0) -> tuple[Tensor, Tensor | None]:
         """((B, N) scores of N responses a row, the LM loss of the first rows or None).
 
         That loss is Σ over rows of the mean −log p.
         """
+        scores = self.scores(batch, ends_only=True)
         if self.lm is None or not lm_rows:
-            return self.scores(batch, ends_only=True), None
-        hidden = self.scores.hidden_states(batch)
-        answers = batch.first(lm_rows)
-        lengths = answers.response_mask.sum(1, keepdim=True)
-        shares = (answers.response_mask / lengths)[answers.response_mask]
-
-        def loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
-            return -(logprobs * shares[tokens]).sum()
-
-        if isinstance(self.lm, PreTrainedModel):
-            of_lm = token_stats(self.lm, answers, loss=loss).loss
-        else:
-            of_lm = head_loss(cast(nn.Linear, self.lm), hidden[:lm_rows], answers, loss)
-        return self.scores.scored(hidden[:, -1:]), of_lm
+            return scores, None
+        responses = batch.first(lm_rows)
+        logprobs = token_stats(self.lm, responses).logprobs  # (B, R), zero on padding
+        return scores, -(logprobs.sum(1) / responses.mask.sum(1)).sum()
 
 
-def _trained(
+def _train(
     rt: Runtime,
     paths: Paths,
     config: RewardView,
@@ -252,19 +196,27 @@ def _trained(
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     forked = not settings.lm_coef and supports_shared_prefix(scores.model)
-    train = _pairs(
+    pairs = _pairs(
         tokenizer, rows, forked=forked, margin=settings.margin, centring_coef=settings.centring_coef,
         lm_coef=settings.lm_coef,
     )  # fmt: skip
     validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked)
     prefix = "" if name == "reward" else "heldout/"
-    fit = Fit(rt, learner, train, settings, seed)
-    for step in resumed(paths, config, name, fit, tracker):
-        tracker.metrics({prefix + key: value for key, value in step.metrics.items()}, step=step.number)
-        if validation.sizes and step.number in (step.num_steps // 2, step.num_steps):
-            result = evaluate(rt, learner, validation, fit.budget)
-            tracker.metrics({f"{prefix}eval/{key}": value for key, value in result.items()}, step=step.number)
-    _normalise(rt, paths, scores, tokenizer, settings.micro_batch_tokens)
+    with resume.open(rt, paths, config, name) as snapshots:
+        train(
+            rt,
+            learner,
+            pairs,
+            settings,
+            seed=seed,
+            name=name,
+            tracker=tracker,
+            snapshots=snapshots,
+            validation=validation,
+            num_evaluations=2,
+            prefix=prefix,
+        )
+    _center(rt, paths, scores, tokenizer, settings.micro_batch_tokens)
     return scores
 
 
@@ -286,7 +238,7 @@ def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row], **settings: Any)
     )
 
 
-def _normalise(
+def _center(
     rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int
 ) -> None:
     """Make the mean score of the demonstrations zero; the model's config stores the constant."""
@@ -301,8 +253,8 @@ def _normalise(
 # ------------------------------------------------------------------------- fetching, measuring, saving
 
 
-def _none_made(rt: Runtime, paths: Paths) -> dict[str, float]:
-    """Write both outs with a README in place of a model; `contracts.has_model` is False for them."""
+def _write_placeholders(rt: Runtime, paths: Paths) -> dict[str, float]:
+    """Write both outs with a README in place of a model; `contracts.is_made` is False for them."""
     for out in _outs(paths).values():
         if rt.is_main:
             with whole(out) as folder:
@@ -311,7 +263,7 @@ def _none_made(rt: Runtime, paths: Paths) -> dict[str, float]:
     return {}
 
 
-def _fetched(
+def _fetch(
     paths: Paths, settings: Reward, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TokenScores, dict[str, str]]:
     """An existing reward model and its known parents, checked against the SFT model before it is loaded."""
@@ -325,7 +277,7 @@ def _fetched(
 
 
 @torch.no_grad()
-def _measured(
+def _measure(
     rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, prefix: str
 ) -> dict[str, float]:
     """Accuracy, margin, calibration and length correlation on the test pairs."""

@@ -14,9 +14,9 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import sharding
+from rlhf_tasks.training import resume, sharding
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import Best, Fit, demonstrations, evaluate, resumed
+from rlhf_tasks.training.supervised import demonstrations, evaluate, train
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -75,17 +75,18 @@ def _train(
 ) -> dict[str, float]:
     """Train in place, and restore the weights with the lowest validation loss."""
     settings = config.sft
-    train, validation = (
-        demonstrations(paths, tokenizer, "train"),
-        demonstrations(paths, tokenizer, "validation"),
-    )
-    fit, best = Fit(rt, model, train, settings, config.seed), Best(settings.patience)
-    every = max(1, round(fit.num_steps / (settings.num_epochs * settings.evals_per_epoch)))
-    for step in resumed(paths, config, "sft", fit, tracker, best):
-        tracker.metrics(step.metrics, step=step.number)
-        if step.number % every == 0 or step.number == step.num_steps:
-            result = evaluate(rt, model, validation, fit.budget)
-            tracker.metrics({f"eval/{key}": value for key, value in result.items()}, step=step.number)
-            best.offer(model, result["loss"], step.number)
-    best.restore(model)
-    return {"steps_trained": fit.number, "step_kept": best.step}
+    with resume.open(rt, paths, config, "sft") as snapshots:
+        state = train(
+            rt,
+            model,
+            demonstrations(paths, tokenizer, "train"),
+            settings,
+            seed=config.seed,
+            name="sft",
+            tracker=tracker,
+            snapshots=snapshots,
+            validation=demonstrations(paths, tokenizer, "validation"),
+            num_evaluations=settings.num_epochs * settings.evals_per_epoch,
+            patience=settings.patience,
+        )
+    return {"steps_trained": state.step, "step_kept": state.best_step}

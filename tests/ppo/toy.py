@@ -1,11 +1,12 @@
-"""A PPO trainer of models with a few thousand weights, and what the tests of PPO make of it."""
+"""PPO of models with a few thousand weights, and what the tests of PPO make of it."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +14,34 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.training import Lora
-from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.batches import Ids, TokenBudget
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling.load import add_lora
-from rlhf_tasks.ppo.batch import PPOBatch
+from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
-from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout, ValueHead, lengths_mask, pad_rows
-from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.ppo.evaluate import Evaluator
+from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
+from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.rollout import (
+    ActorCritic,
+    AdapterOff,
+    FrozenCopy,
+    NoCritic,
+    Reference,
+    Rollout,
+    ValueHead,
+    pad_rows,
+    score_rollout,
+)
+from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
+from rlhf_tasks.ppo.state import TrainState, begin
+from rlhf_tasks.ppo.train import train
+from rlhf_tasks.tracking import NullTracker, Tracker
+from rlhf_tasks.training.resume.snapshots import Loop, Nothing
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import LanguageModelling
+from rlhf_tasks.training.supervised import LanguageModeling
 from tests import small
 from tests.ppo import standin
 from tests.small import EOS, PAD
@@ -34,7 +52,7 @@ QUERIES, _ = small.rows(16, longest=6)
 ONE_STEP: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
 
 
-DEMONSTRATIONS = LanguageModelling(*small.rows(24, seed=5), pad=PAD)
+DEMONSTRATIONS = LanguageModeling(*small.rows(24, seed=5), pad=PAD)
 
 
 def share_of_token_5(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
@@ -54,6 +72,19 @@ class Planted:
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         return parts["planted"]
+
+
+class NoEvaluation(Evaluator):
+    """Evaluates nothing, and keeps no weights."""
+
+    def __init__(self) -> None:
+        pass
+
+    def evaluate(self, *_: Any, **__: Any) -> Metrics:
+        return {}
+
+    def show(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return []
 
 
 ENGINE: dict[str, Any] = {
@@ -86,30 +117,91 @@ class InMemory:
         pass
 
 
-def trainer(
+@dataclass
+class Toy:
+    """A training that the tests look into between its updates."""
+
+    rt: Runtime
+    config: Ppo
+    actor_critic: ActorCritic
+    scorers: Planted
+    tokenizer: Tokenizer
+    state: TrainState
+    ptx: LanguageModeling | None
+    loss: PolicyLoss
+    estimator: Estimator
+    clock: Callable[[], float]
+    evaluator: Evaluator
+    tracker: Tracker
+    snapshots: Loop
+    faults: Path
+
+    @property
+    def updates(self) -> Iterator[Metrics]:
+        """The updates that remain."""
+        return train(
+            self.rt, self.config, self.state, self.actor_critic,
+            prompts=QUERIES, columns=NONE, scorers=self.scorers, loss=self.loss, estimator=self.estimator,
+            evaluator=self.evaluator, ptx=self.ptx, stop=EOS, pad=PAD, tracker=self.tracker,
+            snapshots=self.snapshots, faults=self.faults, clock=self.clock,
+        )  # fmt: skip
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.actor_critic.parameters()])
+
+    def sample(self) -> Rollout:
+        """The scored responses to QUERIES, without advantages."""
+        sampler = self.state.sampler
+        sampler.submit(QUERIES[: len(QUERIES) // self.config.samples_per_prompt], 0)
+        queries = QUERIES[: len(QUERIES) // self.config.samples_per_prompt] * self.config.samples_per_prompt
+        return score_rollout(
+            self.rt, self.config, self.actor_critic, self.state.reference, self.scorers, queries,
+            sampler.collect(0), NONE, stop=EOS, pad=PAD, budget=TokenBudget(16384),
+            is_on_policy=sampler.name is None,
+        )  # fmt: skip
+
+
+def toy(
     reward: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5,
     reference_seed: int = 0,
     actor_critic: ActorCritic | None = None,
     reference: Reference | None = None,
-    demonstrations: LanguageModelling | None = None,
+    text: LanguageModeling | None = None,
     rt: Runtime | None = None,
     tokenizer: Tokenizer | None = None,
     engine: Engine | None = None,
     engine_section: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    loss: PolicyLoss = ppo_clip,
+    estimator: Estimator | None = None,
+    evaluator: Evaluator | None = None,
+    tracker: Tracker | None = None,
+    snapshots: Loop | None = None,
+    faults: Path = Path("faults"),
     **changes: Any,
-) -> Trainer:
-    """A trainer with the same weights, prompts and random numbers each time."""
+) -> Toy:
+    """A training with the same weights, prompts and random numbers each time."""
     rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
-    settings = small.ppo(**changes, **({"engine": engine_section} if engine_section else {}))
-    critic = small.scores(seed=3) if settings.value_model else NoCritic()
+    config = small.ppo(**changes, **({"engine": engine_section} if engine_section else {}))
+    critic = small.scores(seed=3) if config.value_model else NoCritic()
     rt.freeze(frozen)
-    return Trainer(
-        rt, settings,
-        actor_critic or ActorCritic(small.causal(), critic),
-        reference or OwnModel(frozen, moves="reference_sync" in changes),
-        Planted(reward), tokenizer or small.tokenizer(), QUERIES,
-        seed=1, demonstrations=demonstrations, engine=engine, clock=clock,
+    actor_critic = actor_critic or ActorCritic(small.causal(), critic)
+
+    def make_sampler(generator: torch.Generator) -> Sampler:
+        if engine is None:
+            return PolicySampler(rt, config, actor_critic.policy, generator, stop=EOS, pad=PAD)
+        return VllmSampler(rt, config, actor_critic.policy, generator, engine, stop=EOS)
+
+    reference = reference or FrozenCopy(frozen, moves="reference_sync" in changes)
+    state = begin(
+        rt, config, actor_critic, reference, make_sampler,
+        num_prompts=len(QUERIES), num_demonstrations=len(text.queries) if text else 0, seed=1,
+    )  # fmt: skip
+    return Toy(
+        rt, config, actor_critic, Planted(reward), tokenizer or small.tokenizer(), state, text, loss,
+        estimator or ESTIMATORS[config.advantages], clock, evaluator or NoEvaluation(),
+        tracker or NullTracker("ppo"), snapshots or Nothing(), faults,
     )  # fmt: skip
 
 
@@ -132,44 +224,22 @@ def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
     return ActorCritic(policy, critic), AdapterOff(policy)
 
 
-def parameters(one: Trainer) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in one.actor_critic.parameters()])
-
-
-def sampled_rollout(one: Trainer) -> Rollout:
-    """The responses to QUERIES, scored."""
-    return one.collector.score(QUERIES, one.collector.sample(QUERIES))
-
-
-def sampled_batch(one: Trainer) -> PPOBatch:
-    return one.estimator.estimate(sampled_rollout(one))[0]
-
-
-def without_gains(ppo_batch: PPOBatch) -> PPOBatch:
-    """The batch with advantages of zero and a critic that is right: only the other losses have a gradient."""
-    zero = torch.zeros_like(ppo_batch.advantages)
-    return PPOBatch(ppo_batch.rollout, zero, ppo_batch.rollout.values, ppo_batch.kl_coef)
-
-
-def from_older_policy(ppo_batch: PPOBatch) -> PPOBatch:
-    """The same batch as if an older policy and critic, farther away, had made it."""
-    rollout = ppo_batch.rollout
-    return replace(
-        ppo_batch, rollout=replace(rollout, logprobs=rollout.ref_logprobs, values=rollout.values / 2)
-    )
-
-
 def hand_made_rollout() -> Rollout:
     """Two responses: 2 tokens with EOS, and 3 tokens without."""
+    zeros = torch.zeros(2, 4)
     return Rollout(
         queries=[[4], [5, 6]],
         responses=[[7, EOS], [8, 9, 10]],
         ended=torch.tensor([True, False]),
-        mask=lengths_mask([2, 3], 4),
+        mask=torch.tensor([[True, True, False, False], [True, True, True, False]]),
         logprobs=pad_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])], 4),
         ref_logprobs=pad_rows([torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])], 4),
-        values=torch.zeros(2, 4),
-        last_values=torch.zeros(2),
+        values=zeros,
+        bootstrap_values=torch.zeros(2),
         scores=torch.tensor([2.0, 6.0]),
         parts={"planted": torch.tensor([2.0, 6.0])},
+        importance=torch.ones(2, 4),
+        advantages=zeros,
+        returns=zeros,
+        pad=PAD,
     )

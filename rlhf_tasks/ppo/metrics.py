@@ -1,14 +1,16 @@
-"""What is measured of a rollout: reward, KL, entropy, and whether responses end, repeat or grow.
+"""What is measured of a rollout and of the losses: means over real response tokens, or over responses.
 
-Each sum runs over the real response tokens, or the responses, of all processes: `reduce` adds them up.
-B batch · R response.
+Each sum runs over those of all ranks: `reduce` adds them up.
+B responses · R response length.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +18,12 @@ from torch import Tensor
 from rlhf_tasks.modeling.tensors import Reduce, distinct, masked_moments, masked_sum
 from rlhf_tasks.ppo.advantages import group_deviations
 from rlhf_tasks.ppo.kl import k1, k3
-from rlhf_tasks.ppo.rollout import Rollout
+
+if TYPE_CHECKING:
+    from rlhf_tasks.ppo.rollout import Rollout
 
 Metrics = dict[str, float]
+COUNT, PADDED, REAL, OFF_SQUARED = "num_tokens", "padded_tokens", "real_tokens", "ratio_off_squared"
 LARGEST_NATS = math.log(sys.float_info.max)
 
 
@@ -115,24 +120,24 @@ def _reduced(sums: dict[str, Tensor], reduce: Reduce) -> Metrics:
     return dict(zip(sums, values, strict=True))
 
 
-def engine_metrics(
+def sampler_metrics(
     rollout: Rollout,
-    engine_logprobs: Tensor,
+    sampler_logprobs: Tensor,
     cap: float | None,
     reduce: Reduce,
     largest: Callable[[float], float],
 ) -> Metrics:
-    """Metrics `engine/…` of (B, R) log-probs by an engine beside the policy's own.
+    """Metrics `engine/…` of (B, R) log-probs by a sampler beside the policy's own.
 
-    `largest` gives the largest number of all processes. The KL is that of the engine's distribution from the
+    `largest` gives the largest number of all processes. The KL is that of the sampler's distribution from the
     policy's, by k3, in nats per token.
     """
     mask = rollout.mask
-    log_ratio = (rollout.logprobs - engine_logprobs)[mask]
+    log_ratio = (rollout.logprobs - sampler_logprobs)[mask]
     sums = {
         "tokens": mask.sum(),
         "engine/logprob_diff": log_ratio.abs().sum(),
-        "engine/kl": k3(engine_logprobs[mask], rollout.logprobs[mask]).sum(),
+        "engine/kl": k3(sampler_logprobs[mask], rollout.logprobs[mask]).sum(),
     }
     if cap is not None:
         sums["engine/capped_share"] = (log_ratio > math.log(cap)).sum()
@@ -140,3 +145,53 @@ def engine_metrics(
     count = total.pop("tokens")
     means = {name: value / count for name, value in total.items()}
     return means | {"engine/logprob_diff_max": largest(float(log_ratio.abs().max()))}
+
+
+@dataclass
+class TokenSums:
+    """Sums of numbers per token, and the count of tokens: means over micro-batches of different sizes."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """By metric, scalars in float64 on the device."""
+
+    def add(self, values: Mapping[str, Tensor], mask: Tensor, scale: float = 1.0) -> None:
+        """Add (b, R) numbers at the real tokens of one micro-batch; those elsewhere do not matter."""
+        for name, value in {**values, COUNT: mask}.items():
+            part = scale * masked_sum(value.detach(), mask).double()
+            self.sums[name] = self.sums[name] + part if name in self.sums else part
+
+    def count_padding(self, attention_mask: Tensor, scale: float) -> None:
+        """Count the tokens of a pass, (b, T), and those of them that are padding."""
+        for name, part in {PADDED: attention_mask.numel(), REAL: attention_mask.bool().sum()}.items():
+            one = scale * torch.as_tensor(part, device=attention_mask.device).double()
+            self.sums[name] = self.sums[name] + one if name in self.sums else one
+
+    @staticmethod
+    def means(parts: Sequence[TokenSums], reduce: Reduce) -> Metrics:
+        """The means over the tokens of several minibatches and of all ranks."""
+        names = list(parts[0].sums)
+        stacked = torch.stack([torch.stack([part.sums[name] for part in parts]).sum() for name in names])
+        total = dict(zip(names, reduce(stacked).tolist(), strict=True))
+        count, padded, real = total.pop(COUNT), total.pop(PADDED, None), total.pop(REAL, None)
+        means = {name: value / count for name, value in total.items()}
+        return means if padded is None else means | {"time/padding_share": 1 - real / padded}
+
+
+def ratio_sums(logprobs: Tensor, old_logprobs: Tensor) -> dict[str, Tensor]:
+    """What `ratio_metrics` needs of each token, (b, R) each: approximate KL, ratio, distance from 1."""
+    log_ratio = (logprobs - old_logprobs).detach()
+    ratio = log_ratio.exp()
+    return {
+        "policy/approxkl_avg": 0.5 * log_ratio**2,
+        "val/ratio": ratio,
+        OFF_SQUARED: (ratio - 1) ** 2,  # Σ ratio² would lose the variance to rounding
+    }
+
+
+def ratio_metrics(means: Metrics, first: Metrics) -> Metrics:
+    """The means over an update's tokens with `val/ratio_var`, and how far the first ratio was from 1.
+
+    `first` are the means of the first minibatch: before any step, the policy is still the old one.
+    """
+    variance = means.pop(OFF_SQUARED) - (means["val/ratio"] - 1) ** 2
+    return means | {"val/ratio_var": variance, "val/first_ratio_error": max(first[OFF_SQUARED], 0.0) ** 0.5}
