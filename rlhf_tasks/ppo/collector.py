@@ -5,7 +5,7 @@ B batch · R response.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,18 +19,17 @@ from rlhf_tasks.modeling.generation import Samples, Share, sample
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.reference import Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, Rollout, lengths_mask, pad_rows
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
 
 T = TypeVar("T")
 
 
 class Scorers(Protocol):
-    """What gives responses their scores; `scorers.WeightedSum` outside of tests."""
+    """What gives responses their scores; `scoring.combine.WeightedSum` outside of tests."""
 
-    def parts(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
-    ) -> dict[str, Tensor]:
-        """(B,) by scorer, unweighted, on the CPU; `columns` are those of the prompts' rows."""
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        """(B,) by scorer, unweighted, on the CPU."""
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """(B,): the weighted sum."""
@@ -64,15 +63,16 @@ class Collector:
         actor_critic: ActorCritic,
         reference: Reference,
         scorers: Scorers,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         stop: int,
-        pad: int,
         seed: int,
         recomputes: bool = False,
     ) -> None:
         """With `recomputes`, the policy's own pass gives a rollout's log-probs, whoever has sampled it."""
         self._rt, self._settings, self._actor_critic = rt, settings, actor_critic
-        self._reference, self._scorers, self._stop, self._pad = reference, scorers, stop, pad
+        self._reference, self._scorers, self._stop = reference, scorers, stop
+        self._tokenizer, self._pad = tokenizer, tokenizer.pad_token_id
         self.generator, self.budget = rt.generator(seed), TokenBudget(settings.micro_batch_tokens)
         self._recomputes = recomputes or not rt.is_float32
 
@@ -110,7 +110,8 @@ class Collector:
         if not self._recomputes:
             logprobs = pad_rows(samples.logprobs, width)
         batch = {"queries": queries, "responses": responses}
-        parts = fail_together(self._rt, lambda: self._scorers.parts(queries, responses, columns), batch)
+        rows = Responses.of_ids(queries, responses, self._tokenizer, columns)
+        parts = fail_together(self._rt, lambda: self._scorers.parts(rows), batch)
         rollout = Rollout(
             queries=queries,
             responses=responses,

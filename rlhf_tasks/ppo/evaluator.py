@@ -17,7 +17,6 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.modeling.generation import Share, answer
-from rlhf_tasks.modeling.scorers import Scorer
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.batch import interleaved
 from rlhf_tasks.ppo.collector import Scorers, fail_together, stop_token
@@ -27,6 +26,7 @@ from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import logprobs_of
 from rlhf_tasks.ppo.rollout_metrics import standard_error
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.scoring import protocol
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
 
@@ -64,7 +64,7 @@ class Evaluator:
         rows: Sequence[Mapping[str, Any]],
         *,
         scorers: Scorers,
-        heldout: Scorer | None,
+        heldout: protocol.Scorer | None,
         judge: SelectionJudge | None,
         seed: int,
         respond: Respond = lambda queries, seed: None,
@@ -236,23 +236,26 @@ class Evaluator:
     ) -> dict[str, Tensor]:
         """(B,) by scorer of all rows, on all processes; the first process alone sends requests."""
         rt = self._rt
+
+        def score(*rows: Any) -> dict[str, Tensor]:
+            ids, responses, kept = rows
+            return self._scorers.parts(protocol.Responses.of_ids(ids, responses, self._tokenizer, kept))
+
         # but passes of a sharded reward model need all processes
         if any(scorer.kind == "http" for scorer in self._settings.scorers) and not rt.shards:
             ask = rt.is_main
-            parts = fail_together(
-                rt, lambda: self._scorers.parts(queries, responses, kept) if ask else {}, batch
-            )
+            parts = fail_together(rt, lambda: score(queries, responses, kept) if ask else {}, batch)
             result: dict[str, Tensor] = rt.from_main(parts)
             return result
         shares = {name: rt.share(values) for name, values in kept.items()}
         own = rt.share(queries), rt.share(responses), shares
-        parts = fail_together(rt, lambda: self._scorers.parts(*own), batch)
+        parts = fail_together(rt, lambda: score(*own), batch)
         result = interleaved(rt.each(parts))
         return result
 
     def _heldout_scores(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         assert self._heldout is not None
-        scores = self._heldout(queries, responses)
+        scores = self._heldout(protocol.Responses.of_ids(queries, responses, self._tokenizer))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError("models/reward_heldout gave NaN or infinity")
         return scores

@@ -81,9 +81,16 @@ class Trainer:
         self._shuffling = torch.Generator().manual_seed(seed)
         self._queue = Queue(len(prompts), self._shuffling)
         self.collector = Collector(
-            rt, settings, actor_critic, reference, scorers, stop=stop_token(settings, tokenizer), pad=pad,
-            seed=seed, recomputes=engine is not None,
-        )  # fmt: skip
+            rt,
+            settings,
+            actor_critic,
+            reference,
+            scorers,
+            tokenizer,
+            stop=stop_token(settings, tokenizer),
+            seed=seed,
+            recomputes=engine is not None,
+        )
         self.source = self._source(engine, Limits(
             stop=stop_token(settings, tokenizer), length=settings.response_length,
             vocab=int(actor_critic.policy.config.get_text_config().vocab_size),

@@ -17,11 +17,10 @@ from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, models, scorers
+from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.head import head_width
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.collector import stop_token
 from rlhf_tasks.ppo.engines import build
@@ -34,6 +33,8 @@ from rlhf_tasks.ppo.training_loop import TrainingLoop
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import build as build_scorers
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
@@ -65,7 +66,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, config, paths)
     policy = actor_critic.policy
-    scorer = scorers.build(
+    scorer = build_scorers(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
         root=paths.root, combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip
@@ -87,7 +88,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         )  # fmt: skip
         evaluator = Evaluator(
             rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
-            heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens, rt),
+            heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
             judge=judge, seed=config.seed, respond=trainer.respond,
         )  # fmt: skip
         loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)

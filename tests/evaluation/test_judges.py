@@ -40,7 +40,9 @@ class Planted:
     def __init__(self, probability: Any) -> None:
         self._probability, self.questions = probability, list[Question]()
 
-    def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
         self.questions += questions
         self.max_failures = max_failures
         probabilities = [self._probability(question.first, question.second) for question in questions]

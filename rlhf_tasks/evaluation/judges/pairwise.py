@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.columns import NONE, Columns, take
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
+from rlhf_tasks.scoring.function import ColumnsFunction
+from rlhf_tasks.scoring.protocol import read_scores
 
 
 class Question(NamedTuple):
@@ -36,13 +40,42 @@ class Reply:
 class Comparer(Protocol):
     """A model that replies to questions."""
 
-    def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
-        """A reply to each question, in order.
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
+        """A reply to each question, in order; `columns` are those of the questions' rows.
 
         Raises:
             UserError: if the model cannot reply at all, or as soon as more than `max_failures` replies have
                 failed.
         """
+
+
+class FunctionComparer:
+    """A `Comparer`: `function(prompts, a, b, **columns)` returns the probability that `a` is better, for each.
+
+    None is a failure.
+
+    Raises:
+        UserError: as `ColumnsFunction`, and if it does not return one number from 0 to 1, or None, per pair.
+    """
+
+    def __init__(self, function: str, key: str, root: Path, columns: Collection[str] = ()) -> None:
+        self._function = ColumnsFunction(function, key, root, columns, num_lists=3)
+
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
+        returned = self._function(*zip(*questions, strict=True), columns=columns)
+        if isinstance(returned, Iterable):
+            returned = [math.nan if x is None else x for x in returned]
+        found = read_scores(self._function.name, returned, len(questions), per="pair").tolist()
+        wrong = next((x for x in found if x < 0 or x > 1), None)
+        if wrong is not None:
+            raise UserError(
+                f"{self._function.name} must return a probability from 0 to 1 or None per pair, but gave {wrong:g}"
+            )
+        return [Reply.failed("the function cannot tell") if math.isnan(x) else Reply(x) for x in found]
 
 
 class PairwiseJudge:
@@ -63,7 +96,8 @@ class PairwiseJudge:
         questions = [Question(prompts[i], *order) for i in differ for order in ((a[i], b[i]), (b[i], a[i]))]
         # Two failed replies to one pair are one failed comparison: fewer failed replies prove nothing yet.
         max_failures = 2 * self._max_failure_share * len(prompts)
-        replies = self._comparer(questions, max_failures) if questions else []
+        rows = take(columns, [i for i in differ for _ in range(2)])
+        replies = self._comparer(questions, max_failures, rows) if questions else []
         a_first, a_second = np.full(len(prompts), np.nan), np.full(len(prompts), np.nan)
         outcomes = np.full(len(prompts), 0.5)
         failures: dict[int, str] = {}
