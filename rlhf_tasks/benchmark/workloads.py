@@ -77,8 +77,9 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     reward = TokenScores(made.reward)
     critic = TokenScores(made.value) if settings.value_model else NoCritic()
     scorer = build_scorers(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=Path()
-    )
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
+        root=Path(), placement=rt,
+    )  # fmt: skip
     trainer = Trainer(
         rt, settings, ActorCritic(made.policy, critic),
         OwnModel(made.reference, moves=settings.reference_sync is not None), scorer, tokenizer,

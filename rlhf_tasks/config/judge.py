@@ -81,9 +81,8 @@ class FunctionJudge(Section):
     `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for one that it
     cannot score."""
     pairwise: bool = False
-    """Whether the function compares: it is called with a list of prompts and two lists of responses, and returns
-    for each prompt the probability that the first response is better, or None; each pair is asked in both
-    orders."""
+    """Whether the function compares: it is called with a list of prompts and two lists of responses, once in
+    each order, and returns per prompt the probability that the first response is better, or None."""
 
 
 class VerifierJudge(Section):

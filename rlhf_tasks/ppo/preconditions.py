@@ -14,11 +14,11 @@ from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts, positions
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.ppo.collector import stop_token
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.runtime import Runtime
 
 SPLITS_USED: tuple[Split, ...] = ("train", "validation")

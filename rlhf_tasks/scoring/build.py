@@ -24,14 +24,14 @@ def build(
     reward_model: TokenScores | None,
     max_tokens: int,
     root: Path,
+    placement: Placement,
     combine: config.Combination = "sum",
-    placement: Placement | None = None,
     columns: Collection[str] = (),
 ) -> WeightedSum:
     """The weighted sum of `ppo.scorers`; the kind `reward_model` with a null path needs `reward_model`.
 
     Functions are imported from files below `root`; the folders of reward models are below it too, and those
-    models are put into the `placement`, by default on the CPU. `columns` are the names of the kept columns.
+    models are put into the `placement`. `columns` are the names of the kept columns.
 
     Raises:
         UserError: for a function that cannot be imported or needs a column that is not kept, an invalid

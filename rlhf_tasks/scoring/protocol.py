@@ -1,4 +1,4 @@
-"""What a scorer is, and what it scores. PPO, its held-out selection, stage reward and judges use one protocol.
+"""What a scorer is, and what it scores: one protocol for PPO, its selection, stage reward and judges.
 
 B responses.
 """
@@ -33,7 +33,7 @@ class Responses:
     given: tuple[Sequence[Any], Sequence[Any]]
     """Queries and responses as ids of the tokenizer; without one, prompts and responses as texts."""
     tokenizer: PreTrainedTokenizerBase | None
-    columns: Columns = NONE
+    columns: Columns
 
     @classmethod
     def of_ids(

@@ -1,4 +1,4 @@
-"""Responses in the token ids of a reward model that has another tokenizer or chat template than the policy."""
+"""Responses in the token ids of a reward model with another tokenizer or chat template than the policy."""
 
 from __future__ import annotations
 

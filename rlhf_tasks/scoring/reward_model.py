@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import Ids, TokenBudget, load_tokenizer, picked, sizes
+from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, picked, sizes
 from rlhf_tasks.modeling import checks, contracts, models, positions
 from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer
 
-CPU = torch.device("cpu")
+
+RunBatches = Callable[[TokenBudget, Sequence[int], Callable[[list[int]], None]], None]
 
 
 class Placement(Protocol):
-    """Where models compute that are not trained: `OneDevice`, or sharded over the processes of a stage."""
+    """Where a stage computes with models that it does not train: on its device, or sharded over processes."""
 
     device: torch.device
 
@@ -40,25 +41,6 @@ class Placement(Protocol):
         """
 
 
-class OneDevice:
-    """One device that holds every model whole."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def put(self, model: nn.Module) -> None:
-        model.to(self.device)
-
-    def on_device(self, model: nn.Module) -> AbstractContextManager[bool]:
-        model.to(self.device)
-        return nullcontext(True)
-
-    def run_batches(
-        self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
-    ) -> None:
-        budget.each(rows, compute)
-
-
 class RewardModel:
     """A reward model as a scorer: the score of each row's last real token, in the model's own precision."""
 
@@ -74,9 +56,11 @@ class RewardModel:
 
         Without `retokenize`, ids that the rows hold are those of this tokenizer.
         """
-        self.model, self._tokenizer, self._budget = model.eval(), tokenizer, TokenBudget(max_tokens)
-        self._placement = placement or OneDevice(next(model.parameters()).device)
-        self._retokenize = retokenize
+        self.model, self._tokenizer, self._retokenize = model.eval(), tokenizer, retokenize
+        self._budget, self._device = TokenBudget(max_tokens), next(model.parameters()).device
+        self._run_batches: RunBatches = TokenBudget.each
+        if placement is not None:
+            self._device, self._run_batches = placement.device, placement.run_batches
 
     @torch.no_grad()
     def __call__(self, rows: Responses) -> Tensor:
@@ -85,10 +69,10 @@ class RewardModel:
 
         def score(group: list[int]) -> None:
             batch = picked(queries, responses, group, self._tokenizer.pad_token_id)
-            scores = self.model(batch.to(self._placement.device), ends_only=True)
+            scores = self.model(batch.to(self._device), ends_only=True)
             result[group] = scores[: len(group), 0].cpu()
 
-        self._placement.run_batches(self._budget, sizes(queries, responses), score)
+        self._run_batches(self._budget, sizes(queries, responses), score)
         return result
 
 
@@ -98,7 +82,7 @@ def load(folder: Path, device: torch.device) -> RewardModel:
 
 
 def load_foreign(
-    folder: Path, policy: PreTrainedTokenizerBase, max_tokens: int, placement: Placement | None = None
+    folder: Path, policy: PreTrainedTokenizerBase, max_tokens: int, placement: Placement
 ) -> RewardModel:
     """A reward model that reads responses of a policy through its own tokenizer and chat template.
 
@@ -109,7 +93,6 @@ def load_foreign(
     """
     own, model = load_tokenizer(folder), models.load_reward(folder).requires_grad_(False)
     contracts.check_fits(model.model, own, str(folder))
-    placement = placement or OneDevice(CPU)
     with placement.on_device(model) as is_used:
         if is_used:
             rows = checks.rows_for(model.model)

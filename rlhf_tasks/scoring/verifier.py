@@ -128,9 +128,11 @@ def _number(value: Any, check: Check) -> Test:
 
 
 def _regex(value: Any, check: Check) -> Test:
+    if not isinstance(value, str):
+        raise ValueError(f"{_excerpt(value)} is not a regular expression")
     try:
         pattern = re.compile(value, re.DOTALL)
-    except (re.error, TypeError) as error:
+    except re.error as error:
         raise ValueError(f"{_excerpt(value)} is not a regular expression: {error}") from None
     return lambda answer: pattern.fullmatch(answer) is not None
 

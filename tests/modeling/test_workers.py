@@ -16,8 +16,9 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import TokenBudget, dealt
 from rlhf_tasks.modeling import models, workers
 from rlhf_tasks.modeling.last_layer import forward_replaced
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.modeling.workers import compute_beside, num_workers
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.stages.reward import Learner, Pairs
 from rlhf_tasks.training.supervised import Fit, LanguageModelling, evaluate
 from tests import small
@@ -208,8 +209,9 @@ def test_reward_models_take_the_steps_of_one_thread_and_give_the_same_scores() -
         rt, learner = small.runtime(), Learner(small.scores("gpt_neox"))
         pairs = Pairs(QUERIES, RESPONSES, RESPONSES[::-1], PAD, forked=True)
         list(Fit(rt, learner, pairs, small.optimisation(), seed=1))
-        scorer = RewardScorer(learner.scores, small.tokenizer(), 64, rt)
-        return learner.state_dict(), {"scores": scorer(QUERIES, RESPONSES)}
+        scorer = RewardModel(learner.scores, small.tokenizer(), 64, rt)
+        rows = Responses.of_ids(QUERIES, RESPONSES, small.tokenizer())
+        return learner.state_dict(), {"scores": scorer(rows)}
 
     for found, expected in zip(trained(), by_one_thread(trained), strict=True):
         close(found, expected)

@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling import models
 from rlhf_tasks.ppo.batch import PPOBatch
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout, ValueHead, lengths_mask, pad_rows
 from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModelling
 from tests import small
@@ -47,10 +47,8 @@ class Planted:
 
     score: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5
 
-    def parts(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
-    ) -> dict[str, Tensor]:
-        return {"planted": self.score(queries, responses)}
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        return {"planted": self.score(*rows.given)}
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         return parts["planted"]

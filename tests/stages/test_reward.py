@@ -13,8 +13,9 @@ from torch import Tensor
 from rlhf_tasks.data.batches import Ids, encode, encode_answers, fork, load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
 from rlhf_tasks.tracking import NullTracker
@@ -168,7 +169,8 @@ def test_a_scorer_gives_the_scores_in_the_order_of_the_rows() -> None:
     scores = small.scores()
     alone = small.last_scores_alone(scores, QUERIES, CHOSEN)
     for max_tokens in (1, 30, 16384):
-        found = RewardScorer(scores, small.tokenizer(), max_tokens)(QUERIES, CHOSEN)
+        rows = Responses.of_ids(QUERIES, CHOSEN, small.tokenizer())
+        found = RewardModel(scores, small.tokenizer(), max_tokens)(rows)
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
 
 

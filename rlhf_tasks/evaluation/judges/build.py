@@ -14,9 +14,10 @@ from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges.combined import RULES, CombinedJudge
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
+from rlhf_tasks.evaluation.judges.function import FunctionComparer
 from rlhf_tasks.evaluation.judges.local import LocalComparer, RankerComparer
 from rlhf_tasks.evaluation.judges.optimised import required_judges
-from rlhf_tasks.evaluation.judges.pairwise import FunctionComparer, PairwiseJudge
+from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge, gold_facets, score_gold
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model

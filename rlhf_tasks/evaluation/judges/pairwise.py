@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rlhf_tasks.data.columns import NONE, Columns, take
-from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
-from rlhf_tasks.scoring.function import ColumnsFunction
-from rlhf_tasks.scoring.protocol import read_scores
 
 
 class Question(NamedTuple):
@@ -49,33 +45,6 @@ class Comparer(Protocol):
             UserError: if the model cannot reply at all, or as soon as more than `max_failures` replies have
                 failed.
         """
-
-
-class FunctionComparer:
-    """A `Comparer`: `function(prompts, a, b, **columns)` returns the probability that `a` is better, for each.
-
-    None is a failure.
-
-    Raises:
-        UserError: as `ColumnsFunction`, and if it does not return one number from 0 to 1, or None, per pair.
-    """
-
-    def __init__(self, function: str, key: str, root: Path, columns: Collection[str] = ()) -> None:
-        self._function = ColumnsFunction(function, key, root, columns, num_lists=3)
-
-    def __call__(
-        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
-    ) -> list[Reply]:
-        returned = self._function(*zip(*questions, strict=True), columns=columns)
-        if isinstance(returned, Iterable):
-            returned = [math.nan if x is None else x for x in returned]
-        found = read_scores(self._function.name, returned, len(questions), per="pair").tolist()
-        wrong = next((x for x in found if x < 0 or x > 1), None)
-        if wrong is not None:
-            raise UserError(
-                f"{self._function.name} must return a probability from 0 to 1 or None per pair, but gave {wrong:g}"
-            )
-        return [Reply.failed("the function cannot tell") if math.isnan(x) else Reply(x) for x in found]
 
 
 class PairwiseJudge:

@@ -11,7 +11,8 @@ import pytest
 from rlhf_tasks.config.verifier import Check, Format
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.verifier import Verifier
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.verifier import Verifier
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -66,7 +67,15 @@ def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
     ]  # fmt: skip
     columns: Columns = {"answer": [4] * 6, "form": [r"\d"] * 6}
     assert verifier.answers(responses) == ["4", "4.0", "5", None, None, ""]
-    assert verifier.scores(responses, columns) == [2.75, 2.25, 0.75, 0.0, 0.0, 0.25]
+    rows = Responses.of_texts(["p"] * 6, responses, columns)
+    assert verifier(rows).tolist() == [
+        2.75,
+        2.25,
+        0.75,
+        0.0,
+        0.0,
+        0.25,
+    ]
     assert verifier.correct(responses, columns) == [True, False, False, False, False, False]
     assert verifier.formatted(responses) == [True, True, True, False, False, True]
 
