@@ -20,22 +20,35 @@ from rlhf_tasks.scoring.protocol import Responses, read_scores
 
 
 class ColumnsFunction:
-    """`module:function`, called with lists of texts and with the columns that it takes by keyword.
+    """`module:function`, called with `num_lists` lists of texts and the columns that it takes by keyword.
 
-    It takes `num_lists` lists by position. A function without further arguments gets no columns, one with
-    `**columns` gets all of them. `key` is the parameter that names it, and `columns` are the names of the
-    kept columns.
+    A function without further arguments gets no columns, one with `**columns` gets all of them. `key` is the
+    parameter that names it, and `columns` are the names of the kept columns.
 
     Raises:
-        UserError: as `load_function`, and if it needs a column that is not kept; when it is called, if it
-            raises an exception.
+        UserError: as `load_function`, and if it cannot be called with the kept columns, such as for want of
+            one; when it is called, if it raises an exception.
     """
 
     def __init__(
         self, function: str, key: str, root: Path, columns: Collection[str] = (), num_lists: int = 2
     ) -> None:
         self.name, self._function = f"{key}: function {function}", load_function(function, key, root)
-        self._columns = _columns_of(self._function, self.name, columns, num_lists)
+        self._columns: list[str] = []
+        try:
+            signature = inspect.signature(self._function)
+        except (TypeError, ValueError):  # some built-in functions have no signature
+            return
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        named = list(signature.parameters)[num_lists:]
+        self._columns = [name for name in columns if takes_all or name in named]
+        try:
+            signature.bind(*[()] * num_lists, **dict.fromkeys(self._columns))
+        except TypeError as error:
+            raise UserError(
+                f"{self.name} cannot be called with {num_lists} lists and the columns that data.columns.keep "
+                f"has ({', '.join(columns) or 'none'}): {error}; keep the column, or change the argument"
+            ) from None
 
     def __call__(self, *lists: Sequence[str], columns: Columns = NONE) -> Any:
         """What the function returns."""
@@ -64,31 +77,6 @@ class FunctionScorer:
             return torch.zeros(0)
         returned = self._function(rows.prompts, rows.texts, columns=rows.columns)
         return read_scores(self._function.name, returned, len(rows))
-
-
-def _columns_of(
-    function: Callable[..., Any], title: str, columns: Collection[str], num_lists: int
-) -> list[str]:
-    """The columns that a function takes by keyword, by its signature.
-
-    Raises:
-        UserError: if it cannot be called with them, such as for want of a column that is not kept.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have no signature
-        return []
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    named = list(signature.parameters)[num_lists:]
-    given = [name for name in columns if takes_all or name in named]
-    try:
-        signature.bind(*[()] * num_lists, **dict.fromkeys(given))
-    except TypeError as error:
-        raise UserError(
-            f"{title} cannot be called with {num_lists} lists and the columns that data.columns.keep has "
-            f"({', '.join(columns) or 'none'}): {error}; keep the column, or change the argument"
-        ) from None
-    return given
 
 
 def load_function(function: str, key: str, root: Path) -> Callable[..., Any]:

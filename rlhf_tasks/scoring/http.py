@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -38,8 +38,6 @@ class HttpScorer:
         timeout_seconds: float,
         batch_size: int,
         key_variable: str | None = None,
-        back_off_seconds: float = BACK_OFF_SECONDS,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         try:
             parsed = httpx.URL(url)
@@ -50,8 +48,15 @@ class HttpScorer:
         # The name has no part of the URL that may be secret.
         self._name = f"http scorer {parsed.copy_with(username=None, password=None, query=None)}"
         self._url, self._timeout, self._batch_size = url, timeout_seconds, batch_size
-        self._headers = {} if key_variable is None else {"Authorization": f"Bearer {_read_key(key_variable)}"}
-        self._back_off, self._sleep = back_off_seconds, sleep
+        self._headers = {}
+        if key_variable is not None:
+            key = os.environ.get(key_variable, "").strip()
+            if not key:
+                raise UserError(
+                    f"ppo.scorers: the environment variable {key_variable} holds no key; export it, or set "
+                    "key_variable to null for a server that needs none"
+                )
+            self._headers["Authorization"] = f"Bearer {key}"
 
     def __call__(self, rows: Responses) -> Tensor:
         scores = [torch.zeros(0)]
@@ -81,7 +86,7 @@ class HttpScorer:
         """The body of a successful reply, after at most NUM_TRIES tries."""
         problem = ""
         for number in range(NUM_TRIES):
-            wait = self._back_off * 2**number
+            wait = BACK_OFF_SECONDS * 2**number
             try:
                 status, headers, body = self._post(client, request)
             except httpx.RequestError as error:
@@ -95,7 +100,7 @@ class HttpScorer:
                 seconds = headers.get("Retry-After", "")  # RFC 9110, 10.2.3; its dates are not read
                 wait = float(seconds) if seconds.isdecimal() else wait
             if number < NUM_TRIES - 1:
-                self._sleep(min(wait, LONGEST_WAIT_SECONDS))
+                time.sleep(min(wait, LONGEST_WAIT_SECONDS))
         raise ScorerError(f"{self._name} returned no scores in {NUM_TRIES} tries; the last error: {problem}")
 
     def _post(self, client: httpx.Client, request: Mapping[str, Any]) -> tuple[int, httpx.Headers, bytes]:
@@ -107,13 +112,3 @@ class HttpScorer:
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout(f"the reply was not complete after {self._timeout} s")
         return response.status_code, response.headers, body
-
-
-def _read_key(variable: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise UserError(
-            f"ppo.scorers: the environment variable {variable} holds no key; export it, or set key_variable "
-            "to null for a server that needs none"
-        )
-    return key

@@ -17,7 +17,6 @@ from rlhf_tasks.modeling.models import TokenScores
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer
 
-
 RunBatches = Callable[[TokenBudget, Sequence[int], Callable[[list[int]], None]], None]
 
 

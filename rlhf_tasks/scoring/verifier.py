@@ -18,7 +18,7 @@ from torch import Tensor
 from rlhf_tasks.config.verifier import Check, Format
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.protocol import Responses, excerpt
 
 MAX_SHOWN = 10
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?([eE][-+]?\d{1,3})?")
@@ -114,7 +114,7 @@ def parse_number(text: str) -> Decimal | None:
 
 def _exact(value: Any, check: Check) -> Test:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"{_excerpt(value)} is neither text nor a whole number, as `exact` needs")
+        raise ValueError(f"{excerpt(value)} is neither text nor a whole number, as `exact` needs")
     return str(value).strip().__eq__
 
 
@@ -122,18 +122,18 @@ def _number(value: Any, check: Check) -> Test:
     is_given = isinstance(value, str | int | float) and not isinstance(value, bool)
     right = parse_number(str(value)) if is_given else None
     if right is None:
-        raise ValueError(f"{_excerpt(value)} is not a number")
+        raise ValueError(f"{excerpt(value)} is not a number")
     tolerance = Decimal(str(check.tolerance))
     return lambda answer: (x := parse_number(answer)) is not None and abs(x - right) <= tolerance
 
 
 def _regex(value: Any, check: Check) -> Test:
     if not isinstance(value, str):
-        raise ValueError(f"{_excerpt(value)} is not a regular expression")
+        raise ValueError(f"{excerpt(value)} is not a regular expression")
     try:
         pattern = re.compile(value, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{_excerpt(value)} is not a regular expression: {error}") from None
+        raise ValueError(f"{excerpt(value)} is not a regular expression: {error}") from None
     return lambda answer: pattern.fullmatch(answer) is not None
 
 
@@ -169,7 +169,7 @@ def _json_schema(value: Any, check: Check) -> Test:
         Draft202012Validator.check_schema(schema)
         check_references(schema, REGISTRY.resolver_with_root(DRAFT202012.create_resource(schema)))
     except (ValueError, RecursionError, SchemaError) as error:
-        raise ValueError(f"{_excerpt(value)} is not a JSON Schema: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{excerpt(value)} is not a JSON Schema: {str(error).splitlines()[0]}") from None
     validator = Draft202012Validator(schema, registry=REGISTRY)
 
     def test(answer: str) -> bool:
@@ -187,8 +187,3 @@ _TESTS: Mapping[str, Callable[[Any, Check], Test]] = {
     "regex": _regex,
     "json_schema": _json_schema,
 }
-
-
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -17,7 +17,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.build import build
 from rlhf_tasks.scoring.combine import Part, WeightedSum, combine_rewards
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, ScorerError
-from rlhf_tasks.scoring.reward_model import RewardModel
+from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
 from tests import small
 from tests.small import EOS
 
@@ -103,7 +103,17 @@ def test_the_error_names_the_scorer_that_gives_nan(tmp_path: Path) -> None:
             built(one, root=tmp_path).parts(ROWS)
 
 
-def test_a_function_is_imported_when_the_scorers_are_built(tmp_path: Path) -> None:
+def test_the_reward_models_of_named_folders_are_loaded_and_their_names_kept(models_here: Path) -> None:
+    plain, named = {"kind": "reward_model", "weight": 1.0}, {"path": "models/reward", "name": "helpful"}
+    model = small.scores()
+    found = built(plain, plain | named, reward=model)
+    parts = found.parts(ROWS)
+    assert (list(parts), found.reward_models[0]) == (["reward_model", "helpful"], model)
+    alone = load_foreign(Path("models/reward"), small.tokenizer(), 1000, small.runtime())
+    torch.testing.assert_close(parts["helpful"], alone(ROWS), atol=1e-5, rtol=0)
+
+
+def test_a_function_is_imported_when_the_scorers_are_built() -> None:
     with pytest.raises(UserError, match="nowhere_at_all:score cannot be imported"):
         built({"kind": "function", "weight": 1.0, "function": "nowhere_at_all:score"})
 

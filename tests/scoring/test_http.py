@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ ROWS = Responses.of_texts(["w0 w1", "w2", "w3 w4 w5"], ["w6 w7", "w8", ""])
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("rlhf_tasks.scoring.http.BACK_OFF_SECONDS", 0.001)
     with Server() as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
@@ -33,44 +33,26 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def http(
-    url: str,
-    *,
-    timeout_seconds: float = 5.0,
-    batch_size: int = 8,
-    back_off: float = 0.001,
-    sleep: Callable[[float], None] = time.sleep,
-    key_variable: str | None = None,
+    url: str, *, timeout_seconds: float = 5.0, batch_size: int = 8, key_variable: str | None = None
 ) -> HttpScorer:
-    return HttpScorer(
-        url,
-        timeout_seconds=timeout_seconds,
-        batch_size=batch_size,
-        key_variable=key_variable,
-        back_off_seconds=back_off,
-        sleep=sleep,
-    )
+    return HttpScorer(url, timeout_seconds=timeout_seconds, batch_size=batch_size, key_variable=key_variable)
 
 
-def test_a_service_gets_texts_in_batches_and_its_scores_come_in_order(server: Server) -> None:
-    assert http(server.url, batch_size=2)(ROWS).tolist() == [5.0, 2.0, 0.0]
-    assert server.requests == [
+def test_a_service_gets_texts_and_columns_in_batches_and_its_scores_come_in_order(server: Server) -> None:
+    columns: Columns = {"answer": [1, "two", [3.5]], "note": [None, True, {"a": 1}]}
+    scorer = http(server.url, batch_size=2)
+    assert scorer(Responses.of_texts([], [])).shape == (0,)
+    assert server.requests == [], "nothing is sent for no responses"
+    assert scorer(ROWS).tolist() == scorer(replace(ROWS, columns=columns)).tolist() == [5.0, 2.0, 0.0]
+    plain = [
         {"prompts": ROWS.prompts[:2], "responses": ROWS.texts[:2]},
         {"prompts": ROWS.prompts[2:], "responses": ROWS.texts[2:]},
     ]
-
-
-def test_a_service_gets_the_columns_of_each_batch(server: Server) -> None:
-    columns: Columns = {"answer": [1, "two", [3.5]], "note": [None, True, {"a": 1}]}
-    assert http(server.url, batch_size=2)(replace(ROWS, columns=columns)).tolist() == [5.0, 2.0, 0.0]
-    assert [request["columns"] for request in server.requests] == [
-        {"answer": [1, "two"], "note": [None, True]},
-        {"answer": [[3.5]], "note": [{"a": 1}]},
+    with_columns = [
+        plain[0] | {"columns": {"answer": [1, "two"], "note": [None, True]}},
+        plain[1] | {"columns": {"answer": [[3.5]], "note": [{"a": 1}]}},
     ]
-
-
-def test_no_request_is_sent_for_no_responses(server: Server) -> None:
-    assert http(server.url)(Responses.of_texts([], [])).shape == (0,)
-    assert server.requests == []
+    assert server.requests == plain + with_columns
 
 
 @pytest.mark.parametrize("fault", [status(429), status(500), status(503), slow, hangs_up])
@@ -110,10 +92,14 @@ def test_the_error_names_a_service_that_cannot_be_reached(server: Server) -> Non
         http(url)(ROWS)
 
 
-def test_waits_double_unless_the_reply_has_retry_after(server: Server) -> None:
+def test_waits_double_unless_the_reply_has_retry_after(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
+    monkeypatch.setattr("rlhf_tasks.scoring.http.BACK_OFF_SECONDS", 1.0)
+    monkeypatch.setattr("rlhf_tasks.scoring.http.time.sleep", waits.append)
     server.script = [status(500), status(429, Retry_After="7"), status(503, Retry_After="9999"), status(500)]
-    http(server.url, back_off=1.0, sleep=waits.append)(ROWS)
+    http(server.url)(ROWS)
     assert waits == [1.0, 7.0, LONGEST_WAIT_SECONDS, 8.0]
 
 

@@ -12,14 +12,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.tables import Chat, Message
 from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import models
-from rlhf_tasks.scoring.build import build
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
@@ -198,9 +196,12 @@ def given(queries: Sequence[Ids], responses: Sequence[Ids]) -> Responses:
     return Responses.of_ids(queries, responses, small.tokenizer())
 
 
-def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alone(foreign: Path) -> None:
+@pytest.mark.parametrize("max_tokens", [40, 9999])
+def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alone(
+    foreign: Path, max_tokens: int
+) -> None:
     queries, responses = small.rows(9)
-    found = load(foreign)(given(queries, responses))
+    found = load(foreign, max_tokens)(given(queries, responses))
     policy, own = small.tokenizer(), bytes_tokenizer()
     loaded = models.load_classifier(foreign)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
@@ -211,31 +212,6 @@ def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alon
             hidden = loaded.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
             alone = float(models.head_of(loaded)(hidden)) - 0.125
         assert float(found[row]) == pytest.approx(alone, abs=1e-5)
-
-
-def test_micro_batches_change_no_score(foreign: Path) -> None:
-    rows = given(*small.rows(9))
-    torch.testing.assert_close(load(foreign, 40)(rows), load(foreign, 9999)(rows), atol=1e-5, rtol=0)
-
-
-def test_ppo_scores_by_the_models_of_the_pipeline_and_of_the_named_folders(foreign: Path) -> None:
-    listed = [
-        config.RewardModelScorer(kind="reward_model", weight=1.0),
-        config.RewardModelScorer(kind="reward_model", weight=1.0, path="foreign", name="helpful"),
-    ]
-    found = build(
-        listed,
-        small.tokenizer(),
-        reward_model=small.scores(),
-        max_tokens=300,
-        root=foreign.parent,
-        placement=small.runtime(),
-        combine="min",
-    )
-    parts = found.parts(given(*small.rows(9)))
-    assert list(parts) == ["reward_model", "helpful"]
-    torch.testing.assert_close(parts["helpful"], load(foreign)(given(*small.rows(9))))
-    assert len(found.reward_models) == 2
 
 
 def test_a_reward_model_without_a_trained_head_is_refused(foreign: Path) -> None:
