@@ -19,16 +19,17 @@ FLOORS: Mapping[str, int] = {
     "data": 3,
     "presets": 3,
     "tracking": 3,
-    "project.provenance": 6,  # reads the results of an evaluation, and runs of MLflow
+    "project.provenance": 7,  # reads the results of an evaluation, and runs of MLflow
     "modeling": 4,
-    "evaluation": 5,
-    "training": 5,
-    "ppo": 6,  # selects its checkpoint by a judge
-    "promotion": 7,
-    "report": 7,
-    "stages": 8,
-    "benchmark": 9,
-    "cli": 10,
+    "scoring": 5,
+    "evaluation": 6,
+    "training": 6,
+    "ppo": 7,  # selects its checkpoint by a judge
+    "promotion": 8,
+    "report": 8,
+    "stages": 9,
+    "benchmark": 10,
+    "cli": 11,
 }
 """A module imports only from lower floors and from its own package."""
 TORCH_FREE = (

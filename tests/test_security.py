@@ -23,8 +23,8 @@ from ruamel.yaml import YAML
 from tests import small
 from tests.evaluation import endpoint
 from tests.flows import toy
-from tests.modeling.test_scorers import Server as Scorer
-from tests.modeling.test_scorers import status
+from tests.scoring.server import Server as Scorer
+from tests.scoring.server import status
 from tests.training import test_killed
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,6 @@ from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import scorers
 from rlhf_tasks.modeling.load import (
     TokenScores,
     fetch_tokenizer,
@@ -32,6 +31,7 @@ from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.stages.ppo import load_models, ptx_text
 from rlhf_tasks.training.runtime import Runtime
 
@@ -82,9 +82,10 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
         rt.freeze(frozen)
     reward = TokenScores(made.reward)
     critic = TokenScores(made.value) if settings.value_model else NoCritic()
-    scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=Path()
-    )
+    scorer = build_scorers(
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
+        root=Path(), placement=rt,
+    )  # fmt: skip
     trainer = Trainer(
         rt, settings, ActorCritic(made.policy, critic),
         OwnModel(made.reference, moves=settings.reference_sync is not None), scorer, tokenizer,
@@ -115,7 +116,7 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, view, paths)
     prompts, kept = _prompts(Paths(root), tokenizer, config)
-    scorer = scorers.build(
+    scorer = build_scorers(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root,
         combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip

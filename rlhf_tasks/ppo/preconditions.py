@@ -16,10 +16,10 @@ from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts
 from rlhf_tasks.modeling.load import TokenScores
-from rlhf_tasks.modeling.verifier import Verifier
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.runtime import Runtime
 
 SPLITS_USED: tuple[Split, ...] = ("train", "validation")

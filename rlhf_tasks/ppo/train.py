@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
@@ -74,8 +75,8 @@ def train(
     estimator: Estimator,
     evaluator: Evaluator,
     ptx: LanguageModeling | None,
+    tokenizer: PreTrainedTokenizerBase,
     stop: int,
-    pad: int,
     tracker: Tracker,
     snapshots: resume.Loop,
     faults: Path,
@@ -150,8 +151,8 @@ def train(
                     [prompts[i] for i in own],
                     samples,
                     take(columns, own),
+                    tokenizer=tokenizer,
                     stop=stop,
-                    pad=pad,
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )

@@ -18,9 +18,8 @@ from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, scorers
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.checkpointing import recompute_activations
-from rlhf_tasks.modeling.functions import load_function
 from rlhf_tasks.modeling.load import (
     TokenScores,
     add_lora,
@@ -31,7 +30,6 @@ from rlhf_tasks.modeling.load import (
     score_head,
 )
 from rlhf_tasks.modeling.logprobs import head_width
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.engines import build
@@ -46,6 +44,9 @@ from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import build as build_scorers
+from rlhf_tasks.scoring.function import load_function
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume, sharding
 from rlhf_tasks.training.runtime import Runtime
@@ -77,7 +78,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, config, paths)
     policy = actor_critic.policy
-    scorer = scorers.build(
+    scorer = build_scorers(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
         root=paths.root, combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip
@@ -97,7 +98,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         validation,
         stop=stop,
         scorers=scorer,
-        heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens, rt),
+        heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
         judge=judge,
         seed=config.seed,
     )
@@ -142,8 +143,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             estimator=estimator_of(settings, paths.root),
             evaluator=evaluator,
             ptx=ptx,
+            tokenizer=tokenizer,
             stop=stop,
-            pad=pad,
             tracker=tracker,
             snapshots=snapshots,
             faults=paths.home / "faults",

@@ -49,10 +49,11 @@ from rlhf_tasks.modeling.load import (
     supports_shared_prefix,
 )
 from rlhf_tasks.modeling.logprobs import token_stats
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import resume, sharding
 from rlhf_tasks.training.runtime import Runtime
@@ -243,10 +244,8 @@ def _center(
 ) -> None:
     """Make the mean score of the demonstrations zero; the model's config stores the constant."""
     rows = read_table(paths, "sft", "train")[:1000]
-    found = RewardScorer(scores, tokenizer, max_tokens, rt)(
-        encode(tokenizer, [row["prompt"] for row in rows]),
-        encode_answers(tokenizer, [row["completion"] for row in rows]),
-    )
+    given = Responses.of_texts([row["prompt"] for row in rows], [row["completion"] for row in rows])
+    found = RewardModel(scores, tokenizer, max_tokens, rt)(given)
     scores.set_mean(scores.mean + float(found.mean()))
 
 
@@ -286,10 +285,10 @@ def _measure(
         return {}
     rt.put(scores)
     pairs = _pairs(tokenizer, rows)
-    scorer = RewardScorer(scores, tokenizer, placement=rt)
+    scorer = RewardModel(scores, tokenizer, placement=rt)
     chosen, rejected = (
-        scorer(pairs.queries, pairs.chosen).numpy(),
-        scorer(pairs.queries, pairs.rejected).numpy(),
+        scorer(Responses.of_ids(pairs.queries, responses, tokenizer)).numpy()
+        for responses in (pairs.chosen, pairs.rejected)
     )
     lead = chosen - rejected
     metrics: dict[str, float] = {"margin": float(lead.mean())}

@@ -24,6 +24,7 @@ from rlhf_tasks.ppo.evaluator import Evaluator
 from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.test_processes import Meeting, OneOfTwo
@@ -46,11 +47,9 @@ class Recorder(Planted):
         super().__init__(length)
         self.__dict__["calls"] = list[list[Ids]]()
 
-    def parts(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
-    ) -> dict[str, Tensor]:
-        self.__dict__["calls"].append(list(responses))
-        return super().parts(queries, responses)
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        self.__dict__["calls"].append(list(rows.given[1]))
+        return super().parts(rows)
 
     @property
     def calls(self) -> list[list[Ids]]:
@@ -64,9 +63,9 @@ class Falling:
     def __init__(self) -> None:
         self._next = 5.0
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+    def __call__(self, rows: Responses) -> Tensor:
         self._next -= 1
-        return torch.full((len(queries),), self._next)
+        return torch.full((len(rows),), self._next)
 
 
 def evaluator(
@@ -225,7 +224,7 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
     """The optimised score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
     one = evaluator(
-        scorer=scorers, heldout=lambda queries, responses, columns=NONE: length(queries, responses) / 2,
+        scorer=scorers, heldout=lambda rows: length(*rows.given) / 2,
         truncation=truncation, missing_eos_score=-1.5, stop_token=STOP,
     )  # fmt: skip
     metrics, (responses,) = one.evaluate(16), scorers.calls
@@ -244,7 +243,7 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
 
 def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
     with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
-        evaluator(heldout=lambda q, r, columns=NONE: length(q, r) * math.nan).evaluate(0)
+        evaluator(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 
@@ -273,7 +272,8 @@ def test_two_processes_share_the_prompts_and_agree_on_the_result(outside: bool) 
     runtimes = [OneOfTwo(rank, meeting) for rank in range(2)]
     both = [
         evaluator(
-            policies[rank], rt=runtimes[rank], scorer=scorers[rank], heldout=length,
+            policies[rank], rt=runtimes[rank], scorer=scorers[rank],
+            heldout=lambda rows: length(*rows.given),
             judge=SelectionJudge(runtimes[rank], SELECTION, Paths()), **changes,
         )
         for rank in range(2)

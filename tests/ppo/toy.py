@@ -65,10 +65,8 @@ class Planted:
 
     score: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5
 
-    def parts(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
-    ) -> dict[str, Tensor]:
-        return {"planted": self.score(queries, responses)}
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        return {"planted": self.score(*rows.given)}
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         return parts["planted"]

@@ -20,8 +20,9 @@ from rlhf_tasks.modeling.load import (
     score_head,
     supports_shared_prefix,
 )
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.stages import reward
 from rlhf_tasks.stages.reward import Learner, Pairs, pair_sums
 from rlhf_tasks.tracking import NullTracker
@@ -175,7 +176,8 @@ def test_a_scorer_gives_the_scores_in_the_order_of_the_rows() -> None:
     scores = small.scores()
     alone = small.last_scores_alone(scores, QUERIES, CHOSEN)
     for max_tokens in (1, 30, 16384):
-        found = RewardScorer(scores, small.tokenizer(), max_tokens)(QUERIES, CHOSEN)
+        rows = Responses.of_ids(QUERIES, CHOSEN, small.tokenizer())
+        found = RewardModel(scores, small.tokenizer(), max_tokens)(rows)
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config.judge import LISTED, LocalJudge, LocalModel, PairRmJudge
 from rlhf_tasks.data.batches import Batch, Ids, collate, load_tokenizer, micro_batches
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import prompt_templates
 from rlhf_tasks.evaluation.judges.pairwise import Question, Reply
@@ -47,7 +48,9 @@ class LocalComparer:
                 "cannot reply; use another model"
             )
 
-    def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
         ids = [self._ids(prompt_templates.fill(self._prompt, question)) for question in questions]
         longest = num_readable(self._model, self._tokenizer)
         return _replies(ids, longest, self._model, self._max_tokens, self._batch, self._probabilities)
@@ -105,7 +108,9 @@ class RankerComparer:
         model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model = place(model, device).eval()
 
-    def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
         texts = [prompt_templates.fill(self._prompt, question) for question in questions]
         ids: list[Ids] = self._tokenizer(texts)["input_ids"]
         longest = num_readable(self._model, self._tokenizer)
