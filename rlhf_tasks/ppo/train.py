@@ -282,7 +282,6 @@ def train(
                         state.penalty_beta, divergence, config.kl_penalty.target
                     )
                 require_finite(training, rollout)
-                state.num_rollouts += 1
                 trips: list[GuardTrip] = []
                 if is_warmup:  # which has an axis of its own
                     state.warmup_losses.append(training["loss/value_avg"])
@@ -334,6 +333,7 @@ def train(
                         trips = state.guards.check(metrics)
             except NonFiniteError as error:
                 metrics, trips = {}, [write_fault(rt, state, error, faults)]
+            state.num_rollouts += 1
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
             if not any(handle_trip(rt, config, state, actor_critic, trip, tracker) for trip in trips):

@@ -217,9 +217,8 @@ def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> No
 
 def test_training_stops_after_max_roll_backs(tmp_path: Path) -> None:
     one = toy(NanIn(2, 3, 4, 5), guards=ROLL_BACK | {"max_roll_backs": 2}, faults=tmp_path)
-    with pytest.raises(GuardTripped, match="after 2 roll backs by the guard non_finite: .*scores"):
+    with pytest.raises(GuardTripped, match=r"after 2 roll backs by the guard non_finite: .*scores"):
         list(one.updates)
-    assert one.state.num_rollouts == 1
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -228,8 +227,9 @@ def test_a_run_resumed_after_a_roll_back_ends_with_the_same_bytes(tmp_path: Path
     whole = toy(NanIn(3), snapshots=(memory := Memory()), **changes)
     series = untimed(list(whole.updates))
     assert whole.state.roll_backs == 1
+    assert list(memory.saved) == [1, 2, 3, 4, 5, 6], "the third has no metrics"
     for step, state in list(memory.saved.items())[2:]:
         resumed = toy(snapshots=Memory({step: state}), **changes)
-        assert untimed(list(resumed.updates)) == series[step:]
+        assert untimed(list(resumed.updates)) == series[step - 1 :]
         assert torch.equal(resumed.weights, whole.weights)
         assert resumed.state.trips == whole.state.trips
