@@ -110,7 +110,8 @@ def forward_flops(model: PreTrainedModel, query: float, response: float, *, logi
     tokens, config = query + response, model.config.get_text_config()  # of Gemma 3, for example
     flops: float = 2.0 * weights * tokens + 2.0 * config.num_hidden_layers * config.hidden_size * tokens**2
     if logits:
-        flops += 2.0 * model.get_output_embeddings().weight.numel() * response
+        head: Any = model.get_output_embeddings()
+        flops += 2.0 * int(head.weight.numel()) * response
     return flops
 
 

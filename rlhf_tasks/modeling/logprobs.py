@@ -72,7 +72,8 @@ def token_stats(
 
     def plain_logits(hidden: Tensor) -> Tensor:
         states.append(hidden[:, -width:])
-        return call_head(hidden)
+        logits: Tensor = call_head(hidden)
+        return logits
 
     with _forward_replaced(head, plain_logits if head in _ADJUSTED else packed_stats):
         out = model(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf_tasks.ppo.rollout import Rollout
 
 Metrics = dict[str, float]
-COUNT, OFF_SQUARED = "num_tokens", "ratio_off_squared"
+COUNT, PADDED, REAL, OFF_SQUARED = "num_tokens", "padded_tokens", "real_tokens", "ratio_off_squared"
 LARGEST_NATS = math.log(sys.float_info.max)
 
 
@@ -160,14 +160,21 @@ class TokenSums:
             part = scale * masked_sum(value.detach(), mask).double()
             self.sums[name] = self.sums[name] + part if name in self.sums else part
 
+    def count_padding(self, attention_mask: Tensor, scale: float) -> None:
+        """Count the tokens of a pass, (b, T), and those of them that are padding."""
+        for name, part in {PADDED: attention_mask.numel(), REAL: attention_mask.bool().sum()}.items():
+            one = scale * torch.as_tensor(part, device=attention_mask.device).double()
+            self.sums[name] = self.sums[name] + one if name in self.sums else one
+
     @staticmethod
     def means(parts: Sequence[TokenSums], reduce: Reduce) -> Metrics:
         """The means over the tokens of several minibatches and of all ranks."""
         names = list(parts[0].sums)
         stacked = torch.stack([torch.stack([part.sums[name] for part in parts]).sum() for name in names])
         total = dict(zip(names, reduce(stacked).tolist(), strict=True))
-        count = total.pop(COUNT)
-        return {name: value / count for name, value in total.items()}
+        count, padded, real = total.pop(COUNT), total.pop(PADDED, None), total.pop(REAL, None)
+        means = {name: value / count for name, value in total.items()}
+        return means if padded is None else means | {"time/padding_share": 1 - real / padded}
 
 
 def ratio_sums(logprobs: Tensor, old_logprobs: Tensor) -> dict[str, Tensor]:

@@ -43,8 +43,10 @@ class Sampler(Protocol):
     """The program that samples, with its version; None: the policy itself."""
     ahead: bool
     """Whether the next rollout is to be submitted before the policy learns from this one."""
-    is_busy: bool
-    """Whether a rollout was submitted and not collected."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a rollout was submitted and not collected."""
 
     def submit(self, queries: Sequence[Ids], update: int) -> None:
         """Begin to sample k responses to each of these prompts, with the policy after `update` updates."""

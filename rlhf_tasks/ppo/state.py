@@ -164,7 +164,7 @@ def begin(
     seed: int,
 ) -> TrainState:
     """The state before training. `sampler` makes the sampler, from the generator of its draws."""
-    optimizer = adamw(actor_critic.policy, config)
+    optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
     num_policy_groups = len(optimizer.param_groups)
     if not isinstance(actor_critic.value, NoCritic):
         # one AdamW for both; with `value_learning_rate` the critic's groups have a rate of their own
@@ -173,7 +173,10 @@ def begin(
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     model, optimizer = rt.prepare(actor_critic, optimizer, config.max_grad_norm)
     shuffling, sampling = torch.Generator().manual_seed(seed), rt.generator(seed)
-    ratio_error = FLOAT32_RATIO_ERROR if rt.is_float32 else BF16_RATIO_ERROR
+    guards = None
+    if config.guards is not None:
+        ratio_error = FLOAT32_RATIO_ERROR if rt.is_float32 else BF16_RATIO_ERROR
+        guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
     return TrainState(
         model=model,
         optimizer=optimizer,
@@ -185,7 +188,7 @@ def begin(
         prompts=Queue(num_prompts, shuffling),
         ptx=Queue(num_demonstrations, shuffling) if num_demonstrations else None,
         scaler=ScoreScaler(config.score_scaling),
-        guards=config.guards and Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error),
+        guards=guards,
         kl_coef=config.kl_coef,
         penalty_beta=config.kl_penalty.beta if config.kl_penalty else 0.0,
         budget=TokenBudget(config.micro_batch_tokens),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Ids, padded_tokens
+from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.modeling.tensors import NonFiniteError, whiten
@@ -198,50 +198,20 @@ def train(
 
                 # 6. Epochs over the rollout of all ranks, in shuffled minibatches; each is one step.
                 rollout = gather_rollout(rt, rollout)  # B rows
-                sizes = rollout.sizes
                 steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
-                num_epochs, num_tokens, num_padded = 0, 0, 0
+                num_epochs = 0
                 while num_epochs < config.num_ppo_epochs:
                     order: list[int] = torch.randperm(batch_size, generator=state.shuffling).tolist()
                     for first_row in range(0, batch_size, minibatch_size):
                         mini = order[first_row : first_row + minibatch_size]  # of all ranks
-                        weights = torch.zeros(rollout.mask.shape)  # (B, R), of each token in the loss
-                        weights[mini] = token_weights(rollout.mask[mini], config.loss_reduction)
                         ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
 
                         # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
                         for attempt in rt.attempts(state.budget, state.optimizer):
                             with attempt:
-                                sums, ptx_sums = TokenSums(), TokenSums()
-                                parts = rt.split(sizes, rt.share(mini), state.budget)
-                                work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-                                work = [(rollout, part) for part in parts]
-                                if ptx is not None and ptx_rows:
-                                    ptx_parts = rt.split(ptx.sizes, rt.share(ptx_rows), state.budget)
-                                    work += [(ptx, part) for part in ptx_parts]
-                                for source, part in rt.passes(state.model, work):
-                                    batch = source.batch(part.rows).to(rt.device)
-                                    temperature = config.temperature if source is rollout else 1.0
-                                    with rt.autocast():
-                                        stats, values = state.model(
-                                            batch, temperature, entropy_grad=config.entropy_coef > 0
-                                        )  # (b, r) each, (b, r + 1)
-                                    if source is rollout:
-                                        width = batch.num_response_columns  # r
-                                        given = rollout.micro_batch(part.rows, width, rt.device)
-                                        losses, token_metrics = token_losses(
-                                            stats, values, given, config, loss, state, is_warmup=is_warmup
-                                        )  # (b, r)
-                                        sums.add(token_metrics, given.mask, part.scale)
-                                        share = weights[part.rows, :width].to(rt.device)
-                                        total = (share * losses).sum()
-                                    else:  # PPO-ptx: the mean −log p of other text
-                                        ptx_sums.add(
-                                            {"loss/ptx_avg": -stats.logprobs}, batch.mask, part.scale
-                                        )
-                                        nll = -stats.logprobs.sum() / ptx.weight(ptx_rows)
-                                        total = config.ptx.coef * nll + 0 * values.sum()
-                                    rt.backward(state.model, part.scale * total)
+                                sums, ptx_sums = accumulate_gradients(
+                                    rt, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
+                                )
 
                         # 8. The optimizer step, with the norm of the gradient clipped.
                         try:
@@ -252,8 +222,6 @@ def train(
                         grad_norms.append(norm)
                         steps.append(sums)
                         ptx_steps += [ptx_sums] if ptx_rows else []
-                        num_tokens += sum(sizes[i] for part in parts for i in part.rows if part.scale)
-                        num_padded += sum(padded_tokens(sizes, part.rows) for part in parts)
                     num_epochs += 1
                     if config.target_kl is not None:
                         epoch = TokenSums.means(steps[-config.num_mini_batches :], reduce)
@@ -266,11 +234,9 @@ def train(
                 )
                 if ptx_steps:
                     training |= TokenSums.means(ptx_steps, reduce)
-                real, padded = rt.sum(torch.tensor([num_tokens, num_padded], device=rt.device)).tolist()
                 training |= {
                     "train/grad_norm": sum(grad_norms) / len(grad_norms),
                     "train/num_epochs": num_epochs,
-                    "time/padding_share": 1 - real / padded,
                 } | budget_metrics(state.budget)
                 if config.kl_penalty is not None and not is_warmup:
                     divergence = _divergence(rt, config, state, actor_critic, rollout)
@@ -345,6 +311,53 @@ def train(
                 snapshots.save(state.num_rollouts, snapshot)
             if metrics:
                 yield metrics
+
+
+def accumulate_gradients(
+    rt: Runtime,
+    config: Ppo,
+    state: TrainState,
+    rollout: Rollout,
+    rows: Sequence[int],
+    loss: PolicyLoss,
+    ptx: LanguageModeling | None,
+    ptx_rows: Sequence[int],
+    is_warmup: bool,
+) -> tuple[TokenSums, TokenSums]:
+    """Add the gradients of one minibatch, micro-batch by micro-batch; returns the metrics' sums.
+
+    `rows` are the minibatch's rows of the `rollout`, of all ranks; `ptx_rows` are those of PPO-ptx's text,
+    whose sums are the second result.
+    """
+    sums, ptx_sums = TokenSums(), TokenSums()
+    weights = torch.zeros(rollout.mask.shape)  # (B, R), of each token in the loss of the whole minibatch
+    weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
+    work: list[tuple[Rollout | LanguageModeling, MicroRows]]
+    work = [(rollout, part) for part in rt.split(rollout.sizes, rt.share(rows), state.budget)]
+    if ptx is not None and ptx_rows:
+        work += [(ptx, part) for part in rt.split(ptx.sizes, rt.share(ptx_rows), state.budget)]
+    for source, part in rt.passes(state.model, work):
+        batch = source.batch(part.rows).to(rt.device)
+        width = batch.num_response_columns  # r
+        temperature = config.temperature if source is rollout else 1.0
+        with rt.autocast():
+            stats, values = state.model(batch, temperature, entropy_grad=config.entropy_coef > 0)
+            # (b, r) each, and (b, r + 1)
+        if isinstance(source, Rollout):
+            given = rollout.micro_batch(part.rows, width, rt.device)
+            losses, metrics = token_losses(
+                stats, values, given, config, loss, state, is_warmup=is_warmup
+            )  # (b, r)
+            sums.add(metrics, given.mask, part.scale)
+            sums.count_padding(batch.attention_mask, part.scale)
+            total = (weights[part.rows, :width].to(rt.device) * losses).sum()
+        else:  # PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2)
+            assert config.ptx is not None
+            ptx_sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, part.scale)
+            total = -config.ptx.coef * stats.logprobs.sum() / source.weight(ptx_rows)
+            total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
+        rt.backward(state.model, part.scale * total)
+    return sums, ptx_sums
 
 
 def token_losses(
