@@ -60,6 +60,9 @@ from rlhf_tasks.training.optim import learning_rate, set_learning_rate
 from rlhf_tasks.training.runtime import MicroRows, Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, budget_metrics
 
+SHOWN = {"score": "objective/scores", "kl": "objective/kl", "clipfrac": "policy/clipfrac_avg"}
+"""Metrics beside the progress bar; a loss of one's own may have no clip."""
+
 
 def train(
     rt: Runtime,
@@ -285,10 +288,7 @@ def train(
                         show=state.update in showings,
                     )
                     bar.advance(
-                        batch_size,
-                        score=metrics["objective/scores"],
-                        kl=metrics["objective/kl"],
-                        clipfrac=metrics["policy/clipfrac_avg"],
+                        batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
                     )
                     if state.guards is not None:
                         trips = state.guards.check(metrics)
