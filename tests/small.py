@@ -16,6 +16,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from accelerate.state import AcceleratorState
 from ruamel.yaml import YAML
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -160,6 +161,10 @@ def threads(count: int) -> Iterator[None]:
 
 
 def runtime(precision: Literal["fp32", "bf16"] = "fp32", *, compiles: bool = False) -> Runtime:
+    """One process. Those of another precision end: accelerate allows one at a time."""
+    wanted = "no" if precision == "fp32" else "bf16"
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
+        AcceleratorState._reset_state()
     launch = {
         "num_processes": 1, "num_machines": 1, "layout": "ddp", "offload": False,
         "precision": precision, "compile": compiles,

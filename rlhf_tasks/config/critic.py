@@ -43,7 +43,7 @@ def critic_conflicts(ppo: Settings) -> Iterator[str]:
     """Settings of a critic that have no effect, or the wrong one, beside the other values."""
     if ppo.advantages == "gae":
         yield from _with_critic(ppo)
-    else:
+    elif ":" not in ppo.advantages:  # a function of one's own may want either
         yield from _without_critic(ppo)
 
 

@@ -149,10 +149,11 @@ class Ppo(Section):
     """Weight of the entropy bonus; 0: no bonus."""
     ptx: Ptx | None
     """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
-    advantages: Literal["gae", "rloo", "group"]
+    advantages: Literal["gae", "rloo", "group"] | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
     """Estimator of the advantages: generalised advantage estimation with a critic (`gae`), the distance of a
     response's return from the mean of the other responses to its prompt (`rloo`), or its distance from the
-    mean of all responses to its prompt, in standard deviations (`group`, as in GRPO)."""
+    mean of all responses to its prompt, in standard deviations (`group`, as in GRPO); or `module:function` of
+    your own."""
     samples_per_prompt: PositiveInt
     """Responses to each prompt of a rollout; at least 2 for `rloo` and `group`."""
     loss: str = "ppo_clip"

@@ -119,7 +119,7 @@ def _for_each_token(advantages: Tensor, returns: Tensor, mask: Tensor) -> tuple[
 
 
 Estimator = Callable[[Tensor, "Rollout", Ppo], tuple[Tensor, Tensor]]
-"""(rewards, rollout, config) → (advantages, returns), (B, R) each. `rollout` is this rank's share: the k
+"""(rewards, rollout, config) → (advantages, returns), (B, R) each. `rollout` is that of all ranks: the k
 responses to a prompt are rows i, i + B / k, …; `values` and `bootstrap_values` are 0 without a critic."""
 
 ESTIMATORS: Mapping[str, Estimator] = {

@@ -1,6 +1,6 @@
 """What is measured of a rollout and of the losses: means over real response tokens, or over responses.
 
-Each sum runs over those of all ranks: `reduce` adds them up.
+They are of all ranks. Where a rank has only a part of them, `reduce` adds the ranks' sums up.
 B responses · R response length.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf_tasks.modeling.tensors import Reduce, distinct, masked_moments, masked_sum
+from rlhf_tasks.modeling.tensors import Reduce, alone, distinct, masked_moments, masked_sum
 from rlhf_tasks.ppo.advantages import group_deviations
 from rlhf_tasks.ppo.kl import k1, k3
 
@@ -28,7 +28,7 @@ LARGEST_NATS = math.log(sys.float_info.max)
 
 
 def objective_metrics(
-    rollout: Rollout, scores: Tensor, kl: Tensor, *, kl_coef: float, reward_kl_coef: float, reduce: Reduce
+    rollout: Rollout, scores: Tensor, kl: Tensor, *, kl_coef: float, reward_kl_coef: float
 ) -> Metrics:
     """Metrics `objective/…`, means over the responses.
 
@@ -49,7 +49,7 @@ def objective_metrics(
         "raw": rollout.scores.sum(),
         **{f"part/{name}": part.sum() for name, part in rollout.parts.items()},
     }
-    total = _reduced(sums, reduce)
+    total = _floats(sums)
     count, tokens, mean_kl = total["count"], total["tokens"], total["kl"] / total["count"]
     mean_k1 = total["k1"] / count
     metrics = {
@@ -70,7 +70,7 @@ def objective_metrics(
     return metrics
 
 
-def response_metrics(rollout: Rollout, reduce: Reduce) -> Metrics:
+def response_metrics(rollout: Rollout) -> Metrics:
     """Metrics `val/…` of the responses: how many end, how long they are, how much they repeat."""
     sums = {
         "count": torch.tensor(float(len(rollout.responses))),
@@ -78,7 +78,7 @@ def response_metrics(rollout: Rollout, reduce: Reduce) -> Metrics:
         "ended": rollout.ended.sum(),
         **{f"distinct_{n}": distinct(rollout.responses, n).sum() for n in (1, 2, 3)},
     }
-    total = _reduced(sums, reduce)
+    total = _floats(sums)
     count = total["count"]
     return {
         "val/num_eos_tokens": total["ended"],
@@ -90,19 +90,15 @@ def response_metrics(rollout: Rollout, reduce: Reduce) -> Metrics:
     }
 
 
-def explained_variance(returns: Tensor, values: Tensor, mask: Tensor, reduce: Reduce) -> float:
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
     """1 − Var(returns − values) / Var(returns) over tokens, of (B, R); 0 where all returns are equal."""
-    rest = masked_moments(returns - values, mask, reduce)[1]
-    whole = masked_moments(returns, mask, reduce)[1]
+    rest, whole = masked_moments(returns - values, mask)[1], masked_moments(returns, mask)[1]
     return 1 - float(rest / whole) if whole > 0 else 0.0
 
 
-def group_metrics(returns: Tensor, num_samples: int, reduce: Reduce) -> Metrics:
+def group_metrics(returns: Tensor, num_samples: int) -> Metrics:
     """`val/group_deviation` of returns (B,): the mean over prompts of their responses' standard deviation."""
-    deviations = group_deviations(returns, num_samples)
-    sums = {"total": deviations.sum(), "count": torch.tensor(float(len(deviations)))}
-    total = _reduced(sums, reduce)
-    return {"val/group_deviation": total["total"] / total["count"]}
+    return {"val/group_deviation": float(group_deviations(returns, num_samples).mean())}
 
 
 def perplexity(nats: float) -> float:
@@ -115,7 +111,7 @@ def standard_error(mean: float, squares: float, count: float) -> float:
     return abs(mean) if count == 1 else (max(0.0, squares / count - mean**2) / count) ** 0.5
 
 
-def _reduced(sums: dict[str, Tensor], reduce: Reduce) -> Metrics:
+def _floats(sums: dict[str, Tensor], reduce: Reduce = alone) -> Metrics:
     values = reduce(torch.stack([value.float() for value in sums.values()])).tolist()
     return dict(zip(sums, values, strict=True))
 
@@ -141,7 +137,7 @@ def sampler_metrics(
     }
     if cap is not None:
         sums["engine/capped_share"] = (log_ratio > math.log(cap)).sum()
-    total = _reduced(sums, reduce)
+    total = _floats(sums, reduce)
     count = total.pop("tokens")
     means = {name: value / count for name, value in total.items()}
     return means | {"engine/logprob_diff_max": largest(float(log_ratio.abs().max()))}

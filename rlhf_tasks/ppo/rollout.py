@@ -267,7 +267,7 @@ def raise_on_all_ranks(rt: Runtime, compute: Callable[[], T], batch: Mapping[str
 def gather_rollout(rt: Runtime, rollout: Rollout) -> Rollout:
     """The rollout of all ranks, on each of them, in the order before `Runtime.share` has split it.
 
-    Minibatches are cut out of all rows: so the number of ranks changes no step.
+    What follows sees all rows: so the number of ranks changes no advantage, no metric and no step.
     """
     parts = rt.each(rollout)
     whole = {

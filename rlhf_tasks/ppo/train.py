@@ -61,6 +61,9 @@ from rlhf_tasks.training.optim import learning_rate, set_learning_rate
 from rlhf_tasks.training.runtime import MicroRows, Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, budget_metrics
 
+SHOWN = {"score": "objective/scores", "kl": "objective/kl", "clipfrac": "policy/clipfrac_avg"}
+"""Metrics beside the progress bar; a loss of one's own may have no clip."""
+
 
 def train(
     rt: Runtime,
@@ -97,9 +100,6 @@ def train(
     kl_of_tokens = KL_ESTIMATORS[config.kl_estimator]
     selections = selection_updates(config.num_selections, num_updates)
     showings = sample_updates(config.num_sample_generations, num_updates)
-
-    def reduce(x: Tensor) -> Tensor:
-        return rt.sum(x.to(rt.device)).to(x.device)
 
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
         snapshot = snapshots.load()
@@ -157,27 +157,28 @@ def train(
                     is_on_policy=state.sampler.name is None,
                 )
                 rollout, measured = state.sampler.correct(rollout, samples)
-                mask = rollout.mask  # (B / ranks, R)
+                rollout = gather_rollout(rt, rollout)  # from here on the B rows of all ranks, on each of them
+                mask = rollout.mask  # (B, R)
                 scored = clock()
 
                 # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
                 # on the last token; the KL penalty is on every token.
                 scores = truncated_scores(
-                    state.scaler(rollout.scores, reduce),
+                    state.scaler(rollout.scores),
                     rollout.ended,
                     config.truncation,
                     missing_eos_score=config.missing_eos_score,
-                )  # (B / ranks,)
-                kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B / ranks, R)
+                )  # (B,)
+                kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
                 reward_kl_coef = state.kl_coef if config.kl_in == "reward" else 0.0
-                rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B / ranks, R)
+                rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
                 if config.whiten_rewards:
-                    rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
+                    rewards = whiten(rewards, mask, shift_mean=False)
 
-                # 5. Advantages and returns, (B / ranks, R) each, whitened over the rollout of all ranks.
+                # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks.
                 advantages, returns = estimator(rewards, rollout, config)
                 if config.whiten_advantages:
-                    advantages = whiten(advantages, mask, reduce=reduce)
+                    advantages = whiten(advantages, mask)
                 if config.advantage_clip is not None:
                     advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
                 metrics = objective_metrics(
@@ -186,19 +187,16 @@ def train(
                     kl,
                     kl_coef=state.kl_coef,
                     reward_kl_coef=reward_kl_coef,
-                    reduce=reduce,
                 )
-                metrics |= response_metrics(rollout, reduce)
+                metrics |= response_metrics(rollout)
                 if has_critic:
-                    explained = explained_variance(returns, rollout.values, mask, reduce)
-                    metrics["val/explained_variance"] = explained
+                    metrics["val/explained_variance"] = explained_variance(returns, rollout.values, mask)
                 elif num_samples > 1:
-                    metrics |= group_metrics(response_returns(rewards, mask), num_samples, reduce)
+                    metrics |= group_metrics(response_returns(rewards, mask), num_samples)
                 rollout = replace(rollout, advantages=advantages, returns=returns)
                 require_finite(metrics, rollout)
 
-                # 6. Epochs over the rollout of all ranks, in shuffled minibatches; each is one step.
-                rollout = gather_rollout(rt, rollout)  # B rows
+                # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
                 steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
                 num_epochs = 0
                 while num_epochs < config.num_ppo_epochs:
@@ -225,16 +223,16 @@ def train(
                         ptx_steps += [ptx_sums] if ptx_rows else []
                     num_epochs += 1
                     if config.target_kl is not None:
-                        epoch = TokenSums.means(steps[-config.num_mini_batches :], reduce)
+                        epoch = TokenSums.means(steps[-config.num_mini_batches :], rt.sum)
                         if epoch["policy/approxkl_avg"] > config.target_kl:
                             break
 
                 # 9. What the epochs have measured, in means over the tokens of all minibatches.
                 training = ratio_metrics(
-                    TokenSums.means(steps, reduce), first=TokenSums.means(steps[:1], reduce)
+                    TokenSums.means(steps, rt.sum), first=TokenSums.means(steps[:1], rt.sum)
                 )
                 if ptx_steps:
-                    training |= TokenSums.means(ptx_steps, reduce)
+                    training |= TokenSums.means(ptx_steps, rt.sum)
                 training |= {
                     "train/grad_norm": sum(grad_norms) / len(grad_norms),
                     "train/num_epochs": num_epochs,
@@ -249,7 +247,6 @@ def train(
                         state.penalty_beta, divergence, config.kl_penalty.target
                     )
                 require_finite(training, rollout)
-                state.num_rollouts += 1
                 trips: list[GuardTrip] = []
                 if is_warmup:  # which has an axis of its own
                     state.warmup_losses.append(training["loss/value_avg"])
@@ -292,15 +289,13 @@ def train(
                         show=state.update in showings,
                     )
                     bar.advance(
-                        batch_size,
-                        score=metrics["objective/scores"],
-                        kl=metrics["objective/kl"],
-                        clipfrac=metrics["policy/clipfrac_avg"],
+                        batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
                     )
                     if state.guards is not None:
                         trips = state.guards.check(metrics)
             except NonFiniteError as error:
                 metrics, trips = {}, [write_fault(rt, state, error, faults)]
+            state.num_rollouts += 1
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
             if not any(handle_trip(rt, config, state, actor_critic, trip, tracker) for trip in trips):

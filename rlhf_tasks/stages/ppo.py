@@ -180,7 +180,8 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
     Raises:
         UserError: if it cannot be imported.
     """
-    return ESTIMATORS[settings.advantages]
+    found = ESTIMATORS.get(settings.advantages)
+    return found or load_function(settings.advantages, "ppo.advantages", root)
 
 
 # ---------------------------------------------------------------------------------------------- models

@@ -55,8 +55,8 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "One process meets NaN",
         "all processes stop together, and name the numbers and the batch",
-        "tests/ppo/test_processes.py",
-        "test_nan_on_one_process_stops_both",
+        "tests/ppo/test_ranks.py",
+        "test_nan_on_one_rank_stops_both",
     ),
     Fault(
         "In any layout, one process is killed, meets NaN, or is out of memory",

@@ -22,6 +22,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from rlhf_tasks.ppo.reference import OwnModel
+from rlhf_tasks.ppo.trainer import Trainer
 from ruamel.yaml import YAML
 
 from rlhf_tasks.config import Scratch
@@ -30,9 +32,7 @@ from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.ppo.engines.protocol import EngineGone, check
 from rlhf_tasks.ppo.engines.vllm import VllmEngine
-from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.project.processes import Daemon
 from tests import small, toy
 from tests.ppo import test_engines

@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, TokenBudget
-from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.modeling.load import add_lora
+from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
 from rlhf_tasks.ppo.evaluate import Evaluator
@@ -37,10 +39,10 @@ from rlhf_tasks.ppo.rollout import (
 )
 from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
 from rlhf_tasks.ppo.state import TrainState, begin
-from rlhf_tasks.ppo.train import train
 from rlhf_tasks.tracking import NullTracker, Tracker
 from rlhf_tasks.training.resume.snapshots import Loop, Nothing
 from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.state import State
 from rlhf_tasks.training.supervised import LanguageModeling
 from tests import small
 from tests.ppo import standin
@@ -86,10 +88,17 @@ class NoEvaluation(Evaluator):
 
 
 ENGINE: dict[str, Any] = {
-    "kind": "vllm", "url": "http://127.0.0.1:8000", "command": None, "weights_folder": None,
-    "transfer": "folder", "ahead": 0, "importance_cap": 2.0, "max_logprob_diff": 1e-3,
-    "start_seconds": 60.0, "timeout_seconds": 60.0,
-}  # fmt: skip
+    "kind": "vllm",
+    "url": "http://127.0.0.1:8000",
+    "command": None,
+    "weights_folder": None,
+    "transfer": "folder",
+    "ahead": 0,
+    "importance_cap": 2.0,
+    "max_logprob_diff": 1e-3,
+    "start_seconds": 60.0,
+    "timeout_seconds": 60.0,
+}
 
 
 class InMemory:
@@ -115,6 +124,49 @@ class InMemory:
         pass
 
 
+class Memory(Nothing):
+    """Snapshots in memory, by their step; `load` gives the newest of those that it was made with."""
+
+    def __init__(self, saved: dict[int, State] | None = None) -> None:
+        self.saved = dict(saved or {})
+
+    def load(self) -> State | None:
+        return copy.deepcopy(self.saved[max(self.saved)]) if self.saved else None
+
+    def due(self) -> bool:
+        return True
+
+    def save(self, step: int, state: State) -> None:
+        self.saved[step] = copy.deepcopy(state)
+
+
+class EstimateEnds(Exception):
+    """Ends an update between its advantages and its epochs."""
+
+
+@contextmanager
+def given(rollout: Rollout) -> Iterator[None]:
+    """Within the block every update has this rollout of all ranks, whatever was sampled."""
+
+    def score(rt: Runtime, *_: Any, **__: Any) -> Rollout:
+        return share(rollout, rt)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "score_rollout", score)
+        yield
+
+
+def share(rollout: Rollout, rt: Runtime) -> Rollout:
+    """The rows of one rank."""
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: rows(part) for name, part in value.items()}
+        return value if isinstance(value, int) else value[rt.rank :: rt.world_size]
+
+    return replace(rollout, **{field.name: rows(getattr(rollout, field.name)) for field in fields(Rollout)})
+
+
 @dataclass
 class Toy:
     """A training that the tests look into between its updates."""
@@ -123,7 +175,7 @@ class Toy:
     config: Ppo
     actor_critic: ActorCritic
     scorers: Planted
-    tokenizer: Tokenizer
+    pad: int
     state: TrainState
     ptx: LanguageModeling | None
     loss: PolicyLoss
@@ -135,14 +187,34 @@ class Toy:
     faults: Path
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all tests, with the padding of this one."""
+        words = copy.deepcopy(small.tokenizer())
+        words.pad_token_id = self.pad
+        return words
+
+    @property
     def updates(self) -> Iterator[Metrics]:
         """The updates that remain."""
-        return train(
-            self.rt, self.config, self.state, self.actor_critic,
-            prompts=QUERIES, columns=NONE, scorers=self.scorers, loss=self.loss, estimator=self.estimator,
-            evaluator=self.evaluator, ptx=self.ptx, stop=EOS, pad=PAD, tracker=self.tracker,
-            snapshots=self.snapshots, faults=self.faults, clock=self.clock,
-        )  # fmt: skip
+        return loop.train(
+            self.rt,
+            self.config,
+            self.state,
+            self.actor_critic,
+            prompts=QUERIES,
+            columns=NONE,
+            scorers=self.scorers,
+            loss=self.loss,
+            estimator=self.estimator,
+            evaluator=self.evaluator,
+            ptx=self.ptx,
+            tokenizer=self.tokenizer,
+            stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
+            tracker=self.tracker,
+            snapshots=self.snapshots,
+            faults=self.faults,
+            clock=self.clock,
+        )
 
     @property
     def weights(self) -> Tensor:
@@ -150,14 +222,58 @@ class Toy:
 
     def sample(self) -> Rollout:
         """The scored responses to QUERIES, without advantages."""
-        sampler = self.state.sampler
-        sampler.submit(QUERIES[: len(QUERIES) // self.config.samples_per_prompt], 0)
-        queries = QUERIES[: len(QUERIES) // self.config.samples_per_prompt] * self.config.samples_per_prompt
+        sampler, num_samples = self.state.sampler, self.config.samples_per_prompt
+        queries = QUERIES[: len(QUERIES) // num_samples]
+        sampler.submit(queries, 0)
         return score_rollout(
-            self.rt, self.config, self.actor_critic, self.state.reference, self.scorers, queries,
-            sampler.collect(0), NONE, stop=EOS, pad=PAD, budget=TokenBudget(16384),
+            self.rt,
+            self.config,
+            self.actor_critic,
+            self.state.reference,
+            self.scorers,
+            queries * num_samples,
+            sampler.collect(0),
+            NONE,
+            tokenizer=self.tokenizer,
+            stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
+            budget=TokenBudget(self.config.micro_batch_tokens),
             is_on_policy=sampler.name is None,
-        )  # fmt: skip
+        )
+
+    def estimate(self, rollout: Rollout | None = None) -> tuple[Rollout, Metrics]:
+        """A rollout (by default `sample`) with its advantages, and what an update measures of it.
+
+        No weight changes.
+        """
+        found = list[tuple[Rollout, Metrics]]()
+
+        def end(metrics: Metrics, rollout: Rollout) -> None:
+            found.append((rollout, metrics))
+            raise EstimateEnds
+
+        rollout = rollout or self.sample()
+        with given(rollout), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "require_finite", end)
+            with pytest.raises(EstimateEnds):
+                next(self._for(rollout).updates)
+        return found[0]
+
+    def learn(self, rollout: Rollout) -> Metrics:
+        """One update on a rollout, by its own advantages and returns."""
+        own = {"whiten_advantages": False, "advantage_clip": None}
+        one = replace(
+            self._for(rollout, own),
+            estimator=lambda rewards, given, config: (given.advantages, given.returns),
+        )
+        with given(rollout):
+            return next(one.updates)
+
+    def _for(self, rollout: Rollout, changes: dict[str, Any] | None = None) -> Toy:
+        """This training, with updates of so many episodes and at least one more of them."""
+        size = len(rollout.queries)
+        episodes = max(self.config.total_episodes, size * (self.state.update + 1))
+        sizes = {"rollout_batch_size": size, "total_episodes": episodes}
+        return replace(self, config=self.config.model_copy(update=sizes | (changes or {})))
 
 
 def toy(
@@ -167,7 +283,7 @@ def toy(
     reference: Reference | None = None,
     text: LanguageModeling | None = None,
     rt: Runtime | None = None,
-    tokenizer: Tokenizer | None = None,
+    pad: int = PAD,
     engine: Engine | None = None,
     engine_section: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -187,20 +303,37 @@ def toy(
     actor_critic = actor_critic or ActorCritic(small.causal(), critic)
 
     def make_sampler(generator: torch.Generator) -> Sampler:
+        stop = EOS if config.stop_token == "eos" else config.stop_token
         if engine is None:
-            return PolicySampler(rt, config, actor_critic.policy, generator, stop=EOS, pad=PAD)
-        return VllmSampler(rt, config, actor_critic.policy, generator, engine, stop=EOS)
+            return PolicySampler(rt, config, actor_critic.policy, generator, stop=stop, pad=pad)
+        return VllmSampler(rt, config, actor_critic.policy, generator, engine, stop=stop)
 
-    reference = reference or FrozenCopy(frozen, moves="reference_sync" in changes)
     state = begin(
-        rt, config, actor_critic, reference, make_sampler,
-        num_prompts=len(QUERIES), num_demonstrations=len(text.queries) if text else 0, seed=1,
-    )  # fmt: skip
+        rt,
+        config,
+        actor_critic,
+        reference or FrozenCopy(frozen, moves="reference_sync" in changes),
+        make_sampler,
+        num_prompts=len(QUERIES),
+        num_demonstrations=len(text.queries) if text else 0,
+        seed=1,
+    )
     return Toy(
-        rt, config, actor_critic, Planted(reward), tokenizer or small.tokenizer(), state, text, loss,
-        estimator or ESTIMATORS[config.advantages], clock, evaluator or NoEvaluation(),
-        tracker or NullTracker("ppo"), snapshots or Nothing(), faults,
-    )  # fmt: skip
+        rt=rt,
+        config=config,
+        actor_critic=actor_critic,
+        scorers=Planted(reward),
+        pad=pad,
+        state=state,
+        ptx=text,
+        loss=loss,
+        estimator=estimator or ESTIMATORS[config.advantages],
+        clock=clock,
+        evaluator=evaluator or NoEvaluation(),
+        tracker=tracker or NullTracker("ppo"),
+        snapshots=snapshots or Nothing(),
+        faults=faults,
+    )
 
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:
@@ -241,3 +374,21 @@ def hand_made_rollout() -> Rollout:
         returns=zeros,
         pad=PAD,
     )
+
+
+def without_gains(rollout: Rollout) -> Rollout:
+    """With advantages of zero and a critic that is right: only the other losses have a gradient."""
+    return replace(rollout, advantages=torch.zeros_like(rollout.advantages), returns=rollout.values)
+
+
+def from_older_policy(rollout: Rollout) -> Rollout:
+    """The same rollout as if an older policy and critic, farther away, had made it."""
+    return replace(rollout, logprobs=rollout.ref_logprobs, values=rollout.values / 2)
+
+
+def untimed(history: Sequence[Metrics]) -> list[Metrics]:
+    """Without what a clock has measured."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "eps")) and "seconds" not in k}
+        for row in history
+    ]

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.config.judge import Selection
+from rlhf_tasks.config.judge import Selection as Section
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
-from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.modeling.sampling import sample_responses
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluator import Evaluator
-from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
+from rlhf_tasks.ppo.evaluate import Evaluator, Selection
+from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference
+from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
-from tests.ppo.test_processes import Meeting, OneOfTwo
+from tests.ppo.ranks import run_ranks
 from tests.ppo.toy import Planted
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
@@ -68,22 +67,48 @@ class Falling:
         return torch.full((len(rows),), self._next)
 
 
-def evaluator(
-    policy: Any = None,
-    reference: Reference | None = None,
-    *,
-    rt: Runtime | None = None,
-    scorer: Planted | None = None,
-    heldout: Any = None,
-    judge: SelectionJudge | None = None,
-    **changes: Any,
-) -> Evaluator:
-    settings = small.ppo(num_selection_prompts=len(PROMPTS), temperature=TEMPERATURE, **changes)
-    return Evaluator(
-        rt or small.runtime(), settings, policy or small.causal(),
-        reference or OwnModel(small.causal(seed=7)), small.tokenizer(), ROWS,
-        scorers=scorer or Planted(length), heldout=heldout, judge=judge, seed=1,
-    )  # fmt: skip
+class Evaluations:
+    """An evaluator with the selection and the sampler that the loop gives it."""
+
+    def __init__(
+        self,
+        policy: Any = None,
+        reference: Reference | None = None,
+        *,
+        rt: Runtime | None = None,
+        scorer: Planted | None = None,
+        heldout: Any = None,
+        judge: Callable[[Runtime], SelectionJudge] | None = None,
+        **changes: Any,
+    ) -> None:
+        config = small.ppo(num_selection_prompts=len(PROMPTS), temperature=TEMPERATURE, **changes)
+        rt, self.policy, self.selection = rt or small.runtime(), policy or small.causal(), Selection()
+        stop = small.EOS if config.stop_token == "eos" else config.stop_token
+        generator = torch.Generator().manual_seed(1)
+        self._sampler = PolicySampler(rt, config, self.policy, generator, stop=stop, pad=small.PAD)
+        self._evaluator = Evaluator(
+            rt,
+            config,
+            self.policy,
+            reference or copy_of(7),
+            small.tokenizer(),
+            ROWS,
+            stop=stop,
+            scorers=scorer or Planted(length),
+            heldout=heldout,
+            judge=judge and judge(rt),
+            seed=1,
+        )
+
+    def evaluate(self, episode: int) -> Metrics:
+        return self._evaluator.evaluate(self.selection, self._sampler, episode=episode, update=0)
+
+    def show(self, episode: int) -> list[dict[str, Any]]:
+        return self._evaluator.show(self.selection, self._sampler, episode=episode, update=0)
+
+
+def copy_of(seed: int) -> FrozenCopy:
+    return FrozenCopy(small.causal(seed=seed), moves=False)
 
 
 def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[float]:
@@ -106,13 +131,13 @@ def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[fl
 def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
     """Its standard error is the deviation of the responses' KL over the root of their number."""
     policy, scorers = small.causal(), Recorder()
-    one = evaluator(policy, scorer=scorers)
+    one = Evaluations(policy, scorer=scorers)
     metrics = one.evaluate(16)
     (responses,) = scorers.calls
     expected = kl_of_rows(policy, small.causal(seed=7), responses)
     assert max(expected) - min(expected) > 0.1, "the responses differ in their KL"
     assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
-    assert one.selected == {
+    assert one.selection.metrics == {
         "selected_episode": 16,
         "selected_kl": metrics["eval/kl"],
         "selected_kl_standard_error": pytest.approx(
@@ -122,9 +147,9 @@ def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
 
 
 def test_the_kl_of_an_unchanged_policy_is_zero() -> None:
-    one = evaluator(reference=OwnModel(small.causal()))
+    one = Evaluations(reference=copy_of(0))
     assert one.evaluate(0)["eval/kl"] == 0
-    assert one.selected["selected_kl"] == one.selected["selected_kl_standard_error"] == 0
+    assert one.selection.metrics["selected_kl"] == one.selection.metrics["selected_kl_standard_error"] == 0
 
 
 def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
@@ -134,36 +159,46 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
             if "lora_B" in name:
                 weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     scorers = Recorder()
-    metrics = evaluator(policy, AdapterOff(policy), scorer=scorers).evaluate(0)
+    metrics = Evaluations(policy, AdapterOff(policy), scorer=scorers).evaluate(0)
     expected = kl_of_rows(policy, small.causal(), scorers.calls[0])
     assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
     assert metrics["eval/kl"] > 0.01
     assert {n.split(".")[-3] for n, p in policy.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
 
 
-def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
-    policy, scorers = small.causal(), Recorder()
-    expected = sample_responses(
-        policy, small.tokenizer(), PROMPTS, max_new_tokens=8, temperature=TEMPERATURE, seed=1, stop=small.EOS
+def responses_alone() -> list[Ids]:
+    """What one process samples."""
+    return sample_responses(
+        small.causal(),
+        small.tokenizer(),
+        PROMPTS,
+        max_new_tokens=8,
+        temperature=TEMPERATURE,
+        seed=1,
+        stop=small.EOS,
     )
-    one, before = evaluator(policy, scorer=scorers), torch.get_rng_state()
+
+
+def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
+    scorers, expected = Recorder(), responses_alone()
+    one, before = Evaluations(scorer=scorers), torch.get_rng_state()
     one.evaluate(0)
     assert torch.equal(torch.get_rng_state(), before)
     assert scorers.calls == [expected]
 
 
-class Impossible(OwnModel):
+class Impossible(FrozenCopy):
     def logprobs(self, batch: Any, temperature: float) -> Tensor:
-        return super().logprobs(batch, temperature) - math.inf
+        return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
 
 
 def test_samples_to_show_need_no_log_probs_of_the_reference() -> None:
-    assert len(evaluator(reference=Impossible(small.causal())).show(0)) == 4
+    assert len(Evaluations(reference=Impossible(small.causal(), moves=False)).show(0)) == 4
 
 
 def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
     with pytest.raises(NonFiniteError, match="the KL to the reference is NaN or infinite") as caught:
-        evaluator(reference=Impossible(small.causal())).evaluate(0)
+        Evaluations(reference=Impossible(small.causal(), moves=False)).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 
@@ -179,38 +214,28 @@ def changed(policy: Any, by: float) -> None:
 def test_the_best_weights_are_kept_with_their_own_kl() -> None:
     """Each evaluation scores worse than the first one, whose weights are therefore restored."""
     policy = small.causal()
-    one = evaluator(policy, heldout=Falling(), truncation="none")
-    start = copy.deepcopy(policy.state_dict())
+    one = Evaluations(policy, heldout=Falling(), truncation="none")
+    start = {name: p.clone() for name, p in policy.named_parameters()}
     first = one.evaluate(0)
     for episode in (16, 32):
         changed(policy, 0.05)
         metrics = one.evaluate(episode)
     assert metrics["eval/kl"] != first["eval/kl"]
-    assert one.selected["selected_episode"] == 0
-    assert one.selected["selected_heldout_score"] == 4
-    assert one.selected["selected_kl"] == first["eval/kl"]
-    one.restore()
-    assert all(torch.equal(value, start[name]) for name, value in policy.state_dict().items())
+    assert one.selection.metrics["selected_episode"] == 0
+    assert one.selection.metrics["selected_heldout_score"] == 4
+    assert one.selection.metrics["selected_kl"] == first["eval/kl"]
+    kept = one.selection.weights
+    assert all(torch.equal(kept[name], value) for name, value in start.items())
 
 
 def test_without_a_judge_or_a_heldout_model_the_last_weights_are_kept_with_their_kl() -> None:
     policy = small.causal()
-    one = evaluator(policy)
+    one = Evaluations(policy)
     one.evaluate(0)
     changed(policy, 0.05)
     metrics = one.evaluate(16)
-    assert one.selected["selected_episode"] == 16
-    assert one.selected["selected_kl"] == metrics["eval/kl"]
-
-
-def test_an_evaluator_continues_from_its_saved_state() -> None:
-    first, second = evaluator(heldout=Falling()), evaluator(heldout=Falling())
-    first.evaluate(16)
-    second.load_state_dict(first.state_dict())
-    assert second.selected == first.selected
-    assert second.answers == first.answers
-    second.evaluate(32)  # scores 4 as well, which is not better
-    assert second.selected == first.selected
+    assert one.selection.metrics["selected_episode"] == 16
+    assert one.selection.metrics["selected_kl"] == metrics["eval/kl"]
 
 
 STOP = 9
@@ -223,10 +248,8 @@ STOP = 9
 def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float]) -> None:
     """The optimised score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
-    one = evaluator(
-        scorer=scorers, heldout=lambda rows: length(*rows.given) / 2,
-        truncation=truncation, missing_eos_score=-1.5, stop_token=STOP,
-    )  # fmt: skip
+    rule = {"truncation": truncation, "missing_eos_score": -1.5, "stop_token": STOP}
+    one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given) / 2, **rule)
     metrics, (responses,) = one.evaluate(16), scorers.calls
     ended = [len(response) for response in responses if response[-1] == STOP]
     num_cut = len(responses) - len(ended)
@@ -243,11 +266,11 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
 
 def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
     with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
-        evaluator(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
+        Evaluations(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 
-# -------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------------- two ranks
 
 
 def shorter(prompts: list[str], responses: list[str]) -> list[float]:
@@ -256,48 +279,31 @@ def shorter(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 JUDGED: list[int] = []
-SELECTION = Selection.model_validate({
-    "judge": {"kind": "function", "name": "shorter", "function": f"{__name__}:shorter"},
-    "max_failure_share": 0.5,
-})  # fmt: skip
+FUNCTION = {"kind": "function", "name": "shorter", "function": f"{__name__}:shorter"}
+SECTION = Section.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_two_processes_share_the_prompts_and_agree_on_the_result(outside: bool) -> None:
-    """The prompts are dealt in turn; an http scorer and the judge are called by the first process alone."""
+def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> None:
+    """An http scorer and the judge are called by the first rank alone."""
     JUDGED.clear()
-    meeting, scorers = Meeting(), [Recorder(), Recorder()]
-    policies = [small.causal(), small.causal()]
-    changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
-    runtimes = [OneOfTwo(rank, meeting) for rank in range(2)]
-    both = [
-        evaluator(
-            policies[rank], rt=runtimes[rank], scorer=scorers[rank],
-            heldout=lambda rows: length(*rows.given),
-            judge=SelectionJudge(runtimes[rank], SELECTION, Paths()), **changes,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    scorers, changes = [Recorder(), Recorder()], {"scorers": [HTTP]} if outside else {}
 
-    def evaluate(rank: int) -> dict[str, float]:
-        try:
-            return both[rank].evaluate(16)
-        except BaseException:
-            meeting.leave()
-            raise
+    def make(rt: Runtime) -> Evaluations:
+        judge = lambda rt: SelectionJudge(rt, SECTION, Paths())  # noqa: E731
+        return Evaluations(rt=rt, scorer=scorers[rt.rank], heldout=length, judge=judge, **changes)
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(evaluate, range(2))
+    def evaluate(one: Evaluations) -> tuple[Metrics, Selection]:
+        return one.evaluate(16), one.selection
+
+    (first, selection), (second, other) = run_ranks(make, evaluate)
     assert first == second
-    assert both[0].answers == both[1].answers
-    assert [row["prompt"] for row in both[0].answers] == PROMPTS
-    everything = sample_responses(
-        small.causal(), small.tokenizer(), PROMPTS, max_new_tokens=8, temperature=TEMPERATURE, seed=1,
-        stop=small.EOS,
-    )  # fmt: skip
+    assert selection.responses == other.responses
+    assert selection.metrics == other.metrics
+    assert [row["prompt"] for row in selection.responses] == PROMPTS
+    everything = responses_alone()
     own = [everything[rank::2] for rank in range(2)]
     assert [one.calls for one in scorers] == ([[everything], []] if outside else [[own[0]], [own[1]]])
     kl = kl_of_rows(small.causal(), small.causal(seed=7), everything)
     assert first["eval/kl"] == pytest.approx(statistics.fmean(kl), abs=1e-4)
-    assert both[0].selected == both[1].selected
     assert [len(PROMPTS)] * 2 == JUDGED, "responses and references, once each"
