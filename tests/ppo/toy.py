@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.training import Lora
@@ -39,6 +40,7 @@ from rlhf_tasks.ppo.rollout import (
 )
 from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
 from rlhf_tasks.ppo.state import TrainState, begin
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker, Tracker
 from rlhf_tasks.training.resume.snapshots import Loop, Nothing
 from rlhf_tasks.training.runtime import Runtime
