@@ -22,7 +22,7 @@ from rlhf_tasks.ppo.guards import (
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.state import State
 
@@ -73,7 +73,7 @@ class TrainingLoop:
             GuardTripped: a guard stopped it.
         """
         bar = console.progress("ppo", self.settings.total_episodes, unit="episodes")
-        with resume.open(self.rt, self.paths, self.config, "ppo") as snapshots, bar as meter:
+        with checkpoint.open(self.rt, self.paths, self.config, "ppo") as snapshots, bar as meter:
             state = snapshots.load()
             if state is not None:
                 self.load_state_dict(state)
@@ -93,7 +93,7 @@ class TrainingLoop:
         self._keep_good_state()
         self._has_begun = True
 
-    def _updates(self, meter: console.Meter, snapshots: resume.Loop) -> None:
+    def _updates(self, meter: console.Meter, snapshots: checkpoint.Checkpoint) -> None:
         for metrics in self.trainer.updates():
             self.num_rollouts += 1
             episode = int(metrics["episode"])

@@ -1,6 +1,6 @@
 """A second process that computes beside this one, where one model does not use all of a machine's cores.
 
-No torch at import. The other process ends with this one: it gets SIGTERM when the block fails, and `launch`
+No torch at import. The other process ends with this one: it gets SIGTERM when the block fails, and `stopping`
 tells it when this process was killed.
 """
 
@@ -17,7 +17,7 @@ import psutil
 
 from rlhf_tasks import console
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training.launch import LAUNCHER
+from rlhf_tasks.training.stopping import LAUNCHER
 
 T = TypeVar("T")
 SECONDS_TO_END = 2.0  # Ctrl-C reaches both processes, and a second signal would cost a snapshot

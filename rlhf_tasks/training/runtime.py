@@ -37,7 +37,6 @@ from rlhf_tasks.modeling.products import cpu_has_bf16, round_products, speed_up
 from rlhf_tasks.modeling.workers import backward_beside, num_workers, run_beside
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.compiling import compile_layers, compiled_layers
-from rlhf_tasks.training.launch import ending_orphans
 from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.state import Files
 
@@ -63,11 +62,10 @@ class Runtime:
         self._rounds_products = keeps_float32 and not self.is_float32 and cpu_has_bf16()
         self._speeds_up = keeps_float32 and not launch.compile  # torch chooses the library where it compiles
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
-        with ending_orphans():
-            self.accelerator = Accelerator(
-                mixed_precision="no" if keeps_float32 or self.is_float32 else "bf16",
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-            )
+        self.accelerator = Accelerator(
+            mixed_precision="no" if keeps_float32 or self.is_float32 else "bf16",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:

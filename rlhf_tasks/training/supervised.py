@@ -1,6 +1,6 @@
 """The supervised loop of base, SFT and reward training: epochs, evaluation, and the best weights.
 
-A run that was stopped between two steps is resumed to the same bytes: see `resume`.
+A run that was stopped between two steps is resumed to the same bytes: see `checkpoint`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlhf_tasks.modeling.head import TokenStats, token_stats
 from rlhf_tasks.modeling.workers import compute_beside
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.state import State
 
@@ -293,7 +293,7 @@ def resumed(
     The caller logs and evaluates each step before it takes the next: snapshots are saved in between.
     """
     rt = fit.rt
-    with resume.open(rt, paths, view, name) as snapshots, _bar(name, fit) as bar:
+    with checkpoint.open(rt, paths, view, name) as snapshots, _bar(name, fit) as bar:
         state = snapshots.load()
         if state is not None:
             fit.load_state_dict(state["shared"]["fit"])
