@@ -16,6 +16,7 @@ of them share. No torch at import.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -317,7 +318,8 @@ class Checkpoint:
     def plan(self) -> str:
         """What a signal is answered with, and how long it takes by the last step and the last snapshot."""
         left = max(0.0, self._step_began_at + self._step_seconds - time.monotonic())
-        about = f" (about {console.duration(left + self._save_seconds)})" if self._step_seconds else ""
+        seconds = math.ceil(left + self._save_seconds)
+        about = f" (about {console.duration(seconds)})" if self._step_seconds else ""
         return f"finishing this step and saving a snapshot{about}"
 
 

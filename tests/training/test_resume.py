@@ -33,7 +33,7 @@ from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training import checkpoint, failures, stopping
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
 from tests.benchmarks import layouts
@@ -397,90 +397,6 @@ def test_a_second_process_with_the_same_training_waits_for_the_first(
             order.append("this")
     assert order == ["other", "this"]
     assert "another process trains with the same parameters, code and inputs" in capsys.readouterr().out
-
-
-def test_a_launched_worker_does_not_wait_for_the_same_training(
-    view: SftView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with (
-        claimed_elsewhere(view, []),
-        pytest.raises(UserError, match="another process trains sft with the same parameters"),
-        checkpoint.claim(Paths(), view, main=True, worker_wait_seconds=0.0),
-    ):
-        pass
-
-
-# ------------------------------------------------------------------------------------- signals
-
-
-class Ended(Exception):
-    pass
-
-
-@pytest.fixture
-def handled() -> Iterator[None]:
-    """SIGTERM raises Ended; the command line has another handler."""
-
-    def end(number: int, frame: object) -> None:
-        raise Ended
-
-    before = signal.signal(signal.SIGTERM, end)
-    yield
-    assert signal.getsignal(signal.SIGTERM) is end, "the handler is restored"
-    signal.signal(signal.SIGTERM, before)
-
-
-def loop_with_signals(view: SftView, *at: int) -> list[str]:
-    """Runs three steps; SIGTERM arrives in the middle of the steps in `at`."""
-    seen = []
-    object.__setattr__(view.resume, "every_seconds", 1e6)
-    try:
-        with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
-            for step in (1, 2, 3):
-                for _ in range(at.count(step)):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                seen.append(f"step {step}")
-                if snapshots.due():
-                    seen.append(f"save {step}")
-                    snapshots.save(step, {"step": step})
-    except Ended:
-        seen.append("ended")
-    return seen
-
-
-def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(view: SftView, handled: None) -> None:
-    assert loop_with_signals(view, 2) == ["step 1", "step 2", "save 2", "ended"]
-    assert step_of(view) == 2
-
-
-def test_the_second_signal_does_not_wait(view: SftView, handled: None) -> None:
-    assert loop_with_signals(view, 2, 2) == ["step 1", "ended"]
-    assert loaded(view) is None
-
-
-def test_a_worker_ignores_the_second_copy_of_a_signal(
-    view: SftView, handled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert loop_with_signals(view, 2, 2) == ["step 1", "step 2", "save 2", "ended"]
-
-
-def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
-    view: SftView, handled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
-    failures.report(RuntimeError("another worker failed"))
-    assert loop_with_signals(view, 2) == ["step 1", "ended"]
-
-
-def test_a_signal_after_the_last_step_ends_the_stage(view: SftView, handled: None) -> None:
-    def ended_between() -> None:
-        with checkpoint.open(small.runtime(), Paths(), view, "loop"):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(Ended):
-        ended_between()
 
 
 # ------------------------------------------------------------------------------ whole programs

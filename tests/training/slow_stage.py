@@ -1,0 +1,58 @@
+"""Stage sft, whose phases take long: `python slow_stage.py PHASE`, in a project. It prints `reached` in its phase."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+
+from rlhf_tasks.cli import main
+from rlhf_tasks.config import StageView
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages import runner
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import checkpoint, launch
+
+PHASE = sys.argv[1]
+
+
+def compute() -> None:
+    """Minutes in one call of C, which no signal interrupts."""
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2**31 - 1)
+
+
+def run(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
+    if PHASE.endswith("in-c"):
+        subprocess.Popen(["sleep", "600"])  # which is to be ended with the stage
+    if PHASE.startswith("load"):
+        print("reached", flush=True)
+        compute() if PHASE == "load-in-c" else time.sleep(600)
+    from tests import small
+
+    rt = small.runtime()
+    with checkpoint.open(rt, paths, view, "sft") as snapshots:
+        state = snapshots.load()
+        begin = 0 if state is None else state["step"]
+        for step in range(begin + 1, begin + 600):
+            time.sleep(0.3)
+            if step == begin + 3:
+                print("reached", flush=True)
+                if PHASE == "loop-in-c":
+                    compute()
+            if snapshots.due() or step == begin + 1:
+                snapshots.save(step, {"step": step})
+    return {}
+
+
+if __name__ == "__main__":
+    command = launch.command
+
+    def command_of_this(*arguments: object) -> list[str]:
+        words = command(*arguments)  # type: ignore[arg-type]
+        return [*words[: words.index("--module")], os.path.abspath(__file__), PHASE]
+
+    launch.command = command_of_this
+    runner.module_of = lambda stage: "__main__"
+    sys.exit(main.main(["sft"]))
