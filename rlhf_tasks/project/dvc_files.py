@@ -72,7 +72,7 @@ def graph_in(text: str, params: str) -> dict[str, Node]:
 
 
 def descriptions(root: Path) -> dict[str, str]:
-    """What each stage does, by its `desc` in dvc.yaml; outside a project by the shipped one, if it is there."""
+    """What each stage does, by its `desc` in dvc.yaml: the project's, or else the shipped one."""
     file = next((file for file in (root / "dvc.yaml", INSTALLED / "dvc.yaml") if file.exists()), None)
     try:
         tree = {} if file is None else _parsed(file.read_text(encoding="utf-8"), "dvc.yaml")

@@ -71,7 +71,7 @@ def _newest(folder: Path) -> tuple[str, float] | None:
     """The newest snapshot of a stage, as `update 12` or `step 7 of LOOP`, and its age in seconds."""
     snapshots = list(folder.glob("*/step-*"))
     snapshot = max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
-    manifest = None if snapshot is None else _manifest(snapshot)
+    manifest = None if snapshot is None else read_manifest(snapshot)
     if snapshot is None or manifest is None:
         return None
     stage, loop = folder.parent.name, snapshot.parent.name
@@ -79,7 +79,7 @@ def _newest(folder: Path) -> tuple[str, float] | None:
     return name, time.time() - snapshot.stat().st_mtime
 
 
-def _manifest(snapshot: Path) -> dict[str, Any] | None:
+def read_manifest(snapshot: Path) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -149,7 +149,7 @@ def _show_others(folder: Path, identity: Mapping[str, Any]) -> None:
     """Print why unfinished runs with other parameters, code or inputs are not resumed."""
     for other in sorted(path for path in folder.parent.iterdir() if path.is_dir() and path != folder):
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):  # none trains there now
-            manifest = next(filter(None, map(_manifest, other.glob("*/step-*"))), None)
+            manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
             if manifest is not None:
                 what = lineage.differences(manifest["identity"], identity)
                 console.say(
@@ -202,6 +202,7 @@ class Checkpoint:
         self._identity, self._made_by = identity, made_by
         self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took
+        self._ended_by = 0  # the signal that all processes have agreed on
 
     def load(self) -> State | None:
         """The newest whole state, each process its own part; None to begin at the beginning.
@@ -214,7 +215,7 @@ class Checkpoint:
         snapshot = self._rt.from_main(self._newest_whole() if self._rt.is_main else None)
         if snapshot is None:
             return None
-        manifest = _manifest(snapshot)
+        manifest = read_manifest(snapshot)
         if manifest is None:
             raise UserError(f"process {self._rt.rank} cannot read {snapshot}; {SHARE_A_DISK}")
         old, new = {**manifest["identity"], **manifest["made_by"]}, {**self._identity, **self._made_by}
@@ -237,7 +238,7 @@ class Checkpoint:
     def _newest_whole(self) -> Path | None:
         """The newest snapshot whose files are as they were written; damaged ones are reported and removed."""
         for snapshot in sorted(self.folder.glob("step-*"), reverse=True):
-            manifest, damage = _manifest(snapshot), f"no readable {MANIFEST}"
+            manifest, damage = read_manifest(snapshot), f"no readable {MANIFEST}"
             if manifest is not None:
                 sums = hashing.sha256_of_files(snapshot)
                 wrong = [name for name, digest in manifest["files"].items() if sums.get(name) != digest]
@@ -256,7 +257,7 @@ class Checkpoint:
         self._step_seconds, self._step_began_at = now - self._step_began_at, now
         is_late = now - self._saved_at >= self._settings.every_seconds
         agreed = self._rt.max(2 * self._listener.received + is_late)  # one process may have the signal first
-        self._listener.received = agreed // 2
+        self._ended_by = agreed // 2
         return agreed > 0
 
     def save(self, step: int, state: State) -> None:
@@ -283,15 +284,16 @@ class Checkpoint:
             with disk.room(self.folder, lambda: _num_bytes(state)):
                 own = write_files(state, partial)
                 shared = own.pop("shared", {})
-                for name, part in {
-                    f"rank-{rt.rank}": own,
-                    **({"shared": shared} if rt.is_main else {}),
-                }.items():
-                    torch.save(part, partial / f"{name}.pt")
-                    atomic.fsync(partial / f"{name}.pt")  # another machine cannot do it for this one
+                parts = {f"rank-{rt.rank}.pt": own} | ({"shared.pt": shared} if rt.is_main else {})
+                for name, part in parts.items():
+                    torch.save(part, partial / name)
+                    atomic.fsync(partial / name)  # another machine cannot do it for this one
                 rt.barrier()
                 if rt.is_main:
-                    atomic.write_json(partial / MANIFEST, self._manifest(step, partial))
+                    made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
+                    sums = hashing.sha256_of_files(partial)
+                    manifest = {"step": step, **made, "identity": self._identity, "files": sums}
+                    atomic.write_json(partial / MANIFEST, manifest)
                     atomic.finish(partial, snapshot)
                     for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
                         shutil.rmtree(old)
@@ -303,17 +305,11 @@ class Checkpoint:
         rt.barrier()
         self._saved_at = self._step_began_at = time.monotonic()
         self._save_seconds = self._saved_at - began_at
-        if self._listener.received:
+        if self._ended_by:
             console.say(
                 f"{self.folder.name}: saved a snapshot after step {step}; the same command resumes from it"
             )
-            self._listener.act()
-
-    def _manifest(self, step: int, partial: Path) -> dict[str, Any]:
-        import torch
-
-        made = {"made_by": self._made_by, "threads": torch.get_num_threads(), "identity": self._identity}
-        return {"step": step, **made, "files": hashing.sha256_of_files(partial)}
+            self._listener.act(self._ended_by)
 
     def plan(self) -> str:
         """What a signal is answered with, and how long it takes by the last step and the last snapshot."""

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -79,10 +80,10 @@ class Listener:
         finally:
             self._plan = None
         if self.received:
-            self.act()
+            self.act(self.received)
 
-    def act(self) -> None:
-        """End the stage by the signal.
+    def act(self, number: int) -> NoReturn:
+        """End the stage by a signal.
 
         Raises:
             Stopped: in order to unwind.
@@ -91,7 +92,7 @@ class Listener:
         self._is_ending = True
         if (failure := _failure_of_peer()) is not None:
             raise PeerFailed(failure)
-        raise Stopped(self.received)
+        raise Stopped(number)
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
         """The handler of both signals, in the main thread."""
@@ -99,7 +100,7 @@ class Listener:
             return  # what is being closed may need its time: the thread limits it
         is_again, self.received = bool(self.received) and not context.is_worker(), number
         if self._plan is None or is_again or _failure_of_peer() is not None:
-            self.act()
+            self.act(number)
         self._tell()
 
     # ------------------------------------------------------------------------------- in the thread

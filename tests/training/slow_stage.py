@@ -1,4 +1,4 @@
-"""Stage sft, whose phases take long: `python slow_stage.py PHASE`, in a project. It prints `reached` in its phase."""
+"""Stage sft with phases that take long: `python slow_stage.py PHASE` prints `reached` when it is there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from rlhf_tasks.cli import main
 from rlhf_tasks.config import StageView
@@ -18,6 +19,11 @@ from rlhf_tasks.training import checkpoint, launch
 PHASE = sys.argv[1]
 
 
+def say_reached() -> None:
+    if os.environ.get("RANK", "0") == "0":  # it prints the messages, too
+        print("reached", flush=True)
+
+
 def compute() -> None:
     """Minutes in one call of C, which no signal interrupts."""
     hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2**31 - 1)
@@ -27,8 +33,10 @@ def run(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     if PHASE.endswith("in-c"):
         subprocess.Popen(["sleep", "600"])  # which is to be ended with the stage
     if PHASE.startswith("load"):
-        print("reached", flush=True)
-        compute() if PHASE == "load-in-c" else time.sleep(600)
+        say_reached()
+        if PHASE == "load-in-c":
+            compute()
+        time.sleep(600)
     from tests import small
 
     rt = small.runtime()
@@ -38,7 +46,7 @@ def run(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         for step in range(begin + 1, begin + 600):
             time.sleep(0.3)
             if step == begin + 3:
-                print("reached", flush=True)
+                say_reached()
                 if PHASE == "loop-in-c":
                     compute()
             if snapshots.due() or step == begin + 1:
@@ -51,7 +59,7 @@ if __name__ == "__main__":
 
     def command_of_this(*arguments: object) -> list[str]:
         words = command(*arguments)  # type: ignore[arg-type]
-        return [*words[: words.index("--module")], os.path.abspath(__file__), PHASE]
+        return [*words[: words.index("--module")], str(Path(__file__).resolve()), PHASE]
 
     launch.command = command_of_this
     runner.module_of = lambda stage: "__main__"

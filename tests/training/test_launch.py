@@ -164,7 +164,7 @@ def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(
     read_only.filename = None
     assert str(failures.mistake(read_only)).startswith("a file system is read-only (")
     no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
-    assert str(failures.mistake(no_memory)).startswith("the GPU is out of memory (CUDA out of memory. Tried to")
+    assert str(failures.mistake(no_memory)).startswith("the GPU is out of memory (CUDA out of memory. Tried")
     full = OSError(errno.ENOSPC, "No space left on device")
     assert str(failures.mistake(full)).startswith(
         "a disk is full ([Errno 28] No space left on device). Make room"
