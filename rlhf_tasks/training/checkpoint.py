@@ -130,8 +130,9 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        same = "with the same parameters, code and inputs"
-        console.say(f"{stage}: another process trains {same}; waiting for its end")
+        console.say(
+            f"{stage}: another process trains with the same parameters, code and inputs; waiting for its end"
+        )
         lock.acquire(poll_interval=0.5)
     try:
         folder.mkdir(exist_ok=True)  # another stage may have removed it

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_tasks.cli import main
-from rlhf_tasks.config import StageView
+from rlhf_tasks.config import Launch, Stage, StageView
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
@@ -55,12 +56,12 @@ def run(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    command = launch.command
+    begin = launch.command
 
-    def command_of_this(*arguments: object) -> list[str]:
-        words = command(*arguments)  # type: ignore[arg-type]
+    def command(paths: Paths, stage: Stage, settings: Launch, environment: Mapping[str, str]) -> list[str]:
+        words = begin(paths, stage, settings, environment)
         return [*words[: words.index("--module")], str(Path(__file__).resolve()), PHASE]
 
-    launch.command = command_of_this
+    launch.command = command
     runner.module_of = lambda stage: "__main__"
     sys.exit(main.main(["sft"]))

@@ -261,6 +261,7 @@ def test_launched_workers_are_stopped_in_the_same_way(begin: Callable[..., Stage
 @pytest.mark.e2e
 def test_a_terminals_ctrl_c_for_dvc_ends_its_stage_in_the_same_way(begin: Callable[..., Stage]) -> None:
     dvc = [sys.executable, "-m", "dvc"]
+    Path("code.py").touch()
     subprocess.run([*dvc, "init", "--no-scm", "-q"], check=True)
     text = Path("dvc.yaml").read_text(encoding="utf-8")
     Path("dvc.yaml").write_text(text.replace("cmd: rlhf sft", f"cmd: {sys.executable} {PROGRAM} loop"))
