@@ -55,7 +55,8 @@ from rlhf_tasks.ppo.rollout import (
 )
 from rlhf_tasks.ppo.state import TrainState, handle_trip, keep_good_state, write_fault
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.checkpoint import Checkpoint
 from rlhf_tasks.training.layouts import reset_moments
 from rlhf_tasks.training.optim import learning_rate, set_learning_rate
 from rlhf_tasks.training.runtime import MicroRows, Runtime
@@ -81,7 +82,7 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     stop: int,
     tracker: Tracker,
-    snapshots: resume.Loop,
+    snapshots: Checkpoint,
     faults: Path,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Metrics]:

@@ -14,7 +14,7 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, train
 
@@ -32,7 +32,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         model = from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )
-        with resume.open(rt, paths, config, "base") as snapshots:
+        with checkpoint.open(rt, paths, config, "base") as snapshots:
             train(
                 rt,
                 rt.place(model),

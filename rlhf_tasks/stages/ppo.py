@@ -48,7 +48,7 @@ from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.scoring.function import load_function
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, demonstrations, plain_text
 
@@ -113,7 +113,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             is_float32=rt.is_float32,
             is_main=rt.is_main,
         ) as engine,
-        resume.open(rt, paths, config, "ppo") as snapshots,
+        checkpoint.open(rt, paths, config, "ppo") as snapshots,
     ):
 
         def make_sampler(generator: torch.Generator) -> Sampler:

@@ -55,7 +55,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Sums, train
 
@@ -203,7 +203,7 @@ def _train(
     )  # fmt: skip
     validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked)
     prefix = "" if name == "reward" else "heldout/"
-    with resume.open(rt, paths, config, name) as snapshots:
+    with checkpoint.open(rt, paths, config, name) as snapshots:
         train(
             rt,
             learner,

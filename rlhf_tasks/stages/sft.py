@@ -14,7 +14,7 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import demonstrations, evaluate, train
 
@@ -75,7 +75,7 @@ def _train(
 ) -> dict[str, float]:
     """Train in place, and restore the weights with the lowest validation loss."""
     settings = config.sft
-    with resume.open(rt, paths, config, "sft") as snapshots:
+    with checkpoint.open(rt, paths, config, "sft") as snapshots:
         state = train(
             rt,
             model,

@@ -42,7 +42,7 @@ from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
 from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker, Tracker
-from rlhf_tasks.training.resume.snapshots import Loop, Nothing
+from rlhf_tasks.training.checkpoint import Checkpoint, Nowhere
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.state import State
 from rlhf_tasks.training.supervised import LanguageModeling
@@ -126,7 +126,7 @@ class InMemory:
         pass
 
 
-class Memory(Nothing):
+class Memory(Nowhere):
     """Snapshots in memory, by their step; `load` gives the newest of those that it was made with."""
 
     def __init__(self, saved: dict[int, State] | None = None) -> None:
@@ -185,7 +185,7 @@ class Toy:
     clock: Callable[[], float]
     evaluator: Evaluator
     tracker: Tracker
-    snapshots: Loop
+    snapshots: Checkpoint
     faults: Path
 
     @property
@@ -293,7 +293,7 @@ def toy(
     estimator: Estimator | None = None,
     evaluator: Evaluator | None = None,
     tracker: Tracker | None = None,
-    snapshots: Loop | None = None,
+    snapshots: Checkpoint | None = None,
     faults: Path = Path("faults"),
     **changes: Any,
 ) -> Toy:
@@ -333,7 +333,7 @@ def toy(
         clock=clock,
         evaluator=evaluator or NoEvaluation(),
         tracker=tracker or NullTracker("ppo"),
-        snapshots=snapshots or Nothing(),
+        snapshots=snapshots or Nowhere(),
         faults=faults,
     )
 

@@ -21,7 +21,7 @@ from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.ppo.engines import ipc
 from rlhf_tasks.ppo.engines.protocol import EngineGone
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import State
 from tests import small
 from tests.ppo import standin
@@ -104,9 +104,9 @@ def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself
 ) -> None:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(small.ROOT / name, Path())
-    save = resume.Snapshots.save
+    save = checkpoint.Checkpoint.save
 
-    def saved(self: resume.Snapshots, step: int, state: State) -> None:
+    def saved(self: checkpoint.Checkpoint, step: int, state: State) -> None:
         save(self, step, state)
         if step == 2:
             raise Killed
@@ -118,7 +118,7 @@ def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself
         weights = load_causal(POLICY).state_dict()
         monkeypatch.setenv("RLHF_STATE_DIR", "killed")
         with monkeypatch.context() as patch:
-            patch.setattr(resume.Snapshots, "save", saved)
+            patch.setattr(checkpoint.Checkpoint, "save", saved)
             with pytest.raises(Killed):
                 run(**changes)
         run(**changes)

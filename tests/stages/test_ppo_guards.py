@@ -18,7 +18,7 @@ from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import State
 from tests import small
 from tests.stages.test_ppo import POLICY, SAMPLES, SETTINGS, run
@@ -107,9 +107,9 @@ def assert_a_kill_changes_nothing(
         patch.setenv("RLHF_STATE_DIR", "uninterrupted")
         metrics, series = run(**changes)
     weights, samples = contracts.fingerprint(POLICY), pq.read_table(SAMPLES / "samples.parquet")
-    save = resume.Snapshots.save
+    save = checkpoint.Checkpoint.save
 
-    def saved(self: resume.Snapshots, step: int, state: State) -> None:
+    def saved(self: checkpoint.Checkpoint, step: int, state: State) -> None:
         save(self, step, state)
         if step == after:
             raise Killed
@@ -118,7 +118,7 @@ def assert_a_kill_changes_nothing(
         fault(patch)
         patch.setenv("RLHF_STATE_DIR", "killed")
         with patch.context() as inner:
-            inner.setattr(resume.Snapshots, "save", saved)
+            inner.setattr(checkpoint.Checkpoint, "save", saved)
             with pytest.raises(Killed):
                 run(**changes)
         again, series_again = run(**changes)
