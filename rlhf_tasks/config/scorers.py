@@ -1,31 +1,75 @@
-"""The scorers of `ppo.scorers`, which give each response its score."""
+"""The scorers of `ppo.scorers`, which give each response its score, and the checks of a verifier."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from rlhf_tasks.config.judge import HELDOUT, OPTIMISED
-from rlhf_tasks.config.types import Address, FiniteFloat, KeyVariable, PositiveFloat, PositiveInt, Section
-from rlhf_tasks.config.verifier import Check, Format
+from rlhf_tasks.config.types import (
+    Address,
+    FiniteFloat,
+    ImportPath,
+    KeyVariable,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
+OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
+"""The reward model that a scorer of kind reward_model optimises, and the one that PPO never optimises."""
 COLUMNS_OF_SAMPLES = ("episode", "prompt", "response", "score", "reward_heldout")
 """Columns of samples.parquet that are no scorers."""
 
 
-class RewardModelScorer(Section):
-    """A reward model: models/reward, which stage reward makes, or a folder.
+class Check(Section):
+    """One check of an answer against a column of the prompt's row."""
 
-    `path` and `name` may be left out for null.
-    """
+    kind: Literal["exact", "number", "regex", "json_schema"]
+    """`exact`: the answer is the column's text; `number`: it is the column's number, within `tolerance`;
+    `regex`: the column's regular expression matches all of it; `json_schema`: it is JSON that the column's
+    schema allows."""
+    column: Annotated[str, Field(min_length=1)]
+    """Column of `data.columns.keep` with the right answer, the expression or the schema."""
+    tolerance: NonNegativeFloat = 0.0
+    """Largest absolute difference from the right number; 0 for any other kind."""
+    weight: FiniteFloat = 1.0
+    """Score of an answer that passes; one that does not gets 0."""
+
+
+def _has_one_group(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    if groups != 1:
+        raise ValueError(
+            f"{pattern!r} has {groups} groups; give one group, the answer, and write the others as (?:…)"
+        )
+    return pattern
+
+
+class Format(Section):
+    """What must stand around the answer."""
+
+    pattern: Annotated[str, AfterValidator(_has_one_group)]
+    """Regular expression that matches the whole response; its one group is the answer. `.` matches line
+    breaks too, and white space at both ends of the response does not count."""
+    weight: FiniteFloat = 0.0
+    """Score of a response that the pattern matches, whether the answer is right or not."""
+
+
+class RewardModelScorer(Section):
+    """A reward model: models/reward, which stage reward makes, or a folder."""
 
     kind: Literal["reward_model"]
     """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: FiniteFloat = 1.0
     """Factor of this score, before the reward models are combined."""
     path: str | None = None
     """Folder of a ready reward model, which may have another tokenizer and chat template; add it to the deps
@@ -40,22 +84,19 @@ class FunctionScorer(Section):
 
     kind: Literal["function"]
     """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: FiniteFloat = 1.0
     """Factor of this score in the sum."""
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    function: ImportPath
     """`module:function`, called with a list of prompts and a list of responses, and with the columns of
     `data.columns.keep` that it takes by keyword; it returns one float per response."""
 
 
 class HttpScorer(Section):
-    """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts.
-
-    `key_variable` may be left out for null.
-    """
+    """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts."""
 
     kind: Literal["http"]
     """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: FiniteFloat = 1.0
     """Factor of this score in the sum."""
     url: Address
     """Address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}; where columns are
@@ -63,9 +104,9 @@ class HttpScorer(Section):
     key_variable: KeyVariable | None = None
     """Environment variable that holds a key, sent as `Authorization: Bearer …`; null: the server needs
     none."""
-    timeout_seconds: PositiveFloat
+    timeout_seconds: PositiveFloat = 30.0
     """Longest wait for a reply, in seconds."""
-    batch_size: PositiveInt
+    batch_size: PositiveInt = 64
     """Responses per request."""
 
 
@@ -74,21 +115,19 @@ class LengthPenalty(Section):
 
     kind: Literal["length_penalty"]
     """Kind of this scorer."""
-    weight: PositiveFloat
+    weight: PositiveFloat = 1.0
     """Factor of this score in the sum."""
     max_tokens: PositiveInt
     """Length from which the penalty is −1, in tokens, stop token included."""
     buffer: PositiveInt
     """Number of tokens below max_tokens over which the penalty grows linearly from 0."""
 
-    @model_validator(mode="after")
-    def _starts_above_zero(self) -> LengthPenalty:
+    def problems(self) -> Iterator[str]:
         if self.buffer > self.max_tokens:
-            raise ValueError(
+            yield (
                 f"buffer={self.buffer} exceeds max_tokens={self.max_tokens}, so that an empty response would "
                 "have a penalty; lower the buffer"
             )
-        return self
 
 
 class VerifierScorer(Section):
@@ -96,11 +135,11 @@ class VerifierScorer(Section):
 
     kind: Literal["verifier"]
     """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: FiniteFloat = 1.0
     """Factor of this score in the sum."""
     checks: tuple[Check, ...] = Field(strict=False, min_length=1)
     """List of checks by kind; a response is right if it passes all of them."""
-    format: Format | None
+    format: Format | None = None
     """What must stand around the answer; null: the whole response is the answer."""
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "verdict", "report"]
@@ -58,12 +59,63 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A part of params.yaml: strict, frozen and without defaults.
+    """A part of params.yaml: strict and frozen. A key that is not given has its default.
 
     The docstring below a field is its description in the reference.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_kinds(cls, values: Any) -> Any:
+        """A section of several kinds that names no kind has the default's."""
+        if not isinstance(values, Mapping):
+            return values
+        complete = dict(values)
+        for key, field in cls.model_fields.items():
+            if isinstance(value := values.get(key), Mapping) and hasattr(field.default, "kind"):
+                complete[key] = {"kind": field.default.kind, **value}
+        return complete
+
+    @model_validator(mode="after")
+    def _has_no_problems(self) -> Self:
+        if problems := list(self.problems()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values together; sections with rules override it."""
+        return iter(())
+
+
+def sections(annotation: Any) -> list[type[Section]]:
+    """The section types that occur anywhere in a type."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in sections(inner)]
+
+
+def field_of(owner: type[Section] | None, key: str) -> FieldInfo | None:
+    """The field that `key` of params.yaml names in a section."""
+    fields = {} if owner is None else owner.model_fields
+    return next((field for name, field in fields.items() if key == (field.alias or name)), None)
+
+
+def section_of(owner: type[Section] | None, key: str, given: Mapping[str, Any]) -> type[Section] | None:
+    """The type of the section `key` with these values: of several kinds, the given one, else the default's."""
+    field = field_of(owner, key)
+    if field is None:
+        return None
+    kind = given.get("kind", getattr(field.default, "kind", None))
+    found = sections(field.annotation)
+    return next((one for one in found if kind is None or kind in kinds(one)), None)
+
+
+def kinds(section: type[Section]) -> Sequence[str]:
+    """The values of `kind` that name this type among several kinds; empty for other sections."""
+    field = section.model_fields.get("kind")
+    return () if field is None else get_args(field.annotation)
 
 
 def pinned_revision(value: str) -> str:
@@ -123,6 +175,8 @@ def address(value: str) -> str:
 
 Address = Annotated[str, AfterValidator(address)]
 KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+"""A function of the user's, as `module:function`."""
 
 
 def is_hub_id(source: str) -> bool:
@@ -130,24 +184,18 @@ def is_hub_id(source: str) -> bool:
     return not Path(source).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
 
 
-def check_source(source: str | None, revision: str | None, key: str) -> None:
-    """Check that a hub id has a revision, and that nothing else has one.
-
-    Raises:
-        ValueError: naming the parameter `key`.
-    """
+def check_source(source: str | None, revision: str | None, key: str) -> Iterator[str]:
+    """The problems of a model source `key`: a hub id has a revision, and nothing else has one."""
     if source is None:
         if revision is not None:
-            raise ValueError(f"{key} names no model: `revision` would be ignored; set it to null too")
-        return
-    if is_hub_id(source) and revision is None:
-        raise ValueError(
-            f"{key}={source!r} is not a local folder, so it is a hub id and needs `revision`: "
-            "a commit hash; "
+            yield f"{key} names no model: `revision` would be ignored; set it to null too"
+    elif is_hub_id(source) and revision is None:
+        yield (
+            f"{key}={source!r} is not a local folder, so it is a hub id and needs `revision`: a commit hash; "
             f"`git ls-remote https://huggingface.co/{source} HEAD` prints it"
         )
-    if revision is not None and Path(source).exists():
-        raise ValueError(f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null")
+    elif revision is not None and Path(source).exists():
+        yield f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,12 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
-from rlhf_tasks.config.data import Data, Model
 from rlhf_tasks.config.judge import Judge, Judging
-from rlhf_tasks.config.params import Config, Launch, Resume, Tracking
 from rlhf_tasks.config.ppo import Ppo
-from rlhf_tasks.config.promotion import Promotion
-from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
+from rlhf_tasks.config.schema import (
+    Base,
+    Config,
+    Data,
+    Launch,
+    Model,
+    Preferences,
+    Prepare,
+    Promotion,
+    Resume,
+    Reward,
+    Sft,
+    Tracking,
+)
 from rlhf_tasks.config.types import Stage, flatten
 
 RUNTIME_SECTIONS = ("launch", "resume", "tracking")
@@ -46,19 +56,18 @@ class StageView:
     @classmethod
     def of(cls, config: Config) -> Self:
         """The stage's part of a config."""
-        flat = flatten(config.model_dump(mode="json", by_alias=True))
         reads = cls.reads()
+        flat = flatten(config.model_dump(mode="json", by_alias=True))
         declared = {
             key: v for key, v in flat.items() if any(key == r or key.startswith(f"{r}.") for r in reads)
         }
         values: dict[str, Any] = {name: getattr(config, name) for name in RUNTIME_SECTIONS}
         for one in fields(cls):
-            if one.name in values or one.name == "declared":
-                continue
-            value: Any = config
-            for part in one.metadata.get(KEY, one.name).split("."):
-                value = getattr(value, part)
-            values[one.name] = value
+            if one.name not in (*RUNTIME_SECTIONS, "declared"):
+                value: Any = config
+                for part in one.metadata.get(KEY, one.name).split("."):
+                    value = getattr(value, part)
+                values[one.name] = value
         return cls(declared=declared, **values)
 
 
@@ -152,10 +161,4 @@ class ReportView(StageView):
     promotion: Promotion | None
 
 
-VIEWS: Mapping[Stage, type[StageView]] = {
-    view.stage: view
-    for view in (
-        PrepareView, BaseView, SftView, PreferencesView, RewardView, PpoView, JudgeView, VerdictView,
-        ReportView,
-    )
-}  # fmt: skip
+VIEWS: Mapping[Stage, type[StageView]] = {view.stage: view for view in StageView.__subclasses__()}
