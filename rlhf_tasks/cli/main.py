@@ -47,8 +47,8 @@ from rlhf_tasks.tracking import context
 from rlhf_tasks.training import launch
 
 MODULES: Sequence[ModuleType] = (
-    preset, params, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage, mlflow,
-    sync, promote, rollback, export, up, status, down, work, deploy, stage,
+    preset, params, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage,
+    mlflow, sync, promote, rollback, export, up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
     "Run the pipeline": ("preset", "params", "flow", "check-model", "plan", "bench"),

@@ -17,6 +17,7 @@ from rlhf_tasks.config.load import (
     read_text,
     round_trip,
     validate,
+    values,
     written,
 )
 from rlhf_tasks.config.ppo import Lora, Ppo, SeparateCritic, SharedCritic
@@ -110,5 +111,6 @@ __all__ = [
     "read_text",
     "round_trip",
     "validate",
+    "values",
     "written",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,16 +24,17 @@ from rlhf_tasks.config.types import (
     check_source,
 )
 
-RESERVED = tuple(
-    ["agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length", "perplexity", "repetition", "reward_gap", "task", "task_drop"]
+RESERVED = (
+    "agreement|calibration|choice|distinct_1|distinct_2|ended|human|kappa|length|perplexity|repetition"
+    "|reward_gap|task|task_drop"
 )
-"""First parts of the names of the other metrics of stage judge; no judge may have such a name."""
+"""Pattern of the first parts of the names of the other metrics of stage judge, which no judge may have."""
 LISTED = "judge.judges"
 """The key of the judges in params.yaml; only the judge of ppo.select_by has another key."""
 
 
 def _not_reserved(name: str) -> str:
-    if name in RESERVED or name.startswith("rouge"):
+    if re.fullmatch(f"{RESERVED}|rouge.*", name):
         raise ValueError(f"{name!r} is the name of another metric; give the judge another name")
     return name
 
@@ -253,7 +255,7 @@ class Judging(Section):
     """Win rates of SFT and policy on test prompts, retention and reward diagnostics."""
 
     judges: tuple[Judge, ...] = Field(
-        (
+        default=(
             GoldJudge(kind="gold", name="gold"),
             RewardModelJudge(kind="reward_model", name="reward_model", path=HELDOUT),
         ),

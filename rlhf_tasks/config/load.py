@@ -121,6 +121,14 @@ def in_force(config: Config) -> dict[str, Any]:
     return flatten(config.model_dump(mode="json", by_alias=True))
 
 
+def values(tree: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """All values in force by dotted key; those of the tree alone if it is not valid."""
+    try:
+        return in_force(validate(tree, origin))
+    except ConfigError:
+        return flatten(tree)
+
+
 def is_given(tree: Mapping[str, Any], key: str) -> bool:
     """Whether a parsed file has the value of a dotted key, or a list or null that holds it."""
     value: Any = tree
@@ -142,7 +150,7 @@ def merge(
         present, field = tree.get(key), field_of(owner, key)
         if isinstance(value, Mapping) and isinstance(present, MutableMapping):
             kind = present.get("kind", getattr(field and field.default, "kind", None))
-            if value.get("kind", kind) == kind:
+            if kind is None or value.get("kind", kind) == kind:
                 merge(present, value, section_of(owner, key, present))
                 continue
         tree[key] = copy.deepcopy(value)

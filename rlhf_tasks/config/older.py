@@ -79,7 +79,9 @@ def upgrade(tree: CommentedMap) -> list[str]:
             if comment is not None and (target == last or len(place) == len(path) + 1):
                 owner.ca.items[target] = comment
     return [
-        f"{old} → {MOVED[old]}" if _has(new, MOVED[old].split(".")) else f"{old} is left out: it has no effect"
+        f"{old} → {MOVED[old]}"
+        if _has(new, MOVED[old].split("."))
+        else f"{old} is left out: it has no effect"
         for old in found
     ]
 

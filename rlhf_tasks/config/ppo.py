@@ -413,7 +413,7 @@ class Ppo(Section):
     micro_batch_tokens: PositiveInt = 4096
     """Maximum padded tokens per micro-batch and rank."""
 
-    scorers: tuple[Scorer, ...] = Field((RewardModelScorer(kind="reward_model"),), strict=False)
+    scorers: tuple[Scorer, ...] = Field(default=(RewardModelScorer(kind="reward_model"),), strict=False)
     """List of scorers by kind; their scores are added up by weight."""
     combine_reward_models: Combination = "sum"
     """How the weighted scores of several reward models become one: their `sum`, their minimum (`min`), or their
@@ -428,7 +428,7 @@ class Ppo(Section):
     """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
     warmup_fraction: Fraction = 0.0
     """Share of the updates in which the learning rate rises linearly from zero."""
-    adam_betas: tuple[Decay, Decay] = Field((0.9, 0.98), strict=False)
+    adam_betas: tuple[Decay, Decay] = Field(default=(0.9, 0.98), strict=False)
     """Decays of AdamW's two moments; its eps is 1e-5."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""

@@ -48,7 +48,7 @@ class Columns(Section):
     """Column that holds the preferred response of a pair."""
     rejected: str = "rejected"
     """Column that holds the other response of a pair."""
-    keep: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), strict=False)
+    keep: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """List of further columns of the prompt rows, such as `answer`, that scorers and judges get; empty: none.
     The built-in task has `who`, `thing`, `place` and `plan`, arithmetic has `answer`."""
 
@@ -242,7 +242,7 @@ class Base(Optimization):
 class Trained(Optimization):
     """A model that a stage trains, or that is given."""
 
-    source: str | None = Field(None, alias="from")
+    source: str | None = Field(default=None, alias="from")
     """Folder or hub id of a ready model; null: the stage trains one."""
     revision: Revision | None = None
     """Commit hash of a hub id in `from`; null otherwise."""

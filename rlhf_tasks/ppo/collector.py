@@ -78,7 +78,7 @@ class Collector:
 
     @torch.no_grad()
     def sample(self, queries: list[Ids]) -> Samples:
-        """One response to each row's query, `sampling_batch_size` at a time.
+        """One response to each row's query, `sampler.batch_size` at a time.
 
         The queries are n prompts, again the same n, and so on, `samples_per_prompt` times.
 
@@ -94,7 +94,7 @@ class Collector:
                 policy, queries[: len(queries) // num_samples],
                 max_new_tokens=self._settings.response_length, temperature=self._settings.temperature,
                 stop=self._stop, pad=self._pad, generator=self.generator,
-                batch_size=self._settings.sampling_batch_size, num_samples=num_samples,
+                batch_size=getattr(self._settings.sampler, "batch_size", None), num_samples=num_samples,
                 share=Share(self._rt.rank, self._rt.world_size, len(queries) * self._rt.world_size),
             )  # fmt: skip
 

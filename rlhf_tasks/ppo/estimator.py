@@ -40,15 +40,18 @@ class AdvantageEstimator:
         the rule bootstraps, GAE takes the critic's value of the state after a response that did not end.
         """
         settings, mask, reduce = self._settings, rollout.mask, self._reduce
+        rule, gamma = settings.truncation, getattr(settings.advantages, "gamma", 1.0)
         scores = truncated_scores(
-            self.scaler(rollout.scores, reduce), rollout.ended, settings.truncation,
-            missing_eos_score=settings.missing_eos_score,
-        )  # fmt: skip
-        beyond = values_beyond(rollout.last_values, rollout.ended, settings.truncation)
-        kl = ESTIMATORS[settings.kl_estimator](rollout.logprobs, rollout.ref_logprobs)
-        reward_kl_coef = self.kl.coef if settings.kl_in == "reward" else 0.0
+            self.scaler(rollout.scores, reduce),
+            rollout.ended,
+            rule.kind,
+            missing_eos_score=getattr(rule, "missing_eos_score", 0.0),
+        )
+        beyond = values_beyond(rollout.last_values, rollout.ended, rule.kind)
+        kl = ESTIMATORS[settings.kl.estimator](rollout.logprobs, rollout.ref_logprobs)
+        reward_kl_coef = self.kl.coef if settings.kl.kind == "in_reward" else 0.0
         rewards = token_rewards(scores, kl, mask, reward_kl_coef)
-        if settings.whiten_rewards:
+        if getattr(settings.advantages, "whiten_rewards", False):
             rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
         advantages, returns, measured = self._advantages(rewards, rollout, beyond)
         if settings.whiten_advantages:
@@ -56,7 +59,7 @@ class AdvantageEstimator:
         if settings.advantage_clip is not None:
             advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
         metrics = objective_metrics(
-            rollout, scores + settings.gamma * beyond, kl, kl_coef=self.kl.coef,
+            rollout, scores + gamma * beyond, kl, kl_coef=self.kl.coef,
             reward_kl_coef=reward_kl_coef, reduce=reduce,
         )  # fmt: skip
         metrics |= response_metrics(rollout, reduce) | measured
@@ -67,13 +70,13 @@ class AdvantageEstimator:
     ) -> tuple[Tensor, Tensor, Metrics]:
         """Advantages and returns, both (B, R), and what is measured of them."""
         settings, mask = self._settings, rollout.mask
-        if settings.advantages == "gae":
-            assert settings.lam is not None
-            advantages, returns = gae(rewards, rollout.values, mask, settings.gamma, settings.lam, beyond)
+        estimator = settings.advantages
+        if estimator.kind == "gae":
+            advantages, returns = gae(rewards, rollout.values, mask, estimator.gamma, estimator.lam, beyond)
             explained = explained_variance(returns, rollout.values, mask, self._reduce)
             return advantages, returns, {"val/explained_variance": explained}
         num_samples, of_responses = settings.samples_per_prompt, response_returns(rewards, mask)
-        gains = WITHOUT_CRITIC[settings.advantages](of_responses, num_samples)
+        gains = WITHOUT_CRITIC[estimator.kind](of_responses, num_samples)
         advantages, returns = (x.to(rewards.dtype)[:, None] * mask for x in (gains, of_responses))
         return advantages, returns, group_metrics(of_responses, num_samples, self._reduce)
 

@@ -259,12 +259,13 @@ class Evaluator:
 
     def _under_eos_rule(self, scores: Tensor, responses: Sequence[Ids]) -> Tensor:
         stop, rule = stop_token(self._settings, self._tokenizer), self._settings.truncation
-        if rule.startswith("bootstrap"):  # there is no critic here to value an unfinished response
-            rule = "none"
+        is_bootstrapped = rule.kind.startswith("bootstrap")  # no critic here values an unfinished response
         return truncated_scores(
-            scores, torch.tensor([ids[-1] == stop for ids in responses]), rule,
-            missing_eos_score=self._settings.missing_eos_score,
-        )  # fmt: skip
+            scores,
+            torch.tensor([ids[-1] == stop for ids in responses]),
+            "none" if is_bootstrapped else rule.kind,
+            missing_eos_score=getattr(rule, "missing_eos_score", 0.0),
+        )
 
     # --------------------------------------------------------------------------------------- state
 

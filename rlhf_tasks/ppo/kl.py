@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_tasks.config.ppo_options import AdaptiveKl, KlPenalty
+from rlhf_tasks.config.ppo import AdaptiveKl, KlPenalty
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

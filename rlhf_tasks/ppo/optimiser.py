@@ -110,12 +110,13 @@ class Optimiser:
         return metrics
 
     def _coefficients(self, batch: PPOBatch) -> Coefficients:
-        s, kl_in_loss = self._settings, self._settings.kl_in == "loss"
+        s, critic, kl_in_loss = self._settings, self._settings.critic, self._settings.kl.kind == "in_loss"
         return Coefficients(
             cliprange=s.cliprange, cliprange_high=s.cliprange_high, dual_clip=s.dual_clip,
-            cliprange_value=s.cliprange_value, ratio_from=s.ratio_from, vf_coef=s.vf_coef,
+            cliprange_value=critic and critic.cliprange_value, ratio_from=s.ratio_from,
+            vf_coef=critic and critic.vf_coef,
             entropy_coef=s.entropy_coef, kl_coef=batch.kl_coef if kl_in_loss else 0.0,
-            kl_estimator=s.kl_estimator if kl_in_loss else None,
+            kl_estimator=s.kl.estimator if kl_in_loss else None,
             beta=None if s.kl_penalty is None else self.penalty.beta,
         )  # fmt: skip
 

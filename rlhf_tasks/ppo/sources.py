@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_tasks.config.engine import Engine as Settings
+from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
 from rlhf_tasks.modeling.generation import Samples
@@ -147,7 +147,7 @@ class EngineSource:
         if not 0 <= lag <= self._settings.ahead:
             raise EngineError(
                 f"a rollout for update {update} was sampled after update {request.update}: it is stale; "
-                f"engine.ahead={self._settings.ahead} is allowed"
+                f"sampler.ahead={self._settings.ahead} is allowed"
             )
         if self._settings.ahead and has_next:
             self._next = self._begin(update)
@@ -185,7 +185,7 @@ class EngineSource:
         if drawn.lag == 0 and not difference <= most:
             raise EngineError(
                 f"the engine's log-probs differ from the policy's by {difference:.3g} nats per token, and "
-                f"engine.max_logprob_diff={most:g}: it has other weights, or samples at other settings; a "
+                f"sampler.max_logprob_diff={most:g}: it has other weights, or samples at other settings; a "
                 "server of your own needs --logprobs-mode processed_logprobs and --generation-config vllm"
             )
         metrics |= {"engine/lag": float(drawn.lag), "engine/load_seconds": self._load_seconds}

@@ -136,9 +136,9 @@ class Trainer:
         settings = self.settings
         if engine is None:
             return OwnSource(self.collector, self.prompts, self._next_rows)
-        assert settings.engine is not None
+        assert settings.sampler.kind == "vllm"
         return EngineSource(
-            self.rt, engine, settings.engine, self.actor_critic.policy, self.prompts, self._all_rows,
+            self.rt, engine, settings.sampler, self.actor_critic.policy, self.prompts, self._all_rows,
             self.collector.generator, num_samples=settings.samples_per_prompt, limits=limits,
         )  # fmt: skip
 
@@ -189,7 +189,7 @@ class Trainer:
     @property
     def is_warm(self) -> bool:
         """Whether the critic's loss has settled, or there is no warm-up: arXiv 2307.04964, section 5.3.4."""
-        warmup, losses = self.settings.critic_warmup, self.warmup_losses
+        warmup, losses = getattr(self.settings.critic, "warmup", None), self.warmup_losses
         if warmup is None or len(losses) >= warmup.max_updates:
             return True
         return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])
@@ -252,13 +252,14 @@ def require_finite(metrics: Metrics, batch: PPOBatch) -> None:
 def _optimizer(actor_critic: ActorCritic, settings: Ppo) -> tuple[torch.optim.Optimizer, int]:
     """One AdamW for policy and critic, and the number of its groups, the first ones, that are the policy's.
 
-    With `value_learning_rate` the critic's groups have a rate of their own.
+    With a `learning_rate` of the critic its groups have a rate of their own.
     """
     optimizer = adamw(actor_critic.policy, settings)
     num_policy_groups = len(optimizer.param_groups)
     if isinstance(actor_critic.value, NoCritic):
         return optimizer, num_policy_groups
-    scale = (settings.value_learning_rate or settings.learning_rate) / settings.learning_rate
+    own = getattr(settings.critic, "learning_rate", None) or settings.learning_rate
+    scale = own / settings.learning_rate
     for group in adamw(actor_critic.value, settings).param_groups:
         optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     return optimizer, num_policy_groups

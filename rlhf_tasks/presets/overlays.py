@@ -73,9 +73,15 @@ def matching(values: Mapping[str, Any]) -> list[str]:
         null = any(values.get(".".join(parts[:n]), "") is None for n in range(1, len(parts)))
         return null or (key in values and values[key] == value)
 
-    return [
-        name for name in names() if all(has(key, value) for key, value in config.flatten(read(name)).items())
-    ]
+    found = []
+    for name in names():
+        own = config.flatten(read(name))
+        tree: dict[str, Any] = {}
+        config.merge(tree, read(name))
+        complete = config.values(tree, name)  # the scorers and judges of a preset with all of their keys
+        if all(has(key, complete.get(key, value)) for key, value in own.items()):
+            found.append(name)
+    return found
 
 
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:

@@ -46,7 +46,7 @@ service or a cluster that stopped them kills them after its own time."""
 
 def is_needed(stage: Stage, launch: Launch) -> bool:
     """True if this process must start workers instead of running the stage itself."""
-    several = launch.num_processes > 1 or launch.num_machines > 1 or launch.layout != "ddp"
+    several = launch.num_processes > 1 or launch.num_machines > 1 or launch.parallelism != "ddp"
     return stage in TRAINING and several and not is_worker()
 
 
@@ -72,7 +72,7 @@ def check_machines(launch: Launch) -> None:
 
 
 def is_deepspeed(launch: Launch) -> bool:
-    return launch.layout in ("zero2", "zero3")
+    return launch.parallelism in ("zero2", "zero3")
 
 
 def is_worker() -> bool:
@@ -123,10 +123,10 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
     """
     words = ["-m", "rlhf_tasks.training.launcher"]
     if is_deepspeed(launch):
-        settings = paths.deepspeed / f"{launch.layout}.json"
+        settings = paths.deepspeed / f"{launch.parallelism}.json"
         if not settings.exists():
             raise UserError(
-                f"launch.layout={launch.layout!r} needs {settings}, which does not exist; restore it"
+                f"launch.parallelism={launch.parallelism!r} needs {settings}, which does not exist; restore it"
             )
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
         if launch.num_machines > 1:
@@ -136,7 +136,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         if launch.num_processes < max(2, launch.num_machines):
             raise UserError(
                 f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must "
-                f"be at least launch.num_machines={launch.num_machines}, and 2 with launch.layout=fsdp2"
+                f"be at least launch.num_machines={launch.num_machines}, and 2 with launch.parallelism=fsdp2"
             )
     threads = environment.get("OMP_NUM_THREADS") or _threads(launch)
     words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]

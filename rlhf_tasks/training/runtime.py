@@ -29,8 +29,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Launch, Optimisation, Ppo
-from rlhf_tasks.config.params import Precision
+from rlhf_tasks.config import Launch, Optimization, Ppo, Precision
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.products import cpu_has_bf16, round_products, speed_up
@@ -59,7 +58,7 @@ class Runtime:
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
         self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
-        keeps_float32 = launch.layout == "ddp" and not torch.cuda.is_available()
+        keeps_float32 = launch.parallelism == "ddp" and not torch.cuda.is_available()
         self._rounds_products = keeps_float32 and not self.is_float32 and cpu_has_bf16()
         self._speeds_up = keeps_float32 and not launch.compile  # torch chooses the library where it compiles
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
@@ -93,7 +92,7 @@ class Runtime:
             layout = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
             self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if layout.shards else None
             return layout, layout.shards
-        if launch.layout == "fsdp2" and is_distributed:
+        if launch.parallelism == "fsdp2" and is_distributed:
             self._mesh = init_device_mesh(self.device.type, (self.world_size,))
             self._computes_in = None if self.is_float32 else torch.bfloat16
             return Fsdp2(self._mesh, self.sum, self.put), True
@@ -237,8 +236,8 @@ class Runtime:
                 yield plain
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"process {self.rank} is out of memory while it samples; lower ppo.sampling_batch_size, or "
-                "let ppo.engine sample, on another GPU"
+                f"process {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
+                "let vLLM sample (ppo.sampler), on another GPU"
             ) from error
 
     def run_batches(
@@ -421,12 +420,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
+def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
     """AdamW with eps 1e-5 (arXiv 2403.17031); in supervised training betas .9/.98 (arXiv 1706.03762).
 
     Biases and norms have no weight decay; nothing has in PPO.
     """
-    if isinstance(settings, Optimisation):
+    if isinstance(settings, Optimization):
         decay, betas = settings.weight_decay, (0.9, 0.98)
     else:
         decay, betas = 0.0, settings.adam_betas
@@ -439,7 +438,7 @@ def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5, fused=True)
 
 
-def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> float:
+def learning_rate(settings: Optimization | Ppo, step: int, num_steps: int) -> float:
     """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero."""
     warmup = math.ceil(settings.warmup_fraction * num_steps)
     if step < warmup:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Optimisation, Split, StageView
+from rlhf_tasks.config import Optimization, Split, StageView
 from rlhf_tasks.data.batches import (
     Batch,
     Ids,
@@ -117,7 +117,7 @@ class Fit:
     between two steps.
     """
 
-    def __init__(self, rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed: int) -> None:
+    def __init__(self, rt: Runtime, model: nn.Module, task: Task, settings: Optimization, seed: int) -> None:
         self.rt, self.task, self.settings = rt, task, settings
         self.model, self.optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
         self.steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)

@@ -25,7 +25,7 @@ def problems(changes: Mapping[str, Any]) -> str:
 
 def test_one_message_names_every_problem() -> None:
     message = problems(
-        {"ppo.gamma": 1.5, "sft.batch_size": 0, "data.source": "web", "seed": -1, "judge.foo": 1}
+        {"ppo.advantages.gamma": 1.5, "sft.batch_size": 0, "data.source": "web", "seed": -1, "judge.foo": 1}
     )
     assert message.startswith("params.yaml has 5 problem(s):")
     for key in ("ppo.gamma: ", "sft.batch_size: ", "data.source: ", "seed: ", "judge.foo: "):
@@ -55,8 +55,8 @@ def test_the_message_for_an_unknown_key_lists_all_keys_if_none_is_near() -> None
     ("key", "value"),
     [
         ("ppo.kl_coef", "0.05"),
-        ("ppo.whiten_rewards", 1),
-        ("ppo.whiten_rewards", "no"),
+        ("ppo.advantages.whiten_rewards", 1),
+        ("ppo.advantages.whiten_rewards", "no"),
         ("sft.batch_size", 64.5),
         ("sft.batch_size", True),
         ("data.path", None),
@@ -130,17 +130,20 @@ def test_a_missing_key_is_named() -> None:
             "100 is not divisible by num_mini_batches=3",
         ),
         ({"ppo.total_episodes": 4}, "nothing would be trained"),
-        ({"ppo.samples_per_prompt": 3}, "rollout_batch_size=256 is not divisible by samples_per_prompt=3"),
         (
-            {"ppo.samples_per_prompt": 128, "launch.num_processes": 4},
+            {"ppo.advantages.samples_per_prompt": 3},
+            "rollout_batch_size=256 is not divisible by samples_per_prompt=3",
+        ),
+        (
+            {"ppo.advantages.samples_per_prompt": 128, "launch.num_processes": 4},
             "ppo.rollout_batch_size / samples_per_prompt=2 is not divisible by launch.num_processes=4",
         ),
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
-        ({"launch.offload": True}, "has nothing to move with launch.layout: ddp"),
+        ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
         (
-            {"launch.compile": True, "launch.layout": "fsdp2"},
-            "whole layers, which launch.layout: fsdp2 splits",
+            {"launch.compile": True, "launch.parallelism": "fsdp2"},
+            "whole layers, which launch.parallelism: fsdp2 splits",
         ),
         ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
         ({"data.source": "hub"}, "names the data sets of `source: hub`"),
@@ -275,15 +278,15 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ppo.kl_in": "loss"}, "the gradient of k1 is zero in expectation"),
-        ({"ppo.value_model": "shared"}, "critic_init='reward' would be ignored"),
+        ({"ppo.kl.kind": "loss"}, "the gradient of k1 is zero in expectation"),
+        ({"ppo.advantages.critic.kind": "shared"}, "critic_init='reward' would be ignored"),
         (
-            {"ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.value_learning_rate": 1e-3},
+            {"ppo.advantages.critic.kind": "shared", "ppo.advantages.critic.learning_rate": 1e-3},
             "no value_learning_rate",
         ),
         (
             {
-                "ppo.lora": {"r": 4, "alpha": 8.0, "value": False},
+                "ppo.lora": {"r": 4, "alpha": 8.0},
                 "ppo.reference_sync": {"every": 2, "alpha": 0.5},
             },
             "the reference is the policy without its adapter",
@@ -301,15 +304,18 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
             "the policy has not moved",
         ),
         (
-            {"ppo.truncation": "eos_trick_subtract", "ppo.missing_eos_score": 1.0},
+            {"ppo.truncation.kind": "eos_trick_subtract", "ppo.truncation.missing_eos_score": 1.0},
             "a positive value would reward unfinished",
         ),
         (
-            {"ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}, "ppo.vf_coef": 0.0},
+            {
+                "ppo.advantages.critic.warmup": {"max_updates": 3, "settled": 0.1},
+                "ppo.advantages.critic.vf_coef": 0.0,
+            },
             "with vf_coef=0 the critic learns nothing",
         ),
-        ({"ppo.critic_warmup": {"max_updates": 3, "settled": 1.0}}, "ppo.critic_warmup.settled: "),
-        ({"ppo.kl_in": "loss", "ppo.kl_estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
+        ({"ppo.advantages.critic.warmup": {"max_updates": 3, "settled": 1.0}}, "ppo.critic_warmup.settled: "),
+        ({"ppo.kl.kind": "loss", "ppo.kl.estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
         ({"ppo.scorers": []}, "scorers is empty"),
         ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is named 2 times; keep one"),
@@ -357,7 +363,7 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         (
             {
                 "ppo.scorers": [{**OWN, "path": "a"}],
-                "ppo.critic_init": "sft",
+                "ppo.advantages.critic.init": "sft",
                 "judge.judges": [small.GOLD],
             },
             "reward.train is true, but no scorer, critic or judge uses one",
@@ -368,7 +374,7 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
         ({"reward.train": False}, "a reward model is needed by ppo.scorers, ppo.critic_init, judge.judges"),
         (
-            {"ppo.scorers": [DUMMY], "ppo.critic_init": "sft", "judge.judges": [small.GOLD]},
+            {"ppo.scorers": [DUMMY], "ppo.advantages.critic.init": "sft", "judge.judges": [small.GOLD]},
             "reward.train is true, but no scorer, critic or judge uses one",
         ),
     ],
@@ -382,7 +388,7 @@ def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
 def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
     guards = small.params()["ppo"]["guards"] | {"action": "roll_back"}
     assert "0 would stay 0" in problems({"ppo.guards": guards, "ppo.kl_coef": 0.0})
-    sharded = {"launch.layout": "zero2", "launch.num_processes": 2}
+    sharded = {"launch.parallelism": "zero2", "launch.num_processes": 2}
     assert "no process holds all of it" in problems({"ppo.guards": guards, **sharded})
     assert "must be below" in problems({"ppo.guards": guards | {"kl_min": 12.0}})
 
@@ -397,29 +403,43 @@ WITHOUT = {f"ppo.{key}": value for key, value in without_critic("rloo").items()}
     ("changes", "message"),
     [
         (
-            {"ppo.advantages": "rloo", "ppo.samples_per_prompt": 4},
+            {"ppo.advantages.kind": "rloo", "ppo.advantages.samples_per_prompt": 4},
             "advantages=rloo has no critic, so that value_model, critic_init, vf_coef, lam, cliprange_value "
             "would be ignored; set them to null: give `--set ppo.value_model=null",
         ),
         (
-            WITHOUT | {"ppo.advantages": "group", "ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}},
+            WITHOUT
+            | {
+                "ppo.advantages.kind": "group",
+                "ppo.advantages.critic.warmup": {"max_updates": 3, "settled": 0.1},
+            },
             "critic_warmup would be ignored; set it to null: give `--set ppo.critic_warmup=null` to `rlhf "
             "preset`",
         ),
-        (WITHOUT | {"ppo.value_learning_rate": 1e-4}, "value_learning_rate would be ignored"),
+        (WITHOUT | {"ppo.advantages.critic.learning_rate": 1e-4}, "value_learning_rate would be ignored"),
         (
-            WITHOUT | {"ppo.samples_per_prompt": 1},
+            WITHOUT | {"ppo.advantages.samples_per_prompt": 1},
             "leaves nothing to compare; set it to 2",
         ),
-        (WITHOUT | {"ppo.gamma": 0.99}, "gamma=0.99 would be ignored; set it to 1.0"),
-        (WITHOUT | {"ppo.whiten_rewards": True}, "a part that grows with the length; set it to false"),
+        (WITHOUT | {"ppo.advantages.gamma": 0.99}, "gamma=0.99 would be ignored; set it to 1.0"),
         (
-            WITHOUT | {"ppo.truncation": "bootstrap_add"},
+            WITHOUT | {"ppo.advantages.whiten_rewards": True},
+            "a part that grows with the length; set it to false",
+        ),
+        (
+            WITHOUT | {"ppo.truncation.kind": "bootstrap_add"},
             "bootstrap_add needs the value of a critic",
         ),
-        (WITHOUT | {"ppo.lora": {"r": 4, "alpha": 8.0, "value": True}}, "no critic for lora.value"),
-        (WITHOUT | {"ppo.advantages": "gae"}, "needs a critic, and null stands for none: give value_model, "),
-        ({"ppo.lam": None}, "advantages=gae needs a critic, and null stands for none: give lam"),
+        (
+            WITHOUT
+            | {"ppo.lora": {"r": 4, "alpha": 8.0}, "ppo.advantages.critic.lora": {"r": 4, "alpha": 8.0}},
+            "no critic for lora.value",
+        ),
+        (
+            WITHOUT | {"ppo.advantages.kind": "gae"},
+            "needs a critic, and null stands for none: give value_model, ",
+        ),
+        ({"ppo.advantages.lam": None}, "advantages=gae needs a critic, and null stands for none: give lam"),
     ],
 )
 def test_what_needs_a_critic_is_refused_without_one(changes: dict[str, object], message: str) -> None:
@@ -427,7 +447,10 @@ def test_what_needs_a_critic_is_refused_without_one(changes: dict[str, object], 
 
 
 def test_a_critic_may_learn_from_several_samples_of_a_prompt() -> None:
-    assert config.validate(small.params({"ppo.samples_per_prompt": 4}), "test").ppo.advantages == "gae"
+    assert (
+        config.validate(small.params({"ppo.advantages.samples_per_prompt": 4}), "test").ppo.advantages
+        == "gae"
+    )
 
 
 def test_without_a_critic_the_reward_model_is_needed_by_scorers_and_judges_only() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import Batch, collate, fork
 from rlhf_tasks.modeling import attention, models
 from rlhf_tasks.modeling.attention import Attention

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate, load_tokenizer
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.modeling.contracts import ContractError

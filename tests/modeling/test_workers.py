@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import TokenBudget, dealt
 from rlhf_tasks.modeling import models, workers
 from rlhf_tasks.modeling.last_layer import forward_replaced
@@ -190,7 +190,7 @@ def test_there_is_one_worker_where_two_would_be_wrong_or_useless(monkeypatch: py
 def test_supervised_training_takes_the_steps_of_one_thread(family: Family) -> None:
     def trained() -> tuple[list[dict[str, float]], dict[str, Tensor], dict[str, float]]:
         task = LanguageModelling(QUERIES, RESPONSES, PAD)
-        fit = Fit(small.runtime(), small.causal(family), task, small.optimisation(), seed=1)
+        fit = Fit(small.runtime(), small.causal(family), task, small.optimization(), seed=1)
         steps = [step.metrics for step in fit]
         return steps, fit.model.state_dict(), evaluate(fit.rt, fit.model, task, TokenBudget(4096))
 
@@ -207,7 +207,7 @@ def test_reward_models_take_the_steps_of_one_thread_and_give_the_same_scores() -
     def trained() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         rt, learner = small.runtime(), Learner(small.scores("gpt_neox"))
         pairs = Pairs(QUERIES, RESPONSES, RESPONSES[::-1], PAD, forked=True)
-        list(Fit(rt, learner, pairs, small.optimisation(), seed=1))
+        list(Fit(rt, learner, pairs, small.optimization(), seed=1))
         scorer = RewardScorer(learner.scores, small.tokenizer(), 64, rt)
         return learner.state_dict(), {"scores": scorer(QUERIES, RESPONSES)}
 

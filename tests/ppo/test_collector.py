@@ -50,7 +50,7 @@ def test_micro_batches_do_not_change_a_rollout() -> None:
 
 
 def test_a_rollout_sampled_in_parts_has_the_policys_log_probs() -> None:
-    one = trainer(sampling_batch_size=5)  # 16 responses: 5, 5, 5 and 1
+    one = trainer(sampler__batch_size=5)  # 16 responses: 5, 5, 5 and 1
     rollout = sampled_rollout(one)
     assert len(rollout.responses) == len(QUERIES)
     for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
@@ -81,7 +81,7 @@ def test_the_last_value_is_the_value_of_the_state_after_the_last_token() -> None
 
 
 def test_a_custom_stop_token_ends_responses() -> None:
-    one = trainer(stop_token=7, truncation="eos_trick_replace")
+    one = trainer(stop_token=7, truncation__kind="eos_trick_replace")
     rollout = sampled_rollout(one)
     for response, ended in zip(rollout.responses, rollout.ended.tolist(), strict=True):
         assert ended == (response[-1] == 7)

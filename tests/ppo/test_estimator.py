@@ -18,7 +18,7 @@ from tests.ppo.toy import (
 
 
 def test_objective_metrics_equal_hand_computed_values() -> None:
-    one = trainer(truncation="none", kl_coef=0.1)
+    one = trainer(truncation__kind="none", kl_coef=0.1)
     _, metrics = one.estimator.estimate(hand_made_rollout())
     # kl: (1 + 0.5) + (1 − 0.5 + 1) = 3 over two responses; −log p: 3 + 5
     assert metrics["objective/kl"] == pytest.approx(1.5)
@@ -42,26 +42,30 @@ def test_the_standard_error_of_the_kl_is_its_deviation_over_the_root_of_the_epis
 
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", 1.5), ("k2", 0.5 * (1 + 0.25 + 1 + 0.25 + 1) / 2)])
 def test_objective_kl_uses_the_chosen_estimator(estimator: str, kl: float) -> None:
-    _, metrics = trainer(kl_estimator=estimator).estimator.estimate(hand_made_rollout())
+    _, metrics = trainer(kl__estimator=estimator).estimator.estimate(hand_made_rollout())
     assert metrics["objective/kl"] == pytest.approx(kl)
     assert metrics["objective/kl_k1"] == pytest.approx(1.5), "guards and adaptive_kl use k1"
 
 
 def test_rlhf_reward_includes_the_eos_rule() -> None:
-    _, metrics = trainer(missing_eos_score=-1.0, kl_coef=0.1).estimator.estimate(hand_made_rollout())
+    _, metrics = trainer(truncation__missing_eos_score=-1.0, kl_coef=0.1).estimator.estimate(
+        hand_made_rollout()
+    )
     assert metrics["objective/scores"] == pytest.approx(0.5)  # (2 − 1) / 2
     assert metrics["objective/raw_scores"] == pytest.approx(4.0)
     assert metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.15)
 
 
 def test_kl_in_the_loss_is_not_in_the_reward() -> None:
-    _, metrics = trainer(kl_in="loss", kl_estimator="k3", kl_coef=0.1).estimator.estimate(hand_made_rollout())
+    _, metrics = trainer(kl__kind="in_loss", kl__estimator="k3", kl_coef=0.1).estimator.estimate(
+        hand_made_rollout()
+    )
     assert metrics["objective/non_score_reward"] == 0
     assert metrics["objective/rlhf_reward"] == metrics["objective/scores"]
 
 
 def test_perplexities_repetition_and_explained_variance_equal_hand_computed_values() -> None:
-    one = trainer(truncation="none", kl_coef=0.0, lam=1.0)
+    one = trainer(truncation__kind="none", kl_coef=0.0, advantages__lam=1.0)
     rollout = hand_made_rollout()
     _, metrics = one.estimator.estimate(rollout)
     assert metrics["objective/perplexity"] == pytest.approx(math.exp(8 / 5))
@@ -73,7 +77,7 @@ def test_perplexities_repetition_and_explained_variance_equal_hand_computed_valu
 
 
 def test_a_critic_that_is_right_explains_all_variance() -> None:
-    one = trainer(truncation="none", kl_coef=0.0, lam=1.0)
+    one = trainer(truncation__kind="none", kl_coef=0.0, advantages__lam=1.0)
     values = torch.tensor([[2.0, 2.0, 0, 0], [6.0, 6.0, 6.0, 0]])
     _, metrics = one.estimator.estimate(replace(hand_made_rollout(), values=values))
     assert metrics["val/explained_variance"] == pytest.approx(1)
@@ -97,7 +101,7 @@ def ppo_batch() -> PPOBatch:
 
 
 def test_returns_are_the_scores_minus_the_remaining_kl() -> None:
-    ppo_batch, _ = trainer(lam=1.0, kl_coef=0.1).estimator.estimate(hand_made_rollout())
+    ppo_batch, _ = trainer(advantages__lam=1.0, kl_coef=0.1).estimator.estimate(hand_made_rollout())
     expected = torch.tensor([[2 - 0.15, 2 - 0.05, 0, 0], [-1 - 0.15, -1 - 0.05, -1 - 0.1, 0]])
     torch.testing.assert_close(ppo_batch.returns, expected)
 
@@ -110,7 +114,7 @@ def test_advantages_have_mean_0_and_variance_1_over_the_rollout(ppo_batch: PPOBa
 
 
 def test_whitened_rewards_keep_their_mean() -> None:
-    one = trainer(whiten_rewards=True, lam=1.0, kl_coef=0.1)
+    one = trainer(advantages__whiten_rewards=True, advantages__lam=1.0, kl_coef=0.1)
     ppo_batch, _ = one.estimator.estimate(hand_made_rollout())
     rewards = [-0.1, 2 - 0.05, -0.1, 0.05, -1 - 0.1]
     mean = sum(rewards) / 5
@@ -123,7 +127,13 @@ def test_whitened_rewards_keep_their_mean() -> None:
 @pytest.mark.parametrize("rule", ["bootstrap", "bootstrap_add"])
 def test_the_value_of_an_unfinished_responses_last_state_is_not_whitened(rule: str) -> None:
     """With V = 4 and γ = 0.9 the return of the last token is its whitened reward plus 3.6."""
-    one = trainer(whiten_rewards=True, truncation=rule, gamma=0.9, lam=1.0, kl_coef=0.1)
+    one = trainer(
+        advantages__whiten_rewards=True,
+        truncation__kind=rule,
+        advantages__gamma=0.9,
+        advantages__lam=1.0,
+        kl_coef=0.1,
+    )
     rollout = replace(hand_made_rollout(), last_values=torch.tensor([5.0, 4.0]))
     ppo_batch, metrics = one.estimator.estimate(rollout)
     score = 6.0 if rule == "bootstrap_add" else 0.0
@@ -148,7 +158,7 @@ def test_advantages_can_stay_unwhitened_and_can_be_clipped() -> None:
 
 
 def test_scores_are_scaled_before_the_rule_for_missing_eos() -> None:
-    one = trainer(score_scaling={"subtract_mean": True, "clip": None}, missing_eos_score=-1.5)
+    one = trainer(score_scaling={"subtract_mean": True, "clip": None}, truncation__missing_eos_score=-1.5)
     _, metrics = one.estimator.estimate(
         hand_made_rollout()
     )  # scores 2 and 6 → −1 and 1; the second did not end

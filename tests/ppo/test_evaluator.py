@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling import models
@@ -180,7 +180,7 @@ def changed(policy: Any, by: float) -> None:
 def test_the_best_weights_are_kept_with_their_own_kl() -> None:
     """Each evaluation scores worse than the first one, whose weights are therefore restored."""
     policy = small.causal()
-    one = evaluator(policy, heldout=Falling(), truncation="none")
+    one = evaluator(policy, heldout=Falling(), truncation__kind="none")
     start = copy.deepcopy(policy.state_dict())
     first = one.evaluate(0)
     for episode in (16, 32):
@@ -226,7 +226,7 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
     scorers = Recorder()
     one = evaluator(
         scorer=scorers, heldout=lambda queries, responses, columns=NONE: length(queries, responses) / 2,
-        truncation=truncation, missing_eos_score=-1.5, stop_token=STOP,
+        truncation__kind=truncation, truncation__missing_eos_score=-1.5, stop_token=STOP,
     )  # fmt: skip
     metrics, (responses,) = one.evaluate(16), scorers.calls
     ended = [len(response) for response in responses if response[-1] == STOP]

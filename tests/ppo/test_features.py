@@ -39,7 +39,9 @@ def policy_kl(one: Trainer, ppo_batch: PPOBatch) -> float:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_kl_in_the_loss_pulls_the_policy_to_the_reference(estimator: str) -> None:
-    one = trainer(reference_seed=7, kl_in="loss", kl_estimator=estimator, kl_coef=1.0, num_ppo_epochs=8)
+    one = trainer(
+        reference_seed=7, kl__kind="in_loss", kl__estimator=estimator, kl_coef=1.0, num_ppo_epochs=8
+    )
     ppo_batch = sampled_batch(one)
     before = policy_kl(one, ppo_batch)
     metrics = one.optimiser.optimise(without_gains(ppo_batch))
@@ -50,7 +52,7 @@ def test_kl_in_the_loss_pulls_the_policy_to_the_reference(estimator: str) -> Non
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_the_adaptive_coefficient_follows_k1_from_the_next_rollout(estimator: str) -> None:
     one = trainer(
-        reference_seed=7, kl_coef=0.1, kl_estimator=estimator, total_episodes=32, **ONE_STEP,
+        reference_seed=7, kl_coef=0.1, kl__estimator=estimator, total_episodes=32, **ONE_STEP,
         adaptive_kl={"target": 0.5, "horizon": 1600, "clip": 50.0},
     )  # fmt: skip
     first, second = one.updates()
@@ -89,7 +91,10 @@ def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
 
 
 def test_beta_does_not_change_in_the_critics_warm_up() -> None:
-    one = trainer(kl_penalty={"beta": 1.0, "target": 0.01}, critic_warmup={"max_updates": 3, "settled": 0.01})
+    one = trainer(
+        kl_penalty={"beta": 1.0, "target": 0.01},
+        advantages__critic__warmup={"max_updates": 3, "settled": 0.01},
+    )
     one.optimiser.optimise(sampled_batch(one), critic_only=True)
     assert one.optimiser.penalty.beta == 1
 
@@ -173,7 +178,9 @@ def test_every_demonstration_comes_once_before_any_comes_again() -> None:
 
 def test_the_critic_can_have_a_learning_rate_of_its_own() -> None:
     def changes(rate: float | None) -> tuple[float, float]:
-        one = trainer(learning_rate=1e-3, value_learning_rate=rate, total_episodes=16, **ONE_STEP)
+        one = trainer(
+            learning_rate=1e-3, advantages__critic__learning_rate=rate, total_episodes=16, **ONE_STEP
+        )
         before = copy.deepcopy(one.actor_critic)
         list(one.updates())
         largest = [
@@ -191,7 +198,7 @@ def test_the_critic_can_have_a_learning_rate_of_its_own() -> None:
 
 
 def test_a_shared_value_head_starts_at_zero_and_learns() -> None:
-    one = trainer(actor_critic=shared(), value_model="shared", critic_init="sft", **ONE_STEP)
+    one = trainer(actor_critic=shared(), advantages__critic__kind="shared", **ONE_STEP)
     rollout = sampled_rollout(one)
     assert (rollout.values == 0).all()
     assert (rollout.last_values == 0).all()
@@ -204,7 +211,7 @@ def test_a_shared_value_head_starts_at_zero_and_learns() -> None:
 def test_the_policy_with_its_adapters_off_is_the_reference() -> None:
     actor_critic, reference = with_lora()
     one = trainer(
-        actor_critic=actor_critic, reference=reference, lora={"r": 16, "alpha": 64.0, "value": False},
+        actor_critic=actor_critic, reference=reference, lora={"r": 16, "alpha": 64.0},
         learning_rate=1e-2, total_episodes=32,
     )  # fmt: skip
     first, second = one.updates()

@@ -53,8 +53,9 @@ def test_nothing_in_a_model_is_random_while_it_trains(family: str) -> None:
 
 def test_a_shared_trunk_is_not_random_either() -> None:
     policy = families.causal("bloom", vocab_size=small.VOCAB, hidden_dropout=0.1).train()
-    one = toy.trainer(actor_critic=ActorCritic(policy, ValueHead(32)), value_model="shared",
-                      critic_init="sft", **toy.ONE_STEP)  # fmt: skip
+    one = toy.trainer(
+        actor_critic=ActorCritic(policy, ValueHead(32)), advantages__critic__kind="shared", **toy.ONE_STEP
+    )
     assert next(one.updates())["val/ratio_var"] < 1e-9
 
 

@@ -164,7 +164,7 @@ def learned(meeting: Meeting, runtimes: list[Runtime], **changes: Any) -> list[L
     [
         {},
         {
-            "whiten_rewards": True, "score_scaling": {"subtract_mean": True, "clip": 1.0},
+            "advantages.whiten_rewards": True, "score_scaling": {"subtract_mean": True, "clip": 1.0},
             "entropy_coef": 0.1, "kl_penalty": {"beta": 1.0, "target": 1e-6}, "micro_batch_tokens": 20,
         },
         {"num_mini_batches": 4},

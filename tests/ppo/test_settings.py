@@ -34,29 +34,36 @@ KL_COST = [[-0.1, -0.05], [-0.1, 0.05, -0.1]]
 @pytest.mark.parametrize(
     ("changes", "unfinished"),
     [
-        ({"truncation": "none"}, 6.0),
-        ({"truncation": "eos_trick_replace", "missing_eos_score": -1.5}, -1.5),
-        ({"truncation": "eos_trick_subtract", "missing_eos_score": -1.5}, 6.0 - 1.5),
-        ({"truncation": "bootstrap"}, 0.9 * 3.0),
-        ({"truncation": "bootstrap_add"}, 6.0 + 0.9 * 3.0),
-        ({"truncation": "none", "gamma": 1.0, "lam": 0.5}, 6.0),
-        ({"truncation": "none", "kl_in": "loss", "kl_estimator": "k3"}, 6.0),
+        ({"truncation.kind": "none"}, 6.0),
+        ({"truncation.kind": "eos_trick_replace", "truncation.missing_eos_score": -1.5}, -1.5),
+        ({"truncation.kind": "eos_trick_subtract", "truncation.missing_eos_score": -1.5}, 6.0 - 1.5),
+        ({"truncation.kind": "bootstrap"}, 0.9 * 3.0),
+        ({"truncation.kind": "bootstrap_add"}, 6.0 + 0.9 * 3.0),
+        ({"truncation.kind": "none", "advantages.gamma": 1.0, "advantages.lam": 0.5}, 6.0),
+        ({"truncation.kind": "none", "kl.kind": "in_loss", "kl.estimator": "k3"}, 6.0),
     ],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else None,
 )
 def test_advantages_and_returns_equal_a_slow_loop(changes: dict[str, Any], unfinished: float) -> None:
     """The finished response scores 2, the rule decides the other's score; KL may be in the reward."""
-    settings = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "whiten_advantages": False} | changes
+    settings = {
+        "advantages.gamma": 0.9,
+        "advantages.lam": 0.8,
+        "kl_coef": 0.1,
+        "whiten_advantages": False,
+    } | changes
     rollout = replace(
         hand_made_rollout(),
         values=torch.tensor([[*row, *[0.0] * (4 - len(row))] for row in VALUES]),
         last_values=torch.tensor([7.0, 3.0]),
     )
     ppo_batch, _ = trainer(**settings).estimator.estimate(rollout)
-    costs = KL_COST if settings.get("kl_in") != "loss" else [[0.0] * len(row) for row in KL_COST]
+    costs = KL_COST if settings.get("kl.kind") != "in_loss" else [[0.0] * len(row) for row in KL_COST]
     for row, score in enumerate((2.0, unfinished)):
         rewards = [*costs[row][:-1], costs[row][-1] + score]
-        expected = test_advantages.slow(rewards, VALUES[row], settings["gamma"], settings["lam"])
+        expected = test_advantages.slow(
+            rewards, VALUES[row], settings["advantages.gamma"], settings["advantages.lam"]
+        )
         n = len(rewards)
         assert ppo_batch.advantages[row, :n].tolist() == pytest.approx(expected, abs=1e-5)
         returns = [a + v for a, v in zip(expected, VALUES[row], strict=True)]
@@ -70,11 +77,11 @@ PerToken = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 OTHER_LOSSES: dict[str, tuple[dict[str, Any], PerToken]] = {
     "k2 in the loss": (
-        {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.3},
+        {"kl.kind": "in_loss", "kl.estimator": "k2", "kl_coef": 0.3},
         lambda log_p, new, old, ref: 0.3 * 0.5 * (new - ref) ** 2,
     ),
     "k3 in the loss": (
-        {"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.3},
+        {"kl.kind": "in_loss", "kl.estimator": "k3", "kl_coef": 0.3},
         lambda log_p, new, old, ref: 0.3 * ((ref - new).exp() - 1 - (ref - new)),
     ),
     "the penalty": (
@@ -141,7 +148,7 @@ def test_every_update_has_the_learning_rate_of_the_schedule(
     schedule: str, warmup: float, shares: list[float]
 ) -> None:
     one = trainer(
-        schedule=schedule, warmup_fraction=warmup, learning_rate=1e-3, value_learning_rate=3e-3,
+        schedule=schedule, warmup_fraction=warmup, learning_rate=1e-3, advantages__critic__learning_rate=3e-3,
         total_episodes=64, response_length=2, **ONE_STEP,
     )  # fmt: skip
     for metrics, share in zip(one.updates(), shares, strict=True):

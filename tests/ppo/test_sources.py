@@ -75,7 +75,7 @@ def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> No
     settings: dict[str, Any] = {
         "num_ppo_epochs": 4,
         "kl_coef": 0.0,
-        "truncation": "none",
+        "truncation.kind": "none",
         "schedule": "linear",
     }
     sizes: dict[str, Any] = {"total_episodes": 20 * 32, "rollout_batch_size": 32, "learning_rate": 1e-2}
@@ -138,7 +138,7 @@ def test_an_evaluation_has_the_weights_of_its_update_while_a_rollout_is_ahead() 
 def test_warm_up_of_the_critic_loads_the_frozen_policy_once() -> None:
     engine = InMemory()
     warmup = {"max_updates": 3, "settled": 0.01}
-    one = trainer(engine=engine, engine_section=AHEAD, critic_warmup=warmup, total_episodes=32)
+    one = trainer(engine=engine, engine_section=AHEAD, advantages__critic__warmup=warmup, total_episodes=32)
     lags = [metrics.get("engine/lag") for metrics in one.updates()]
     assert lags == [None, None, None, 0.0, 1.0]
     assert len(engine.loads) == 1, "the second update's rollout is sampled while the first is learned from"

@@ -28,7 +28,7 @@ from tests.ppo.toy import (
 def test_a_planted_task_is_learned() -> None:
     one = trainer(
         total_episodes=1280, rollout_batch_size=64, learning_rate=5e-3, kl_coef=0.0, num_ppo_epochs=4,
-        truncation="none", temperature=1.0,
+        truncation__kind="none", temperature=1.0,
     )  # fmt: skip
     history = list(one.updates())
     assert [m["episode"] for m in history] == [64 * (n + 1) for n in range(20)]
@@ -79,8 +79,8 @@ def test_the_same_seed_trains_the_same_policy() -> None:
 
 def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled() -> None:
     one = trainer(
-        critic_warmup={"max_updates": 12, "settled": 0.3}, learning_rate=3e-3, num_ppo_epochs=4,
-        truncation="none", total_episodes=16,
+        advantages__critic__warmup={"max_updates": 12, "settled": 0.3}, learning_rate=3e-3, num_ppo_epochs=4,
+        truncation__kind="none", total_episodes=16,
     )  # fmt: skip
     policy = copy.deepcopy(one.actor_critic.policy.state_dict())
     updates, losses = one.updates(), []
@@ -100,7 +100,7 @@ def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled
 
 def test_the_policys_first_steps_after_a_warm_up_are_adams_first_steps() -> None:
     """Gradients of zero must not count as steps: Adam would correct the moments for too many."""
-    one = trainer(critic_warmup={"max_updates": 3, "settled": 0.01}, total_episodes=16)
+    one = trainer(advantages__critic__warmup={"max_updates": 3, "settled": 0.01}, total_episodes=16)
     before = copy.deepcopy(one.actor_critic.policy)
     assert [("lr" in metrics) for metrics in one.updates()] == [False, False, False, True]
     steps = [float(one.optimiser.optimizer.state[p]["step"]) for p in one.actor_critic.policy.parameters()]
@@ -147,9 +147,9 @@ ALL_ON: dict[str, Any] = {
     "total_episodes": 80, "adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
     "kl_penalty": {"beta": 0.5, "target": 0.001}, "reference_sync": {"every": 2, "alpha": 0.5},
     "score_scaling": {"subtract_mean": True, "clip": 2.0},
-    "critic_warmup": {"max_updates": 2, "settled": 0.9}, "ptx": {"coef": 0.1, "text": None},
+    "advantages.critic.warmup": {"max_updates": 2, "settled": 0.9}, "ptx": {"coef": 0.1, "text": None},
     "schedule": "linear",
-    "truncation": "bootstrap", "value_learning_rate": 2e-3, "entropy_coef": 0.01, "dual_clip": 3.0,
+    "truncation.kind": "bootstrap", "advantages.critic.learning_rate": 2e-3, "entropy_coef": 0.01, "dual_clip": 3.0,
     "cliprange_high": 0.3, "target_kl": 1.0,
 }  # fmt: skip
 

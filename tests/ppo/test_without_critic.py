@@ -30,10 +30,10 @@ def untimed(history: list[Metrics]) -> list[Metrics]:
 
 
 @pytest.mark.parametrize("num_samples", [2, 4, 8])
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_advantages_equal_a_slow_loop_from_the_scores_on(num_samples: int, kl_in: str) -> None:
-    """Score and KL of a whole response; with `kl_in: loss` the score alone. Every token has the same one."""
-    kl = {"kl_in": kl_in, "kl_estimator": "k3", "kl_coef": 0.3, "truncation": "eos_trick_subtract"}
+@pytest.mark.parametrize("place", ["in_reward", "in_loss"])
+def test_advantages_equal_a_slow_loop_from_the_scores_on(num_samples: int, place: str) -> None:
+    """Score and KL of a whole response; with `in_loss` the score alone. Every token has the same one."""
+    kl = {"kl.kind": place, "kl.estimator": "k3", "kl_coef": 0.3, "truncation.kind": "eos_trick_subtract"}
     one = trainer(reference_seed=7, **without_critic("rloo", num_samples) | kl)
     rollout = own_rollout(one)
     ppo_batch, metrics = one.estimator.estimate(rollout)
@@ -41,7 +41,7 @@ def test_advantages_equal_a_slow_loop_from_the_scores_on(num_samples: int, kl_in
     for row, response in enumerate(rollout.responses):
         n = len(response)
         log_ratio = (rollout.ref_logprobs[row, :n] - rollout.logprobs[row, :n]).double()
-        cost = 0.3 * (log_ratio.exp() - 1 - log_ratio).sum().item() if kl_in == "reward" else 0.0
+        cost = 0.3 * (log_ratio.exp() - 1 - log_ratio).sum().item() if place == "in_reward" else 0.0
         returns.append(rollout.scores[row].item() - (0 if rollout.ended[row] else 1) - cost)
     num_prompts = 16 // num_samples
     for i in range(num_prompts):
@@ -100,7 +100,7 @@ def test_the_ratio_is_1_before_the_first_step(name: str) -> None:
 
 def test_the_step_is_that_of_the_clipped_loss_of_the_policy_alone() -> None:
     """A critic whose loss has no weight leaves the same policy, given the same advantages."""
-    with_critic = trainer(**ONE_STEP | {"vf_coef": 0.0, "max_grad_norm": None})
+    with_critic = trainer(**ONE_STEP | {"advantages.critic.vf_coef": 0.0, "max_grad_norm": None})
     alone = trainer(**without_critic("rloo") | ONE_STEP | {"max_grad_norm": None})
     batch, _ = alone.estimator.estimate(own_rollout(alone))
     for one in (with_critic, alone):
@@ -161,6 +161,6 @@ def test_a_resumed_trainer_ends_with_the_same_bytes(name: str, stop_after: int) 
 
 
 def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
-    one = trainer(total_episodes=32, samples_per_prompt=4)
+    one = trainer(total_episodes=32, advantages__samples_per_prompt=4)
     history = list(one.updates())
     assert all("loss/value_avg" in metrics and "val/group_deviation" not in metrics for metrics in history)

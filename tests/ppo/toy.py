@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.modeling import models
@@ -57,10 +57,12 @@ class Planted:
 
 
 ENGINE: dict[str, Any] = {
-    "kind": "vllm", "url": "http://127.0.0.1:8000", "command": None, "weights_folder": None,
-    "transfer": "folder", "ahead": 0, "importance_cap": 2.0, "max_logprob_diff": 1e-3,
-    "start_seconds": 60.0, "timeout_seconds": 60.0,
-}  # fmt: skip
+    "kind": "vllm",
+    "url": "http://127.0.0.1:8000",
+    "max_logprob_diff": 1e-3,
+    "start_seconds": 60.0,
+    "timeout_seconds": 60.0,
+}
 
 
 class InMemory:
@@ -101,8 +103,8 @@ def trainer(
 ) -> Trainer:
     """A trainer with the same weights, prompts and random numbers each time."""
     rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
-    settings = small.ppo(**changes, **({"engine": engine_section} if engine_section else {}))
-    critic = small.scores(seed=3) if settings.value_model else NoCritic()
+    settings = small.ppo(**changes, **({"sampler": engine_section} if engine_section else {}))
+    critic = small.scores(seed=3) if settings.critic else NoCritic()
     rt.freeze(frozen)
     return Trainer(
         rt, settings,
@@ -115,9 +117,10 @@ def trainer(
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:
     """The changes for an estimator that needs no critic; advantages are not whitened."""
-    nulls = dict.fromkeys(("value_model", "critic_init", "cliprange_value", "vf_coef", "lam"))
-    own = {"advantages": advantages, "samples_per_prompt": num_samples, "whiten_advantages": False}
-    return own | nulls
+    return {
+        "advantages": {"kind": advantages, "samples_per_prompt": num_samples},
+        "whiten_advantages": False,
+    }
 
 
 def shared() -> ActorCritic:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import last_layer, models
 from rlhf_tasks.modeling.generation import sample
@@ -166,7 +166,7 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     for one in (plain, split):
         for weight, init in zip(one.parameters(), made().parameters(), strict=True):
             weight.data.copy_(init)
-    settings = small.optimisation()
+    settings = small.optimization()
     expected = adamw(plain, settings)
     loss(plain).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
