@@ -7,7 +7,7 @@ import difflib
 import io
 import json
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,9 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
     except ValidationError as error:
         lines, is_older = [], False
         for problem in error.errors():
-            key = ".".join(str(part) for part in problem["loc"]) or "params"
+            path, _ = _place(problem["loc"])
             message = problem["msg"].removeprefix("Value error, ")
-            if place := new_place(problem["loc"], problem["input"]):
+            if place := new_place(path, problem["input"]):
                 message, is_older = f"has moved to {place}", True
             elif problem["type"] == "extra_forbidden":
                 message = _did_you_mean(problem["loc"])
@@ -88,7 +88,7 @@ def validate(tree: Mapping[str, Any], origin: str) -> Config:
                 message = "is missing"
             elif not isinstance(problem["input"], Mapping):
                 message = f"{message} (given: {_shown(problem['input'])})"
-            lines.append(f"  {key}: {message}")
+            lines.append(f"  {'.'.join(path) or 'params'}: {message}")
         advice = f"\n{UPGRADE}" if is_older else ""
         raise ConfigError(f"{origin} has {len(lines)} problem(s):\n" + "\n".join(lines) + advice) from None
 
@@ -99,21 +99,28 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN_VALUE else f"{text[:MAX_SHOWN_VALUE]}…"
 
 
-def _did_you_mean(loc: tuple[str | int, ...]) -> str:
-    owners: list[type[Section]] = [Config]
-    for part in loc[:-1]:
-        fields = [f for owner in owners for n, f in owner.model_fields.items() if part in (n, f.alias)]
-        if fields:
-            owners = [section for field in fields for section in sections(field.annotation)]
-        elif isinstance(part, str):  # the `kind` of a section
-            owners = [owner for owner in owners if part in kinds(owner)]
-    names = [f.alias or n for owner in owners for n, f in owner.model_fields.items()]
-    close = difflib.get_close_matches(str(loc[-1]), names, n=1)
+def _did_you_mean(location: Sequence[str | int]) -> str:
+    _, owners = _place(location[:-1])
+    names = [field.alias or name for owner in owners for name, field in owner.model_fields.items()]
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return (
         f"unknown key; did you mean {close[0]!r}?"
         if close
         else f"unknown key; known here: {', '.join(names)}"
     )
+
+
+def _place(location: Sequence[str | int]) -> tuple[list[str], list[type[Section]]]:
+    """The key at pydantic's location, which names kinds too, and the types of the section at it."""
+    path, owners = list[str](), list[type[Section]]([Config])
+    for part in map(str, location):
+        if len(owners) > 1 and (of_kind := [owner for owner in owners if part in kinds(owner)]):
+            owners = of_kind
+            continue
+        path.append(part)
+        if fields := [field for owner in owners if (field := field_of(owner, part)) is not None]:
+            owners = [section for field in fields for section in sections(field.annotation)]
+    return path, owners
 
 
 def in_force(config: Config) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def test_a_key_inside_a_section_keeps_its_kind_and_another_kind_replaces_the_sec
         _, settings, changes = Request(overrides=several).resolve(text)
         assert settings.ppo.advantages == Rloo(samples_per_prompt=8)
         assert "ppo.advantages.kind: gae → rloo" in changes
-        with pytest.raises(errors.ConfigError, match=r"rloo\.lam: unknown key"):
+        with pytest.raises(errors.ConfigError, match=r"advantages\.lam: unknown key"):
             Request(overrides={"ppo.advantages": {"kind": "rloo", "lam": 0.5}}).resolve(text)
 
 
