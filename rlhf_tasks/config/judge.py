@@ -10,19 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from rlhf_tasks.config import types as t
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED, Check, Format
-from rlhf_tasks.config.types import (
-    Address,
-    Count,
-    Fraction,
-    ImportPath,
-    KeyVariable,
-    PositiveFloat,
-    PositiveInt,
-    Revision,
-    Section,
-    check_source,
-)
+from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
     "agreement|calibration|choice|distinct_1|distinct_2|ended|human|kappa|length|perplexity|repetition"
@@ -39,11 +29,7 @@ def _not_reserved(name: str) -> str:
     return name
 
 
-Name = Annotated[
-    str,
-    Field(pattern=r"^[a-z][a-z0-9_]*$"),
-    AfterValidator(_not_reserved),
-]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_not_reserved)]
 
 
 class NamedJudge(Section):
@@ -57,17 +43,15 @@ class GoldJudge(NamedJudge):
     """The judge of the synthetic task, which knows the facts of every post."""
 
     kind: Literal["gold"]
-    """Kind of this judge."""
 
 
 class RewardModelJudge(NamedJudge):
     """A reward model that scores each response, such as models/reward_heldout.
 
-    A judge that is the reward model that PPO optimised is marked in the metrics and in the report.
+    A judge that is the reward model that PPO optimized is marked in the metrics and in the report.
     """
 
     kind: Literal["reward_model"]
-    """Kind of this judge."""
     path: str
     """Folder of the reward model."""
 
@@ -76,8 +60,7 @@ class FunctionJudge(NamedJudge):
     """A Python function that scores each response."""
 
     kind: Literal["function"]
-    """Kind of this judge."""
-    function: ImportPath
+    function: t.ImportPath
     """`module:function`, called with a list of prompts and a list of responses, and with the columns of
     `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for one that it
     cannot score."""
@@ -87,7 +70,6 @@ class VerifierJudge(NamedJudge):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
     kind: Literal["verifier"]
-    """Kind of this judge."""
     checks: tuple[Check, ...] = Field(strict=False, min_length=1)
     """List of checks by kind; a response is right if it passes all of them."""
     format: Format | None = None
@@ -97,9 +79,9 @@ class VerifierJudge(NamedJudge):
 class Budget(Section):
     """The limits of one run of a judge. Requests that are open when a limit is reached are completed."""
 
-    requests: PositiveInt | None = None
+    requests: t.PositiveInt | None = None
     """Largest number of requests, without retries; null: no limit."""
-    tokens: PositiveInt | None = None
+    tokens: t.PositiveInt | None = None
     """Largest number of tokens, prompt and completion, as the server counts; null: no limit."""
 
 
@@ -107,25 +89,24 @@ class LlmJudge(NamedJudge):
     """A language model behind an endpoint with OpenAI's chat completions; it compares two responses."""
 
     kind: Literal["llm"]
-    """Kind of this judge."""
-    base_url: Address
-    """Address of the endpoint, such as https://HOST/v1."""
+    base_url: t.Address
+    """t.Address of the endpoint, such as https://HOST/v1."""
     model: str
     """Name of the model on the server."""
-    key_variable: KeyVariable | None = None
+    key_variable: t.KeyVariable | None = None
     """Environment variable that holds the API key; null: the server needs no key."""
     prompt: str = "tldr"
     """Prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}."""
     logprobs: bool = True
     """Whether the request includes log-probabilities, so that the comparison is the probability of A against
     B; if false, or if the server sends none, the reply is parsed."""
-    max_reply_tokens: PositiveInt = 4
+    max_reply_tokens: t.PositiveInt = 4
     """Longest reply, in tokens; its last line must be A or B."""
-    concurrency: PositiveInt = 8
+    concurrency: t.PositiveInt = 8
     """Number of requests open at the same time."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: t.PositiveFloat = 60.0
     """Longest wait for a connection, or between two parts of a reply, in seconds."""
-    max_retries: Count = 5
+    max_retries: t.Count = 5
     """Retries of one request after status 429 or 5xx, a timeout or a broken connection."""
     budget: Budget | None = None
     """Limits of one run; null: no limits."""
@@ -136,12 +117,12 @@ class LocalModel(NamedJudge):
 
     path: str
     """Folder or hub id of the model."""
-    revision: Revision | None = None
+    revision: t.Revision | None = None
     """Commit hash of a hub id in `path`; null otherwise."""
     prompt: str
     """Prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}."""
-    micro_batch_tokens: PositiveInt = 4096
-    """Most padded tokens per forward pass."""
+    micro_batch_tokens: t.PositiveInt = 4096
+    """Maximum padded tokens per micro-batch."""
 
     def problems(self) -> Iterator[str]:
         yield from check_source(self.path, self.revision, f"path of judge {self.name}")
@@ -154,7 +135,6 @@ class LocalJudge(LocalModel):
     """
 
     kind: Literal["local"]
-    """Kind of this judge."""
     prompt: str = "tldr"
 
 
@@ -165,7 +145,6 @@ class PairRmJudge(LocalModel):
     """
 
     kind: Literal["pair_rm"]
-    """Kind of this judge."""
     prompt: str = "ranker"
 
 
@@ -192,18 +171,14 @@ Judge = Annotated[
 ]
 
 
-SelectionJudge = Annotated[
-    RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
-]
-"""A judge that may select a checkpoint: not the gold judge, which only judges the final policy."""
-
-
 class Selection(Section):
-    """A judge that selects the checkpoint that PPO keeps."""
+    """A judge that selects the checkpoint that PPO keeps; the gold judge only judges the final policy."""
 
-    judge: SelectionJudge
+    judge: Annotated[
+        RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
+    ]
     """Judge that compares the checkpoint's responses with the references."""
-    max_failure_share: Fraction = 0.05
+    max_failure_share: t.Fraction = 0.05
     """Largest share of failed comparisons on one checkpoint; above it the stage fails."""
 
     def problems(self) -> Iterator[str]:
@@ -222,9 +197,9 @@ class Tasks(Section):
     folder: str | None = None
     """Folder of the tasks' YAML files, whose paths are relative to the project's folder; null: only the tasks
     of the harness, whose data is on a hub."""
-    num_examples: PositiveInt | None = None
+    num_examples: t.PositiveInt | None = None
     """Largest number of documents per task; null: all of them."""
-    batch_size: PositiveInt = 32
+    batch_size: t.PositiveInt = 32
     """Number of requests per forward pass."""
 
     def problems(self) -> Iterator[str]:
@@ -236,10 +211,10 @@ class Tasks(Section):
 class Retention(Section):
     """What the language model retains: base, SFT and policy on the same texts and questions."""
 
-    num_examples: PositiveInt = 500
+    num_examples: t.PositiveInt = 500
     """Largest number of texts, and of questions."""
-    micro_batch_tokens: PositiveInt = 4096
-    """Most padded tokens per forward pass."""
+    micro_batch_tokens: t.PositiveInt = 4096
+    """Maximum padded tokens per micro-batch."""
     general: str | None = None
     """General text for perplexity: `english` (a dozen shipped paragraphs), or a text file with one text per
     paragraph; null: only completions of demonstrations."""
@@ -263,15 +238,15 @@ class Judging(Section):
         min_length=1,
     )
     """List of judges by kind."""
-    max_failure_share: Fraction = 0.05
+    max_failure_share: t.Fraction = 0.05
     """Largest share of failed comparisons of one judge and pair; above it the stage fails."""
-    num_examples: PositiveInt = 1000
+    num_examples: t.PositiveInt = 1000
     """Largest number of test prompts."""
-    temperature: PositiveFloat = 1.0
+    temperature: t.PositiveFloat = 1.0
     """Sampling temperature of SFT and policy."""
-    num_samples_shown: Count = 20
+    num_samples_shown: t.Count = 20
     """Number of prompts whose responses MLflow shows."""
-    num_traces: Count = 100
+    num_traces: t.Count = 100
     """Number of replies per llm judge that MLflow shows as traces, beside those on pairs that people
     labelled; 0: none at all."""
     labels: str = "rlhf_tasks/evaluation/no_labels.jsonl"
@@ -281,22 +256,19 @@ class Judging(Section):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the names."""
-        counts = Counter(judge.name for judge in self.judges)
-        twice = sorted(name for name, count in counts.items() if count > 1)
+        twice = sorted(name for name, n in Counter(judge.name for judge in self.judges).items() if n > 1)
         if twice:
             yield f"judges: several have the name {', '.join(twice)}; give each judge its own name"
-        plain = {judge.name for judge in self.judges if not isinstance(judge, CombinedJudge)}
-        for judge in self.judges:
-            if isinstance(judge, CombinedJudge):
-                unknown = sorted(set(judge.judges) - plain)
-                if unknown:
-                    known = ", ".join(sorted(plain)) or "none"
-                    yield (
-                        f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or "
-                        f"is a combination itself; known: {known}"
-                    )
-                if len(set(judge.judges)) < len(judge.judges):
-                    yield f"judges: {judge.name} names a judge twice"
+        combined = [judge for judge in self.judges if isinstance(judge, CombinedJudge)]
+        plain = {judge.name for judge in self.judges if judge not in combined}
+        for judge in combined:
+            if unknown := sorted(set(judge.judges) - plain):
+                yield (
+                    f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or is a "
+                    f"combination itself; known: {', '.join(sorted(plain)) or 'none'}"
+                )
+            if len(set(judge.judges)) < len(judge.judges):
+                yield f"judges: {judge.name} names a judge twice"
 
     @property
     def scoring(self) -> set[str]:

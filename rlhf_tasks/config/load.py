@@ -1,4 +1,4 @@
-"""Read and check params.yaml. Every problem of a file is reported in one `ConfigError`, before anything is loaded."""
+"""Read and check params.yaml: every problem of a file is in one `ConfigError`, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The sections of params.yaml but `ppo` and `judge`, and all of them as one `Config`.
 
-The types hold names, units, ranges, rules and defaults: a key that params.yaml does not have is at its default.
+The types hold names, units, ranges, rules and defaults: what params.yaml does not have is at its default.
 """
 
 from __future__ import annotations
@@ -11,28 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
 from rlhf_tasks.config.ppo import Lora, Ppo
 from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
-from rlhf_tasks.config.types import (
-    BatchSize,
-    Count,
-    Fraction,
-    NonNegativeFloat,
-    NumEpochs,
-    NumLayers,
-    NumProcesses,
-    NumRows,
-    NumTokens,
-    PositiveFloat,
-    PositiveInt,
-    Revision,
-    Section,
-    Seed,
-    StoreUri,
-    Width,
-    check_source,
-)
+from rlhf_tasks.config.types import Between, Section, check_source
+
+Schedule = Literal["constant", "linear", "cosine"]
+NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
+NumProcesses = Annotated[int, Between(1, 2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
 
@@ -62,7 +49,7 @@ class HubSet(Section):
 
     id: str
     """Id of the data set, OWNER/NAME."""
-    revision: Revision
+    revision: t.Revision
     """Commit hash of the data set, 40 hex digits."""
     name: str | None = None
     """Configuration of the data set; null: it has only one."""
@@ -102,15 +89,15 @@ class Data(Section):
     on_bad_row: Literal["fail", "quarantine"] = "fail"
     """What happens to rows that cannot be used: `fail` stops the stage and names all of them, `quarantine`
     writes them to data/quarantine and continues without them."""
-    max_prompt_tokens: NumTokens = 80
+    max_prompt_tokens: t.Tokens = 80
     """Longest prompt, in tokens; a longer one is a bad row."""
-    max_completion_tokens: NumTokens = 32
+    max_completion_tokens: t.Tokens = 32
     """Longest completion, in tokens, EOS included; a longer one is a bad row."""
-    num_validation: NumRows = 500
+    num_validation: t.NumRows = 500
     """Number of validation prompts, if the source has no validation split."""
-    num_test: NumRows = 1000
+    num_test: t.NumRows = 1000
     """Number of test prompts, if the source has no test split."""
-    max_rows: PositiveInt | None = None
+    max_rows: t.PositiveInt | None = None
     """Largest number of train rows kept per role (sft, preferences, prompts); null: all of them."""
 
     @property
@@ -138,13 +125,13 @@ class Scratch(Section):
 
     family: Literal["gpt_neox", "llama", "qwen2", "gpt2"] = "gpt_neox"
     """Architecture of the model."""
-    hidden_size: Width = 96
-    """Width of the hidden states."""
-    num_layers: NumLayers = 4
+    hidden_size: t.Width = 96
+    """t.Width of the hidden states."""
+    num_layers: Annotated[int, Between(1, 1024)] = 4
     """Number of transformer layers."""
-    num_heads: Width = 4
+    num_heads: t.Width = 4
     """Number of attention heads; it divides hidden_size."""
-    vocab_size: PositiveInt = 1024
+    vocab_size: t.PositiveInt = 1024
     """Largest vocabulary of the trained tokenizer, in tokens."""
     tokenizer: Literal["words", "bpe", "bpe_uncased"] = "words"
     """Kind of the trained tokenizer: whole words, byte-pair encoding, or byte-pair encoding of lower-cased
@@ -170,7 +157,7 @@ class Model(Section):
 
     base: str = "scratch"
     """Base model: `scratch`, a local folder, or a hub id."""
-    revision: Revision | None = None
+    revision: t.Revision | None = None
     """Commit hash of a hub id; null for anything else."""
     scratch: Scratch | None = Scratch()
     """Shape of the model for `base: scratch`; null otherwise, as it is where it is left out."""
@@ -194,13 +181,13 @@ class Model(Section):
 class Prepare(Section):
     """The sizes of the data that stage prepare generates or mines."""
 
-    synthetic_prompt_rows: NumRows = 2000
+    synthetic_prompt_rows: t.NumRows = 2000
     """Number of train prompts of a generated source, `synthetic` or `arithmetic`."""
-    synthetic_sft_rows: NumRows = 600
+    synthetic_sft_rows: t.NumRows = 600
     """Number of those prompts that have a demonstration."""
-    synthetic_preference_rows: NumRows = 20_000
+    synthetic_preference_rows: t.NumRows = 20_000
     """Number of train preference pairs of `data.source: synthetic`."""
-    docstrings_max_pairs: NumRows = 40_000
+    docstrings_max_pairs: t.NumRows = 40_000
     """Largest number of pairs that `data.source: docstrings` mines."""
 
     def problems(self) -> Iterator[str]:
@@ -217,19 +204,19 @@ class Optimization(Section):
     The optimizer is AdamW with betas 0.9 and 0.98 and eps 1e-5 (arXiv 2403.17031, appendix).
     """
 
-    learning_rate: PositiveFloat = 3e-3
+    learning_rate: t.PositiveFloat = 3e-3
     """Peak learning rate, reached after the warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
-    warmup_fraction: Fraction = 0.05
+    warmup_fraction: t.Fraction = 0.05
     """Share of the optimizer steps in which the learning rate rises linearly from zero."""
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: t.NonNegativeFloat = 0.01
     """Weight decay of AdamW."""
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: t.PositiveFloat | None = 1.0
     """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
-    batch_size: BatchSize = 64
+    batch_size: t.BatchSize = 64
     """Rows per optimizer step, over all processes."""
-    micro_batch_tokens: PositiveInt = 4096
+    micro_batch_tokens: t.PositiveInt = 4096
     """Maximum padded tokens per micro-batch and rank."""
     num_epochs: NumEpochs = 1.0
     """Passes over the train rows; may be a fraction."""
@@ -244,7 +231,7 @@ class Trained(Optimization):
 
     source: str | None = Field(default=None, alias="from")
     """Folder or hub id of a ready model; null: the stage trains one."""
-    revision: Revision | None = None
+    revision: t.Revision | None = None
     """Commit hash of a hub id in `from`; null otherwise."""
 
     def problems(self) -> Iterator[str]:
@@ -254,12 +241,12 @@ class Trained(Optimization):
 class Sft(Trained):
     """Supervised fine-tuning on demonstrations, to the minimum of the validation loss."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_fraction: Fraction = 0.02
+    schedule: Schedule = "cosine"
+    warmup_fraction: t.Fraction = 0.02
     num_epochs: NumEpochs = 12.0
-    evals_per_epoch: PositiveInt = 2
+    evals_per_epoch: t.PositiveInt = 2
     """Number of evaluations on the validation split per epoch."""
-    patience: PositiveInt = 4
+    patience: t.PositiveInt = 4
     """Number of evaluations in a row without a lower validation loss after which training ends."""
 
 
@@ -270,11 +257,11 @@ class Preferences(Section):
     samples, and the gold judge chooses.
     """
 
-    num_prompts: Count = 2000
+    num_prompts: t.Count = 2000
     """Number of train prompts to which the SFT model samples responses; 0: only the pairs of the data."""
-    pairs_per_prompt: PositiveInt = 1
+    pairs_per_prompt: t.PositiveInt = 1
     """Number of pairs made for each of those prompts."""
-    temperature: PositiveFloat = 1.0
+    temperature: t.PositiveFloat = 1.0
     """Sampling temperature of the SFT model."""
     label_noise: Annotated[float, Field(ge=0, lt=0.5)] = 0.05
     """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`."""
@@ -285,15 +272,15 @@ class Reward(Trained):
 
     train: bool = True
     """Whether reward models are made; false if no scorer, critic or judge uses one."""
-    learning_rate: PositiveFloat = 1e-3
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    batch_size: BatchSize = 16
+    learning_rate: t.PositiveFloat = 1e-3
+    schedule: Schedule = "linear"
+    batch_size: t.BatchSize = 16
     num_epochs: NumEpochs = 3.0
-    margin: NonNegativeFloat = 0.0
+    margin: t.NonNegativeFloat = 0.0
     """Margin m by which r_chosen should exceed r_rejected: the loss is −log σ(r_chosen − r_rejected − m)."""
-    centering_coef: NonNegativeFloat = 0.01
+    centering_coef: t.NonNegativeFloat = 0.01
     """Weight of (r_chosen + r_rejected)² in the loss (arXiv 2312.09244); 0: no such term."""
-    lm_coef: NonNegativeFloat = 0.0
+    lm_coef: t.NonNegativeFloat = 0.0
     """Weight of the language-model loss on the chosen response, β of PPO-max (arXiv 2307.04964, eq. 4); 0: no
     such term."""
     lora: Lora | None = None
@@ -312,21 +299,21 @@ class Promotion(Section):
     """Name of the judge in judge.judges whose win rates decide."""
     second_judge: str | None = "reward_model"
     """Name of a second judge whose win rates must exceed the same bounds; null: one judge decides."""
-    over_sft: Fraction = 0.5
+    over_sft: t.Fraction = 0.5
     """Bound that the lower end of the 95% interval of the win rate over SFT must exceed."""
-    over_champion: Fraction | None = 0.5
+    over_champion: t.Fraction | None = 0.5
     """The same bound for the win rate over the champion, if there is one; null: it is not compared."""
-    max_kl: PositiveFloat | None = 10.0
+    max_kl: t.PositiveFloat | None = 10.0
     """Largest KL from SFT of the checkpoint that PPO kept, in nats per response."""
     max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
     """Largest ratio of the policy's perplexity to SFT's, on each text of judge.retention."""
-    max_choice_drop: Fraction | None = 0.05
+    max_choice_drop: t.Fraction | None = 0.05
     """Largest drop of multiple-choice accuracy from SFT to the policy."""
-    max_task_drop: NonNegativeFloat | None = None
+    max_task_drop: t.NonNegativeFloat | None = None
     """Largest drop from SFT to the policy on each task of judge.retention.tasks, in its first metric."""
-    max_failure_share: Fraction | None = 0.02
+    max_failure_share: t.Fraction | None = 0.02
     """Largest share of failures among the comparisons of the gate's judges."""
-    min_examples: PositiveInt = 200
+    min_examples: t.PositiveInt = 200
     """Smallest number of comparisons per judge and pair, without failures."""
 
     @property
@@ -426,13 +413,12 @@ class Launch(Section):
     keeps a part of the gradients and of the optimizer's state. `zero3` (DeepSpeed) and `fsdp2` (PyTorch):
     each keeps a part of the weights too."""
     offload: bool = False
-    """Whether what a process keeps of the optimizer's state, and of the weights where they are sharded, is in the
-    machine's memory and not in the GPU's. Not with `ddp`."""
+    """Whether a process's part of the optimizer's state, and of sharded weights, is in the machine's memory
+    and not in the GPU's. Not with `ddp`."""
     precision: Precision = "auto"
     """Number format of forward and backward passes: float32 or bfloat16. `auto` is bf16 on a GPU that has it,
-    and fp32 elsewhere. On a CPU, with `ddp`, bf16 rounds the factors and results of the layers' matrix
-    products, and the factors of those of the vocabulary head, and nothing else; a CPU without instructions
-    for it computes in float32."""
+    and fp32 elsewhere. On a CPU, with `ddp`, bf16 rounds the factors and results of matrix products only; a
+    CPU without instructions for it computes in float32."""
     compile: bool = False
     """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
     start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""
@@ -441,9 +427,9 @@ class Launch(Section):
 class Resume(Section):
     """Snapshots from which a training stage resumes after a crash or a kill."""
 
-    every_seconds: PositiveFloat = 60.0
+    every_seconds: t.PositiveFloat = 60.0
     """Time between two snapshots, in seconds."""
-    keep: PositiveInt = 2
+    keep: t.PositiveInt = 2
     """Number of snapshots kept, in case the last one is damaged."""
 
 
@@ -452,7 +438,7 @@ class Tracking(Section):
 
     enabled: bool = True
     """Whether stages log to MLflow."""
-    uri: StoreUri | None = None
+    uri: t.StoreUri | None = None
     """Address of MLflow's store, a database or folder by its absolute path; null: the environment variable
     MLFLOW_TRACKING_URI, else .rlhf/mlflow.db of the main checkout."""
     experiment: str = "rlhf"
@@ -462,40 +448,36 @@ class Tracking(Section):
 class TaskPolicy(Section):
     """How the Prefect task of one stage is retried, timed out and queued."""
 
-    retries: Count = 2
+    retries: t.Count = 2
     """Number of retries after a fault; a user's mistake is never retried."""
-    retry_delay_seconds: NonNegativeFloat = 10.0
+    retry_delay_seconds: t.NonNegativeFloat = 10.0
     """Wait before the first retry, in seconds; each later wait is twice as long."""
-    timeout_seconds: PositiveFloat | None = None
+    timeout_seconds: t.PositiveFloat | None = None
     """Longest time of one try, in seconds; null: no limit."""
-    gpu_slots: Count = 1
+    gpu_slots: t.Count = 1
     """Number of slots of the concurrency limit `gpu` that the stage holds while it runs. Where the machine
     has GPUs, each slot is one of them, and a training stage holds at least one per process."""
 
 
 class Service(TaskPolicy):
-    """How the Prefect flow runs the stages: one policy for all, and exceptions by stage. It changes no result."""
+    """How the Prefect flow runs the stages: one policy for all, exceptions by stage. It changes no result."""
 
     grace_seconds: Annotated[float, Field(gt=0, le=25)] = 20.0
-    """Time that a cancelled stage has to save its state before it is killed, in seconds; Prefect itself kills
-    after 30."""
-    stages: dict[str, dict[str, Any]] = {
-        stage: {"gpu_slots": 0} for stage in ("prepare", "verdict", "report")
-    }
-    """Values that differ for a stage, by its name: retries, retry_delay_seconds, timeout_seconds,
-    gpu_slots."""
+    """Time that a cancelled stage has to save its state, in seconds; Prefect itself kills after 30."""
+    stages: dict[str, dict[str, Any]] = Field(
+        default={stage: {"gpu_slots": 0} for stage in ("prepare", "verdict", "report")}
+    )
+    """Values of the keys above that differ for a stage, by its name."""
 
     def problems(self) -> Iterator[str]:
         for stage in self.stages:
             try:
                 self.policy(stage)
             except ValidationError as error:
+                known = ", ".join(TaskPolicy.model_fields)
                 for problem in error.errors():
-                    key = ".".join(map(str, problem["loc"]))
-                    yield (
-                        f"stages.{stage}.{key}: {problem['msg']}; known keys are "
-                        f"{', '.join(TaskPolicy.model_fields)}"
-                    )
+                    key = ".".join(map(str, (stage, *problem["loc"])))
+                    yield f"stages.{key}: {problem['msg']}; known keys are {known}"
 
     def policy(self, stage: str) -> TaskPolicy:
         """The policy of one stage: the common values, replaced by those of `stages`."""
@@ -506,7 +488,7 @@ class Service(TaskPolicy):
 class Config(Section):
     """All of `params.yaml`."""
 
-    seed: Seed = 1
+    seed: Annotated[int, Between(0, t.LAST_SEED)] = 1
     """Seed of every random number of the pipeline."""
     data: Data = Data()
     """Source, limits and sizes of the data."""
@@ -547,41 +529,35 @@ class Config(Section):
 
     def _launch_problems(self) -> Iterator[str]:
         launch, guards, sampler = self.launch, self.ppo.guards, self.ppo.sampler
-        if launch.parallelism != "ddp":
-            if guards is not None and guards.action == "roll_back":
-                yield (
-                    "ppo.guards.action: roll_back keeps a checkpoint in memory, and with launch.parallelism: "
-                    f"{launch.parallelism} no process holds all of it; set ppo.guards.action to stop, or "
-                    "launch.parallelism to ddp"
-                )
-            if launch.compile:
-                yield (
-                    "launch.compile: true compiles whole layers, which launch.parallelism: "
-                    f"{launch.parallelism} splits; set launch.compile to false, or launch.parallelism to ddp"
-                )
-        elif launch.offload:
+        how, processes = f"launch.parallelism: {launch.parallelism}", launch.num_processes
+        if launch.parallelism != "ddp" and guards is not None and guards.action == "roll_back":
             yield (
-                "launch.offload: true has nothing to move with launch.parallelism: ddp; set "
-                "launch.parallelism to fsdp2, zero3 or zero2, or launch.offload to false"
+                f"ppo.guards.action: roll_back keeps a checkpoint in memory, and with {how} no process holds "
+                "all of it; set ppo.guards.action to stop, or launch.parallelism to ddp"
             )
-        is_split = launch.num_processes > 1 or launch.parallelism != "ddp"
-        if sampler.kind == "vllm" and sampler.transfer == "ipc" and is_split:
+        if launch.parallelism != "ddp" and launch.compile:
+            yield f"launch.compile: true compiles whole layers, which {how} splits; set it to false"
+        if launch.parallelism == "ddp" and launch.offload:
+            yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
+        if (
+            sampler.kind == "vllm"
+            and sampler.transfer == "ipc"
+            and (launch.parallelism != "ddp" or processes > 1)
+        ):
             yield (
                 "ppo.sampler.transfer=ipc needs PPO in one process with whole weights, and launch has "
-                f"num_processes={launch.num_processes} and parallelism={launch.parallelism}; set "
-                "ppo.sampler.transfer to folder, or launch.num_processes to 1 and launch.parallelism to ddp"
+                f"num_processes={processes} and parallelism={launch.parallelism}; set it to folder"
             )
+        rollout = self.ppo.rollout_batch_size
         for key, size in {
             "base.batch_size": self.base.batch_size,
             "sft.batch_size": self.sft.batch_size,
             "reward.batch_size": self.reward.batch_size,
-            "ppo.rollout_batch_size / num_mini_batches": self.ppo.rollout_batch_size
-            // self.ppo.num_mini_batches,
-            "ppo.rollout_batch_size / samples_per_prompt": self.ppo.rollout_batch_size
-            // self.ppo.samples_per_prompt,
+            "ppo.rollout_batch_size / num_mini_batches": rollout // self.ppo.num_mini_batches,
+            "ppo.rollout_batch_size / samples_per_prompt": rollout // self.ppo.samples_per_prompt,
         }.items():
-            if size % launch.num_processes:
-                yield f"{key}={size} is not divisible by launch.num_processes={launch.num_processes}"
+            if size % processes:
+                yield f"{key}={size} is not divisible by launch.num_processes={processes}"
 
     def _data_problems(self) -> Iterator[str]:
         """What scorers, judges and PPO need of the data."""
@@ -604,16 +580,13 @@ class Config(Section):
 
     def _reward_model_problems(self) -> Iterator[str]:
         """A reward model is trained if and only if something uses it."""
-        critic = self.ppo.critic
         users = {
             "ppo.scorers": OPTIMISED in reward_folders(self.ppo.scorers),
-            "ppo.advantages.critic.init": critic is not None
-            and critic.kind == "separate"
-            and critic.init == "reward",
+            "ppo.advantages.critic.init": getattr(self.ppo.critic, "init", None) == "reward",
             "judge.judges": self.judge.needs_pipeline_reward_model,
         }
-        named = [key for key, uses_reward_model in users.items() if uses_reward_model]
+        named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)
         if named and not self.reward.train:
-            yield f"reward.train is false, but a reward model is needed by {', '.join(named)}; set it to true"
+            yield f"reward.train is false, but a reward model is needed by {named}; set it to true"
         if not named and self.reward.train:
             yield "reward.train is true, but no scorer, critic or judge uses one; set it to false"

@@ -26,36 +26,26 @@ class Between:
     high: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def _checked(self, value: int) -> int:
+    def _check(self, value: int) -> int:
         if not self.low <= value <= self.high:
             raise ValueError(f"must be a whole number from {self.low:,} to {self.high:,}")
         return value
 
 
 LARGEST = 2**31 - 1  # of any whole number: 32 bits hold it everywhere
+LAST_SEED = 2**32 - 1  # of NumPy, whose range is the smallest of all generators'
 PositiveInt = Annotated[int, Between(1, LARGEST)]
 Count = Annotated[int, Between(0, LARGEST)]
-LAST_SEED = 2**32 - 1  # of NumPy, whose range is the smallest of all generators'
-Seed = Annotated[int, Between(0, LAST_SEED)]
-NumRows = Annotated[int, Between(1, 10_000_000)]
-"""Rows that a stage holds in memory: about a kilobyte each."""
-NumTokens = Annotated[int, Between(1, 2**20)]
-"""The length of one text."""
+NumRows = Annotated[int, Between(1, 10_000_000)]  # held in memory: about a kilobyte each
+Tokens = Annotated[int, Between(1, 2**20)]  # the length of one text
 BatchSize = Annotated[int, Between(1, 2**20)]
-"""Rows that are trained on together."""
-NumProcesses = Annotated[int, Between(1, 2**16)]
-Width = Annotated[int, Between(1, 2**16)]
-"""A side of a weight matrix."""
-NumLayers = Annotated[int, Between(1, 1024)]
-NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
+Width = Annotated[int, Between(1, 2**16)]  # a side of a weight matrix
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-"""The decay of a running mean per step."""
 
 
 class Section(BaseModel):
@@ -96,6 +86,12 @@ def sections(annotation: Any) -> list[type[Section]]:
     return [section for inner in get_args(annotation) for section in sections(inner)]
 
 
+def kinds(section: type[Section]) -> Sequence[str]:
+    """The values of `kind` that name this type among several kinds; empty for other sections."""
+    field = section.model_fields.get("kind")
+    return () if field is None else get_args(field.annotation)
+
+
 def field_of(owner: type[Section] | None, key: str) -> FieldInfo | None:
     """The field that `key` of params.yaml names in a section."""
     fields = {} if owner is None else owner.model_fields
@@ -103,35 +99,21 @@ def field_of(owner: type[Section] | None, key: str) -> FieldInfo | None:
 
 
 def section_of(owner: type[Section] | None, key: str, given: Mapping[str, Any]) -> type[Section] | None:
-    """The type of the section `key` with these values: of several kinds, the given one, else the default's."""
+    """The type of the section `key` with these values: of several kinds the given one, or the default's."""
     field = field_of(owner, key)
     if field is None:
         return None
-    kind = given.get("kind", getattr(field.default, "kind", None))
-    found = sections(field.annotation)
+    kind, found = given.get("kind", getattr(field.default, "kind", None)), sections(field.annotation)
     return next((one for one in found if kind is None or kind in kinds(one)), None)
 
 
-def kinds(section: type[Section]) -> Sequence[str]:
-    """The values of `kind` that name this type among several kinds; empty for other sections."""
-    field = section.model_fields.get("kind")
-    return () if field is None else get_args(field.annotation)
-
-
 def pinned_revision(value: str) -> str:
-    """A full commit hash.
-
-    Raises:
-        ValueError: for any other text.
-    """
+    """A full commit hash; raises ValueError for any other text."""
     if not re.fullmatch(r"[0-9a-f]{40}", value):
         raise ValueError(
             "a hub revision must be a full commit hash (40 hex digits), so that a rerun reads the same bytes"
         )
     return value
-
-
-Revision = Annotated[str, AfterValidator(pinned_revision)]
 
 
 def store_uri(value: str) -> str:
@@ -143,11 +125,10 @@ def store_uri(value: str) -> str:
         ValueError: for a database or folder with a relative path.
     """
     scheme, parts = value.partition(":")[0].partition("+")[0], urlsplit(value)
+    place = unquote(parts.path)
     if scheme == "sqlite":
-        place = unquote(parts.path).removeprefix("/")
-    elif scheme == "file" or (":" not in value and value != "databricks"):
-        place = unquote(parts.path)
-    else:
+        place = place.removeprefix("/")
+    elif scheme != "file" and (":" in value or value == "databricks"):
         return value
     if not Path(place).is_absolute():
         raise ValueError(
@@ -158,10 +139,7 @@ def store_uri(value: str) -> str:
     return value
 
 
-StoreUri = Annotated[str, AfterValidator(store_uri)]
-
-
-def address(value: str) -> str:
+def _address(value: str) -> str:
     """An http address without a login, which would be stored wherever parameters are."""
     if not re.match(r"https?://[^\s/]", value):
         raise ValueError("must begin with http:// or https:// and name a host")
@@ -173,7 +151,9 @@ def address(value: str) -> str:
     return value
 
 
-Address = Annotated[str, AfterValidator(address)]
+Revision = Annotated[str, AfterValidator(pinned_revision)]
+StoreUri = Annotated[str, AfterValidator(store_uri)]
+Address = Annotated[str, AfterValidator(_address)]
 KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """A function of the user's, as `module:function`."""
@@ -202,8 +182,5 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one level of dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

@@ -136,7 +136,7 @@ def test_a_key_without_a_default_that_is_missing_is_named() -> None:
             {"ppo.rollout_batch_size": 100, "ppo.num_mini_batches": 3},
             "100 is not divisible by num_mini_batches=3",
         ),
-        ({"ppo.total_episodes": 4}, "nothing would be trained"),
+        ({"ppo.total_episodes": 4}, "is less than one rollout"),
         (
             {"ppo.advantages.samples_per_prompt": 3},
             "is not divisible by advantages.samples_per_prompt=3",
@@ -308,7 +308,7 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
                 "ppo.num_ppo_epochs": 1,
                 "ppo.num_mini_batches": 1,
             },
-            "the policy has not moved",
+            "its gradient is zero at the only optimizer step",
         ),
         (
             {"ppo.truncation.kind": "eos_trick_subtract", "ppo.truncation.missing_eos_score": 1.0},
@@ -331,7 +331,7 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is named 2 times; keep one"),
         ({"ppo.scorers": [OWN, OWN]}, "the reward model models/reward is named 2 times"),
         ({"ppo.scorers": [OWN, {**OWN, "path": "a"}, {**OWN, "path": "./a"}]}, "model a is named 2 times"),
-        ({"ppo.scorers": [{**OWN, "path": "models/reward_heldout"}]}, "must not optimise models/reward_held"),
+        ({"ppo.scorers": [{**OWN, "path": "models/reward_heldout"}]}, "must not optimize models/reward_held"),
         (
             {"ppo.scorers": [{**OWN, "path": "models/reward"}]},
             "is the default; remove path, or set it to null",
@@ -489,7 +489,7 @@ def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: 
         ({}, {"batch_size": 8}, "ppo.sampler.batch_size: unknown key"),
         ({"ppo.temperature": 0.001}, {}, "samples at a temperature of at least 0.01"),
         ({"ppo.ratio_from": "reference"}, {}, "set ratio_from to rollout"),
-        ({"ppo.lora": {}}, {"transfer": "ipc"}, "lora's are merged beside it"),
+        ({"ppo.lora": {}}, {"transfer": "ipc"}, "lora's weights are merged beside"),
         ({"ppo.total_episodes": 512, "ppo.rollout_batch_size": 512}, {"ahead": 1}, "one update only"),
         ({"launch.num_processes": 2}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
         ({"launch.parallelism": "zero2"}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
