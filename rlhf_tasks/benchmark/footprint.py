@@ -6,7 +6,7 @@ under DeepSpeed, which keeps bfloat16 weights beside a float32 copy of each proc
 a process's share of everything in float32, and gathers one layer at a time (arXiv 2304.11277, section 3.2).
 
 With `launch.offload` a process's share of optimiser and gradients is in the machine's memory, and under FSDP2
-and ZeRO-3 that of the weights too. With `ppo.engine` other GPUs hold what sampling needs.
+and ZeRO-3 that of the weights too. With a vLLM sampler other GPUs hold what sampling needs.
 
 P policy · C critic · N processes.
 """
@@ -19,8 +19,7 @@ from typing import Literal, get_args
 
 from rlhf_tasks.benchmark.architecture import Architecture
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.judge import OPTIMISED
-from rlhf_tasks.config.scorers import reward_folders
+from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 
 Layout = Literal["single", "ddp", "zero2", "fsdp2", "zero3"]
 LAYOUTS: Sequence[Layout] = get_args(Layout)
@@ -49,13 +48,9 @@ class Networks:
 
     @property
     def critic_parameters(self) -> int:
-        match self.settings.value_model:
-            case "separate":
-                return self.policy.score_parameters
-            case "shared":
-                return self.policy.hidden + 1
-            case None:
-                return 0
+        if self.settings.critic is None:
+            return 0
+        return self.policy.score_parameters if self.has_separate_critic else self.policy.hidden + 1
 
     @property
     def both_parameters(self) -> int:
@@ -66,11 +61,19 @@ class Networks:
     def trained_parameters(self) -> int:
         """Of policy and critic, those that the optimiser changes."""
         lora, critic = self.settings.lora, self.critic_parameters
-        if lora is None:
-            return self.policy.parameters + critic
-        if lora.value and self.settings.value_model == "separate":
-            critic = self.policy.adapters(lora.r) + self.policy.hidden
-        return self.policy.adapters(lora.r) + critic
+        if (critic_lora := getattr(self.settings.critic, "lora", None)) is not None:
+            critic = self.policy.adapters(critic_lora.r) + self.policy.hidden
+        return critic + (self.policy.parameters if lora is None else self.policy.adapters(lora.r))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Responses that a process samples at the same time; None: its whole share, or a server decides."""
+        return self.settings.sampler.batch_size if self.settings.sampler.kind == "policy" else None
+
+    @property
+    def has_separate_critic(self) -> bool:
+        """Whether the critic is a model of its own."""
+        return self.settings.critic is not None and self.settings.critic.kind == "separate"
 
     @property
     def reference_parameters(self) -> int:
@@ -90,7 +93,7 @@ class Networks:
 
     @property
     def has_engine(self) -> bool:
-        return self.settings.engine is not None
+        return self.settings.sampler.kind == "vllm"
 
     @property
     def passes_width(self) -> int:
@@ -127,7 +130,7 @@ def footprint(networks: Networks, layout: Layout, num_gpus: int, per_machine: in
     states = _states(networks, layout, num_gpus)
     offloaded, states = _offloaded(networks, layout, states)
     rows = networks.settings.rollout_batch_size // num_gpus
-    sampled = 0 if networks.has_engine else min(rows, networks.settings.sampling_batch_size or rows)
+    sampled = 0 if networks.has_engine else min(rows, networks.batch_size or rows)
     cache, sampling_logits = sampled * cache_of_row(networks), 3.0 * FP32 * sampled * networks.policy.vocab
     training_logits = 2.0 * FP32 * SLICE
     activations = _activations(networks, layout)
@@ -233,7 +236,7 @@ def _activations(networks: Networks, layout: Layout) -> float:
         inputs = (FP32 if layout in ("single", "ddp") else width) * policy.layers * policy.hidden
         per_token = inputs + width * (policy.activations // policy.layers)
     tokens = max(settings.micro_batch_tokens, networks.longest + settings.response_length)
-    passes = 2 if layout != "single" and settings.value_model == "separate" else 1
+    passes = 2 if layout != "single" and networks.has_separate_critic else 1
     return float(passes * tokens * per_token)
 
 

@@ -76,14 +76,14 @@ def engine_gpus(networks: Networks, machine: Machine) -> int:
 def update_seconds(networks: Networks, machine: Machine, layout: Layout) -> Seconds:
     """The seconds of one update."""
     score, train = _score(networks, machine, layout), _train(networks, machine, layout)
-    engine, more = networks.settings.engine, engine_gpus(networks, machine)
-    if engine is None:
+    sampler, more = networks.settings.sampler, engine_gpus(networks, machine)
+    if sampler.kind == "policy":
         gathered = networks.passes_width * networks.policy.parameters if layout in SHARDING else 0
         generate = _generate(networks, machine, machine.num_gpus) + _exchange(gathered, machine)
         return Seconds(generate=generate, score=score, train=train)
     return Seconds(
         generate=_generate(networks, machine, 1, together=more), score=score, train=train,
-        renew=_renew(networks, machine, layout), is_ahead=engine.ahead == 1,
+        renew=_renew(networks, machine, layout), is_ahead=sampler.ahead == 1,
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def _generate(networks: Networks, machine: Machine, shares: int, together: int =
     policy, settings, width = networks.policy, networks.settings, networks.passes_width
     rows = settings.rollout_batch_size / shares
     rate, bandwidth = together * machine.rate(networks.is_bf16), together * machine.bandwidth
-    query, response, batch = networks.longest, settings.response_length, settings.sampling_batch_size
+    query, response, batch = networks.longest, settings.response_length, networks.batch_size
     batches = 1 if batch is None else math.ceil(rows / batch)
     least = policy.layers * machine.assumed.layer_seconds
     prompts = rows / settings.samples_per_prompt
@@ -120,7 +120,7 @@ def _score(networks: Networks, machine: Machine, layout: Layout) -> float:
     """One pass of the reference, the critic and the reward models; below float32 of the policy too."""
     settings, policy = networks.settings, networks.policy
     whole, trunk = (_flops(networks, logits=logits) for logits in (True, False))
-    critics = int(settings.value_model == "separate")
+    critics = int(networks.has_separate_critic)
     heads, trunks = 1 + networks.is_bf16, networks.num_scoring + critics
     passes = (heads + trunks) * _micro_batches(networks, machine)
     rows = settings.rollout_batch_size / machine.num_gpus
@@ -136,7 +136,7 @@ def _score(networks: Networks, machine: Machine, layout: Layout) -> float:
 def _train(networks: Networks, machine: Machine, layout: Layout) -> float:
     """All epochs: three forward passes' arithmetic in each pass, four with recomputation."""
     settings, policy = networks.settings, networks.policy
-    critics = int(settings.value_model == "separate")
+    critics = int(networks.has_separate_critic)
     row = _flops(networks, logits=True) * (1 + (settings.ptx is not None))
     row += critics * _flops(networks, logits=False)
     times = (3 + settings.gradient_checkpointing) * settings.num_ppo_epochs

@@ -13,6 +13,7 @@ from rlhf_tasks.benchmark import shapes
 from rlhf_tasks.benchmark.architecture import positions
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.config import Config, Ppo, PpoView
+from rlhf_tasks.config.ppo import Advantages, Critic, SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data import columns
 from rlhf_tasks.data import tokenizer as tokenizers
@@ -56,8 +57,8 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     """
     if shape.batch % settings.samples_per_prompt:
         raise UserError(
-            f"ppo.samples_per_prompt={settings.samples_per_prompt} does not divide the {shape.batch} "
-            "episodes of this shape; set it to a number that does"
+            f"ppo.advantages.samples_per_prompt={settings.samples_per_prompt} does not divide the "
+            f"{shape.batch} episodes of this shape; set it to a number that does"
         )
     changes = {
         "total_episodes": shape.batch * num_updates,
@@ -67,10 +68,9 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
         "learning_rate": 3e-6,
         "temperature": 0.7,
         "response_length": shape.response,
-        "critic_warmup": None,
+        "advantages": _without_warmup(settings, SeparateCritic()),
         "ptx": None,
         "lora": None,
-        "value_model": settings.value_model and "separate",
         "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
         "combine_reward_models": "sum",
     }
@@ -81,7 +81,7 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     for frozen in (made.reference, made.reward):
         rt.freeze(frozen)
     reward = TokenScores(made.reward)
-    critic = TokenScores(made.value) if settings.value_model else NoCritic()
+    critic = TokenScores(made.value) if settings.critic else NoCritic()
     scorer = build_scorers(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
         root=Path(), placement=rt,
@@ -94,6 +94,14 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     return Workload(trainer, scorer.reward_models, "random models of a named shape")
 
 
+def _without_warmup(settings: Ppo, critic: Critic | None) -> Advantages:
+    """The estimator of `settings`, with this critic if it has one, and without the critic's warm-up."""
+    if settings.critic is None or critic is None:
+        return settings.advantages
+    changed = critic.model_copy(update={"warmup": None}) if critic.kind == "separate" else critic
+    return settings.advantages.model_copy(update={"critic": changed})
+
+
 def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_updates: int) -> Workload:
     """PPO as params.yaml has it, for `num_updates` updates without the critic's warm-up.
 
@@ -104,12 +112,15 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
         UserError: if neither the project nor params.yaml tells what models to train.
     """
     view = PpoView.of(config)
-    if view.ppo.engine is not None:
+    if view.ppo.sampler.kind != "policy":
         raise UserError(
-            "`rlhf bench` measures the sampler of the stage itself; set ppo.engine to null for it"
+            "`rlhf bench` measures the sampler of the stage itself; set ppo.sampler.kind to policy for it"
         )
     settings = view.ppo.model_copy(
-        update={"total_episodes": view.ppo.rollout_batch_size * num_updates, "critic_warmup": None}
+        update={
+            "total_episodes": view.ppo.rollout_batch_size * num_updates,
+            "advantages": _without_warmup(view.ppo, view.ppo.critic),
+        }
     )
     random = _fill(config, Paths(root), Paths(scratch))
     paths = Paths(scratch)
@@ -150,7 +161,11 @@ def _fill(config: Config, own: Paths, paths: Paths) -> list[str]:
     if "models/reward" in missing:
         generator = torch.Generator().manual_seed(config.seed)
         _save(TokenScores.from_policy(paths.sft, generator).model, load_tokenizer(paths.sft), paths.reward)
-    return [name for name in missing if name != "models/base" or config.ppo.critic_init == "base"]
+    return [
+        name
+        for name in missing
+        if name != "models/base" or getattr(config.ppo.critic, "init", None) == "base"
+    ]
 
 
 def _initial(config: Config, own: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -31,6 +31,7 @@ from rlhf_tasks.cli import (
     label,
     lineage,
     mlflow,
+    params,
     plan,
     preset,
     promote,
@@ -48,11 +49,11 @@ from rlhf_tasks.training import failures
 from rlhf_tasks.training.stopping import Stopped
 
 MODULES: Sequence[ModuleType] = (
-    preset, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage, mlflow,
-    sync, promote, rollback, export, up, status, down, work, deploy, stage,
+    preset, params, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage,
+    mlflow, sync, promote, rollback, export, up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
-    "Run the pipeline": ("preset", "flow", "check-model", "plan", "bench"),
+    "Run the pipeline": ("preset", "params", "flow", "check-model", "plan", "bench"),
     "Review results": ("mlflow", "compare", "lineage", "judge", "judge-reward", "label", "generate", "sync"),
     "Promote a policy": ("promote", "rollback", "export"),
     "Run the service": ("up", "status", "down", "work", "deploy"),

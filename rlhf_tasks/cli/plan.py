@@ -171,7 +171,7 @@ def assumptions(settings: config.Config, gpu: Gpu, assumed: Assumptions, price: 
     """In words, everything that the numbers rest on and that is not arithmetic."""
     ppo = settings.ppo
     own = []
-    if ppo.engine is not None:
+    if ppo.sampler.kind == "vllm":
         own += [
             "the engine has GPUs of its own on the first machine: the least power of two that holds the "
             "policy, its cache and a quarter more; the cost counts them; its folder of weights is on a disk"

@@ -33,8 +33,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_tasks.config import Scratch, is_hub_id
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora, Scratch, is_hub_id
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
-from rlhf_tasks.config.judge import OPTIMISED, RewardModelJudge
-from rlhf_tasks.config.scorers import reward_folders
+from rlhf_tasks.config.judge import RewardModelJudge
+from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
@@ -44,7 +44,7 @@ def check(config: PpoView, paths: Paths) -> None:
         raise UserError(
             f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
         )
-    if settings.truncation.startswith("bootstrap"):
+    if settings.truncation.kind.startswith("bootstrap"):
         _warn_of_bootstrapping(settings)
 
 
@@ -106,17 +106,19 @@ def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
 
 
 def _warn_of_bootstrapping(settings: Ppo) -> None:
-    if settings.critic_warmup is None:
-        shared = settings.value_model == "shared"
+    critic, rule = settings.critic, f"ppo.truncation.kind={settings.truncation.kind}"
+    if getattr(critic, "warmup", None) is None:
+        shared = critic is not None and critic.kind == "shared"
         console.say(
-            f"ppo.truncation={settings.truncation} rewards unfinished responses with the critic's value, and "
-            f"this critic {'starts at zero' if shared else 'is not warmed up'}: "
-            f"{'set ppo.value_model to separate, and ' if shared else ''}set ppo.critic_warmup"
+            f"{rule} rewards unfinished responses with the critic's value, and this critic "
+            f"{'starts at zero' if shared else 'is not warmed up'}: "
+            f"{'set ppo.advantages.critic.kind to separate, and ' if shared else ''}"
+            "set ppo.advantages.critic.warmup"
         )
-    if settings.gamma == 1:
+    if getattr(settings.advantages, "gamma", 1.0) == 1:
         console.say(
-            f"ppo.truncation={settings.truncation} with ppo.gamma=1 does not determine the value of a "
-            "response that never ends, and the critic may value it highest: set ppo.gamma below 1, say 0.99"
+            f"{rule} with ppo.advantages.gamma=1 does not determine the value of a response that never ends, "
+            "and the critic may value it highest: set ppo.advantages.gamma below 1, say 0.99"
         )
 
 

@@ -176,7 +176,7 @@ def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Chec
     folder = rt.from_main(state_folder(paths, view.stage, identity) / name if rt.is_main else None)
     made_by = {
         "launch.num_processes": rt.world_size,
-        "launch.layout": view.launch.layout,
+        "launch.parallelism": view.launch.parallelism,
         "launch.offload": view.launch.offload,
         "launch.precision": "fp32" if rt.is_float32 else "bf16",
         "device": rt.device.type,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_tasks.modeling.head import token_stats
 from ruamel.yaml import YAML
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,7 +29,6 @@ from rlhf_tasks.benchmark.speed import Machine
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import vocabulary
-from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.modeling.load import load_causal
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic
@@ -46,7 +46,9 @@ def networks(policy: Architecture = TOY, **changes: Any) -> Networks:
     sizes = {"rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2, "micro_batch_tokens": 64}
     given = {"policy": policy, "has_reward_model": False, "is_bf16": True, "longest": 24}
     fields = {name: changes.pop(name) for name in list(changes) if name in (*given, "offload")}
-    settings = small.ppo(**{"scorers": [{"kind": "dummy"}], "critic_init": "sft"} | sizes | changes)
+    settings = small.ppo(
+        **{"scorers": [{"kind": "dummy"}], "advantages.critic.init": "sft"} | sizes | changes
+    )
     return Networks(settings=settings, **given | fields)  # type: ignore[arg-type]
 
 
@@ -157,13 +159,13 @@ def test_fsdp2_gathers_the_policy_to_sample_and_some_layers_in_a_pass() -> None:
 
 def test_with_an_engine_no_gpu_of_the_training_samples() -> None:
     """The policy of 700,000 is selected and gathered in the machine's memory, 4 bytes a parameter."""
-    plain, engine = footprint(networks(), "fsdp2", 2), footprint(networks(engine=ENGINE), "fsdp2", 2)
+    plain, engine = footprint(networks(), "fsdp2", 2), footprint(networks(sampler=ENGINE), "fsdp2", 2)
     assert (engine.cache, engine.prompts) == (0, 0)
     assert engine.gathered == 2 * (2 * 100_000 + 2 * 50_000) + 6 * 100_000, "of a pass, not the policy"
     assert engine.weights == plain.weights
     assert engine.machine == plain.machine == 2 * 4 * 700_000
-    assert footprint(networks(engine=ENGINE), "zero3", 2).machine == 2 * 2 * 700_000
-    assert footprint(networks(engine=ENGINE), "ddp", 2).machine == 4 * 700_000, "the selected weights"
+    assert footprint(networks(sampler=ENGINE), "zero3", 2).machine == 2 * 2 * 700_000
+    assert footprint(networks(sampler=ENGINE), "ddp", 2).machine == 4 * 700_000, "the selected weights"
 
 
 def test_offload_moves_a_process_s_part_into_the_machines_memory() -> None:
@@ -206,10 +208,12 @@ def test_reward_models_are_counted_by_the_scorers_that_read_them() -> None:
 
 def test_lora_trains_its_adapters_and_keeps_no_reference() -> None:
     """50 matrices of 100 × 100 with rank 4: 40,000 numbers."""
-    lora = networks(lora={"r": 4, "alpha": 8.0, "value": False}, is_bf16=False)
+    lora = networks(lora={"r": 4, "alpha": 8.0}, is_bf16=False)
     assert lora.trained_parameters == 40_000 + 600_100
     assert footprint(lora, "single", 1).weights == 4 * (740_000 + 600_100)
-    both = networks(lora={"r": 4, "alpha": 8.0, "value": True}, is_bf16=False)
+    both = networks(
+        lora={"r": 4, "alpha": 8.0}, advantages__critic__lora={"r": 4, "alpha": 8.0}, is_bf16=False
+    )
     assert both.trained_parameters == 2 * 40_000 + 100
 
 
@@ -221,12 +225,14 @@ def test_cache_logits_and_activations_belong_to_different_phases() -> None:
     assert found.logits == 2 * 4 * SLICE
     training = found.gradients + found.activations + found.logits
     assert found.peak == found.weights + found.optimiser + training
-    fewer = footprint(networks(is_bf16=False, sampling_batch_size=4), "single", 1)
+    fewer = footprint(networks(is_bf16=False, sampler__batch_size=4), "single", 1)
     assert fewer.cache == found.cache / 4
     recomputed = footprint(networks(is_bf16=False, gradient_checkpointing=True), "single", 1)
     assert recomputed.activations == 64 * (10 * 100 + 1000) * 4
     in_bf16 = {
-        layout: footprint(networks(gradient_checkpointing=True, value_model="shared"), layout, 2).activations
+        layout: footprint(
+            networks(gradient_checkpointing=True, advantages__critic__kind="shared"), layout, 2
+        ).activations
         for layout in ("ddp", "fsdp2")
     }
     assert in_bf16 == {"ddp": 64 * (10 * 100 * 4 + 1000 * 2), "fsdp2": 64 * (10 * 100 + 1000) * 2}
@@ -236,7 +242,7 @@ def test_the_prompts_of_all_rows_pass_at_once() -> None:
     """16 prompts of 24 tokens: three states of 100 numbers and three outputs of 100, of 4 bytes."""
     assert footprint(networks(is_bf16=False), "single", 1).prompts == 16 * 24 * 3 * (100 + 100) * 4
     assert footprint(networks(), "single", 1).prompts == 16 * 24 * 3 * (100 * 4 + 100 * 2)
-    shared = networks(sampling_batch_size=8, **without_critic("rloo", 4))
+    shared = networks(sampler__batch_size=8, **without_critic("rloo", 4))
     assert footprint(shared, "single", 1).prompts == 2 * 24 * 3 * (100 * 4 + 100 * 2)
     long = networks(longest=4_000_000)
     found = footprint(long, "single", 1)
@@ -281,7 +287,7 @@ def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> 
         "num_mini_batches": 1, "has_reward_model": True, "scorers": [{"kind": "reward_model", "weight": 1.0}],
     }  # fmt: skip
     h100s = {n: Machine(gpu=GPUS["h100"], num_gpus=n, assumed=Assumptions()) for n in (8, 32)}
-    offloaded = networks(**given, engine=ENGINE, offload=True)
+    offloaded = networks(**given, sampler=ENGINE, offload=True)
     eight = forecast.plan(offloaded, h100s[8], 1.0)
     assert eight.layout is None
     assert str(eight.problem).startswith("fsdp2 needs 3,6")
@@ -289,7 +295,7 @@ def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> 
     many = forecast.plan(offloaded, h100s[32], 1.0)
     assert (many.layout, many.engine_gpus) == ("fsdp2", 4)
     assert many.memory.machine == pytest.approx((16 * 140.06e9 + 4 * 209.6e9) / 4 + 8 * 70.55e9, rel=1e-3)
-    for fewer in (networks(**given, offload=True), networks(**given, engine=ENGINE)):
+    for fewer in (networks(**given, offload=True), networks(**given, sampler=ENGINE)):
         problem = str(forecast.plan(fewer, h100s[32], 1.0).problem)
         assert problem.startswith("no layout fits into 72 GB on 32 GPUs: fsdp2 needs ")
 
@@ -298,8 +304,8 @@ def test_an_engine_has_the_gpus_of_one_machine() -> None:
     """1.4 MB of weights and 16 rows of 32 tokens of 2,000 bytes: 2.4 MB, and a quarter more."""
     small_gpu = replace(CHIP, memory=0.8e6)
     assert speed.engine_gpus(networks(), machine(2, small_gpu)) == 0
-    assert speed.engine_gpus(networks(engine=ENGINE), machine(2, small_gpu)) == 4
-    made = forecast.plan(networks(engine=ENGINE), machine(2, small_gpu, gpus_per_machine=2), 1.0)
+    assert speed.engine_gpus(networks(sampler=ENGINE), machine(2, small_gpu)) == 4
+    made = forecast.plan(networks(sampler=ENGINE), machine(2, small_gpu, gpus_per_machine=2), 1.0)
     assert made.problem == "the engine needs 4 GPUs of one machine, which has 2"
 
 
@@ -358,16 +364,16 @@ def test_sharded_weights_are_gathered_once_to_sample_and_in_each_pass() -> None:
 
 def test_an_engine_samples_all_rows_on_its_gpus_and_has_new_weights_for_each_update() -> None:
     """A step reads 1.2 MB of weights and the cache of 16 rows. 2.8 MB are written and read at 1 GB/s."""
-    found = speed.update_seconds(networks(engine=ENGINE), machine(2, folder_rate=1.0), "ddp")
+    found = speed.update_seconds(networks(sampler=ENGINE), machine(2, folder_rate=1.0), "ddp")
     step = 2 * (600_000 + 16 * 28 * 1000) / 1e9
     prefill = 16 * (2 * 500_000 * 24 + 2 * 10 * 100 * 24**2) / 2e12
     assert found.generate == pytest.approx(prefill + 8 * step)
     assert found.renew == pytest.approx(2 * 4 * 700_000 / 1e9)
     assert found.total == found.renew + found.generate + found.score + found.train
-    sharded = speed.update_seconds(networks(engine=ENGINE), machine(2, folder_rate=1.0), "fsdp2")
+    sharded = speed.update_seconds(networks(sampler=ENGINE), machine(2, folder_rate=1.0), "fsdp2")
     assert sharded.renew - found.renew == pytest.approx(0.5 * 4 * 700_000 / 1e6), "half comes over the link"
     assert sharded.generate == found.generate
-    ahead = speed.update_seconds(networks(engine=ENGINE | {"ahead": 1}), machine(2, folder_rate=1.0), "ddp")
+    ahead = speed.update_seconds(networks(sampler=ENGINE | {"ahead": 1}), machine(2, folder_rate=1.0), "ddp")
     assert ahead.total == found.renew + max(found.generate, found.score + found.train)
 
 
@@ -395,7 +401,7 @@ def test_the_cost_is_the_price_of_all_gpus_for_the_time() -> None:
     assert made.episodes_per_second == pytest.approx(16 / made.seconds.total)
     hours = made.seconds.total / 16 * 1e6 / 3600
     assert made.cost_per_million_episodes == pytest.approx(2 * 3.0 * hours)
-    engine = forecast.plan(networks(engine=ENGINE), machine(2), price=3.0)
+    engine = forecast.plan(networks(sampler=ENGINE), machine(2), price=3.0)
     assert engine.engine_gpus == 1
     assert engine.seconds is not None
     hours = engine.seconds.total / 16 * 1e6 / 3600
@@ -465,7 +471,7 @@ def test_an_engine_and_offload_of_params_yaml_are_planned(
     rows = ("seconds to renew the engine's weights", "further GPUs, of the engine")
     assert main.main(["plan", "--gpus", "1"]) == 0
     assert not any(row in capsys.readouterr().out for row in rows)
-    changes = {"launch.layout": "zero3", "launch.offload": True, "ppo.engine": ENGINE}
+    changes = {"launch.parallelism": "zero3", "launch.offload": True, "ppo.sampler": ENGINE}
     YAML().dump(small.params(changes), project / "params.yaml")
     assert main.main(["plan", "--gpus", "1", "--host-link", "12"]) == 0
     out = capsys.readouterr().out

@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import torch
+from rlhf_tasks.ppo.reference import OwnModel
+from rlhf_tasks.ppo.trainer import Trainer
 from transformers import PreTrainedModel
 
 from rlhf_tasks.config import Scratch
-from rlhf_tasks.config.engine import Engine as Settings
+from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.modeling.load import from_scratch
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
 from rlhf_tasks.ppo.engines.vllm import Rollouts, VllmEngine
 from rlhf_tasks.ppo.engines.wire import Sampling
-from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.ppo.trainer import Trainer
 from tests import small
 from tests.benchmarks import estimators
 from tests.ppo import standin
@@ -85,8 +85,8 @@ def learner(
     """A trainer of the planted task."""
     section = None if ahead is None else ENGINE | {"ahead": ahead}
     settings = small.ppo(**({
-        "engine": section, "rollout_batch_size": 64, "num_ppo_epochs": 4, "learning_rate": 5e-3,
-        "schedule": "linear", "kl_coef": 0.0, "truncation": "none", "temperature": 0.8,
+        "sampler": section, "rollout_batch_size": 64, "num_ppo_epochs": 4, "learning_rate": 5e-3,
+        "schedule": "linear", "kl_coef": 0.0, "truncation.kind": "none", "temperature": 0.8,
     } | changes))  # fmt: skip
     reference = copy.deepcopy(policy).requires_grad_(False)
     return Trainer(
@@ -138,7 +138,7 @@ def on_default_task(seed: int, ahead: int | None, runs: Path, work: Path) -> est
     if ahead is not None:
         command = [sys.executable, standin.__file__, "serve"]
         section = ENGINE | {"url": None, "command": command, "ahead": ahead}
-        settings = [f"ppo.engine={json.dumps(section)}"]
+        settings = [f"ppo.sampler={json.dumps(section)}"]
     folder = (work / str(seed) / str(ahead)).absolute()
     return estimators.trained(folder, seed, runs, None, settings)
 

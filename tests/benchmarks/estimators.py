@@ -101,7 +101,7 @@ def judge(seconds: float, split: str) -> None:
     references = gold_scores(prompts, [row["reference"] for row in rows])
     rate = statistics.rate(statistics.outcomes(scores, references))
     metrics = json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))
-    critic = 0 if settings.ppo.value_model is None else load_reward(Path("models/reward"))
+    critic = 0 if settings.ppo.critic is None else load_reward(Path("models/reward"))
     result: dict[str, Any] = {
         "win_rate": rate.value, "low": rate.low, "high": rate.high, "posts": len(rows),
         "kl": metrics["selected_kl"], "episode": metrics["selected_episode"], "seconds": seconds,

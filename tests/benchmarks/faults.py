@@ -114,7 +114,7 @@ FAULTS: Sequence[Fault] = (
         "test_a_pre_empted_pipeline_is_queued_again_resumes_and_ends",
     ),
     Fault(
-        "The engine of `ppo.engine` is killed in a rollout",
+        "The vLLM server of `ppo.sampler` is killed in a rollout",
         "it is started again with the same weights, once",
         "tests/stages/test_ppo_engine.py",
         "test_an_engine_that_is_killed_in_a_rollout_is_started_again_and_changes_nothing",

@@ -36,13 +36,13 @@ TOLERANCE, METRICS_TOLERANCE = 1e-4, 1e-3
 """The largest difference of a weight or a loss, and of a metric, relative to numbers above 1."""
 TRAINED: tuple[Stage, ...] = ("sft", "reward", "ppo")
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
-    "`ddp`": {"layout": "ddp"},
-    "`zero2`": {"layout": "zero2"},
-    "`zero2`, `offload`": {"layout": "zero2", "offload": True},
-    "`zero3`": {"layout": "zero3"},
-    "`zero3`, `offload`": {"layout": "zero3", "offload": True},
-    "`fsdp2`": {"layout": "fsdp2"},
-    "`fsdp2`, `offload`": {"layout": "fsdp2", "offload": True},
+    "`ddp`": {"parallelism": "ddp"},
+    "`zero2`": {"parallelism": "zero2"},
+    "`zero2`, `offload`": {"parallelism": "zero2", "offload": True},
+    "`zero3`": {"parallelism": "zero3"},
+    "`zero3`, `offload`": {"parallelism": "zero3", "offload": True},
+    "`fsdp2`": {"parallelism": "fsdp2"},
+    "`fsdp2`, `offload`": {"parallelism": "fsdp2", "offload": True},
 }
 PPO = {
     "schedule": "constant", "learning_rate": 1e-2, "total_episodes": 96, "num_selections": 2, "kl_coef": 0.01,

@@ -196,14 +196,14 @@ tokenizer of the built-in task is smaller, so the model that it trains has 480,9
 """
 MARK = "\n## What larger models need\n"
 OFFLOADED = {
-    "ppo.engine": ENGINE,
-    "launch.layout": "fsdp2",
+    "ppo.sampler": ENGINE,
+    "launch.parallelism": "fsdp2",
     "launch.num_processes": 8,
     "launch.offload": True,
 }
 LARGE: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
-    "64 × H100, engine": ("h100", 64, {"ppo.engine": ENGINE}),
-    "32 × H200, engine": ("h200", 32, {"ppo.engine": ENGINE}),
+    "64 × H100, engine": ("h100", 64, {"ppo.sampler": ENGINE}),
+    "32 × H200, engine": ("h200", 32, {"ppo.sampler": ENGINE}),
     "8 × H100, engine, offload": ("h100", 8, OFFLOADED),
     "32 × H100, engine, offload": ("h100", 32, OFFLOADED),
 }
@@ -212,7 +212,7 @@ LARGE_TEXT = """
 ### 70B, with an engine
 
 Without an engine each GPU gathers the whole policy to sample, 141 GB in bf16. An H100 cannot hold that,
-however many there are. With `ppo.engine` a pass gathers some layers at a time. What is left is divided by the
+however many there are. With a vLLM sampler a pass gathers some layers at a time. What is left is divided by the
 number of GPUs, or `launch.offload` moves it into the memory of the machines. No such run was made: the page
 [several GPUs](../how-to/several-gpus.md) names what was not run on a GPU.
 

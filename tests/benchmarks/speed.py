@@ -192,7 +192,7 @@ def _fit(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
     from rlhf_tasks.training.supervised import Fit
     from tests import small
 
-    settings = small.optimisation(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096)
+    settings = small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096)
     fit = Fit(small.runtime(shape.precision, compiles=compiles), model, task, settings, seed=1)
     marks = [time.perf_counter()]
     for _ in fit:

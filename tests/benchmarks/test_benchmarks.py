@@ -123,7 +123,7 @@ def test_an_estimators_workspace_has_the_models_of_its_seed_and_the_values_of_it
     for name, preset in estimators.NAMES.items():
         estimators.prepare(tmp_path / name, finished, preset, ["ppo.total_episodes=512"])
         settings = config.load(tmp_path / name / "params.yaml")
-        assert (settings.seed, settings.ppo.advantages, settings.ppo.total_episodes) == (4, name, 512)
+        assert (settings.seed, settings.ppo.advantages.kind, settings.ppo.total_episodes) == (4, name, 512)
         assert (tmp_path / name / "models/sft").readlink() == finished / "models/sft"
 
 

@@ -7,6 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from rlhf_tasks.modeling.head import (
+    head_loss,
+    head_states,
+    head_width,
+    reads_trunk,
+    token_stats,
+)
 from torch import Tensor
 from torch.distributions import Categorical
 from transformers import PreTrainedModel
@@ -15,13 +22,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import head
 from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.head import (
-    head_loss,
-    head_states,
-    head_width,
-    reads_trunk,
-    token_stats,
-)
 from tests import small
 from tests.small import FAMILIES, PAD, Family
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_tasks.modeling.head import token_stats
 from torch import Tensor
 from torch.nn import functional as F
 
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import onednn, products
-from rlhf_tasks.modeling.head import token_stats
 from tests import small
 from tests.small import Family
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from rlhf_tasks.config.engine import Engine as Settings
+from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.load import place
 from rlhf_tasks.ppo.engines import ipc, wire

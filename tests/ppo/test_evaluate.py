@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection as Section
-from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.modeling.sampling import sample_responses

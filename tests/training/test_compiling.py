@@ -28,7 +28,7 @@ def in_its_own_process(call: str) -> None:
 
 def fitted(model: PreTrainedModel, *, compiles: bool) -> list[float]:
     """The losses of two epochs; rows of many lengths."""
-    settings = small.optimisation(num_epochs=2.0, learning_rate=1e-3, micro_batch_tokens=32)
+    settings = small.optimization(num_epochs=2.0, learning_rate=1e-3, micro_batch_tokens=32)
     data = LanguageModelling(*small.rows(24), small.PAD)
     fit = Fit(small.runtime(compiles=compiles), model, data, settings, seed=1)
     return [step.metrics["train/loss"] for step in fit]

@@ -29,7 +29,7 @@ ALONE: dict[str, Any] = {}
 
 
 def launched(layout: str, **changes: Any) -> dict[str, Any]:
-    return {"num_processes": 2, "layout": layout, **changes}
+    return {"num_processes": 2, "parallelism": layout, **changes}
 
 
 def assert_same_as_one_process(toy_project: Path, layout: str, name: str, features: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def test_ppo_under_zero3_learns_what_one_process_does(toy_project: Path) -> None
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts: the stand-in, with these options."""
     words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"engine": ENGINE | {"url": None, "command": words, **changes}}
+    return {"sampler": ENGINE | {"url": None, "command": words, **changes}}
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
@@ -120,15 +120,15 @@ def test_of_two_machines_the_first_one_has_the_engine(toy_project: Path) -> None
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "engine": engine(),
-    "engine-ahead-lora": engine(ahead=1) | {"lora": {"r": 2, "alpha": 4.0, "value": True}},
+    "sampler": engine(),
+    "engine-ahead-lora": engine(ahead=1) | {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}},
     "warm-up-penalty-ptx-sync-checkpointing": {
-        "critic_warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
+        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
         "ptx": {"coef": 0.1, "text": None}, "reference_sync": {"every": 2, "alpha": 0.5},
         "gradient_checkpointing": True,
     },
-    "lora": {"lora": {"r": 2, "alpha": 4.0, "value": True}, "gradient_checkpointing": True},
-    "shared": {"value_model": "shared", "critic_init": "sft", "ptx": {"coef": 0.1, "text": None}},
+    "lora": {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}, "gradient_checkpointing": True},
+    "shared": {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ SMALL: Mapping[str, Any] = {
     "tracking.enabled": False, "resume.every_seconds": 1e-6,
 }  # fmt: skip
 WARM_UP: Mapping[str, Any] = {
-    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
 }  # fmt: skip
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
@@ -517,7 +517,7 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     stage: Stage, layout: str, trained: Path, tmp_path: Path
 ) -> None:
     def made(name: str) -> Path:
-        changes = {"launch.num_processes": 2, "launch.layout": layout}
+        changes = {"launch.num_processes": 2, "launch.parallelism": layout}
         folder = workspace(trained, tmp_path / name, **changes)
         shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
         layouts.partition_small_weights(folder)
@@ -544,14 +544,14 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     "features",
     [
         WARM_UP,
-        {**WARM_UP, "launch.layout": "zero2"},
-        {**WARM_UP, "launch.layout": "zero3"},
-        {**WARM_UP, "launch.layout": "zero3", "launch.offload": True},
-        {**WARM_UP, "launch.layout": "fsdp2"},
-        {**WARM_UP, "launch.layout": "fsdp2", "launch.offload": True},
+        {**WARM_UP, "launch.parallelism": "zero2"},
+        {**WARM_UP, "launch.parallelism": "zero3"},
+        {**WARM_UP, "launch.parallelism": "zero3", "launch.offload": True},
+        {**WARM_UP, "launch.parallelism": "fsdp2"},
+        {**WARM_UP, "launch.parallelism": "fsdp2", "launch.offload": True},
         {
-            "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
-            "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
+            "ppo.advantages.critic.kind": "shared", "ppo.gradient_checkpointing": True,
+            "ppo.lora": {"r": 2, "alpha": 4.0}, "ppo.reference_sync": None,
         },
         {f"ppo.{key}": value for key, value in without_critic("rloo").items()},
     ],

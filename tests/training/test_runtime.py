@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_tasks.modeling.products import unrounded_products
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_tasks.modeling.products import unrounded_products
 from rlhf_tasks.training import runtime
 from rlhf_tasks.training.runtime import Runtime, keep_freed_memory
 from tests import small

@@ -8,18 +8,18 @@ from unittest import mock
 
 import pytest
 import torch
+from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.ppo.reference import OwnModel
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import last_layer
-from rlhf_tasks.modeling.head import token_stats
 from rlhf_tasks.modeling.load import TokenScores, add_lora
 from rlhf_tasks.modeling.sampling import sample
-from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead, logprobs_of
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
@@ -167,7 +167,7 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     for one in (plain, split):
         for weight, init in zip(one.parameters(), made().parameters(), strict=True):
             weight.data.copy_(init)
-    settings = small.optimisation()
+    settings = small.optimization()
     expected = adamw(plain, settings)
     loss(plain).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))

@@ -62,7 +62,7 @@ def test_one_batch_equals_the_same_batch_accumulated() -> None:
             small.runtime(),
             model,
             task(),
-            small.optimisation(batch_size=12, micro_batch_tokens=max_tokens),
+            small.optimization(batch_size=12, micro_batch_tokens=max_tokens),
             1,
         )
         return step.metrics, torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -75,14 +75,14 @@ def test_one_batch_equals_the_same_batch_accumulated() -> None:
 
 def test_training_lowers_the_loss() -> None:
     model = small.causal()
-    steps = list(Fit(small.runtime(), model, task(), small.optimisation(num_epochs=15.0, batch_size=4), 1))
+    steps = list(Fit(small.runtime(), model, task(), small.optimization(num_epochs=15.0, batch_size=4), 1))
     assert steps[-1].metrics["train/loss"] < 0.5 * steps[0].metrics["train/loss"]
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 7])
 def test_resumed_training_equals_uninterrupted_training(taken: int) -> None:
     """Three steps an epoch, two and a half epochs."""
-    settings = small.optimisation(batch_size=4, num_epochs=2.5, schedule="cosine")
+    settings = small.optimization(batch_size=4, num_epochs=2.5, schedule="cosine")
 
     def begun(seed: int) -> Fit:
         return Fit(small.runtime(), small.causal(seed=seed), task(), settings, seed=seed)
@@ -117,7 +117,7 @@ class Hungry(LanguageModelling):
 
 
 def steps_of(most: int) -> tuple[Fit, Hungry, list[Step]]:
-    settings = small.optimisation(batch_size=12, micro_batch_tokens=10**6, num_epochs=3.0)
+    settings = small.optimization(batch_size=12, micro_batch_tokens=10**6, num_epochs=3.0)
     hungry = Hungry(*small.rows(12, seed=4), PAD, most=most)
     fit = Fit(small.runtime(), small.causal(), hungry, settings, seed=1)
     return fit, hungry, list(fit)
@@ -178,7 +178,7 @@ def test_an_evaluation_that_is_out_of_memory_is_cut_smaller() -> None:
 
 def test_a_lowered_bound_is_resumed() -> None:
     fit, _, _ = steps_of(60)
-    fresh = Fit(small.runtime(), small.causal(), task(), small.optimisation(), seed=1)
+    fresh = Fit(small.runtime(), small.causal(), task(), small.optimization(), seed=1)
     fresh.load_state_dict(fit.state_dict())
     assert (fresh.budget.max_tokens, fresh.budget.is_lowered) == (fit.budget.max_tokens, True)
 
@@ -228,7 +228,7 @@ class Counted:
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 3), (2.0, 6), (1.5, 5), (0.5, 2)])
 def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
     counted = Counted([3] * 10)
-    settings = small.optimisation(batch_size=4, num_epochs=epochs)
+    settings = small.optimization(batch_size=4, num_epochs=epochs)
     found = list(Fit(small.runtime(), nn.Linear(1, 1), counted, settings, seed=1))
     assert [step.number for step in found] == list(range(1, steps + 1))
     assert {step.num_steps for step in found} == {steps}
@@ -245,12 +245,12 @@ def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
     ],
 )
 def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
-    settings = small.optimisation(learning_rate=1.0, schedule=schedule, warmup_fraction=0.3)  # 2 of 6 steps
+    settings = small.optimization(learning_rate=1.0, schedule=schedule, warmup_fraction=0.3)  # 2 of 6 steps
     assert [learning_rate(settings, step, 6) for step in range(6)] == pytest.approx(expected)
 
 
 def test_the_reported_rate_is_the_rate_in_use() -> None:
-    settings = small.optimisation(batch_size=5, num_epochs=2.0, schedule="linear", learning_rate=1.0)
+    settings = small.optimization(batch_size=5, num_epochs=2.0, schedule="linear", learning_rate=1.0)
     found = Fit(small.runtime(), nn.Linear(1, 1), Counted([1] * 10), settings, seed=1)
     assert [step.metrics["lr"] for step in found] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
@@ -270,7 +270,7 @@ def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> N
 
 def test_only_matrices_have_weight_decay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    groups = adamw(model, small.optimisation(weight_decay=0.1)).param_groups
+    groups = adamw(model, small.optimization(weight_decay=0.1)).param_groups
     assert {(p.ndim, group["weight_decay"]) for group in groups for p in group["params"]} == {
         (2, 0.1),
         (1, 0.0),

@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
 
-from rlhf_tasks.config.data import Data, Model
+from rlhf_tasks.config import schema as s
 from rlhf_tasks.config.judge import Judge, Judging
-from rlhf_tasks.config.params import Config, Launch, Resume, Tracking
 from rlhf_tasks.config.ppo import Ppo
-from rlhf_tasks.config.promotion import Promotion
-from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import Stage, flatten
 
 RUNTIME_SECTIONS = ("launch", "resume", "tracking")
@@ -31,9 +28,9 @@ class StageView:
 
     stage: ClassVar[Stage]
 
-    launch: Launch
-    resume: Resume
-    tracking: Tracking
+    launch: s.Launch
+    resume: s.Resume
+    tracking: s.Tracking
     declared: Mapping[str, Any]
     """The declared parameters as plain `{"ppo.kl_coef": 0.05, …}`, for tracking and model cards."""
 
@@ -44,21 +41,20 @@ class StageView:
         return tuple(one.metadata.get(KEY, one.name) for one in own)
 
     @classmethod
-    def of(cls, config: Config) -> Self:
+    def of(cls, config: s.Config) -> Self:
         """The stage's part of a config."""
-        flat = flatten(config.model_dump(mode="json", by_alias=True))
         reads = cls.reads()
+        flat = flatten(config.model_dump(mode="json", by_alias=True))
         declared = {
             key: v for key, v in flat.items() if any(key == r or key.startswith(f"{r}.") for r in reads)
         }
         values: dict[str, Any] = {name: getattr(config, name) for name in RUNTIME_SECTIONS}
         for one in fields(cls):
-            if one.name in values or one.name == "declared":
-                continue
-            value: Any = config
-            for part in one.metadata.get(KEY, one.name).split("."):
-                value = getattr(value, part)
-            values[one.name] = value
+            if one.name not in (*RUNTIME_SECTIONS, "declared"):
+                value: Any = config
+                for part in one.metadata.get(KEY, one.name).split("."):
+                    value = getattr(value, part)
+                values[one.name] = value
         return cls(declared=declared, **values)
 
 
@@ -67,9 +63,9 @@ class PrepareView(StageView):
     stage = "prepare"
 
     seed: int
-    data: Data
-    model: Model
-    prepare: Prepare
+    data: s.Data
+    model: s.Model
+    prepare: s.Prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +73,8 @@ class BaseView(StageView):
     stage = "base"
 
     seed: int
-    model: Model
-    base: Base
+    model: s.Model
+    base: s.Base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +82,7 @@ class SftView(StageView):
     stage = "sft"
 
     seed: int
-    sft: Sft
+    sft: s.Sft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +92,7 @@ class PreferencesView(StageView):
     seed: int
     data_source: DataSource = field(metadata={KEY: "data.source"})
     max_completion_tokens: int = field(metadata={KEY: "data.max_completion_tokens"})
-    preferences: Preferences
+    preferences: s.Preferences
     train_reward_model: bool = field(metadata={KEY: "reward.train"})
 
 
@@ -105,7 +101,7 @@ class RewardView(StageView):
     stage = "reward"
 
     seed: int
-    reward: Reward
+    reward: s.Reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +127,7 @@ class JudgeView(StageView):
 class VerdictView(StageView):
     stage = "verdict"
 
-    promotion: Promotion | None
+    promotion: s.Promotion | None
     judges: tuple[Judge, ...] = field(metadata={KEY: "judge.judges"})
 
 
@@ -140,22 +136,16 @@ class ReportView(StageView):
     stage = "report"
 
     seed: int
-    data: Data
-    model: Model
-    prepare: Prepare
-    base: Base
-    sft: Sft
-    preferences: Preferences
-    reward: Reward
+    data: s.Data
+    model: s.Model
+    prepare: s.Prepare
+    base: s.Base
+    sft: s.Sft
+    preferences: s.Preferences
+    reward: s.Reward
     ppo: Ppo
     judge: Judging
-    promotion: Promotion | None
+    promotion: s.Promotion | None
 
 
-VIEWS: Mapping[Stage, type[StageView]] = {
-    view.stage: view
-    for view in (
-        PrepareView, BaseView, SftView, PreferencesView, RewardView, PpoView, JudgeView, VerdictView,
-        ReportView,
-    )
-}  # fmt: skip
+VIEWS: Mapping[Stage, type[StageView]] = {view.stage: view for view in StageView.__subclasses__()}
