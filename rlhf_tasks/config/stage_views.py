@@ -1,7 +1,7 @@
 """The part of `params.yaml` that each stage reads: one frozen, typed view per stage.
 
-dvc.yaml declares the same keys (a test compares them). A stage receives nothing else, so that a change
-of a judge retrains nothing.
+A stage receives nothing else, and stage `inputs` writes the same values to inputs/STAGE.json, on which the
+stage depends. So a change of a judge retrains nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rlhf_tasks.config.training import Base, Preferences, Prepare, Reward, Sft
 from rlhf_tasks.config.types import Stage, flatten
 
 RUNTIME_SECTIONS = ("launch", "resume", "tracking")
-"""Sections that every stage may read: where and how it runs. They change no result."""
+"""Sections that every stage may read: where and how it runs. Only PRECISION changes results."""
+PRECISION = "launch.precision"
 KEY = "key"
 """The name, in a field's metadata, of the dotted key of one value inside a section."""
 DataSource = Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
@@ -30,6 +31,8 @@ class StageView:
     """The sections that every stage reads. Subclasses add those that their stage declares."""
 
     stage: ClassVar[Stage]
+    has_models: ClassVar[bool] = False
+    """Whether the stage computes with models, so that its results depend on PRECISION."""
 
     launch: Launch
     resume: Resume
@@ -39,9 +42,9 @@ class StageView:
 
     @classmethod
     def reads(cls) -> tuple[str, ...]:
-        """The dotted keys of `params.yaml` that the stage declares, in the order of dvc.yaml."""
+        """The dotted keys of the parameters on which the stage's results depend."""
         own = [one for one in fields(cls) if one.name not in (*RUNTIME_SECTIONS, "declared")]
-        return tuple(one.metadata.get(KEY, one.name) for one in own)
+        return (*(one.metadata.get(KEY, one.name) for one in own), *([PRECISION] if cls.has_models else []))
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -75,6 +78,7 @@ class PrepareView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class BaseView(StageView):
     stage = "base"
+    has_models = True
 
     seed: int
     model: Model
@@ -84,6 +88,7 @@ class BaseView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class SftView(StageView):
     stage = "sft"
+    has_models = True
 
     seed: int
     sft: Sft
@@ -92,6 +97,7 @@ class SftView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class PreferencesView(StageView):
     stage = "preferences"
+    has_models = True
 
     seed: int
     data_source: DataSource = field(metadata={KEY: "data.source"})
@@ -103,6 +109,7 @@ class PreferencesView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class RewardView(StageView):
     stage = "reward"
+    has_models = True
 
     seed: int
     reward: Reward
@@ -111,6 +118,7 @@ class RewardView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class PpoView(StageView):
     stage = "ppo"
+    has_models = True
 
     seed: int
     ppo: Ppo
@@ -120,6 +128,7 @@ class PpoView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class JudgeView(StageView):
     stage = "judge"
+    has_models = True
 
     seed: int
     data_source: DataSource = field(metadata={KEY: "data.source"})
@@ -152,10 +161,4 @@ class ReportView(StageView):
     promotion: Promotion | None
 
 
-VIEWS: Mapping[Stage, type[StageView]] = {
-    view.stage: view
-    for view in (
-        PrepareView, BaseView, SftView, PreferencesView, RewardView, PpoView, JudgeView, VerdictView,
-        ReportView,
-    )
-}  # fmt: skip
+VIEWS: Mapping[Stage, type[StageView]] = {view.stage: view for view in StageView.__subclasses__()}

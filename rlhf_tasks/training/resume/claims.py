@@ -11,8 +11,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from rlhf_tasks import console
+from rlhf_tasks import config, console
 from rlhf_tasks.config import StageView
+from rlhf_tasks.config.stage_views import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, lineage
 from rlhf_tasks.project.paths import Paths
@@ -61,7 +62,7 @@ def claim(
         (folder / FINISHED).unlink(missing_ok=True)
         run = folder / "run"
         if not (run.exists() and any(folder.glob("*/step-*"))):
-            _show_others(folder, identity, view.stage)
+            _show_others(folder, identity, view.stage, config.load(paths.params).launch.precision == "auto")
             atomic.write_text(run, lineage.new_key(view.stage))
         yield Claim(run.read_text(encoding="utf-8"), folder)
 
@@ -101,14 +102,25 @@ def _acquired(lock: FileLock) -> bool:
     return True
 
 
-def _show_others(folder: Path, identity: Mapping[str, Any], stage: str) -> None:
-    """Print why unfinished runs with other parameters, code or inputs are not resumed."""
+def _show_others(folder: Path, identity: Mapping[str, Any], stage: str, is_auto: bool) -> None:
+    """Print why unfinished runs with other parameters, code or inputs are not resumed.
+
+    Raises:
+        UserError: if only the precision differs, which `auto` stands for here and stood for there.
+    """
     for other in sorted(folder.parent.iterdir()):
         lock = FileLock(other.with_suffix(".lock"))
         if other == folder or not other.is_dir() or not _acquired(lock):
             continue  # this run's folder, or that of a running process
         manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
         lock.release()
+        old = {} if manifest is None else manifest["identity"]
+        if is_auto and {**old, PRECISION: identity.get(PRECISION)} == identity:
+            raise UserError(
+                f"{PRECISION}: auto is {identity[PRECISION]} on this machine, and an unfinished run of {stage} "
+                f"computed in {old[PRECISION]} (it is in {other}); set {PRECISION} to {old[PRECISION]} to "
+                f"resume it, or to {identity[PRECISION]} to start from the beginning"
+            )
         if manifest is not None:
             console.say(
                 f"{stage} starts from the beginning. The snapshots of an unfinished run differ in "

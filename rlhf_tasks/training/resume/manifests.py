@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS
-from rlhf_tasks.project import hashing, lineage
+from rlhf_tasks.project import hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 
 MANIFEST = "manifest.json"
@@ -55,7 +55,8 @@ def point(paths: Paths, stage: str) -> str | None:
     view = next((view for name, view in VIEWS.items() if name == stage), None)
     if view is None or not any(states(paths).glob(f"{stage}/*/*/step-*")):
         return None
-    identity = lineage.identity(paths, stage, view.of(config.load(paths.params)).declared)
+    settings = inputs.in_force(paths, view.stage, config.load(paths.params), check=False)
+    identity = lineage.identity(paths, stage, view.of(settings).declared)
     snapshots = [] if identity is None else state_folder(paths, stage, identity).glob("*/step-*")
     newest = max(snapshots, key=lambda snapshot: snapshot.stat().st_mtime, default=None)
     manifest = None if newest is None else read_manifest(newest)
