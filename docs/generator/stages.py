@@ -72,7 +72,4 @@ def _plots(stage: Stage) -> Lines:
         names = [name for one in shipped for name in ([one.name, f"heldout/{one.name}"][: 1 + one.heldout])]
         if names:
             curves_shown = f"plots/{stage}.csv: [{', '.join(names)}]"
-            yield (
-                f"  - {panel.title}: "
-                f"{{template: linear, x: {curves.axis(stage)}, y: {{{curves_shown}}}}}"
-            )
+            yield (f"  - {panel.title}: {{template: linear, x: {curves.axis(stage)}, y: {{{curves_shown}}}}}")

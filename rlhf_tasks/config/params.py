@@ -54,10 +54,10 @@ class Launch(Section):
     """Whether what a process keeps of the optimiser's state, and of the weights where the layout shards them,
     is in the machine's memory and not in the GPU's. Not with `ddp`."""
     precision: Precision
-    """Number format of forward and backward passes: float32 or bfloat16. `auto` is bf16 on a GPU that has it,
-    and fp32 elsewhere. On a CPU, with `ddp`, bf16 rounds the factors and results of the layers' matrix
-    products, and the factors of those of the vocabulary head, and nothing else; a CPU without instructions
-    for it computes in float32."""
+    """Number format of forward and backward passes: float32 or bfloat16. `auto` is bf16 where every GPU has
+    compute capability 8.0 or more, and fp32 elsewhere; stage `inputs` decides. On a CPU, with `ddp`, bf16
+    rounds the factors and results of the layers' matrix products, and the factors of those of the vocabulary
+    head, and nothing else; a CPU without instructions for it computes in float32."""
     compile: bool
     """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
     start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ class Node:
 def is_code(dep: str) -> bool:
     """Whether a dep is code: of this project, or another Python file."""
     return Path(dep).is_relative_to("rlhf_tasks") or dep.endswith(".py")
+
+
+def is_in(path: str, folders: Iterable[str]) -> bool:
+    """Whether a path is one of these, or below one of them."""
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def graph(root: Path) -> dict[str, Node]:

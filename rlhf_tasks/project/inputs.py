@@ -20,7 +20,7 @@ import platform
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rlhf_tasks.config import VIEWS, Config, Stage
 from rlhf_tasks.config.stage_views import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, precision
-from rlhf_tasks.project.dvc_files import INPUTS
+from rlhf_tasks.project.dvc_files import INPUTS, is_in
 from rlhf_tasks.project.paths import Paths
 
 FILES: Mapping[str, tuple[str, ...]] = {
@@ -115,9 +115,13 @@ def recorded(paths: Paths, stage: str) -> Inputs | None:
 
 
 def used(root: Path, stage: str) -> Inputs:
-    """What inputs/STAGE.json held in the last run of a stage, by dvc.lock; empty if the cache lacks it."""
+    """What inputs/STAGE.json held in the last run of a stage, by dvc.lock; empty if it is lost."""
+    file = Paths(root).inputs(stage)
     md5 = dvc_files.locked_by(root, stage).get(f"{INPUTS}/{stage}.json")
-    text = None if md5 is None else dvc_cli.cached_text(root, md5)
+    if md5 is not None and file.exists() and hashing.dvc_md5(file) == md5:
+        text: str | None = file.read_text(encoding="utf-8")
+    else:
+        text = None if md5 is None else dvc_cli.cached_text(root, md5)
     return Inputs({}, {}, {}) if text is None else Inputs(**json.loads(text))
 
 
@@ -187,8 +191,8 @@ def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
     problems, files = list[str](), dict[str, str]()
     packages = {name: _version(name) for name in _packages(stage, values)}
     for key, path in files_named(values) if stage not in READS_NO_FILES else ():
-        maker = next((name for name, node in graph.items() if _is_in(path, node.outs)), None)
-        if _is_in(path, deps):
+        maker = next((name for name, node in graph.items() if is_in(path, node.outs)), None)
+        if is_in(path, deps):
             continue  # DVC compares it
         if maker is not None:
             problems.append(
@@ -248,10 +252,6 @@ def _beside(values: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name.removeprefix(section): value for name, value in values.items() if name.startswith(section)}
 
 
-def _is_in(path: str, folders: Iterable[str]) -> bool:
-    return any(Path(path).is_relative_to(folder) for folder in folders)
-
-
 def _packages(stage: str, values: Mapping[str, Any]) -> Sequence[str]:
     """The packages whose code a stage's results depend on, beside those of functions."""
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
@@ -292,7 +292,7 @@ def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Code:
     while todo:
         file = todo.pop()
         path = file.relative_to(root).as_posix()
-        if path in found or _is_in(path, known):
+        if path in found or is_in(path, known):
             continue
         found[path] = hashing.dvc_md5(file)
         try:
@@ -330,7 +330,7 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
 
 def _installed(root: Path, key: str, function: str) -> Code:
     """The installed package of a function, or the file of a module that is in no package."""
-    top = function.partition(":")[0].partition(".")[0]
+    top = _top(function)
     try:
         spec = importlib.util.find_spec(top)
     except ValueError:  # __main__ and the like
@@ -340,7 +340,7 @@ def _installed(root: Path, key: str, function: str) -> Code:
             f"{key}: the module of {function} is neither a file below {root.resolve()} nor installed; write "
             f"{top}.py, or install its package"
         )
-    if packages := _distributions(top):
+    if packages := _distributions(function):
         return Code({}, {name: _version(name) for name in packages})
     if top in sys.stdlib_module_names:
         return Code({}, {"python": platform.python_version()})
@@ -348,10 +348,19 @@ def _installed(root: Path, key: str, function: str) -> Code:
     return Code({place: hashing.dvc_md5(Path(place))}, {})
 
 
-def _distributions(top: str) -> list[str]:
-    """The names of the installed packages that have a top-level module, as pip writes them."""
-    names = importlib.metadata.packages_distributions().get(top, [])
+def _distributions(function: str) -> list[str]:
+    """The normalized names of the installed packages that have the top-level module of a function."""
+    names = importlib.metadata.packages_distributions().get(_top(function), [])
     return sorted({re.sub(r"[-_.]+", "-", name).lower() for name in names})
+
+
+def _top(function: str) -> str:
+    return function.partition(":")[0].partition(".")[0]
+
+
+def module_path(function: str) -> str:
+    """The file of `module:function`, if the project holds it and it is no package."""
+    return f"{function.partition(':')[0].replace('.', '/')}.py"
 
 
 def check_committed(root: Path, settings: Config) -> None:
@@ -365,13 +374,12 @@ def check_committed(root: Path, settings: Config) -> None:
     values = config.flatten(settings.model_dump(mode="json", by_alias=True))
     problems, allowed = [], _packages_of_project(root)
     for key, function in functions_named(values):
-        module = function.partition(":")[0]
-        names = [f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/__init__.py"]
-        is_committed = any(git.files(root, "HEAD", name) for name in names)
-        if not is_committed and not allowed.intersection(_distributions(module.partition(".")[0])):
+        file = module_path(function)
+        is_committed = any(git.files(root, "HEAD", name) for name in (file, f"{file[:-3]}/__init__.py"))
+        if not is_committed and not allowed.intersection(_distributions(function)):
             problems.append(
                 f"{key}: {function} is neither in a file of the run's commit nor in a package that "
-                f"pyproject.toml names; commit {names[0]}, or add its package to pyproject.toml"
+                f"pyproject.toml names; commit {file}, or add its package to pyproject.toml"
             )
     if problems:
         raise UserError("; ".join(problems))
@@ -382,6 +390,10 @@ def _packages_of_project(root: Path) -> set[str]:
     file = root / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.exists() else {}
     extras = project.get("optional-dependencies", {}).values()
-    required = [project.get("name", ""), *project.get("dependencies", ()), *(one for e in extras for one in e)]
+    required = [
+        project.get("name", ""),
+        *project.get("dependencies", ()),
+        *(one for e in extras for one in e),
+    ]
     names = [match[0] for text in required if (match := re.match(r"[A-Za-z0-9._-]+", text))]
     return {re.sub(r"[-_.]+", "-", name).lower() for name in names}

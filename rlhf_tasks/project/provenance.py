@@ -120,7 +120,8 @@ def _of_revision(
     links = [
         Link(
             stage,
-            {dep: read.get(stage, locked).get(dep) for dep in graph[stage].inputs} | records[stage].get("files", {}),
+            {dep: read.get(stage, locked).get(dep) for dep in graph[stage].inputs}
+            | records[stage].get("files", {}),
             {out: written[out] for out in graph[stage].outs if out in written},
             _lineage(root, locked, stage),
             _sampler(root, [written[out] for out in graph[stage].outs if out in written]),

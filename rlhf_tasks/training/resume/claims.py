@@ -117,9 +117,9 @@ def _show_others(folder: Path, identity: Mapping[str, Any], stage: str, is_auto:
         old = {} if manifest is None else manifest["identity"]
         if is_auto and {**old, PRECISION: identity.get(PRECISION)} == identity:
             raise UserError(
-                f"{PRECISION}: auto is {identity[PRECISION]} on this machine, and an unfinished run of {stage} "
-                f"computed in {old[PRECISION]} (it is in {other}); set {PRECISION} to {old[PRECISION]} to "
-                f"resume it, or to {identity[PRECISION]} to start from the beginning"
+                f"{PRECISION}: auto is {identity[PRECISION]} on this machine, and an unfinished run of "
+                f"{stage} computed in {old[PRECISION]} (it is in {other}); set {PRECISION} to "
+                f"{old[PRECISION]} to resume it, or to {identity[PRECISION]} to start from the beginning"
             )
         if manifest is not None:
             console.say(
