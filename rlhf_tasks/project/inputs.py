@@ -271,15 +271,7 @@ def _version(package: str) -> str:
 # ----------------------------------------------------------------------------------------- functions
 
 
-@dataclass(frozen=True)
-class Code:
-    """The code of a function: files of the project, or an installed package."""
-
-    files: Mapping[str, str]
-    packages: Mapping[str, str]
-
-
-def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Code:
+def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Inputs:
     """A function's file with all project files that it imports, directly or not, but for the `known` ones.
 
     Raises:
@@ -301,7 +293,7 @@ def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Code:
             raise UserError(f"{key}: {path} is not readable as Python: {error}; correct it") from None
         for name in _imports(tree, ".".join(file.relative_to(root).parent.parts)):
             todo += [*_parents(root, name), *([each] if (each := _file(root, name)) else [])]
-    return Code(found, {})
+    return Inputs({}, found, {})
 
 
 def _file(root: Path, module: str) -> Path | None:
@@ -328,7 +320,7 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
             yield base
 
 
-def _installed(root: Path, key: str, function: str) -> Code:
+def _installed(root: Path, key: str, function: str) -> Inputs:
     """The installed package of a function, or the file of a module that is in no package."""
     top = _top(function)
     try:
@@ -341,11 +333,11 @@ def _installed(root: Path, key: str, function: str) -> Code:
             f"{top}.py, or install its package"
         )
     if packages := _distributions(function):
-        return Code({}, {name: _version(name) for name in packages})
+        return Inputs({}, {}, {name: _version(name) for name in packages})
     if top in sys.stdlib_module_names:
-        return Code({}, {"python": platform.python_version()})
+        return Inputs({}, {}, {"python": platform.python_version()})
     place = next(iter(spec.submodule_search_locations or []), spec.origin or "")
-    return Code({place: hashing.dvc_md5(Path(place))}, {})
+    return Inputs({}, {place: hashing.dvc_md5(Path(place))}, {})
 
 
 def _distributions(function: str) -> list[str]:

@@ -20,6 +20,7 @@ from rlhf_tasks.config import Section
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import resume
 from tests import small
 from tests.flows import toy
 from tests.flows.chain import Chain, times
@@ -119,7 +120,8 @@ def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(chain: Pr
     assert chain.write("unread.py", "") == set()
     assert chain.write("text.txt", "") == {"ppo", "report"}
     assert chain.write("text.txt", "more") == set(), "the run cache has it"
-    assert chain.change({"data.source": "files"}) >= {"prepare"}
+    files = {"data.source": "files", "judge.judges": judges[1:], "promotion.judge": "own"}
+    assert chain.change(files) >= {"prepare"}
     assert chain.write("given/rows.txt", "other rows") >= {"prepare", "judge"}
 
 
@@ -165,13 +167,14 @@ def test_everything_that_does_not_exist_is_named_in_one_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "dvc.yaml", tmp_path)
-    toy.write_params(
-        tmp_path, sft={"from": "nowhere"}, judge={"labels": "none.jsonl"}, data={"source": "files"}
-    )
+    own = {"kind": "function", "name": "gold", "function": "no:f"}
+    held_out = {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}
+    judge = {"labels": "none.jsonl", "judges": [own, held_out]}
+    toy.write_params(tmp_path, sft={"from": "nowhere"}, judge=judge, data={"source": "files"})
     assert main.main(["inputs"]) == 2
     message = capsys.readouterr().err
-    for part in ("sft.from=nowhere does not exist", "judge.labels=none.jsonl", "data.path=given"):
-        assert part in message
+    parts = ("sft.from=nowhere does not exist", "judge.labels=none.jsonl", "data.path=given", "of no:f is")
+    assert [part for part in parts if part not in message] == []
     assert not (tmp_path / "inputs").exists()
 
 
@@ -381,6 +384,26 @@ def test_auto_is_bf16_where_every_gpu_has_it(
     assert precision.resolve("bf16") == "bf16"
     monkeypatch.setattr(precision, "_torch_has_cuda", lambda: False)
     assert precision.resolve("auto") == "fp32", "a build of torch without CUDA computes on the CPU"
+
+
+def test_with_auto_an_unfinished_run_in_another_precision_is_refused_by_name(record: Path) -> None:
+    """Only where nothing else differs; a precision that is written out starts from the beginning."""
+    paths, view = Paths(record), config.VIEWS["sft"].of(inputs.resolved(config.load()))
+    identity = lineage.identity(paths, "sft", view.declared)
+    assert identity is not None
+    snapshot = record / ".rlhf/state/sft/other/sft/step-000000001"
+    snapshot.mkdir(parents=True)
+    manifest: dict[str, Any] = {"identity": {**identity, "launch.precision": "bf16"}, "step": 1}
+    (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with (
+        pytest.raises(UserError, match=r"set launch\.precision to bf16"),
+        resume.claim(paths, view, main=True),
+    ):
+        pass
+    manifest["identity"]["sft.patience"] = 99
+    (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with resume.claim(paths, view, main=True) as claim:
+        assert claim.folder is not None
 
 
 # --------------------------------------------------------------------------------------- runs of a commit
