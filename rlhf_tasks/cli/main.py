@@ -44,6 +44,7 @@ from rlhf_tasks.cli import (
 )
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.errors import OutsideFault
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures
 from rlhf_tasks.training.stopping import Stopped
@@ -57,7 +58,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Review results": ("mlflow", "compare", "lineage", "judge", "judge-reward", "label", "generate", "sync"),
     "Promote a policy": ("promote", "rollback", "export"),
     "Run the service": ("up", "status", "down", "work", "deploy"),
-    "Stages (`dvc repro` runs them in order)": STAGES,
+    "Stages (`dvc repro` runs them in order)": (dvc_files.INPUTS, *STAGES),
 }
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",

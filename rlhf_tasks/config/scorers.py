@@ -63,14 +63,14 @@ class RewardModelScorer(Section):
     weight: t.FiniteFloat = 1.0
     """Factor of this score, before the reward models are combined."""
     path: str | None = None
-    """Folder of a ready reward model, which may have another tokenizer and chat template; add it to the deps
-    of stage ppo in dvc.yaml; null: models/reward."""
+    """Folder of a ready reward model, which may have another tokenizer and chat template; null:
+    models/reward."""
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] | None = None
     """Name in the metrics: lower-case letters, digits, `_`; null: its kind, numbered from the second on."""
 
 
 class FunctionScorer(Section):
-    """A Python function that scores responses. Add its file to the deps of stage ppo in dvc.yaml."""
+    """A Python function that scores responses."""
 
     kind: Literal["function"]
     weight: t.FiniteFloat = 1.0

@@ -1,7 +1,7 @@
 """The part of `params.yaml` that each stage reads: one frozen, typed view per stage.
 
-dvc.yaml declares the same keys (a test compares them). A stage receives nothing else, so that a change
-of a judge retrains nothing.
+A stage receives nothing else, and stage `inputs` writes the same values to inputs/STAGE.json, on which the
+stage depends. So a change of a judge retrains nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.types import Stage, flatten
 
 RUNTIME_SECTIONS = ("launch", "resume", "tracking")
-"""Sections that every stage may read: where and how it runs. They change no result."""
+"""Sections that every stage may read: where and how it runs. Only PRECISION changes results."""
+PRECISION = "launch.precision"
 KEY = "key"
 """The name, in a field's metadata, of the dotted key of one value inside a section."""
 DataSource = Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
@@ -27,6 +28,8 @@ class StageView:
     """The sections that every stage reads. Subclasses add those that their stage declares."""
 
     stage: ClassVar[Stage]
+    has_models: ClassVar[bool] = False
+    """Whether the stage computes with models, so that its results depend on PRECISION."""
 
     launch: s.Launch
     resume: s.Resume
@@ -36,9 +39,9 @@ class StageView:
 
     @classmethod
     def reads(cls) -> tuple[str, ...]:
-        """The dotted keys of `params.yaml` that the stage declares, in the order of dvc.yaml."""
+        """The dotted keys of the parameters on which the stage's results depend."""
         own = [one for one in fields(cls) if one.name not in (*RUNTIME_SECTIONS, "declared")]
-        return tuple(one.metadata.get(KEY, one.name) for one in own)
+        return (*(one.metadata.get(KEY, one.name) for one in own), *([PRECISION] if cls.has_models else []))
 
     @classmethod
     def of(cls, config: s.Config) -> Self:
@@ -71,6 +74,7 @@ class PrepareView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class BaseView(StageView):
     stage = "base"
+    has_models = True
 
     seed: int
     model: s.Model
@@ -80,6 +84,7 @@ class BaseView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class SftView(StageView):
     stage = "sft"
+    has_models = True
 
     seed: int
     sft: s.Sft
@@ -88,6 +93,7 @@ class SftView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class PreferencesView(StageView):
     stage = "preferences"
+    has_models = True
 
     seed: int
     data_source: DataSource = field(metadata={KEY: "data.source"})
@@ -99,6 +105,7 @@ class PreferencesView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class RewardView(StageView):
     stage = "reward"
+    has_models = True
 
     seed: int
     reward: s.Reward
@@ -107,6 +114,7 @@ class RewardView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class PpoView(StageView):
     stage = "ppo"
+    has_models = True
 
     seed: int
     ppo: Ppo
@@ -116,6 +124,7 @@ class PpoView(StageView):
 @dataclass(frozen=True, kw_only=True)
 class JudgeView(StageView):
     stage = "judge"
+    has_models = True
 
     seed: int
     data_source: DataSource = field(metadata={KEY: "data.source"})

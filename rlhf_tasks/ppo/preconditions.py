@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +16,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts
 from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.runtime import Runtime
@@ -49,7 +47,7 @@ def check(config: PpoView, paths: Paths) -> None:
 
 
 def _check_reward_models(config: PpoView, paths: Paths) -> None:
-    """Check that DVC tracks the folders of `ppo.scorers`, and that none has the weights of another model.
+    """Check that the folders of `ppo.scorers` hold models, and that none has the weights of another model.
 
     Raises:
         UserError: naming the folder.
@@ -57,14 +55,8 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
     folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMISED]
     if not folders:
         return
-    deps = dvc_files.graph(paths.root)["ppo"].inputs
     known = {contracts.fingerprint(paths.root / folder): folder for folder in _pipeline_models(config, paths)}
     for folder in folders:
-        if not any(Path(folder).is_relative_to(dep) for dep in deps):
-            raise UserError(
-                f"ppo.scorers: {folder} is not among the deps of stage ppo in dvc.yaml, so DVC would not "
-                f"notice when it changes; add the line `- {folder}`"
-            )
         if not contracts.has_model(paths.root / folder):
             raise UserError(f"ppo.scorers: {folder} holds no model; give the folder of a reward model")
         digest = contracts.fingerprint(paths.root / folder)
