@@ -146,7 +146,8 @@ def test_losses_and_token_means_equal_a_slow_loop_over_tokens(
 ) -> None:
     """One step on the rollout of an older policy and critic; the loop reads single rows."""
     expected, shipped = token_means_by_loop(tokens, **clips), token_means_by_loop(tokens)
-    metrics = trainer(num_mini_batches=1, num_ppo_epochs=1, **clips).optimiser.optimise(
+    own = {key.replace("cliprange_value", "advantages.critic.cliprange_value"): v for key, v in clips.items()}
+    metrics = trainer(num_mini_batches=1, num_ppo_epochs=1, **own).optimiser.optimise(
         from_older_policy(ppo_batch)
     )
     for key in TOKEN_MEANS:
@@ -232,8 +233,8 @@ def test_without_advantages_only_the_critic_changes_and_only_with_vf_coef(ppo_ba
         changed = {key.split(".")[0] for key in after if not torch.equal(after[key], before[key])}
         return "policy" in changed, "value" in changed
 
-    assert changed_parts(vf_coef=0.1) == (False, True)
-    assert changed_parts(vf_coef=0.0) == (False, False)
+    assert changed_parts(advantages__critic__vf_coef=0.1) == (False, True)
+    assert changed_parts(advantages__critic__vf_coef=0.0) == (False, False)
 
 
 def test_no_step_is_taken_on_a_loss_that_is_nan() -> None:
