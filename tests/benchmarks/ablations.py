@@ -22,6 +22,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from rlhf_tasks import config
+from tests import small
 from tests.benchmarks.seeds import linked, run_seed
 
 OUT = Path(__file__).with_suffix(".md")
@@ -31,10 +33,18 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "truncation: none": {"truncation.kind": "none"},
     "truncation: eos_trick_subtract": {"truncation.kind": "eos_trick_subtract"},
-    "truncation: bootstrap, critic warmed up": {"truncation.kind": "bootstrap", "advantages.critic.warmup": WARM},
-    "truncation: bootstrap_add, critic warmed up": {"truncation.kind": "bootstrap_add", "advantages.critic.warmup": WARM},
+    "truncation: bootstrap, critic warmed up": {
+        "truncation.kind": "bootstrap",
+        "advantages.critic.warmup": WARM,
+    },
+    "truncation: bootstrap_add, critic warmed up": {
+        "truncation.kind": "bootstrap_add",
+        "advantages.critic.warmup": WARM,
+    },
     "truncation: bootstrap, gamma: 0.99, critic warmed up": {
-        "truncation.kind": "bootstrap", "advantages.gamma": 0.99, "advantages.critic.warmup": WARM,
+        "truncation.kind": "bootstrap",
+        "advantages.gamma": 0.99,
+        "advantages.critic.warmup": WARM,
     },
     "kl_estimator: k2": {"kl.estimator": "k2"},
     "kl_estimator: k3": {"kl.estimator": "k3"},
@@ -45,20 +55,22 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "ratio_from: reference": {"ratio_from": "reference"},
     "critic_init: sft": {"advantages.critic.init": "sft"},
     "critic_init: base": {"advantages.critic.init": "base"},
-    "advantages.critic.warmup": {"advantages.critic.warmup": WARM},
+    "critic_warmup": {"advantages.critic.warmup": WARM},
     "value_model: shared": {"advantages.critic.kind": "shared"},
     "lora r 16": {"lora": {"r": 16, "alpha": 32.0}},
     "lora r 16, at ten times the rate": {
-        "lora": {"r": 16, "alpha": 32.0}, "learning_rate": 4e-3, "advantages.critic.learning_rate": 4e-4,
+        "lora": {"r": 16, "alpha": 32.0},
+        "learning_rate": 4e-3,
+        "advantages.critic.learning_rate": 4e-4,
     },
     "score_scaling, mean subtracted, clip 0.8": {"score_scaling": {"subtract_mean": True, "clip": 0.8}},
-    "advantages.whiten_rewards": {"advantages.whiten_rewards": True},
+    "whiten_rewards": {"advantages.whiten_rewards": True},
     "whiten_advantages: false": {"whiten_advantages": False},
     "advantage_clip: 0.5": {"advantage_clip": 0.5},
     "cliprange_value: null": {"advantages.critic.cliprange_value": None},
     "entropy_coef: 0.01": {"entropy_coef": 0.01},
     "ptx, coef 0.1": {"ptx": {"coef": 0.1, "text": None}},
-}  # fmt: skip
+}
 CELLS = {
     "PPO vs reference": ("win_rate", "{:.1%}"),
     "coverage": ("coverage", "{:.3f}"),
@@ -90,16 +102,14 @@ def run_variant(seed: int, name: str, finished: Path, work: Path) -> dict[str, f
 def _prepare(folder: Path, finished: Path, changes: Mapping[str, Any]) -> None:
     """Make a workspace with the data and models of a finished run, and parameters of its own."""
     params = linked(folder, finished)
-    params["ppo"].update({"total_episodes": EPISODES, **changes})
-    params["ppo"]["guards"]["action"] = "warn"
-    params["ppo"]["num_sample_generations"] = 0
+    own = {"total_episodes": EPISODES, "guards.action": "warn", "num_sample_generations": 0, **changes}
+    config.merge(params, small.together({f"ppo.{key}": value for key, value in own.items()}))
     params["promotion"] = None
     YAML().dump(params, folder / "params.yaml")
 
 
 def judge(out: Path) -> None:
     """Write the results of models/policy of this folder on the validation posts."""
-    from rlhf_tasks import config
     from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
     from rlhf_tasks.data.synthetic import gold, gold_scores
     from rlhf_tasks.evaluation import statistics
