@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_tasks.config import flatten, parse
 from rlhf_tasks.errors import UserError
 
+INSTALLED = Path(__file__).parents[2]  # the folder of the code that runs
 INPUTS = "inputs"
 """The first stage, which writes inputs/STAGE.json, and its folder."""
 KEPT_BY_GIT = ("metrics/", "plots/")  # outs in git instead of DVC's cache
