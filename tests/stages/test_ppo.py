@@ -19,7 +19,6 @@ from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
-from rlhf_tasks.ppo.training_loop import sample_updates, selection_updates
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
@@ -223,18 +222,6 @@ def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
         return {file.name: file.read_bytes() for file in sorted(files)}
 
     assert written() == written()
-
-
-def test_samples_are_shown_evenly_spaced_first_and_last_update_included() -> None:
-    assert [sorted(sample_updates(n, 8)) for n in (0, 1, 2, 3, 9)] == [
-        [], [8], [0, 8], [0, 4, 8], list(range(9)),
-    ]  # fmt: skip
-
-
-def test_evaluations_are_evenly_spaced_last_update_included() -> None:
-    assert [sorted(selection_updates(n, 8)) for n in (1, 2, 3, 9)] == [
-        [8], [4, 8], [3, 5, 8], list(range(1, 9)),
-    ]  # fmt: skip
 
 
 def test_ptx_text_is_the_documents_of_a_file(tmp_path: Path) -> None:
