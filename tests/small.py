@@ -27,8 +27,8 @@ from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.data.synthetic import generate
-from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.training.runtime import Runtime
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,7 @@ def tokenizer() -> Tokenizer:
 
 def causal(family: Family = "llama", seed: int = 0, words: Tokenizer | None = None) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = models.from_scratch(shape(family), words or tokenizer(), max_positions=128)
+    model = from_scratch(shape(family), words or tokenizer(), max_positions=128)
     model.eval()
     return model
 
@@ -252,7 +252,7 @@ def _save(
 ) -> None:
     folder = root / "models" / name
     folder.mkdir(parents=True)
-    models.save(model, words, folder, identity=identity, card="a card")
+    save_checkpoint(model, words, folder, identity=identity, card="a card")
 
 
 def last_scores_alone(scores: TokenScores, queries: Sequence[Ids], answers: Sequence[Ids]) -> Tensor:

@@ -42,8 +42,10 @@ NO_RESULT = (
     "stages.runner",
     "tracking",
     "console",
+    "training.checkpoint",
+    "training.failures",
     "training.launch",
-    "training.resume",
+    "training.stopping",
     "project.lineage",
     "project.dvc_files",
     "project.git",
@@ -71,7 +73,7 @@ def code_of(stage: Stage) -> list[str]:
     values, on those which these import, and on those whose functions or constants its own code uses. The
     view's choice of keys needs no dep: it is compared with the stage's `params` in dvc.yaml.
     """
-    modules = _imported([runner.MODULES[stage]], is_left_out)
+    modules = _imported([runner.module_of(stage)], is_left_out)
     sections = {
         name: annotation
         for name, annotation in get_type_hints(VIEWS[stage]).items()

@@ -1,6 +1,6 @@
 """Secrets stay out of what a run writes, and no server listens to other machines.
 
-`tests/browser/test_scripts.py` has the pages, and `tests/modeling/test_models.py` the formats of weights.
+`tests/browser/test_scripts.py` has the pages, and `tests/modeling/test_load.py` the formats of weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ruamel.yaml import YAML
 from tests import small
 from tests.evaluation import endpoint
 from tests.flows import toy
-from tests.modeling.test_scorers import Server as Scorer
-from tests.modeling.test_scorers import status
+from tests.scoring.server import Server as Scorer
+from tests.scoring.server import status
 from tests.training import test_killed
 
 ROOT = Path(__file__).parents[1]

@@ -145,7 +145,7 @@ def foreign(
 
 def run(stage: Stage, settings: config.Config, tracker: NullTracker | None = None) -> dict[str, float]:
     """One stage in this process."""
-    module = importlib.import_module(runner.MODULES[stage])
+    module = importlib.import_module(runner.module_of(stage))
     metrics: dict[str, float] = module.run(VIEWS[stage].of(settings), Paths(), tracker or NullTracker(stage))
     return metrics
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks.benchmark import shapes
 from rlhf_tasks.config import Config, is_hub_id
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import from_scratch
 from rlhf_tasks.project.paths import Paths
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
@@ -149,7 +149,7 @@ def of_params(config: Config, root: Path) -> Architecture:
     if config.sft.source is None and scratch is not None:
         words = shapes.tokenizer(scratch.vocab_size)
         with torch.device("meta"):
-            return of_model(models.from_scratch(scratch, words, positions(config)))
+            return of_model(from_scratch(scratch, words, positions(config)))
     source, revision = config.model.base, config.model.revision
     if config.sft.source is not None:
         source, revision = config.sft.source, config.sft.revision

@@ -19,12 +19,19 @@ from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models, scorers
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    fetch_tokenizer,
+    from_scratch,
+    load_causal,
+    place,
+    save_checkpoint,
+)
 from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic
 from rlhf_tasks.ppo.trainer import Trainer
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.stages.ppo import load_models, ptx_text
 from rlhf_tasks.training.runtime import Runtime
 
@@ -70,14 +77,15 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     settings = settings.model_copy(update=changes)
     tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
     for model in made:
-        models.place(model, rt.device)
+        place(model, rt.device)
     for frozen in (made.reference, made.reward):
         rt.freeze(frozen)
     reward = TokenScores(made.reward)
     critic = TokenScores(made.value) if settings.value_model else NoCritic()
-    scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=Path()
-    )
+    scorer = build_scorers(
+        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
+        root=Path(), placement=rt,
+    )  # fmt: skip
     trainer = Trainer(
         rt, settings, ActorCritic(made.policy, critic),
         OwnModel(made.reference, moves=settings.reference_sync is not None), scorer, tokenizer,
@@ -108,7 +116,7 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, view, paths)
     prompts, kept = _prompts(Paths(root), tokenizer, config)
-    scorer = scorers.build(
+    scorer = build_scorers(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root,
         combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip
@@ -148,20 +156,20 @@ def _fill(config: Config, own: Paths, paths: Paths) -> list[str]:
 def _initial(config: Config, own: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of the shape that SFT would have, and its tokenizer."""
     if config.sft.source is not None:
-        where = models.local_tokenizer(config.sft.source, config.sft.revision)
-        return models.load_causal(config.sft.source, config.sft.revision), load_tokenizer(where)
+        where = fetch_tokenizer(config.sft.source, config.sft.revision)
+        return load_causal(config.sft.source, config.sft.revision), load_tokenizer(where)
     if config.model.scratch is None:
-        return models.load_causal(config.model.base, config.model.revision), tokenizers.ready(config.model)
+        return load_causal(config.model.base, config.model.revision), tokenizers.ready(config.model)
     shape = config.model.scratch
     tokenizer = (
         load_tokenizer(own.tokenizer) if own.tokenizer.exists() else shapes.tokenizer(shape.vocab_size)
     )
-    return models.from_scratch(shape, tokenizer, positions(config)), tokenizer
+    return from_scratch(shape, tokenizer, positions(config)), tokenizer
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     folder.mkdir(parents=True)
-    models.save(model, tokenizer, folder, identity={}, card="random weights, for a benchmark\n")
+    save_checkpoint(model, tokenizer, folder, identity={}, card="random weights, for a benchmark\n")
 
 
 def _prompts(own: Paths, tokenizer: PreTrainedTokenizerBase, config: Config) -> tuple[list[Ids], Columns]:

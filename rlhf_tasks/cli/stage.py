@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from rlhf_tasks.cli.arguments import Commands, add_command
 from rlhf_tasks.config import STAGES
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 
 
 def add(commands: Commands) -> None:
+    summaries = dvc_files.descriptions(Path())
     for stage in STAGES:
         if stage != "judge":  # it takes arguments: see judge.py
-            add_command(commands, stage, run, runner.SUMMARIES[stage]).set_defaults(stage=stage)
+            add_command(commands, stage, run, summaries.get(stage, "")).set_defaults(stage=stage)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -70,7 +70,7 @@ class RewardModelJudge(Section):
 
 
 class FunctionJudge(Section):
-    """A Python function that scores each response."""
+    """A Python function that scores each response, or compares two."""
 
     kind: Literal["function"]
     """Kind of this judge."""
@@ -80,6 +80,9 @@ class FunctionJudge(Section):
     """`module:function`, called with a list of prompts and a list of responses, and with the columns of
     `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for one that it
     cannot score."""
+    pairwise: bool = False
+    """Whether the function compares: it is called with a list of prompts and two lists of responses, once in
+    each order, and returns per prompt the probability that the first response is better, or None."""
 
 
 class VerifierJudge(Section):
@@ -312,7 +315,11 @@ class Judging(Section):
     def scoring(self) -> set[str]:
         """Names of the judges that score each response; they make no requests."""
         kinds = (GoldJudge, RewardModelJudge, FunctionJudge, VerifierJudge)
-        return {judge.name for judge in self.judges if isinstance(judge, kinds)}
+        return {
+            judge.name
+            for judge in self.judges
+            if isinstance(judge, kinds) and not (isinstance(judge, FunctionJudge) and judge.pairwise)
+        }
 
     @property
     def needs_pipeline_reward_model(self) -> bool:

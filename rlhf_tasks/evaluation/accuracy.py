@@ -12,8 +12,8 @@ from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.evaluation import progress, statistics
 from rlhf_tasks.evaluation.judges.optimised import required_judges
 from rlhf_tasks.evaluation.results import Accuracy, Interval
-from rlhf_tasks.modeling.verifier import Verifier
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.verifier import Verifier
 
 
 def _verifiers(settings: Judging) -> dict[str, Verifier]:

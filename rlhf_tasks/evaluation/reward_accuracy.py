@@ -23,10 +23,12 @@ from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.statistics import Estimate
-from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.modeling.retokenised import conversation_ids
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_reward
 from rlhf_tasks.project import atomic
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.retokenize import conversation_ids
+from rlhf_tasks.scoring.reward_model import RewardModel
 
 ALL = "all"
 MAX_SHOWN = 10  # problems of a file
@@ -92,7 +94,7 @@ def score(folder: Path, rows: Sequence[Row], device: torch.device) -> list[list[
     Raises:
         UserError: as `measure`.
     """
-    tokenizer, model = load_tokenizer(folder), models.load_reward(folder)
+    tokenizer, model = load_tokenizer(folder), load_reward(folder)
     contracts.check_fits(model.model, tokenizer, str(folder))
     prompts = [row.prompt for row in rows for _ in row.responses]
     answers = [answer for row in rows for answer in row.responses]
@@ -107,7 +109,8 @@ def score(folder: Path, rows: Sequence[Row], device: torch.device) -> list[list[
         ]
         ids = conversation_ids(tokenizer, [reads.chat(conversation, False) for conversation in turns])
     _check_lengths(ids, getattr(model.model.config, "max_position_embeddings", None), folder, prompts)
-    scores = iter(RewardScorer(model.to(device), tokenizer)(*ids).tolist())
+    given = Responses.of_ids(*ids, tokenizer)
+    scores = iter(RewardModel(model.to(device), tokenizer)(given).tolist())
     return [[next(scores) for _ in row.responses] for row in rows]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +17,11 @@ from numpy.typing import ArrayLike
 
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.evaluation.judges.scoring import RewardModelScorer
 from rlhf_tasks.evaluation.results import Interval, RewardDiagnostic
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring import reward_model
+from rlhf_tasks.scoring.protocol import Responses, Scorer
 
 NUM_BINS = 10
 MIN_IN_BIN = 20  # pairs, where there are enough for several bins
@@ -45,21 +46,17 @@ class Pairs:
     worse: list[str]
 
 
-class RewardModel(Protocol):
-    def scores(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]: ...
-
-
-Rewards = Mapping[str, RewardModel]
+Rewards = Mapping[str, Scorer]
 Rows = list[dict[str, Any]]
 
 
-def load_rewards(paths: Paths, device: torch.device) -> dict[str, RewardModelScorer]:
+def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
     """The reward models that this pipeline trained, by name; empty where it trained none."""
     folders = {"reward": paths.reward, "reward_heldout": paths.reward_heldout}
     return {
-        name: RewardModelScorer(folder, device)
+        name: reward_model.load(folder, device)
         for name, folder in folders.items()
-        if contracts.is_made(folder)
+        if contracts.has_model(folder)
     }
 
 
@@ -94,9 +91,11 @@ def order_by(
     return pairs
 
 
-def leads(model: RewardModel, pairs: Pairs) -> statistics.Floats:
+def leads(model: Scorer, pairs: Pairs) -> statistics.Floats:
     """(N,) score of the better response minus that of the worse one."""
-    better, worse = (model.scores(pairs.prompts, texts) for texts in (pairs.better, pairs.worse))
+    better, worse = (
+        model(Responses.of_texts(pairs.prompts, texts)).tolist() for texts in (pairs.better, pairs.worse)
+    )
     return np.subtract(better, worse)
 
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
-from rlhf_tasks.modeling.generation import Share, answer
 from rlhf_tasks.modeling.logprobs import response_logprobs
-from rlhf_tasks.modeling.scorers import Scorer
+from rlhf_tasks.modeling.sampling import Share, sample_responses
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.kl import k1
 from rlhf_tasks.ppo.metrics import Metrics, standard_error
@@ -26,6 +25,7 @@ from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import Reference, Scorers, interleave, raise_on_all_ranks
 from rlhf_tasks.ppo.sampler import Sampler
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
 
@@ -189,7 +189,7 @@ class Evaluator:
 
     def _sample(self, prompts: list[str], total: int) -> list[Ids]:
         with self._rt.whole(self._policy) as policy, self._rt.autocast():
-            return answer(
+            return sample_responses(
                 policy,
                 self._tokenizer,
                 prompts,
@@ -237,21 +237,20 @@ class Evaluator:
     ) -> dict[str, Tensor]:
         """(B,) by scorer of all rows, on all ranks; the first rank alone sends requests."""
         rt = self._rt
+        rows = Responses.of_ids(queries, responses, self._tokenizer, kept)
         # but passes of a sharded reward model need all ranks
         if any(scorer.kind == "http" for scorer in self._config.scorers) and not rt.shards:
-            parts = raise_on_all_ranks(
-                rt, lambda: self._scorers.parts(queries, responses, kept) if rt.is_main else {}, batch
-            )
+            parts = raise_on_all_ranks(rt, lambda: self._scorers.parts(rows) if rt.is_main else {}, batch)
             result: dict[str, Tensor] = rt.from_main(parts)
             return result
         shares = {name: rt.share(values) for name, values in kept.items()}
-        own = rt.share(queries), rt.share(responses), shares
-        result = interleave(rt.each(raise_on_all_ranks(rt, lambda: self._scorers.parts(*own), batch)))
+        own = Responses.of_ids(rt.share(queries), rt.share(responses), self._tokenizer, shares)
+        result = interleave(rt.each(raise_on_all_ranks(rt, lambda: self._scorers.parts(own), batch)))
         return result
 
     def _score_heldout(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         assert self._heldout is not None
-        scores = self._heldout(queries, responses)
+        scores = self._heldout(Responses.of_ids(queries, responses, self._tokenizer))
         if not bool(scores.isfinite().all()):
             raise NonFiniteError("models/reward_heldout gave NaN or infinity")
         return scores

@@ -14,12 +14,12 @@ from rlhf_tasks.config.scorers import reward_folders
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import checks, contracts, positions
-from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.verifier import Verifier
+from rlhf_tasks.modeling import checks, contracts
+from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.runtime import Runtime
 
 SPLITS_USED: tuple[Split, ...] = ("train", "validation")
@@ -65,7 +65,7 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
                 f"ppo.scorers: {folder} is not among the deps of stage ppo in dvc.yaml, so DVC would not "
                 f"notice when it changes; add the line `- {folder}`"
             )
-        if not contracts.is_made(paths.root / folder):
+        if not contracts.has_model(paths.root / folder):
             raise UserError(f"ppo.scorers: {folder} holds no model; give the folder of a reward model")
         digest = contracts.fingerprint(paths.root / folder)
         if digest in known:
@@ -141,8 +141,8 @@ def check_models(
     """
     policy, critic = actor_critic.policy, actor_critic.value
     longest = max(map(len, [*prompts, *selection])) + settings.response_length
-    positions.check_positions(policy.config, longest, "models/sft")
-    queries = checks.prompts_of_mixed_lengths(prompts)
+    checks.check_positions(policy.config, longest, "models/sft")
+    queries = checks.pick_prompts(prompts)
     saves = rt.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
     with rt.on_device(policy) as is_used:
         if is_used:
@@ -150,10 +150,10 @@ def check_models(
                 policy, queries, pad=pad, temperature=settings.temperature, num_new=settings.response_length,
                 saves=saves,
             ), "models/sft")  # fmt: skip
-    rows = checks.rows_of(queries, settings.response_length)
+    rows = checks.add_responses(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
-            positions.check_positions(model.model.config, longest, name)
+            checks.check_positions(model.model.config, longest, name)
             with rt.on_device(model) as is_used:
                 if is_used:
                     checks.require(checks.check_scores(model, rows, pad=pad), name)

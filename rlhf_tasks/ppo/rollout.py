@@ -12,17 +12,18 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, Ids, TokenBudget, collate, picked, sizes
-from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling.generation import Samples
+from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.modeling.load import TokenScores, disable_adapters
 from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs, token_stats
-from rlhf_tasks.modeling.models import TokenScores, without_adapters
+from rlhf_tasks.modeling.sampling import Samples
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
 from rlhf_tasks.ppo.rewards import bootstrap_values
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
 
 T = TypeVar("T")
@@ -148,17 +149,15 @@ class AdapterOff:
         self._policy = policy
 
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        with without_adapters(self._policy):
+        with disable_adapters(self._policy):
             return response_logprobs(self._policy, batch, temperature)
 
 
 class Scorers(Protocol):
-    """What gives responses their scores; `scorers.WeightedSum` outside of tests."""
+    """What gives responses their scores; `scoring.combine.WeightedSum` outside of tests."""
 
-    def parts(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
-    ) -> dict[str, Tensor]:
-        """(B,) by scorer, unweighted, on the CPU; `columns` are those of the prompts' rows."""
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        """(B,) by scorer, unweighted, on the CPU."""
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         """(B,): the weighted sum."""
@@ -175,8 +174,8 @@ def score_rollout(
     samples: Samples,
     columns: Columns,
     *,
+    tokenizer: PreTrainedTokenizerBase,
     stop: int,
-    pad: int,
     budget: TokenBudget,
     is_on_policy: bool,
 ) -> Rollout:
@@ -196,7 +195,7 @@ def score_rollout(
     recomputes = not is_on_policy or not rt.is_float32
 
     def forward(rows: list[int]) -> None:
-        batch = picked(queries, responses, rows, pad).to(rt.device)
+        batch = picked(queries, responses, rows, tokenizer.pad_token_id).to(rt.device)
         with rt.autocast():
             ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
             stats = None
@@ -220,7 +219,7 @@ def score_rollout(
     ended = torch.tensor([response[-1] == stop for response in responses])
     parts = raise_on_all_ranks(
         rt,
-        lambda: scorers.parts(queries, responses, columns),
+        lambda: scorers.parts(Responses.of_ids(queries, responses, tokenizer, columns)),
         {"queries": queries, "responses": responses},
     )
     rollout = Rollout(
@@ -237,7 +236,7 @@ def score_rollout(
         importance=torch.ones(shape),
         advantages=torch.zeros(shape),
         returns=torch.zeros(shape),
-        pad=pad,
+        pad=tokenizer.pad_token_id,
     )
     names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
     wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.modeling.generation import Samples, Share, sample
-from rlhf_tasks.modeling.models import merged
+from rlhf_tasks.modeling.load import merge_adapter
+from rlhf_tasks.modeling.sampling import Samples, Share, sample
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine, EngineError, Limits, check
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
@@ -241,7 +241,7 @@ class VllmSampler:
         with sharding.to_save(self._policy) as plain:
 
             def load() -> str:
-                self._engine.load(merged(plain), self._version)
+                self._engine.load(merge_adapter(plain), self._version)
                 return self._engine.name
 
             self.name = on_rank0(self._rt, load)

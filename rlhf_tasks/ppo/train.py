@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
@@ -54,7 +55,8 @@ from rlhf_tasks.ppo.rollout import (
 )
 from rlhf_tasks.ppo.state import TrainState, handle_trip, keep_good_state, write_fault
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.checkpoint import Checkpoint
 from rlhf_tasks.training.layouts import reset_moments
 from rlhf_tasks.training.optim import learning_rate, set_learning_rate
 from rlhf_tasks.training.runtime import MicroRows, Runtime
@@ -77,10 +79,10 @@ def train(
     estimator: Estimator,
     evaluator: Evaluator,
     ptx: LanguageModeling | None,
+    tokenizer: PreTrainedTokenizerBase,
     stop: int,
-    pad: int,
     tracker: Tracker,
-    snapshots: resume.Loop,
+    snapshots: Checkpoint,
     faults: Path,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Metrics]:
@@ -150,8 +152,8 @@ def train(
                     [prompts[i] for i in own],
                     samples,
                     take(columns, own),
+                    tokenizer=tokenizer,
                     stop=stop,
-                    pad=pad,
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_tasks.config import flatten, parse
 from rlhf_tasks.errors import UserError
 
+INSTALLED = Path(__file__).parents[2]  # the folder of the code that runs
 CODE = (".py", ".html", ".css", ".js")
 TEXTS = ("rlhf_tasks/*.txt", "rlhf_tasks/*.toml")  # texts that belong to code; other texts are data
 KEPT_BY_GIT = ("metrics/", "plots/")  # outs in git instead of DVC's cache
@@ -68,6 +69,16 @@ def graph_in(text: str, params: str) -> dict[str, Node]:
         )
         for name, stage in tree["stages"].items()
     }
+
+
+def descriptions(root: Path) -> dict[str, str]:
+    """What each stage does, by its `desc` in dvc.yaml: the project's, or else the shipped one."""
+    file = next((file for file in (root / "dvc.yaml", INSTALLED / "dvc.yaml") if file.exists()), None)
+    try:
+        tree = {} if file is None else _parsed(file.read_text(encoding="utf-8"), "dvc.yaml")
+    except UserError:
+        return {}  # who runs a stage is told
+    return {name: str(stage.get("desc", "")) for name, stage in (tree.get("stages") or {}).items()}
 
 
 @functools.lru_cache(maxsize=32)

@@ -34,6 +34,15 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def sha256_of_files(folder: Path) -> dict[str, str]:
+    """sha256 of every file below a folder, by relative path; 64 hex digits."""
+    sums = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            sums[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
 def json_sha256(content: Any) -> str:
     """sha256 of a value that JSON can hold, regardless of the order of its keys; 64 hex digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -8,6 +8,7 @@ the bytes on disk: `dvc.lock` may be older than what a stage really reads.
 from __future__ import annotations
 
 import functools
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ from rlhf_tasks.config import Stage
 from rlhf_tasks.project import atomic, dvc_files, git, hashing
 from rlhf_tasks.project.paths import Paths
 
-INSTALLED = Path(__file__).parents[2]  # the folder of the code that runs
+HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
+SHOWN_DIFFERENCES = 8
 
 
 @functools.lru_cache(maxsize=16)
@@ -44,9 +46,24 @@ def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[st
     if node is None:
         return None
     code = [path for path in node.deps if path not in node.inputs]
-    places = {path: next(filter(Path.exists, (paths.root / path, INSTALLED / path)), None) for path in code}
+    places = {
+        path: next(filter(Path.exists, (paths.root / path, dvc_files.INSTALLED / path)), None)
+        for path in code
+    }
     hashes = {path: hashing.dvc_md5(place) for path, place in places.items() if place is not None}
     return {"cmd": node.cmd, **parameters, **input_hashes(paths, stage), **hashes}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs between two identities: `sft.learning_rate (0.1 → 0.2), data/sft`, no values of hashes."""
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    texts = [
+        name
+        if HASH.fullmatch(str(old.get(name) or new.get(name)))
+        else f"{name} ({old.get(name)!r} → {new.get(name)!r})"
+        for name in names[:SHOWN_DIFFERENCES]
+    ]
+    return ", ".join([*texts, *([f"{len(names) - len(texts)} more"] if len(names) > len(texts) else [])])
 
 
 def out_hashes(paths: Paths, stage: str) -> dict[str, str]:

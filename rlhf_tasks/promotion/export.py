@@ -177,9 +177,10 @@ def _check_loads(folder: Path) -> None:
         UserError: if either cannot be loaded, or they do not fit.
     """
     from rlhf_tasks.data.batches import load_tokenizer
-    from rlhf_tasks.modeling import contracts, models
+    from rlhf_tasks.modeling import contracts
+    from rlhf_tasks.modeling.load import load_causal
 
-    contracts.check_fits(models.load_causal(folder), load_tokenizer(folder), str(folder))
+    contracts.check_fits(load_causal(folder), load_tokenizer(folder), str(folder))
 
 
 def check_id(repo: str) -> None:

@@ -8,12 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data.batches import TokenBudget, encode, load_tokenizer, read_table
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import from_scratch, load_causal, save_checkpoint
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, train
 
@@ -28,10 +29,10 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     if config.model.scratch is not None:
         texts = _texts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
-        model = models.from_scratch(
+        model = from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )
-        with resume.open(rt, paths, config, "base") as snapshots:
+        with checkpoint.open(rt, paths, config, "base") as snapshots:
             train(
                 rt,
                 rt.place(model),
@@ -43,14 +44,14 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
                 snapshots=snapshots,
             )
     else:
-        model = models.load_causal(config.model.base, config.model.revision)
+        model = load_causal(config.model.base, config.model.revision)
         rt.put(model)
     contracts.check_fits(model, tokenizer, "model.base")
     result = evaluate(rt, model, validation, TokenBudget(config.base.micro_batch_tokens))
     with sharding.to_save(model) as plain:
         if rt.is_main:
             with whole(paths.base) as folder:
-                models.save(
+                save_checkpoint(
                     plain, tokenizer, folder,
                     identity={"kind": "base", "parents": {}},
                     card=contracts.model_card(

@@ -52,6 +52,7 @@ from rlhf_tasks.evaluation.reward_diagnostics import Rows
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training.runtime import Runtime
 
@@ -219,7 +220,10 @@ def _diagnose(
     scores, gaps = dict(judged.scores), None
     if "reward" in rewards and _is_optimised(paths):
         texts = contenders.texts
-        own = {who: rewards["reward"].scores(contenders.prompts, texts[who]) for who in texts}
+        own: dict[str, list[float]] = {
+            who: rewards["reward"](Responses.of_texts(contenders.prompts, texts[who])).tolist()
+            for who in texts
+        }
         scores |= {(OPTIMISED, who): values for who, values in own.items()}
         gaps = _reward_gaps(own, judged.comparisons)
     lengths = reward_diagnostics.by_length(scores, contenders.texts)
@@ -228,7 +232,7 @@ def _diagnose(
 
 def _is_optimised(paths: Paths) -> bool:
     """Whether PPO optimised models/reward, by its weights, when it trained the policy."""
-    return contracts.fingerprint(paths.reward) in contracts.rewards_of(paths.policy)
+    return contracts.fingerprint(paths.reward) in contracts.optimized_rewards(paths.policy)
 
 
 def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> RewardGaps:

@@ -18,12 +18,18 @@ from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, models, scorers
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.checkpointing import recompute_activations
-from rlhf_tasks.modeling.functions import load_function
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    add_lora,
+    load_causal,
+    load_reward,
+    merge_adapter,
+    save_checkpoint,
+    score_head,
+)
 from rlhf_tasks.modeling.logprobs import head_width
-from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.engines import build
@@ -38,8 +44,11 @@ from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import build as build_scorers
+from rlhf_tasks.scoring.function import load_function
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, demonstrations, plain_text
 
@@ -69,7 +78,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, config, paths)
     policy = actor_critic.policy
-    scorer = scorers.build(
+    scorer = build_scorers(
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
         root=paths.root, combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip
@@ -89,7 +98,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         validation,
         stop=stop,
         scorers=scorer,
-        heldout=heldout and RewardScorer(heldout, tokenizer, settings.micro_batch_tokens, rt),
+        heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
         judge=judge,
         seed=config.seed,
     )
@@ -104,7 +113,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             is_float32=rt.is_float32,
             is_main=rt.is_main,
         ) as engine,
-        resume.open(rt, paths, config, "ppo") as snapshots,
+        checkpoint.open(rt, paths, config, "ppo") as snapshots,
     ):
 
         def make_sampler(generator: torch.Generator) -> Sampler:
@@ -134,8 +143,8 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             estimator=estimator_of(settings, paths.root),
             evaluator=evaluator,
             ptx=ptx,
+            tokenizer=tokenizer,
             stop=stop,
-            pad=pad,
             tracker=tracker,
             snapshots=snapshots,
             faults=paths.home / "faults",
@@ -146,7 +155,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     with sharding.to_save(policy) as plain:
         if rt.is_main:
             _save_policy(
-                config, paths, models.merged(plain), tokenizer, evaluator, selected, state.sampler.name
+                config, paths, merge_adapter(plain), tokenizer, evaluator, selected, state.sampler.name
             )
             with whole(paths.ppo_samples) as folder:  # what stage judge and the report read of the training
                 pq.write_table(pa.Table.from_pylist(selected.samples), folder / "samples.parquet")
@@ -181,7 +190,7 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
 def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     policy, reference = _policy(rt, config, paths)
-    reward = models.load_reward(paths.reward) if config.has_reward_model else None
+    reward = load_reward(paths.reward) if config.has_reward_model else None
     if reward is not None:
         reward = rt.place(reward).requires_grad_(False)
     critic = rt.place(_critic(rt, config, paths, policy, reward))
@@ -190,13 +199,13 @@ def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
 
 def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel, Reference]:
     settings = config.ppo
-    policy = rt.place(models.load_causal(paths.sft))
+    policy = rt.place(load_causal(paths.sft))
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     if settings.lora is not None:
-        policy = models.with_lora(policy, settings.lora, seed=config.seed)
+        policy = add_lora(policy, settings.lora, seed=config.seed)
         return policy, AdapterOff(policy)
-    reference = models.load_causal(paths.sft)
+    reference = load_causal(paths.sft)
     rt.freeze(reference)
     return policy, FrozenCopy(reference, moves=settings.reference_sync is not None)
 
@@ -213,23 +222,23 @@ def _critic(
     if settings.critic_init == "reward":
         assert reward is not None
         # before it is sharded, a copy would be in the memory of every process; a file is mapped once for all
-        critic = models.load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
+        critic = load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
         critic.requires_grad_(True)
     else:
         source = paths.sft if settings.critic_init == "sft" else paths.base
         critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
-        nn.init.zeros_(models.head_of(critic.model).weight)
+        nn.init.zeros_(score_head(critic.model).weight)
     if settings.gradient_checkpointing:
         recompute_activations(critic.model)
     if settings.lora is not None and settings.lora.value:
-        critic.model = models.with_lora(critic.model, settings.lora, seed=config.seed)
+        critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
     return critic
 
 
 def _heldout(rt: Runtime, config: PpoView, paths: Paths) -> TokenScores | None:
     if not config.has_reward_model:
         return None
-    return rt.place(models.load_reward(paths.reward_heldout)).requires_grad_(False)
+    return rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
 
 
 def ptx_text(
@@ -292,7 +301,7 @@ def _save_policy(
         identity["sampler"] = sampler
         chosen += f"; its rollouts were sampled by {sampler}"
     with whole(paths.policy) as folder:
-        models.save(
+        save_checkpoint(
             policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity,
             card=contracts.model_card(
                 "PPO policy", task="ppo", parameters=config.declared, inputs=inputs,

@@ -36,16 +36,26 @@ from rlhf_tasks.data.batches import (
 )
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.classifiers import replace_trunk
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    add_lora,
+    fetch_tokenizer,
+    load_causal,
+    load_reward,
+    merge_adapter,
+    save_checkpoint,
+    supports_shared_prefix,
+)
 from rlhf_tasks.modeling.logprobs import token_stats
-from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.reward_scorer import RewardScorer
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import Sums, train
 
@@ -180,20 +190,20 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     scores = TokenScores.from_policy(paths.sft, generator)
     if settings.lora is not None:
-        models.with_lora(scores.model, settings.lora, seed=seed)
-    policy = models.load_causal(paths.sft) if settings.lm_coef else None
+        add_lora(scores.model, settings.lora, seed=seed)
+    policy = load_causal(paths.sft) if settings.lm_coef else None
     learner = rt.place(Learner(scores, policy))
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
-    forked = not settings.lm_coef and models.takes_forks(scores.model)
+    forked = not settings.lm_coef and supports_shared_prefix(scores.model)
     pairs = _pairs(
         tokenizer, rows, forked=forked, margin=settings.margin, centring_coef=settings.centring_coef,
         lm_coef=settings.lm_coef,
     )  # fmt: skip
     validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked)
     prefix = "" if name == "reward" else "heldout/"
-    with resume.open(rt, paths, config, name) as snapshots:
+    with checkpoint.open(rt, paths, config, name) as snapshots:
         train(
             rt,
             learner,
@@ -234,10 +244,8 @@ def _center(
 ) -> None:
     """Make the mean score of the demonstrations zero; the model's config stores the constant."""
     rows = read_table(paths, "sft", "train")[:1000]
-    found = RewardScorer(scores, tokenizer, max_tokens, rt)(
-        encode(tokenizer, [row["prompt"] for row in rows]),
-        encode_answers(tokenizer, [row["completion"] for row in rows]),
-    )
+    given = Responses.of_texts([row["prompt"] for row in rows], [row["completion"] for row in rows])
+    found = RewardModel(scores, tokenizer, max_tokens, rt)(given)
     scores.set_mean(scores.mean + float(found.mean()))
 
 
@@ -259,12 +267,12 @@ def _fetch(
 ) -> tuple[TokenScores, dict[str, str]]:
     """An existing reward model and its known parents, checked against the SFT model before it is loaded."""
     assert settings.source is not None
-    where = models.local_tokenizer(settings.source, settings.revision)
+    where = fetch_tokenizer(settings.source, settings.revision)
     contracts.check_same_tokenizer(paths.sft, where)
     contracts.check_parent(where, "sft", paths.sft)
-    scores = models.load_reward(settings.source, settings.revision)
+    scores = load_reward(settings.source, settings.revision)
     contracts.check_fits(scores.model, tokenizer, f"reward.from={settings.source}")
-    return scores, contracts.parents_of(where)
+    return scores, contracts.read_parents(where)
 
 
 @torch.no_grad()
@@ -277,10 +285,10 @@ def _measure(
         return {}
     rt.put(scores)
     pairs = _pairs(tokenizer, rows)
-    scorer = RewardScorer(scores, tokenizer, placement=rt)
+    scorer = RewardModel(scores, tokenizer, placement=rt)
     chosen, rejected = (
-        scorer(pairs.queries, pairs.chosen).numpy(),
-        scorer(pairs.queries, pairs.rejected).numpy(),
+        scorer(Responses.of_ids(pairs.queries, responses, tokenizer)).numpy()
+        for responses in (pairs.chosen, pairs.rejected)
     )
     lead = chosen - rejected
     metrics: dict[str, float] = {"margin": float(lead.mean())}
@@ -308,8 +316,8 @@ def _save(
     parents: dict[str, str],
 ) -> None:
     with whole(out) as folder:
-        models.save(
-            models.merged(model), tokenizer, folder,
+        save_checkpoint(
+            merge_adapter(model), tokenizer, folder,
             identity=contracts.identity("reward", parents),
             card=contracts.model_card(
                 f"Reward model ({out.name})", task="reward-model", parameters=config.declared,

@@ -35,7 +35,6 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.fast_cpu import accelerate
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.compiling import compile_layers, compiled_layers
-from rlhf_tasks.training.launch import ending_orphans
 from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.state import Files
 
@@ -66,11 +65,10 @@ class Runtime:
         self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
         self._accelerates = launch.layout == "ddp" and not launch.compile  # which chooses matmuls itself
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
-        with ending_orphans():
-            self.accelerator = Accelerator(
-                mixed_precision="no" if self.is_float32 else "bf16",
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-            )
+        self.accelerator = Accelerator(
+            mixed_precision="no" if self.is_float32 else "bf16",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:
@@ -106,7 +104,7 @@ class Runtime:
         return self.rank == 0
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device, of the same state on all processes (see `generation.Share`)."""
+        """A generator on this device, of the same state on all processes (see `sampling.Share`)."""
         return torch.Generator(self.device).manual_seed(seed)
 
     # ------------------------------------------------------------------------- between processes

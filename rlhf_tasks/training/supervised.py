@@ -31,7 +31,8 @@ from rlhf_tasks.data.batches import (
 from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.checkpoint import Checkpoint
 from rlhf_tasks.training.optim import adamw, learning_rate, set_learning_rate
 from rlhf_tasks.training.runtime import Runtime
 
@@ -147,7 +148,7 @@ def train(
     seed: int,
     name: str,
     tracker: Tracker,
-    snapshots: resume.Loop,
+    snapshots: Checkpoint,
     validation: Task | None = None,
     num_evaluations: float = 1,
     patience: int | None = None,

@@ -27,8 +27,9 @@ from rlhf_tasks.benchmark.gpus import GB, GPUS, Assumptions, Gpu
 from rlhf_tasks.benchmark.speed import Machine
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import models, vocabulary
+from rlhf_tasks.modeling import vocabulary
 from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.modeling.load import load_causal
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic
 
@@ -454,7 +455,7 @@ def test_the_models_own_config_is_read_where_there_is_one(
     YAML().dump(small.params(), models_here / "params.yaml")
     assert main.main(["plan", "--gpus", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["plans"][0]["params.yaml"]
-    model = models.load_causal(Path("models/sft"))
+    model = load_causal(Path("models/sft"))
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
 
 

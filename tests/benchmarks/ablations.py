@@ -103,15 +103,15 @@ def judge(out: Path) -> None:
     from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
     from rlhf_tasks.data.synthetic import gold, gold_scores
     from rlhf_tasks.evaluation import statistics
-    from rlhf_tasks.modeling import models
-    from rlhf_tasks.modeling.generation import answer
+    from rlhf_tasks.modeling.load import load_causal
+    from rlhf_tasks.modeling.sampling import sample_responses
     from rlhf_tasks.project.paths import Paths
 
     settings, policy = config.load(), Path("models/policy")
     rows = read_table(Paths(), "prompts", "validation")
     prompts, tokenizer = [row["prompt"] for row in rows], load_tokenizer(policy)
-    responses = answer(
-        models.load_causal(policy).eval(), tokenizer, prompts, seed=settings.seed,
+    responses = sample_responses(
+        load_causal(policy).eval(), tokenizer, prompts, seed=settings.seed,
         max_new_tokens=settings.data.max_completion_tokens, temperature=settings.judge.temperature,
     )  # fmt: skip
     texts = [text_of(tokenizer, response) for response in responses]

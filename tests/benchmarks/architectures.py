@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rlhf_tasks.modeling import checks
 from rlhf_tasks.modeling.checks import Result
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores
 from tests import families
 
 PAGE = Path(__file__).parents[2] / "docs/results/architectures.md"
@@ -98,7 +98,7 @@ def outcome(family: str) -> Outcome:
         model = families.causal(family)
     except Exception as error:  # a family can refuse its small config in any way
         return Outcome(family, UNTRIED, note=_first_line(error))
-    results = checks.check_policy(model, checks.random_rows(families.VOCAB).queries, pad=0)
+    results = checks.check_policy(model, checks.random_rows(model.config).queries, pad=0)
     failed = [result for result in results if not result.passed]
     if failed:
         return Outcome(family, REFUSED, _largest(results), _brief(failed[0]))
@@ -109,7 +109,7 @@ def outcome(family: str) -> Outcome:
         except Exception as error:  # the same here
             note = f"no reward model of it, and no separate critic: {_first_line(error)}"
             return Outcome(family, NOTED, _largest(results), note)
-    of_scores = checks.check_scores(scores, checks.random_rows(families.VOCAB), pad=0)
+    of_scores = checks.check_scores(scores, checks.random_rows(scores.model.config), pad=0)
     wrong = [result for result in of_scores if not result.passed]
     if wrong:
         return Outcome(family, NOTED, _largest(results), f"as a reward model: {_brief(wrong[0])}")

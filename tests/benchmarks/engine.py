@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from rlhf_tasks.config import Scratch
 from rlhf_tasks.config.engine import Engine as Settings
 from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import from_scratch
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
 from rlhf_tasks.ppo.engines.vllm import Rollouts, VllmEngine
 from rlhf_tasks.ppo.engines.wire import Sampling
@@ -209,7 +209,7 @@ def timeline(ahead: int, updates: int, home: Path) -> tuple[list[Span], str]:
         family="llama", hidden_size=64, num_layers=2, num_heads=2, vocab_size=1024, tokenizer="words"
     )
     torch.manual_seed(1)
-    policy = models.from_scratch(shape, small.tokenizer(), max_positions=128).eval()
+    policy = from_scratch(shape, small.tokenizer(), max_positions=128).eval()
     changes = {"response_length": 32, "total_episodes": 64 * (updates + 1), "num_ppo_epochs": 2}
     one = learner(1, policy, engine, ahead, **changes)
     one.collector.score = timed(one.collector.score, spans, "trainer", "score")  # type: ignore[method-assign]

@@ -85,15 +85,15 @@ def judge(seconds: float, split: str) -> None:
     from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
     from rlhf_tasks.data.synthetic import gold_scores
     from rlhf_tasks.evaluation import statistics
-    from rlhf_tasks.modeling import models
-    from rlhf_tasks.modeling.generation import answer
+    from rlhf_tasks.modeling.load import load_causal, load_reward
+    from rlhf_tasks.modeling.sampling import sample_responses
     from rlhf_tasks.project.paths import Paths
 
     settings, policy = config.load(), Path("models/policy")
     rows = read_table(Paths(), "prompts", "validation" if split == "validation" else "test")
     prompts, tokenizer = [row["prompt"] for row in rows], load_tokenizer(policy)
-    model = models.load_causal(policy).eval()
-    responses = answer(
+    model = load_causal(policy).eval()
+    responses = sample_responses(
         model, tokenizer, prompts, seed=settings.seed, temperature=settings.judge.temperature,
         max_new_tokens=settings.data.max_completion_tokens,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def judge(seconds: float, split: str) -> None:
     references = gold_scores(prompts, [row["reference"] for row in rows])
     rate = statistics.rate(statistics.outcomes(scores, references))
     metrics = json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))
-    critic = 0 if settings.ppo.value_model is None else models.load_reward(Path("models/reward"))
+    critic = 0 if settings.ppo.value_model is None else load_reward(Path("models/reward"))
     result: dict[str, Any] = {
         "win_rate": rate.value, "low": rate.low, "high": rate.high, "posts": len(rows),
         "kl": metrics["selected_kl"], "episode": metrics["selected_episode"], "seconds": seconds,

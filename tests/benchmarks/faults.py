@@ -80,7 +80,7 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "A GPU is out of memory while it samples for judges",
         "half as many rows are sampled at a time, with the same responses",
-        "tests/modeling/test_generation.py",
+        "tests/modeling/test_sampling.py",
         "test_half_as_many_rows_are_sampled_where_the_memory_is_full",
     ),
     Fault(
@@ -176,19 +176,19 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "An HTTP scorer is down",
         "the request is tried five times with growing waits; then one message names the scorer",
-        "tests/modeling/test_scorers.py",
+        "tests/scoring/test_http.py",
         "test_a_permanent_fault_is_an_error_after_the_last_try",
     ),
     Fault(
         "An HTTP scorer is slow, or never ends its reply",
         "the request ends at `timeout_seconds`, and is repeated",
-        "tests/modeling/test_scorers.py",
+        "tests/scoring/test_http.py",
         "test_a_request_with_a_silent_or_endless_reply_is_repeated",
     ),
     Fault(
         "An HTTP scorer returns too few scores, no numbers, NaN",
         "one message shows the reply; no update is taken with it",
-        "tests/modeling/test_scorers.py",
+        "tests/scoring/test_http.py",
         "test_a_reply_without_scores_is_an_error_and_the_request_is_not_repeated",
     ),
     Fault(

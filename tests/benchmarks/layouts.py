@@ -152,7 +152,7 @@ def run(prepared_project: Path, folder: Path, changes: Mapping[str, Any]) -> dic
             words[words.index("--module") :] = ["--module", "tests.benchmarks.layouts", "--train"]
             own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(OUT.parents[2])}
             environment = os.environ | own | launch.variables(settings.launch, cuda=False)
-            if launch.supervise(words, environment):
+            if launch.supervise("ppo", words, environment):
                 raise SystemExit(f"training with {dict(changes)} failed")
         else:
             train()

@@ -178,12 +178,12 @@ def _sft_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[flo
 
 
 def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
-    from rlhf_tasks.modeling.models import TokenScores, takes_forks
+    from rlhf_tasks.modeling.load import TokenScores, supports_shared_prefix
     from rlhf_tasks.stages.reward import Learner, Pairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward
     pairs = Pairs(
-        data.queries, data.chosen, data.rejected, PAD, forked=takes_forks(model)
+        data.queries, data.chosen, data.rejected, PAD, forked=supports_shared_prefix(model)
     )  # as the stage does
     return _fit(Learner(TokenScores(model), None), pairs, shape, compiles)
 

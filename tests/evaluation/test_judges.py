@@ -23,7 +23,8 @@ from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge, Question, Reply
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.evaluation.results import ComparisonResult
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from tests import small
 
@@ -40,7 +41,9 @@ class Planted:
     def __init__(self, probability: Any) -> None:
         self._probability, self.questions = probability, list[Question]()
 
-    def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
         self.questions += questions
         self.max_failures = max_failures
         probabilities = [self._probability(question.first, question.second) for question in questions]
@@ -119,18 +122,10 @@ def test_the_largest_allowed_number_of_failures_is_accepted() -> None:
 
 
 def test_a_score_that_is_not_finite_is_a_failure() -> None:
-    class Some:
-        def scores(
-            self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-        ) -> list[float]:
-            return [math.inf, 1.0, math.nan] if responses[0] == "a" else [0.0, 0.0, 0.0]
-
-        def facets(
-            self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-        ) -> dict[str, float]:
-            return {"other": 2.0}
-
-    judge = ScoringJudge("some", Some())
+    scores = {"a": [math.inf, 1.0, math.nan], "b": [0.0, 0.0, 0.0]}
+    judge = ScoringJudge(
+        "some", lambda rows: torch.tensor(scores[rows.texts[0]]), lambda p, r: {"other": 2.0}
+    )
     result = judge.compare(["p", "q", "r"], ["a", "a", "a"], ["b", "b", "b"])
     assert np.isnan(result.outcomes).tolist() == [True, False, True]
     assert sorted(result.failures) == [0, 2]
@@ -221,22 +216,45 @@ def test_a_missing_function_is_an_error_that_names_the_parameter() -> None:
         build(LONGEST | {"function": "no_such_module:f"})
 
 
-@pytest.mark.parametrize(
-    ("returned", "reason"),
-    [
-        ("[1.0]", "but gave 1 for 2"),
-        ("['1', '2']", "but returned .*'1'"),
-        ("None", "but returned None"),
-    ],
-)
-def test_a_function_must_return_one_number_per_response(tmp_path: Path, returned: str, reason: str) -> None:
-    (tmp_path / "my_judge.py").write_text(f"def score(prompts, answers):\n    return {returned}\n")
-    (own,) = build(LONGEST | {"function": "my_judge:score"}, root=tmp_path)
-    with pytest.raises(
-        UserError,
-        match=rf"judge\.judges: function my_judge:score must return one number per response, {reason}",
-    ):
-        own.compare(["p", "q"], ["a", "b"], ["c", "d"])
+def own_judge(root: Path, code: str, **keys: Any) -> Judge:
+    name = f"my_judge_{abs(hash(code))}"
+    (root / f"{name}.py").write_text(code, encoding="utf-8")
+    (judge,) = build(LONGEST | {"function": f"{name}:judge"} | keys, root=root)
+    return judge
+
+
+@pytest.mark.parametrize("returned", ["[1.0]", "['1', '2']", "None"])
+def test_a_function_must_return_one_number_per_response(tmp_path: Path, returned: str) -> None:
+    message = r"judge\.judges: function my_judge_\d+:judge must return one number per"
+    scores = own_judge(tmp_path, f"def judge(prompts, answers):\n    return {returned}\n")
+    with pytest.raises(UserError, match=f"{message} response, but "):
+        scores.compare(["p", "q"], ["a", "b"], ["c", "d"])
+    compares = own_judge(tmp_path, f"def judge(prompts, a, b):\n    return {returned}\n", pairwise=True)
+    with pytest.raises(UserError, match=f"{message} pair, but "):
+        compares.compare(["p", "q"], ["a", "b"], ["c", "d"])
+
+
+def test_a_pairwise_function_is_asked_in_both_orders_with_the_columns_of_each_pair(tmp_path: Path) -> None:
+    """It prefers the first response where its column says so, else the longer one; None is a failure."""
+    code = """\
+def judge(prompts, a, b, *, biased):
+    rows = zip(a, b, biased, strict=True)
+    return [None if "?" in x + y else 1.0 if first else float(len(x) > len(y)) for x, y, first in rows]
+"""
+    (tmp_path / "my_judge.py").write_text(code, encoding="utf-8")
+    one = LONGEST | {"function": "my_judge:judge", "pairwise": True}
+    (judge,) = build_judges(settings(one), "synthetic", CPU, Paths(tmp_path), columns=["biased"])
+    assert settings(one).scoring == set(), "it has no score for a single response"
+    columns = {"biased": [False, True, False, True, False]}
+    a, b = ["long", "long", "s", "same", "?"], ["s", "s", "long", "same", "s"]
+    result = judge.compare(["p"] * 5, a, b, columns)
+    np.testing.assert_array_equal(result.outcomes, [WIN, TIE, LOSS, TIE, FAILED])
+    assert result.failures == {4: "the function cannot tell"}
+    assert result.orders is not None
+    np.testing.assert_array_equal(result.orders[0], [1.0, 1.0, 0.0, math.nan, math.nan])
+    beyond = own_judge(tmp_path, "def judge(prompts, a, b):\n    return [1.5 for _ in a]\n", pairwise=True)
+    with pytest.raises(UserError, match=r"must return a probability or None per pair, but gave"):
+        beyond.compare(["p"], ["a"], ["b"])
 
 
 @pytest.mark.parametrize(
@@ -267,8 +285,8 @@ def test_a_judge_that_ppo_optimised_is_identified_by_its_weights(models_here: Pa
     policy = Path("models/policy")
     assert optimised_judges(judging, policy, Path()) == {}, "the policy does not name its reward model"
     parents = {"reward": contracts.fingerprint(models_here / "models/elsewhere")}
-    models.save(
-        models.load_causal(policy), load_tokenizer(policy), policy,
+    save_checkpoint(
+        load_causal(policy), load_tokenizer(policy), policy,
         identity=contracts.identity("policy", parents), card="a card",
     )  # fmt: skip
     assert optimised_judges(judging, policy, Path()) == {"optimised": "models/elsewhere"}

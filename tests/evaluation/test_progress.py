@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import progress
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
 
 
-class Length:
-    def scores(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> list[float]:
-        return [float(len(text)) if text != "broken" else float("nan") for text in responses]
-
-    def facets(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> dict[str, float]:
-        return {}
+def score_length(rows: Responses) -> torch.Tensor:
+    return torch.tensor([float(len(text)) if text != "broken" else float("nan") for text in rows.texts])
 
 
 def curve(root: Path, *evaluations: tuple[int, list[str]]) -> list[dict[str, float]]:
@@ -38,7 +30,7 @@ def curve(root: Path, *evaluations: tuple[int, list[str]]) -> list[dict[str, flo
     paths, tracker = Paths(root), NullTracker("judge")
     paths.ppo_samples.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), paths.ppo_responses)
-    progress.log(paths, [ScoringJudge("long", Length())], tracker)
+    progress.log(paths, [ScoringJudge("long", score_length)], tracker)
     return tracker.history()
 
 

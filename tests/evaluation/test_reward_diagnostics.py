@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 
 import pytest
+import torch
 
-from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.evaluation import reward_diagnostics
 from rlhf_tasks.evaluation.reward_diagnostics import Pairs
+from rlhf_tasks.scoring.protocol import Responses
 
 
 def lead(confidence: float) -> float:
@@ -43,20 +44,15 @@ def test_pairs_of_equal_scores_are_left_out_of_calibration_and_count_half_in_agr
     assert reward_diagnostics.agreement([0.0, 2.0, -1.0, 3.0]).value == 2.5 / 4
 
 
-class LongerIsBetter:
-    """A reward model that scores a response by its length."""
-
-    def scores(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> list[float]:
-        return [float(len(text)) for text in responses]
+def score_length(rows: Responses) -> torch.Tensor:
+    return torch.tensor([float(len(text)) for text in rows.texts])
 
 
 def test_diagnostics_are_by_model_and_origin() -> None:
     given = Pairs(["p", "p"], ["long one", "a"], ["x", "long one"])
     labelled = {"given": given, "sft_samples": given}
     samples = {"sft_samples": Pairs(["p"], ["yes."], ["no"]), "policy_samples": Pairs([], [], [])}
-    results, rows = reward_diagnostics.measure({"reward": LongerIsBetter()}, labelled, samples)
+    results, rows = reward_diagnostics.measure({"reward": score_length}, labelled, samples)
     assert [(one.model, one.origin) for one in results] == [("reward", "given"), ("reward", "sft_samples")]
     of_given, of_samples = results
     assert of_given.agreement is None, "gold did not label those pairs"

@@ -17,7 +17,7 @@ import torch
 
 from rlhf_tasks.config.engine import Engine as Settings
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import place
 from rlhf_tasks.ppo.engines import ipc, wire
 from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone, Limits, check
 from rlhf_tasks.ppo.engines.vllm import Rollouts, VllmEngine, remove_abandoned
@@ -248,7 +248,7 @@ print(total)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU whose memory could be shared")
 def test_another_process_opens_the_handles_of_a_gpus_memory() -> None:
     model = small.causal()
-    models.place(model, torch.device("cuda"))
+    place(model, torch.device("cuda"))
     names = list(model.state_dict())
     ipc.check(model, names)
     with ipc.update_of(model, names) as body:

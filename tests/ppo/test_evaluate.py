@@ -14,9 +14,8 @@ from torch import Tensor
 from rlhf_tasks.config.judge import Selection as Section
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
-from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.generation import answer
+from rlhf_tasks.modeling.load import add_lora
+from rlhf_tasks.modeling.sampling import sample_responses
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import Evaluator, Selection
 from rlhf_tasks.ppo.metrics import Metrics
@@ -24,6 +23,7 @@ from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference
 from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.ranks import run_ranks
@@ -46,11 +46,9 @@ class Recorder(Planted):
         super().__init__(length)
         self.__dict__["calls"] = list[list[Ids]]()
 
-    def parts(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
-    ) -> dict[str, Tensor]:
-        self.__dict__["calls"].append(list(responses))
-        return super().parts(queries, responses)
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        self.__dict__["calls"].append(list(rows.given[1]))
+        return super().parts(rows)
 
     @property
     def calls(self) -> list[list[Ids]]:
@@ -64,9 +62,9 @@ class Falling:
     def __init__(self) -> None:
         self._next = 5.0
 
-    def __call__(self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+    def __call__(self, rows: Responses) -> Tensor:
         self._next -= 1
-        return torch.full((len(queries),), self._next)
+        return torch.full((len(rows),), self._next)
 
 
 class Evaluations:
@@ -155,7 +153,7 @@ def test_the_kl_of_an_unchanged_policy_is_zero() -> None:
 
 
 def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
-    policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
+    policy = add_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
     with torch.no_grad():
         for name, weights in policy.named_parameters():
             if "lora_B" in name:
@@ -170,7 +168,7 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
 
 def responses_alone() -> list[Ids]:
     """What one process samples."""
-    return answer(
+    return sample_responses(
         small.causal(),
         small.tokenizer(),
         PROMPTS,
@@ -251,7 +249,7 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
     """The optimised score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
     rule = {"truncation": truncation, "missing_eos_score": -1.5, "stop_token": STOP}
-    one = Evaluations(scorer=scorers, heldout=lambda *rows: length(*rows) / 2, **rule)
+    one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given) / 2, **rule)
     metrics, (responses,) = one.evaluate(16), scorers.calls
     ended = [len(response) for response in responses if response[-1] == STOP]
     num_cut = len(responses) - len(ended)
@@ -268,7 +266,7 @@ def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float])
 
 def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
     with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
-        Evaluations(heldout=lambda *rows: length(*rows) * math.nan).evaluate(0)
+        Evaluations(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
 
 

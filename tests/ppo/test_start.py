@@ -14,8 +14,7 @@ from torch import nn
 
 from rlhf_tasks.config import PpoView
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores, load_causal, load_reward, save_checkpoint, score_head
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.project.paths import Paths
@@ -55,9 +54,9 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("source", ["sft", "base"])
 def test_a_critic_from_a_language_model_has_its_trunk_and_a_head_of_zeros(source: str, start: Start) -> None:
     critic = critic_of(start(critic_init=source))
-    trunks = {name: models.load_causal(Path("models") / name).base_model for name in ("sft", "base")}
+    trunks = {name: load_causal(Path("models") / name).base_model for name in ("sft", "base")}
     assert [name for name, trunk in trunks.items() if same(critic.model.base_model, trunk)] == [source]
-    assert not models.head_of(critic.model).weight.any()
+    assert not score_head(critic.model).weight.any()
 
 
 def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start: Start) -> None:
@@ -68,7 +67,7 @@ def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start
     )
     queries, responses = small.rows(6)
     batch = collate(queries, responses, PAD)
-    reward, one = models.load_reward("models/reward"), start(critic_init="reward")
+    reward, one = load_reward("models/reward"), start(critic_init="reward")
     assert reward.mean == 0.7
     with torch.no_grad():
         scores, values = reward(batch)[:, -batch.num_response_columns - 1 :], one.eval().values(batch)
@@ -82,11 +81,11 @@ def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start
 @pytest.mark.parametrize("value_model", ["shared", "separate"])
 def test_a_critic_of_any_family_and_width_learns(family: str, value_model: str, models_here: Path) -> None:
     """OPT-350m's head reads states that are narrower than its layers; Llama 4 hides its trunk."""
-    models.save(small.other(family), small.tokenizer(), Paths().sft, identity={}, card="")
+    save_checkpoint(small.other(family), small.tokenizer(), Paths().sft, identity={}, card="")
     rewards = {"ppo.scorers": [{"kind": "dummy"}], "reward.train": False, "judge.judges": [small.GOLD]}
     config = small.view("ppo", rewards | {"ppo.value_model": value_model, "ppo.critic_init": "sft"})
     one, reference, _ = ppo.load_models(small.runtime(), config, Paths())
-    critic = one.value if isinstance(one.value, ValueHead) else models.head_of(critic_of(one).model)
+    critic = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
     assert not critic.weight.any()
     changes = {"value_model": value_model, "critic_init": "sft", **toy.ONE_STEP}
     metrics = next(toy.toy(actor_critic=one, reference=reference, **changes).updates)

@@ -26,8 +26,8 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.config import Scratch
 from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.ppo.engines.protocol import EngineGone, check
 from rlhf_tasks.ppo.engines.vllm import VllmEngine
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy
@@ -50,7 +50,7 @@ SHAPE = Scratch(family="llama", hidden_size=64, num_layers=2, num_heads=2, vocab
 
 def causal(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return models.from_scratch(SHAPE, small.tokenizer(), max_positions=128).eval()
+    return from_scratch(SHAPE, small.tokenizer(), max_positions=128).eval()
 
 
 def command() -> list[str]:
@@ -164,12 +164,12 @@ def project(models_here: Path) -> Path:
     shutil.copy(small.ROOT / "dvc.yaml", models_here)
     words, parents = load_tokenizer(models_here / "models/sft"), dict[str, Any]()
     for name in ("sft", "reward", "reward_heldout"):
-        made = models.from_scratch(SHAPE, words, max_positions=256)
+        made = from_scratch(SHAPE, words, max_positions=256)
         if name != "sft":
             made = TokenScores.from_policy(models_here / "models/sft", torch.Generator()).model
             parents = {"parents": {"sft": contracts.fingerprint(models_here / "models/sft")}}
         shutil.rmtree(models_here / "models" / name)
-        models.save(made, words, models_here / "models" / name, identity=parents, card="a card")
+        save_checkpoint(made, words, models_here / "models" / name, identity=parents, card="a card")
     section = {"url": None, "command": command(), "start_seconds": START_SECONDS, "timeout_seconds": 120.0}
     changes = {
         "ppo.engine": ENGINE | section, "data.max_completion_tokens": 64, "ppo.response_length": 64,

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, TokenBudget
-from rlhf_tasks.data.columns import NONE, Columns
-from rlhf_tasks.modeling import models
+from rlhf_tasks.data.columns import NONE
+from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
@@ -39,8 +40,9 @@ from rlhf_tasks.ppo.rollout import (
 )
 from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
 from rlhf_tasks.ppo.state import TrainState, begin
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker, Tracker
-from rlhf_tasks.training.resume.snapshots import Loop, Nothing
+from rlhf_tasks.training.checkpoint import Checkpoint, Nowhere
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.state import State
 from rlhf_tasks.training.supervised import LanguageModeling
@@ -67,10 +69,8 @@ class Planted:
 
     score: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5
 
-    def parts(
-        self, queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE
-    ) -> dict[str, Tensor]:
-        return {"planted": self.score(queries, responses)}
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        return {"planted": self.score(*rows.given)}
 
     def total(self, parts: dict[str, Tensor]) -> Tensor:
         return parts["planted"]
@@ -126,7 +126,7 @@ class InMemory:
         pass
 
 
-class Memory(Nothing):
+class Memory(Nowhere):
     """Snapshots in memory, by their step; `load` gives the newest of those that it was made with."""
 
     def __init__(self, saved: dict[int, State] | None = None) -> None:
@@ -185,8 +185,15 @@ class Toy:
     clock: Callable[[], float]
     evaluator: Evaluator
     tracker: Tracker
-    snapshots: Loop
+    snapshots: Checkpoint
     faults: Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all tests, with the padding of this one."""
+        words = copy.deepcopy(small.tokenizer())
+        words.pad_token_id = self.pad
+        return words
 
     @property
     def updates(self) -> Iterator[Metrics]:
@@ -203,8 +210,8 @@ class Toy:
             estimator=self.estimator,
             evaluator=self.evaluator,
             ptx=self.ptx,
+            tokenizer=self.tokenizer,
             stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
-            pad=self.pad,
             tracker=self.tracker,
             snapshots=self.snapshots,
             faults=self.faults,
@@ -229,8 +236,8 @@ class Toy:
             queries * num_samples,
             sampler.collect(0),
             NONE,
+            tokenizer=self.tokenizer,
             stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
-            pad=self.pad,
             budget=TokenBudget(self.config.micro_batch_tokens),
             is_on_policy=sampler.name is None,
         )
@@ -286,7 +293,7 @@ def toy(
     estimator: Estimator | None = None,
     evaluator: Evaluator | None = None,
     tracker: Tracker | None = None,
-    snapshots: Loop | None = None,
+    snapshots: Checkpoint | None = None,
     faults: Path = Path("faults"),
     **changes: Any,
 ) -> Toy:
@@ -326,7 +333,7 @@ def toy(
         clock=clock,
         evaluator=evaluator or NoEvaluation(),
         tracker=tracker or NullTracker("ppo"),
-        snapshots=snapshots or Nothing(),
+        snapshots=snapshots or Nowhere(),
         faults=faults,
     )
 
@@ -343,7 +350,7 @@ def shared() -> ActorCritic:
 
 
 def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
-    policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
+    policy = add_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
     if value is None:
         return ActorCritic(policy, NoCritic()), AdapterOff(policy)
     critic = small.scores(seed=3) if value == "separate" else ValueHead(small.HIDDEN)

@@ -13,7 +13,6 @@ import torch
 
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.data.synthetic import gold
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import human_labels, summary
@@ -21,7 +20,8 @@ from rlhf_tasks.evaluation.human_labels import Label, Pair
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.evaluation.results import EvaluationResults, Interval
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
@@ -121,27 +121,11 @@ def test_the_tables_hold_every_comparison_and_response(project: Path, metrics: d
     assert metrics["gold/policy_vs_reference/win_rate"] == pytest.approx(sum(points) / 10)
 
 
-class PlantedScores:
-    """Scores by the first letter of the responses."""
-
-    def __init__(self, scores: dict[str, list[float]]) -> None:
-        self._scores = scores
-
-    def scores(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> list[float]:
-        return self._scores[responses[0][0]]
-
-    def facets(
-        self, prompts: Sequence[str], responses: Sequence[str], columns: Columns = NONE
-    ) -> dict[str, float]:
-        return {}
-
-
 def test_swapping_the_contenders_mirrors_the_result() -> None:
     scores = {"policy": [1.0, 0.5, 0.2, 0.9, 0.3], "sft": [0.4, 0.5, 0.6, 0.1, 0.0]}
     texts = ["one", "two", "three", "four", "five"]
-    judge = ScoringJudge("gold", PlantedScores({"p": scores["policy"], "s": scores["sft"]}))
+    by_letter = {"p": torch.tensor(scores["policy"]).double(), "s": torch.tensor(scores["sft"]).double()}
+    judge = ScoringJudge("gold", lambda rows: by_letter[rows.texts[0][0]])
     policy, sft = (["p" * (i + 1) for i in range(5)], ["s" * (5 - i) for i in range(5)])
     ours, theirs = judge.compare(texts, policy, sft), judge.compare(texts, sft, policy)
     result = summary.summarise(summary.Key("gold", "policy", "sft"), ours, policy, sft)
@@ -258,8 +242,8 @@ def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = Path("models/policy")
-    models.save(
-        models.load_causal(policy), load_tokenizer(policy), policy, card="a card",
+    save_checkpoint(
+        load_causal(policy), load_tokenizer(policy), policy, card="a card",
         identity=contracts.identity("policy", {"reward": contracts.fingerprint(Path("models/reward"))}),
     )  # fmt: skip
     console.set_quiet(False)

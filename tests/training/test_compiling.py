@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_tasks.modeling.generation import sample
+from rlhf_tasks.modeling.sampling import sample
 from rlhf_tasks.training.supervised import Fit, LanguageModelling
 from tests import small
 

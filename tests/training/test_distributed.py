@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhf_tasks.config import Stage
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.tracking import NullTracker
 from tests import toy
 from tests.ppo.toy import without_critic
@@ -72,7 +72,7 @@ def test_ppo_on_two_processes_is_finite_and_written_once(toy_project: Path) -> N
     assert curve("ppo")[0]["eval/kl"] == "0.0", "before training the policy is the reference"
     assert float(curve("ppo")[-1]["eval/kl"]) != 0
     assert {"selected_kl", "selected_kl_standard_error"} <= found.keys()
-    models.load_causal("models/policy")
+    load_causal("models/policy")
     assert done.stdout.count("ppo: done in") == 1
     assert not list(Path().rglob("*.partial-*"))
 

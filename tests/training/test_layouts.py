@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import load_causal
 from tests import toy
 from tests.benchmarks import layouts
 from tests.ppo.test_engines import STANDIN
@@ -49,7 +49,7 @@ def assert_same_as_one_process(toy_project: Path, layout: str, name: str, featur
     assert difference.weights < layouts.TOLERANCE
     assert difference.losses < layouts.TOLERANCE
     assert difference.metrics < layouts.METRICS_TOLERANCE
-    models.load_causal("models/policy")
+    load_causal("models/policy")
 
 
 def test_ppo_under_fsdp2_learns_what_one_process_does(toy_project: Path) -> None:

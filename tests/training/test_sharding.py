@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import last_layer, models
-from rlhf_tasks.modeling.generation import sample
+from rlhf_tasks.modeling import last_layer
 from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.modeling.load import TokenScores, add_lora
+from rlhf_tasks.modeling.sampling import sample
 from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead, logprobs_of
 from rlhf_tasks.stages.reward import Learner
@@ -82,7 +83,7 @@ def test_the_whole_copy_samples_what_the_model_would_and_is_empty_afterwards(mes
             model, [[5, 6], [7]], max_new_tokens=6, temperature=0.9, stop=EOS, pad=PAD, generator=generator  # type: ignore[arg-type]
         ).responses  # fmt: skip
 
-    policy = models.with_lora(small.causal(), Lora(r=2, alpha=4.0), seed=1)
+    policy = add_lora(small.causal(), Lora(r=2, alpha=4.0), seed=1)
     for weight in policy.parameters():
         nn.init.normal_(weight, std=0.3)
     expected = responses(policy)
@@ -180,11 +181,11 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
         torch.testing.assert_close(sharding.gathered(mine), theirs.detach(), rtol=1e-4, atol=1e-6)
 
 
-def _scores_of(family: str) -> models.TokenScores:
+def _scores_of(family: str) -> TokenScores:
     """A reward model of a family that changes its logits after the head."""
     config = copy.deepcopy(small.other(family).config)
     config.num_labels = 1
-    from rlhf_tasks.modeling.classifiers import on_trunk, trunk_of
+    from rlhf_tasks.modeling.classifiers import build_classifier, find_trunk
 
     torch.manual_seed(1)
-    return models.TokenScores(on_trunk(trunk_of(small.other(family)), config).eval())
+    return TokenScores(build_classifier(find_trunk(small.other(family)), config).eval())

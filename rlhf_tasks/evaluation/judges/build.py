@@ -14,18 +14,15 @@ from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges.combined import RULES, CombinedJudge
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
+from rlhf_tasks.evaluation.judges.function import FunctionComparer
 from rlhf_tasks.evaluation.judges.local import LocalComparer, RankerComparer
 from rlhf_tasks.evaluation.judges.optimised import required_judges
 from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge
-from rlhf_tasks.evaluation.judges.scoring import (
-    GoldScorer,
-    RewardModelScorer,
-    ScoringJudge,
-    TextFunctionScorer,
-    VerifierScorer,
-)
-from rlhf_tasks.modeling.verifier import Verifier
+from rlhf_tasks.evaluation.judges.scoring import ScoringJudge, gold_facets, score_gold
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring import reward_model
+from rlhf_tasks.scoring.function import FunctionScorer
+from rlhf_tasks.scoring.verifier import Verifier
 
 if TYPE_CHECKING:
     from rlhf_tasks.evaluation.human_labels import Label
@@ -122,13 +119,16 @@ def build_judge(
     """
     root = paths.root
     if isinstance(one, config.GoldJudge):
-        return ScoringJudge(one.name, GoldScorer())
+        return ScoringJudge(one.name, score_gold, gold_facets)
     if isinstance(one, config.RewardModelJudge):
-        return ScoringJudge(one.name, RewardModelScorer(root / one.path, device))
+        return ScoringJudge(one.name, reward_model.load(root / one.path, device))
+    if isinstance(one, config.FunctionJudge) and one.pairwise:
+        own = FunctionComparer(one.function, key, functions_root or root, columns)
+        return PairwiseJudge(one.name, own, max_failure_share)
     if isinstance(one, config.FunctionJudge):
-        return ScoringJudge(one.name, TextFunctionScorer(one.function, key, functions_root or root, columns))
+        return ScoringJudge(one.name, FunctionScorer(one.function, key, functions_root or root, columns))
     if isinstance(one, config.VerifierJudge):
-        return ScoringJudge(one.name, VerifierScorer(Verifier(one.checks, one.format)))
+        return ScoringJudge(one.name, Verifier(one.checks, one.format))
     if isinstance(one, config.LlmJudge):
         # The import takes a second: only configurations with such a judge pay for it.
         from rlhf_tasks.evaluation.judges.llm import LlmComparer

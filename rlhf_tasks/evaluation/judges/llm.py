@@ -17,6 +17,7 @@ import openai
 
 from rlhf_tasks import console
 from rlhf_tasks.config.judge import LISTED, LlmJudge
+from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import assessments, prompt_templates
 from rlhf_tasks.evaluation.judges.assessments import Labels
@@ -91,7 +92,9 @@ class LlmComparer:
         self._longest_wait_seconds = longest_wait_seconds
         self.spent = Spent()
 
-    def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
         requests = [self._request(prompt_templates.fill(self._prompt, question)) for question in questions]
         keys = [
             hashing.json_sha256({"endpoint": self._settings.base_url, "request": request})

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rlhf_tasks.data.columns import NONE, Columns
+from rlhf_tasks.data.columns import NONE, Columns, take
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons
 
@@ -36,8 +36,10 @@ class Reply:
 class Comparer(Protocol):
     """A model that replies to questions."""
 
-    def __call__(self, questions: Sequence[Question], max_failures: float) -> list[Reply]:
-        """A reply to each question, in order.
+    def __call__(
+        self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE
+    ) -> list[Reply]:
+        """A reply to each question, in order; `columns` are those of the questions' rows.
 
         Raises:
             UserError: if the model cannot reply at all, or as soon as more than `max_failures` replies have
@@ -63,7 +65,8 @@ class PairwiseJudge:
         questions = [Question(prompts[i], *order) for i in differ for order in ((a[i], b[i]), (b[i], a[i]))]
         # Two failed replies to one pair are one failed comparison: fewer failed replies prove nothing yet.
         max_failures = 2 * self._max_failure_share * len(prompts)
-        replies = self._comparer(questions, max_failures) if questions else []
+        rows = take(columns, [i for i in differ for _ in range(2)])
+        replies = self._comparer(questions, max_failures, rows) if questions else []
         a_first, a_second = np.full(len(prompts), np.nan), np.full(len(prompts), np.nan)
         outcomes = np.full(len(prompts), 0.5)
         failures: dict[int, str] = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import socket
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from rlhf_tasks.config.verifier import Check, Format
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.verifier import Verifier
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.verifier import Verifier
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -66,7 +66,15 @@ def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
     ]  # fmt: skip
     columns: Columns = {"answer": [4] * 6, "form": [r"\d"] * 6}
     assert verifier.answers(responses) == ["4", "4.0", "5", None, None, ""]
-    assert verifier.scores(responses, columns) == [2.75, 2.25, 0.75, 0.0, 0.0, 0.25]
+    rows = Responses.of_texts(["p"] * 6, responses, columns)
+    assert verifier(rows).tolist() == [
+        2.75,
+        2.25,
+        0.75,
+        0.0,
+        0.0,
+        0.25,
+    ]
     assert verifier.correct(responses, columns) == [True, False, False, False, False, False]
     assert verifier.formatted(responses) == [True, True, True, False, False, True]
 
@@ -103,30 +111,13 @@ def test_a_value_that_a_check_cannot_use_is_refused_with_its_row(kind: str, valu
     Verifier([check(kind)], None).check(rows[:1], {"answer": [good]}, "a verifier")
 
 
-def test_a_schema_is_never_fetched() -> None:
-    requests: list[str] = []
-
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requests.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-    with HTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        schema = {"$ref": f"http://127.0.0.1:{server.server_port}/schema"}
-        verifier = Verifier([check("json_schema")], None)
-        try:
-            with pytest.raises(UserError, match=r"answer: .* leads nowhere in it, and nothing is fetched"):
-                verifier.check([{"source": "mine.jsonl:7"}], {"answer": [schema]}, "a verifier")
-            with pytest.raises(ValueError, match="nothing is fetched"):
-                verifier.correct(["1"], {"answer": [schema]})
-        finally:
-            server.shutdown()
-            thread.join()
-    assert requests == []
+def test_a_schema_is_never_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was opened"))
+    schema, verifier = {"$ref": "http://127.0.0.1:9/schema"}, Verifier([check("json_schema")], None)
+    with pytest.raises(UserError, match=r"answer: .* leads nowhere in it, and nothing is fetched"):
+        verifier.check([{"source": "mine.jsonl:7"}], {"answer": [schema]}, "a verifier")
+    with pytest.raises(ValueError, match="nothing is fetched"):
+        verifier.correct(["1"], {"answer": [schema]})
 
 
 def test_a_column_that_is_not_kept_is_refused_by_name() -> None:

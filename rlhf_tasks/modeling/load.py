@@ -1,7 +1,7 @@
 """Creates, loads, adapts and saves the models of the pipeline.
 
 A checkpoint is a Hugging Face folder (safetensors, config, tokenizer, model card) with the rlhf.json of
-contracts.py. Its bytes do not change from run to run. Weights that would be newly initialised at load are
+contracts.py. Its bytes do not change from run to run. Weights that would be newly initialized at load are
 an error: PPO would train on the noise of a new reward head.
 
 Every model is in eval mode, and trains in it: PPO's ratio must be 1 before the first step. So dropout, layer
@@ -26,15 +26,17 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks.config import Scratch, is_hub_id
 from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Batch
-from rlhf_tasks.modeling.classifiers import INSTEAD, AnyClassifier, on_trunk, trunk_of
+from rlhf_tasks.modeling.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
 from rlhf_tasks.modeling.fast_cpu import accelerate
 from rlhf_tasks.project import disk
@@ -48,7 +50,7 @@ SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 
 def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
-    """A randomly initialised causal LM of one of the known families; weights from torch's global RNG."""
+    """A randomly initialized causal LM of one of the known families; weights from torch's global RNG."""
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
@@ -59,19 +61,24 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
     }
     if shape.family == "gpt2":
         sizes: dict[str, Any] = {
-            "n_embd": shape.hidden_size, "n_layer": shape.num_layers, "n_head": shape.num_heads,
-            "n_positions": max_positions, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        }  # fmt: skip
+            "n_embd": shape.hidden_size,
+            "n_layer": shape.num_layers,
+            "n_head": shape.num_heads,
+            "n_positions": max_positions,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        }
     else:
         sizes = {
-            "hidden_size": shape.hidden_size, "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads, "intermediate_size": 4 * shape.hidden_size,
+            "hidden_size": shape.hidden_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "intermediate_size": 4 * shape.hidden_size,
             "max_position_embeddings": max_positions,
-        }  # fmt: skip
-        if shape.family != "gpt_neox":
-            # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
-            sizes["intermediate_size"] = 8 * round(shape.hidden_size / 3)
-            sizes["num_key_value_heads"] = shape.num_heads
+        }
+    if shape.family in ("llama", "qwen2"):
+        # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
+        sizes["intermediate_size"] = 8 * round(shape.hidden_size / 3)
+        sizes["num_key_value_heads"] = shape.num_heads
     config = AutoConfig.for_model(shape.family, **common, **sizes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval()
@@ -86,6 +93,22 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
+# ------------------------------------------------------------------------------------- loading
+
+
+def load_config(source: str | Path, revision: str | None = None) -> PretrainedConfig:
+    """The config of a folder or the hub.
+
+    Raises:
+        ContractError: if it cannot be read.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(source, error) from error
+    return config
+
+
 def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
     """A causal LM from a folder or the hub, in float32 and eval mode.
 
@@ -93,6 +116,15 @@ def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedMo
         ContractError: if it cannot be read, or weights are missing from it.
     """
     return _load(AutoModelForCausalLM, source, revision)
+
+
+def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A sequence classifier with its trained head, in float32 and eval mode.
+
+    Raises:
+        ContractError: if it cannot be read, or weights are missing from it.
+    """
+    return _load(classifier_class(load_config(source, revision), source), source, revision)
 
 
 def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
@@ -107,17 +139,8 @@ def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
             f"{source} is not a reward model: it has {model.config.num_labels} labels, and a reward model "
             "has one score"
         )
-    head_of(model)
+    score_head(model)
     return TokenScores(model)
-
-
-def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
-    """A sequence classifier with its trained head, in float32 and eval mode.
-
-    Raises:
-        ContractError: if it cannot be read, or weights are missing from it.
-    """
-    return _load(AnyClassifier, source, revision)
 
 
 def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
@@ -127,19 +150,7 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
             source, revision=revision, dtype=torch.float32, output_loading_info=True, **formats
         )
     except (OSError, ValueError, SafetensorError) as error:
-        hint = (
-            "a hub id needs network access or a filled cache"
-            if is_hub_id(str(source))
-            else "is it a checkpoint folder?"
-        )
-        if formats and "safetensors" in str(error):
-            hint = (
-                "weights of other formats may be pickles, which can run code: save the model as safetensors, "
-                f"or set the environment variable {ANY_WEIGHTS}=1 if you trust it"
-            )
-        raise ContractError(
-            f"cannot load a model from {source}: {str(error).splitlines()[0]} ({hint})"
-        ) from error
+        raise _cannot_load(source, error) from error
     heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
     if heads:
         raise ContractError(
@@ -147,12 +158,46 @@ def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedMode
         )
     missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
     if missing:
-        what = "its trained head" if any("score" in key for key in missing) else "weights"
+        part = "its trained head" if any("score" in key for key in missing) else "weights"
         raise ContractError(
-            f"{source} lacks {what}: {', '.join(missing[:5])} would be newly initialised; "
+            f"{source} lacks {part}: {', '.join(missing[:5])} would be newly initialized; "
             "give a checkpoint that holds every weight"
         )
     return cast(PreTrainedModel, model.eval())
+
+
+def _cannot_load(source: str | Path, error: Exception) -> ContractError:
+    hint = "is it a checkpoint folder?"
+    if is_hub_id(str(source)):
+        hint = "a hub id needs network access or a filled cache"
+    if "safetensors" in str(error) and os.environ.get(ANY_WEIGHTS) != "1":
+        hint = (
+            "weights of other formats may be pickles, which can run code: save the model as safetensors, or "
+            f"set the environment variable {ANY_WEIGHTS}=1 if you trust it"
+        )
+    return ContractError(f"cannot load a model from {source}: {str(error).splitlines()[0]} ({hint})")
+
+
+def fetch_tokenizer(source: str, revision: str | None) -> Path:
+    """The folder of a source's tokenizer, config and identity: the source, or the hub's cached snapshot.
+
+    Raises:
+        ContractError: if the hub does not provide it.
+    """
+    if not is_hub_id(source):
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    kinds = ["*.json", "*.txt", "*.jinja", "*.model"]
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
+    except (OSError, ValueError) as error:
+        raise ContractError(
+            f"cannot fetch {source} at {revision}: {error} (a hub id needs network access or a filled cache)"
+        ) from error
+
+
+# ------------------------------------------------------------------------ reward and value models
 
 
 class TokenScores(nn.Module):
@@ -175,22 +220,24 @@ class TokenScores(nn.Module):
             ContractError: naming a family on whose trunk no head can be put.
         """
         config = AutoConfig.from_pretrained(policy_folder, num_labels=1)
-        model = on_trunk(trunk_of(load_causal(policy_folder)), config)
-        std = 1 / (head_of(model).in_features + 1) ** 0.5
+        model = build_classifier(find_trunk(load_causal(policy_folder)), config)
+        std = 1 / (score_head(model).in_features + 1) ** 0.5
         with torch.no_grad():
-            head_of(model).weight.normal_(0.0, std, generator=generator)
+            score_head(model).weight.normal_(0.0, std, generator=generator)
         return cls(model.eval())
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """(B, R + 1, H) of the last layer: before each response token, and after the last."""
-        columns = batch.num_response_columns + 1
-        return self._all_states(batch)[:, -columns:]
+        return self._all_states(batch)[:, -batch.num_response_columns - 1 :]
 
     def _all_states(self, batch: Batch) -> Tensor:
+        """(B, T, H)."""
         out = self.model.base_model(
-            input_ids=batch.query_response, attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids, use_cache=False,
-        )  # fmt: skip
+            input_ids=batch.query_response,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
         states: Tensor = out.last_hidden_state
         return states
 
@@ -199,14 +246,13 @@ class TokenScores(nn.Module):
 
         With `ends_only`, (B, N): the score after the last token of each of a row's N responses.
         """
-        if not ends_only:
-            return self.scored(self.hidden_states(batch))
-        ends = batch.ends
-        return self.scored(self._all_states(batch).take_along_dim(ends[:, :, None], 1))
+        if ends_only:
+            return self.scored(self._all_states(batch).take_along_dim(batch.ends[:, :, None], 1))
+        return self.scored(self.hidden_states(batch))
 
     def scored(self, hidden: Tensor) -> Tensor:
         """(B, N, H) → (B, N) float32, minus the stored mean."""
-        scores: Tensor = head_of(self.model)(hidden).squeeze(-1).float()
+        scores: Tensor = score_head(self.model)(hidden).squeeze(-1).float()
         return scores - self.mean
 
     def set_mean(self, mean: float) -> None:
@@ -214,7 +260,7 @@ class TokenScores(nn.Module):
         self.mean = self.model.config.score_mean = mean
 
 
-def head_of(model: PreTrainedModel) -> nn.Linear:
+def score_head(model: PreTrainedModel) -> nn.Linear:
     """The score head of a sequence classifier.
 
     Raises:
@@ -229,7 +275,7 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def takes_forks(model: PreTrainedModel) -> bool:
+def supports_shared_prefix(model: PreTrainedModel) -> bool:
     """Whether the model gives each response of a `Forked` row the score that it has alone.
 
     It must follow a mask and positions that are given to it, in every layer. The families that
@@ -246,7 +292,7 @@ def takes_forks(model: PreTrainedModel) -> bool:
 # ---------------------------------------------------------------------------------- adapters
 
 
-def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
+def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
     """Put low-rank adapters into every linear layer but the head, in place; returns the same model.
 
     W x becomes W x + alpha / r · B A x. A is drawn with `seed` and B is zero, so that the model is unchanged
@@ -256,17 +302,20 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
     from peft import LoraConfig, TaskType, inject_adapter_in_model
 
     scores = model.get_output_embeddings() is None
-    head = head_of(model) if scores else model.get_output_embeddings()
+    head = score_head(model) if scores else model.get_output_embeddings()
     # by their names: for "all-linear" peft adapts experts too, in a form that could not be merged
     linear = [
-        name for name, module in model.named_modules()
+        name
+        for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]  # fmt: skip
+    ]
     settings = LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, target_modules=linear,  # type: ignore[arg-type]
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=linear,
         task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=[]):  # adapters change no other random draw
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model)
@@ -277,13 +326,13 @@ def with_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMod
 
 
 @contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Within the block, the model without its adapters: PPO's reference without a copy.
 
     A trained head stays as it is. Afterwards the same parameters are trainable as before.
     """
-    layers = _adapted(model).values()
-    trained = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    layers = _adapted_layers(model).values()
+    were_trainable = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -291,18 +340,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        for parameter, flag in trained:
-            parameter.requires_grad_(flag)
+        for parameter, was_trainable in were_trainable:
+            parameter.requires_grad_(was_trainable)
 
 
 @torch.no_grad()
-def merged(model: PreTrainedModel) -> PreTrainedModel:
+def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
     """A copy on the CPU with the adapters merged into the weights, for saving.
 
     The model itself does not change, since merging and unmerging would round its weights. A model without
     adapters is returned as it is.
     """
-    layers = _adapted(model)
+    layers = _adapted_layers(model)
     if not layers:
         return model
     weights: dict[str, Tensor] = {}
@@ -313,24 +362,25 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
             weights[f"{layer}.{rest}"] = (value + delta).to(value).cpu()
         elif ".lora_" not in key:
             weights[key] = value.cpu()
-    with torch.random.fork_rng(devices=[]):
-        plain: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
-    plain.load_state_dict(weights)
+    with no_init_weights():
+        merged: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    merged.tie_weights()
+    merged.load_state_dict(weights)
     if model.can_generate():
-        plain.generation_config = copy.deepcopy(model.generation_config)
-    plain.eval()
-    return plain
+        merged.generation_config = copy.deepcopy(model.generation_config)
+    merged.eval()
+    return merged
 
 
-def _adapted(model: nn.Module) -> dict[str, Any]:
-    """The layers that carry an adapter, by name; recognised without peft, which takes long to import."""
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that carry an adapter, by name; recognized without peft, which takes long to import."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 # -------------------------------------------------------------------------------------- saving
 
 
-def save(
+def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
@@ -351,29 +401,10 @@ def save(
     model.config._name_or_path = ""
     if model.can_generate():
         model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
-    with disk.room(folder.parent, lambda: sum(weights.nbytes for weights in model.state_dict().values())):
+    size = sum(weights.nbytes for weights in model.state_dict().values())
+    with disk.room(folder.parent, lambda: size):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        (folder / IDENTITY).write_text(
-            json.dumps(dict(identity), indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
-
-
-def local_tokenizer(source: str, revision: str | None) -> Path:
-    """The folder of a source's tokenizer, config and identity: the source, or the hub's cached snapshot.
-
-    Raises:
-        ContractError: if the hub does not provide it.
-    """
-    if not is_hub_id(source):
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    kinds = ["*.json", "*.txt", "*.jinja", "*.model"]
-    try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
-    except (OSError, ValueError) as error:
-        raise ContractError(
-            f"cannot fetch {source} at {revision}: {error} (a hub id needs network access or a filled cache)"
-        ) from error
+        text = json.dumps(dict(identity), indent=2, sort_keys=True) + "\n"
+        (folder / IDENTITY).write_text(text, encoding="utf-8")

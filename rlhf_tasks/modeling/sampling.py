@@ -21,12 +21,14 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rlhf_tasks import console
+from rlhf_tasks.console import Meter
 from rlhf_tasks.data.batches import Batch, Ids, collate, encode, load_tokenizer, text_of
-from rlhf_tasks.modeling.models import load_causal, place
+from rlhf_tasks.modeling.load import load_causal, place
 from rlhf_tasks.modeling.tensors import NonFiniteError
 
 CPU_CHECK, GPU_CHECK = 1, 8
 """Tokens from one check of which rows have ended to the next: a check waits for the GPU."""
+SILENT = Meter()
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Samples:
 
 
 class Share(NamedTuple):
-    """Which responses a process samples: numbers first, first + step, … of all processes' `total`."""
+    """Which responses a rank samples: numbers first, first + step, … of all ranks' `total`."""
 
     first: int
     step: int
@@ -59,16 +61,17 @@ def sample(
     batch_size: int | None = None,
     num_samples: int = 1,
     share: Share | None = None,
+    meter: Meter = SILENT,
 ) -> Samples:
     """Sample responses to each query from softmax(logits / temperature), by default all at once.
 
     The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
-    query whose responses share a batch is computed once for them.
+    query whose responses share a batch is computed once for them. `meter` counts the responses.
 
     A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`. Each token
     takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
-    `batch_size` by rounding only. With `share` the numbers of all processes are drawn, from generators of the
-    same state: a response does not depend on the process that samples it either. Queries of similar length
+    `batch_size` by rounding only. With `share` the numbers of all ranks are drawn, from generators of the
+    same state: a response does not depend on the rank that samples it either. Queries of similar length
     share a batch, so that little is padded.
 
     Raises:
@@ -85,15 +88,21 @@ def sample(
         number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
         batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
         query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
-        tokens, logprobs = _decoded(model, batch, query_of, uniform[rows], temperature, stop)
-        for i, drawn, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
-            count = drawn.index(stop) + 1 if stop in drawn else len(drawn)
-            result.responses[i], result.logprobs[i] = drawn[:count], log_p[:count]
+        tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, stop, meter)
+        for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
+            length = ids.index(stop) + 1 if stop in ids else len(ids)
+            result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
     return result
 
 
-def _decoded(
-    model: PreTrainedModel, batch: Batch, query_of: Tensor, uniform: Tensor, temperature: float, stop: int
+def _decode(
+    model: PreTrainedModel,
+    batch: Batch,
+    query_of: Tensor,
+    uniform: Tensor,
+    temperature: float,
+    stop: int,
+    meter: Meter = SILENT,
 ) -> tuple[Tensor, Tensor]:
     """(B, R) tokens and log-probs; what follows a row's first `stop` means nothing.
 
@@ -104,33 +113,42 @@ def _decoded(
     tokens = torch.full((num_rows, limit), stop, device=uniform.device)
     logprobs = torch.zeros((num_rows, limit), device=uniform.device)
     width = batch.query_response.shape[1]
-    cache = _cache(model, width + limit)
-    memory, is_recurrent = {"past_key_values": cache}, _is_recurrent(model)
-    if is_recurrent:
-        memory = {"cache_params": cache}
-    mask = F.pad(batch.attention_mask, (0, limit), value=1)
+    cache = _make_cache(model, width + limit)
+    # without attention, as in Mamba, the cache has another name, and only the query has a mask
+    is_recurrent = "cache_params" in inspect.signature(model.forward).parameters
+    cache_argument = {"cache_params" if is_recurrent else "past_key_values": cache}
+    mask = F.pad(batch.attention_mask, (0, limit), value=1)  # (B, Q + R)
     ids, positions = batch.query_response, batch.position_ids
     rows = torch.arange(num_rows, device=uniform.device)
     alive = torch.ones_like(rows, dtype=torch.bool)
     check = CPU_CHECK if uniform.device.type == "cpu" else GPU_CHECK
     for t in range(limit):
+        # 1. The logits of the next token, (B, V). Only the first pass reads whole queries.
         logits = model(
-            input_ids=ids, attention_mask=None if is_recurrent and t else mask[:, : width + t],
-            position_ids=positions, use_cache=True, logits_to_keep=1, **memory,
-        ).logits[:, -1]  # fmt: skip
-        if t == 0 and len(query_of) > len(logits):
+            input_ids=ids,
+            attention_mask=None if is_recurrent and t else mask[:, : width + t],
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **cache_argument,
+        ).logits[:, -1]
+        if t == 0 and len(query_of) > len(logits):  # several samples of a query
             logits, positions, mask = (x[query_of] for x in (logits, positions, mask))
             cache.reorder_cache(query_of)  # type: ignore[arg-type]
-        ids, log_p = _drawn(logits.float() / temperature, uniform[rows, t])
+        # 2. One token for each row.
+        ids, log_p = sample_token(logits.float() / temperature, uniform[rows, t])
         tokens[rows, t], logprobs[rows, t] = ids, log_p
+        meter.advance(num_rows / limit)
         alive &= ids != stop
         ids, positions = ids[:, None], positions[:, -1:] + 1
+        # 3. Rows that have ended leave the batch, once they are enough.
         if (t + 1) % check and t + 1 < limit:
             continue
         left = alive.nonzero().squeeze(1)
         if bool(logprobs.isnan().any()):
             raise NonFiniteError("the model's logits are NaN or infinite")
         if len(left) == 0:
+            meter.advance(num_rows * (limit - t - 1) / limit)
             break
         if len(left) <= 0.75 * len(rows):
             rows, alive, ids, positions, mask = (x[left] for x in (rows, alive, ids, positions, mask))
@@ -138,7 +156,7 @@ def _decoded(
     return tokens, logprobs
 
 
-def _drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample_token(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Inverse-CDF sampling: the first token whose cumulative probability exceeds the row's uniform number.
 
     (B, V) logits, (B,) numbers in [0, 1) → (B,) tokens and their log-probs. A token of probability 0 is never
@@ -149,53 +167,47 @@ def _drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1:]
     # rounding must not put the product at the total itself, which no cumulative probability exceeds
     below = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    drawn = torch.searchsorted(cumulative, below, right=True).clamp_max(logits.shape[-1] - 1)
-    return drawn.squeeze(1), p.gather(1, drawn).squeeze(1).log()
+    tokens = torch.searchsorted(cumulative, below, right=True).clamp_max(logits.shape[-1] - 1)
+    return tokens.squeeze(1), p.gather(1, tokens).squeeze(1).log()
 
 
-class _Preallocated(DynamicLayer):
+class _PreallocatedLayer(DynamicLayer):
     """One layer's keys and values, with room for all tokens from the start: nothing is copied to add one."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._room, self._length = room, 0
-        self._all: tuple[Tensor, ...] | None = None
+        self._num_tokens, self._length = num_tokens, 0
+        self._buffers: tuple[Tensor, ...] | None = None  # keys and values, (B, heads, num_tokens, width)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Add the new states; all so far, as views."""
         # under autocast, keys are rotated in float32, and attention takes them in the values' bfloat16
-        key_states = key_states.to(value_states.dtype)
-        if self._all is None:
-            self.lazy_initialization(key_states, value_states)
-            self._all = tuple(
-                x.new_empty(*x.shape[:2], self._room, x.shape[3]) for x in (key_states, value_states)
-            )
+        new = (key_states.to(value_states.dtype), value_states)
+        if self._buffers is None:
+            self.lazy_initialization(*new)
+            self._buffers = tuple(x.new_empty(*x.shape[:2], self._num_tokens, x.shape[3]) for x in new)
         start, self._length = self._length, self._length + key_states.shape[-2]
-        for whole, new in zip(self._all, (key_states, value_states), strict=True):
-            whole[:, :, start : self._length] = new
-        self.keys, self.values = (whole[:, :, : self._length] for whole in self._all)
+        for buffer, states in zip(self._buffers, new, strict=True):
+            buffer[:, :, start : self._length] = states
+        self.keys, self.values = (buffer[:, :, : self._length] for buffer in self._buffers)
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Keep these rows. Of two methods for it, only this one keeps a linear-attention layer's states."""
-        if self._all is not None:
-            self._all = tuple(whole[beam_idx] for whole in self._all)
+        if self._buffers is not None:
+            self._buffers = tuple(buffer[beam_idx] for buffer in self._buffers)
 
 
-def _is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether no layer attends, as in Mamba: the cache has another name, and only the query has a mask."""
-    return "cache_params" in inspect.signature(model.forward).parameters
-
-
-def _cache(model: PreTrainedModel, room: int) -> DynamicCache:
+def _make_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
     """The model's cache, with its attention layers preallocated; the mask alone enforces a sliding window."""
     cache = DynamicCache(config=model.config)
-    attention = (DynamicLayer, DynamicSlidingWindowLayer)
-    cache.layers = [_Preallocated(room) if type(layer) in attention else layer for layer in cache.layers]
+    for i, layer in enumerate(cache.layers):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            cache.layers[i] = _PreallocatedLayer(num_tokens)
     return cache
 
 
-def answer(
+def sample_responses(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
@@ -206,12 +218,13 @@ def answer(
     stop: int | None = None,
     batch_size: int = 256,
     share: Share | None = None,
+    meter: Meter = SILENT,
 ) -> list[Ids]:
     """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
 
     A response ends with its stop token, or at `max_new_tokens` without it. `stop` is by default the token
-    that the checkpoint's generation config names, else EOS. If the GPU is out of memory, half as many rows
-    are sampled at a time.
+    that the checkpoint's generation config names, else EOS. `meter` counts the responses. If the GPU is
+    out of memory, they are sampled again, half as many at a time.
 
     Raises:
         torch.OutOfMemoryError: if the memory does not suffice for one row.
@@ -219,11 +232,17 @@ def answer(
     while True:
         try:
             return sample(
-                model, encode(tokenizer, prompts), max_new_tokens=max_new_tokens, temperature=temperature,
-                stop=stop_of(model, tokenizer) if stop is None else stop, pad=tokenizer.pad_token_id,
-                generator=torch.Generator(model.device).manual_seed(seed), batch_size=batch_size,
+                model,
+                encode(tokenizer, prompts),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                stop=find_stop_token(model, tokenizer) if stop is None else stop,
+                pad=tokenizer.pad_token_id,
+                generator=torch.Generator(model.device).manual_seed(seed),
+                batch_size=batch_size,
                 share=share,
-            ).responses  # fmt: skip
+                meter=meter,
+            ).responses
         except torch.OutOfMemoryError:
             if batch_size == 1:
                 raise
@@ -232,14 +251,14 @@ def answer(
         console.say(f"out of memory: {batch_size} responses are sampled at a time now")
 
 
-def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+def find_stop_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that ends this model's responses."""
     config = model.generation_config
     named = None if config is None else config.eos_token_id
     return named if isinstance(named, int) else int(tokenizer.eos_token_id)
 
 
-def respond(
+def sample_texts(
     model_path: Path,
     prompts: list[str],
     *,
@@ -249,13 +268,11 @@ def respond(
     seed: int,
 ) -> list[list[str]]:
     """Sample `num_samples` texts from a checkpoint for each prompt."""
-    model = load_causal(model_path).eval()
-    if torch.cuda.is_available():
-        model = place(model, torch.device("cuda"))
-    tokenizer = load_tokenizer(model_path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = place(load_causal(model_path), device), load_tokenizer(model_path)
     repeated = [p for p in prompts for _ in range(num_samples)]
-    responses = answer(
+    responses = sample_responses(
         model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-    )  # fmt: skip
+    )
     texts = [text_of(tokenizer, response) for response in responses]
     return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]

@@ -10,14 +10,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from rlhf_tasks.config.verifier import Check, Format
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
-
-if TYPE_CHECKING:
-    from referencing import Resource
+from rlhf_tasks.scoring.protocol import Responses, excerpt
 
 MAX_SHOWN = 10
 _NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?([eE][-+]?\d{1,3})?")
@@ -27,42 +28,36 @@ Test = Callable[[str], bool]
 
 
 class Verifier:
-    """Checks of one problem after another; the tests of a column's value are made once."""
+    """A scorer of right and wrong answers; the test of a column's value is made once."""
 
     def __init__(self, checks: Sequence[Check], form: Format | None) -> None:
-        self._checks, self._form = checks, form
-        self._pattern = None if form is None else re.compile(form.pattern, re.DOTALL)
+        self._checks, self.has_format = checks, form is not None
+        self._pattern = re.compile("(.*)" if form is None else form.pattern, re.DOTALL)
+        self._format_weight = 0.0 if form is None else form.weight
         self._tests: dict[tuple[int, str], Test] = {}
 
-    @property
-    def has_format(self) -> bool:
-        return self._form is not None
+    def __call__(self, rows: Responses) -> Tensor:
+        """(B,) float64: the weights of the checks that pass, and the format's weight where it matches."""
+        passed, formatted = self._passed(rows.texts, rows.columns), self.formatted(rows.texts)
+        weights = [check.weight for check in self._checks]
+        scores = [
+            sum(w for w, passes in zip(weights, row, strict=True) if passes) + self._format_weight * matches
+            for row, matches in zip(passed, formatted, strict=True)
+        ]
+        return torch.tensor(scores, dtype=torch.float64)
 
     def answers(self, responses: Sequence[str]) -> list[str | None]:
         """The answer in each response; None where the format does not match."""
-        stripped = [response.strip() for response in responses]
-        if self._pattern is None:
-            return list(stripped)
-        matches = [self._pattern.fullmatch(response) for response in stripped]
+        matches = [self._pattern.fullmatch(response.strip()) for response in responses]
         return [None if match is None else (match[1] or "").strip() for match in matches]
-
-    def correct(self, responses: Sequence[str], columns: Columns) -> list[bool]:
-        """Whether each response passes every check."""
-        return [all(passed) for passed in self._passed(responses, columns)]
 
     def formatted(self, responses: Sequence[str]) -> list[bool]:
         """Whether the format matches each response."""
         return [answer is not None for answer in self.answers(responses)]
 
-    def scores(self, responses: Sequence[str], columns: Columns) -> list[float]:
-        """The sum of the weights of the checks that pass, and of the format's weight where it matches."""
-        weight = 0.0 if self._form is None else self._form.weight
-        formatted = self.formatted(responses)
-        return [
-            sum(check.weight for check, passes in zip(self._checks, passed, strict=True) if passes)
-            + weight * has_format
-            for passed, has_format in zip(self._passed(responses, columns), formatted, strict=True)
-        ]
+    def correct(self, responses: Sequence[str], columns: Columns) -> list[bool]:
+        """Whether each response passes every check."""
+        return [all(row) for row in self._passed(responses, columns)]
 
     def _passed(self, responses: Sequence[str], columns: Columns) -> list[list[bool]]:
         return [
@@ -108,66 +103,73 @@ class Verifier:
             )
 
 
-# ----------------------------------------------------------------------------------------- checks
-
-
 def parse_number(text: str) -> Decimal | None:
     """The number that a text is, such as `-1,234.5` or `2e3`; None for any other text."""
     bare = text.strip()
-    if not _NUMBER.fullmatch(bare):
-        return None
     try:
-        return Decimal(bare.replace(",", ""))
+        return Decimal(bare.replace(",", "")) if _NUMBER.fullmatch(bare) else None
     except InvalidOperation:  # no digit at all
         return None
 
 
 def _exact(value: Any, check: Check) -> Test:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"{_shown(value)} is neither text nor a whole number, as `exact` needs")
-    right = str(value).strip()
-    return lambda answer: answer == right
+        raise ValueError(f"{excerpt(value)} is neither text nor a whole number, as `exact` needs")
+    return str(value).strip().__eq__
 
 
 def _number(value: Any, check: Check) -> Test:
-    right = None if isinstance(value, bool) or not isinstance(value, str | int | float) else str(value)
-    number = None if right is None else parse_number(right)
-    if number is None:
-        raise ValueError(f"{_shown(value)} is not a number")
+    is_given = isinstance(value, str | int | float) and not isinstance(value, bool)
+    right = parse_number(str(value)) if is_given else None
+    if right is None:
+        raise ValueError(f"{excerpt(value)} is not a number")
     tolerance = Decimal(str(check.tolerance))
-
-    def test(answer: str) -> bool:
-        found = parse_number(answer)
-        return found is not None and abs(found - number) <= tolerance
-
-    return test
+    return lambda answer: (x := parse_number(answer)) is not None and abs(x - right) <= tolerance
 
 
 def _regex(value: Any, check: Check) -> Test:
     if not isinstance(value, str):
-        raise ValueError(f"{_shown(value)} is not a regular expression")
+        raise ValueError(f"{excerpt(value)} is not a regular expression")
     try:
         pattern = re.compile(value, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{_shown(value)} is not a regular expression: {error}") from None
+        raise ValueError(f"{excerpt(value)} is not a regular expression: {error}") from None
     return lambda answer: pattern.fullmatch(answer) is not None
 
 
 def _json_schema(value: Any, check: Check) -> Test:
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema_specifications import REGISTRY  # the published meta-schemas; it fetches nothing
+    from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
+
+    seen: set[int] = set()
+
+    def check_references(schema: Any, resolver: Any) -> None:
+        """Check that every reference of a schema, and of what it refers to, leads to a schema."""
+        if not isinstance(schema, dict) or id(schema) in seen:
+            return
+        seen.add(id(schema))
+        for reference in (schema[keyword] for keyword in ("$ref", "$dynamicRef") if keyword in schema):
+            try:
+                found = resolver.lookup(reference)
+            except (Unresolvable, TypeError):
+                raise ValueError(
+                    f"the reference {reference!r} leads nowhere in it, and nothing is fetched"
+                ) from None
+            Draft202012Validator.check_schema(found.contents)
+            check_references(found.contents, found.resolver)
+        for inner in DRAFT202012.create_resource(schema).subresources():
+            check_references(inner.contents, resolver.in_subresource(inner))
 
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, dict | bool):
             raise ValueError("a schema is an object")
         Draft202012Validator.check_schema(schema)
-        resource = DRAFT202012.create_resource(schema)
-        _check_references(resource, REGISTRY.resolver_with_root(resource), set())
+        check_references(schema, REGISTRY.resolver_with_root(DRAFT202012.create_resource(schema)))
     except (ValueError, RecursionError, SchemaError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{_shown(value)} is not a JSON Schema: {reason}") from None
+        raise ValueError(f"{excerpt(value)} is not a JSON Schema: {str(error).splitlines()[0]}") from None
     validator = Draft202012Validator(schema, registry=REGISTRY)
 
     def test(answer: str) -> bool:
@@ -179,41 +181,9 @@ def _json_schema(value: Any, check: Check) -> Test:
     return test
 
 
-def _check_references(resource: Resource[Any], resolver: Any, seen: set[int]) -> None:
-    """Check that every reference of a schema, and of the parts it refers to, leads to a schema.
-
-    `resolver` is that of the library `referencing`; `seen` are the ids of the parts that are checked already.
-
-    Raises:
-        ValueError: naming a reference that leads nowhere.
-        SchemaError: for a part that is referred to and is no schema.
-    """
-    from jsonschema import Draft202012Validator
-    from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import DRAFT202012
-
-    part = resource.contents
-    if not isinstance(part, dict) or id(part) in seen:
-        return
-    seen.add(id(part))
-    for reference in (part[keyword] for keyword in ("$ref", "$dynamicRef") if keyword in part):
-        try:
-            found = resolver.lookup(reference)
-        except (Unresolvable, TypeError):
-            raise ValueError(
-                f"the reference {reference!r} leads nowhere in it, and nothing is fetched"
-            ) from None
-        Draft202012Validator.check_schema(found.contents)
-        _check_references(DRAFT202012.create_resource(found.contents), found.resolver, seen)
-    for inner in resource.subresources():
-        _check_references(inner, resolver.in_subresource(inner), seen)
-
-
 _TESTS: Mapping[str, Callable[[Any, Check], Test]] = {
-    "exact": _exact, "number": _number, "regex": _regex, "json_schema": _json_schema,
-}  # fmt: skip
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    "exact": _exact,
+    "number": _number,
+    "regex": _regex,
+    "json_schema": _json_schema,
+}

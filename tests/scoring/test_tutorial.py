@@ -10,8 +10,9 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.modeling.functions import TextFunction
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.function import FunctionScorer
+from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.stages import prepare
 from rlhf_tasks.tracking import NullTracker
 from tests import small
@@ -24,8 +25,9 @@ def test_the_function_gives_more_to_a_closer_number(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     (tmp_path / "my_rewards.py").write_text(code, encoding="utf-8")
     columns: Columns = {"answer": [355, 355, 355], "other": ["a", "b", "c"]}
-    reward = TextFunction("my_rewards:closeness", "ppo.scorers", tmp_path, columns)
-    assert reward(["347+8="] * 3, ["355", "352", "-"], columns) == [1.0, 0.25, 0.0]
+    reward = FunctionScorer("my_rewards:closeness", "ppo.scorers", tmp_path, columns)
+    rows = Responses.of_texts(["347+8="] * 3, ["355", "352", "-"], columns)
+    assert reward(rows).tolist() == [1.0, 0.25, 0.0]
 
 
 def test_the_parameters_are_accepted_and_the_rows_keep_their_answers(tmp_path: Path) -> None:

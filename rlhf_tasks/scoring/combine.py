@@ -1,0 +1,98 @@
+"""The weighted sum of `ppo.scorers`, and the two scorers that are plain arithmetic.
+
+M reward models · B responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.config.scorers import Combination
+from rlhf_tasks.modeling.load import TokenScores
+from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer
+from rlhf_tasks.scoring.reward_model import RewardModel
+
+
+class Part(NamedTuple):
+    """A scorer with its name in the metrics and its weight."""
+
+    name: str
+    weight: float
+    scorer: Scorer
+
+
+class WeightedSum:
+    """Σ weight · score over the parts, of which the reward models are first combined by `combine`."""
+
+    def __init__(self, parts: Sequence[Part], combine: Combination = "sum") -> None:
+        self._rewards = [part for part in parts if isinstance(part.scorer, RewardModel)]
+        self._others = [part for part in parts if not isinstance(part.scorer, RewardModel)]
+        self._names, self._combine = [part.name for part in parts], combine
+
+    @property
+    def reward_models(self) -> list[TokenScores]:
+        """The models of the parts that are reward models."""
+        return [part.scorer.model for part in self._rewards if isinstance(part.scorer, RewardModel)]
+
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        """Each part's scores, unweighted: (B,) float32 on the CPU.
+
+        Raises:
+            ScorerError: if one of them is not finite, or the scorer fails.
+        """
+        # Reward models come first: where they are sharded, all processes make their passes together, and a
+        # part that raises must not keep one process from them.
+        found = {part.name: part.scorer(rows).float() for part in [*self._rewards, *self._others]}
+        for name in self._names:
+            wrong = (~found[name].isfinite()).nonzero().flatten().tolist()
+            if wrong:
+                raise NonFiniteScore(
+                    f"ppo.scorers: {name} gave {float(found[name][wrong[0]])} for response {wrong[0]} of "
+                    f"{len(rows)} ({len(wrong)} of them are not finite)"
+                )
+        return {name: found[name] for name in self._names}
+
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """(B,): the combined scores of the reward models, plus Σ weight · score over the other parts."""
+        weighted = [part.weight * parts[part.name] for part in self._others]
+        if self._rewards:
+            rewards = torch.stack([part.weight * parts[part.name] for part in self._rewards])
+            weighted.insert(0, combine_rewards(rewards, self._combine))
+        return torch.stack(weighted).sum(dim=0)
+
+
+def combine_rewards(scores: Tensor, rule: Combination) -> Tensor:
+    """(M, B) weighted scores of reward models → (B,).
+
+    `sum`, `min` (worst-case optimization of arXiv 2310.02743), or the mean minus a multiple of the standard
+    deviation over the models, which divides by M.
+    """
+    if rule == "sum":
+        return scores.sum(dim=0)
+    if rule == "min":
+        return scores.amin(dim=0)
+    return scores.mean(dim=0) - rule.mean_minus_deviations * scores.std(dim=0, correction=0)
+
+
+class LengthPenalty:
+    """The soft over-length penalty of DAPO (arXiv 2503.14476, eq. 13), 0 to −1.
+
+    0 up to max_tokens − buffer, then (max_tokens − buffer − length) / buffer, and −1 above max_tokens.
+    """
+
+    def __init__(self, max_tokens: int, buffer: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._start, self._buffer, self._tokenizer = max_tokens - buffer, buffer, tokenizer
+
+    def __call__(self, rows: Responses) -> Tensor:
+        lengths = torch.tensor([len(response) for response in rows.ids(self._tokenizer)[1]]).float()
+        return ((self._start - lengths) / self._buffer).clamp(-1.0, 0.0)
+
+
+def score_zero(rows: Responses) -> Tensor:
+    """Zero for every response: it runs the pipeline with nothing to learn."""
+    return torch.zeros(len(rows))

@@ -1,0 +1,114 @@
+"""A service that scores responses."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from rlhf_tasks.data.columns import take
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.scoring.protocol import Responses, ScorerError, UnusableScores, excerpt, read_scores
+
+NUM_TRIES = 5
+BACK_OFF_SECONDS = 1.0  # doubles from try to try
+LONGEST_WAIT_SECONDS = 30.0
+
+
+class HttpScorer:
+    """A service that receives {"prompts": […], "responses": […]} and returns {"scores": […]}.
+
+    Where columns are kept, it also receives {"columns": {NAME: […]}}.
+
+    A request is tried NUM_TRIES times, after 429, 5xx, a timeout or a broken connection. The wait doubles
+    from try to try, or is that of `Retry-After`. Any other status or content is an error at once.
+    `timeout_seconds` limits the connection, each pause, and the whole reply.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float,
+        batch_size: int,
+        key_variable: str | None = None,
+    ) -> None:
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise UserError(f"ppo.scorers: {url!r} is not a URL: {error}") from error
+        if not parsed.host or (parsed.port or 0) > 65535:
+            raise UserError(f"ppo.scorers: {url!r} names no host and port")
+        # The name has no part of the URL that may be secret.
+        self._name = f"http scorer {parsed.copy_with(username=None, password=None, query=None)}"
+        self._url, self._timeout, self._batch_size = url, timeout_seconds, batch_size
+        self._headers = {}
+        if key_variable is not None:
+            key = os.environ.get(key_variable, "").strip()
+            if not key:
+                raise UserError(
+                    f"ppo.scorers: the environment variable {key_variable} holds no key; export it, or set "
+                    "key_variable to null for a server that needs none"
+                )
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def __call__(self, rows: Responses) -> Tensor:
+        scores = [torch.zeros(0)]
+        # A client for each call: the service would close an idle connection between updates.
+        with httpx.Client(timeout=self._timeout) as client:
+            for start in range(0, len(rows), self._batch_size):
+                part = range(len(rows))[start : start + self._batch_size]
+                request: dict[str, Any] = {
+                    "prompts": [rows.prompts[i] for i in part],
+                    "responses": [rows.texts[i] for i in part],
+                }
+                if rows.columns:
+                    request["columns"] = take(rows.columns, part)
+                scores.append(self._read(self._request(client, request), len(part)))
+        return torch.cat(scores)
+
+    def _read(self, body: bytes, count: int) -> Tensor:
+        try:
+            reply = json.loads(body)
+        except ValueError as error:
+            raise UnusableScores(f"{self._name} must return JSON, but returned {excerpt(body)}") from error
+        if not (isinstance(reply, dict) and isinstance(reply.get("scores"), list)):
+            raise UnusableScores(f'{self._name} must return {{"scores": […]}}, but returned {excerpt(body)}')
+        return read_scores(self._name, reply["scores"], count)
+
+    def _request(self, client: httpx.Client, request: Mapping[str, Any]) -> bytes:
+        """The body of a successful reply, after at most NUM_TRIES tries."""
+        problem = ""
+        for number in range(NUM_TRIES):
+            wait = BACK_OFF_SECONDS * 2**number
+            try:
+                status, headers, body = self._post(client, request)
+            except httpx.RequestError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if 200 <= status < 300:
+                    return body
+                problem = f"status {status}: {excerpt(body)}"
+                if status != 429 and status < 500:
+                    raise UnusableScores(f"{self._name} rejected the request: {problem}")
+                seconds = headers.get("Retry-After", "")  # RFC 9110, 10.2.3; its dates are not read
+                wait = float(seconds) if seconds.isdecimal() else wait
+            if number < NUM_TRIES - 1:
+                time.sleep(min(wait, LONGEST_WAIT_SECONDS))
+        raise ScorerError(f"{self._name} returned no scores in {NUM_TRIES} tries; the last error: {problem}")
+
+    def _post(self, client: httpx.Client, request: Mapping[str, Any]) -> tuple[int, httpx.Headers, bytes]:
+        """Limits the whole reply; the timeout of httpx limits only each pause in it."""
+        deadline, body = time.monotonic() + self._timeout, b""
+        with client.stream("POST", self._url, json=request, headers=self._headers) as response:
+            for chunk in response.iter_bytes():
+                body += chunk
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(f"the reply was not complete after {self._timeout} s")
+        return response.status_code, response.headers, body

@@ -1,0 +1,153 @@
+"""Responses in the token ids of a reward model with another tokenizer or chat template than the policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks import console
+from rlhf_tasks.data.batches import Ids, encode, sizes
+from rlhf_tasks.data.tables import Chat, Message
+from rlhf_tasks.data.tokenizer import ready_rendering
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.scoring.protocol import Responses
+
+MARKS = tuple(f"\ue000{name}\ue000" for name in ("system", "first", "answer", "second"))
+"""Stand for the contents of messages; their characters are for private use, and no text has them."""
+
+
+class Retokenizer:
+    """Gives a reward model its own ids of the policy's texts.
+
+    Where both tokenizers have the same chat template, or the model has none, the model reads the prompt as
+    the policy does, and then the response. Where its template differs, it reads the conversation in its own
+    template. A prompt that is no conversation in the policy's template is one message of the user.
+
+    No response can write the model's special tokens: they are removed from messages, and otherwise read as
+    plain text. A query that is too long loses its start.
+    """
+
+    def __init__(
+        self,
+        own: PreTrainedTokenizerBase,
+        policy: PreTrainedTokenizerBase,
+        folder: Path,
+        longest: int | None = None,
+    ) -> None:
+        """`longest`: the number of tokens that the model can read; None: no limit."""
+        self._own, self._folder, self._longest, self._has_cut = own, folder, longest, False
+        self._reads, self._given = ready_rendering(own, str(folder)), ready_rendering(policy, "the policy")
+        self._has_own_template = own.chat_template not in (None, policy.chat_template)
+        added = (str(token) for token in own.added_tokens_decoder.values() if token.special)
+        self._special = {name for name in (*own.all_special_tokens, *added) if name}
+
+    def __call__(self, rows: Responses) -> tuple[list[Ids], list[Ids]]:
+        """Queries and responses in the model's ids; a conversation's response is its last token alone.
+
+        Raises:
+            UserError: for a response that is longer than the model can read.
+        """
+        if self._has_own_template:
+            pairs = zip(rows.prompts, rows.texts, strict=True)
+            queries, responses = conversation_ids(self._own, [self._conversation(*pair) for pair in pairs])
+        else:
+            prompts = [self._reads.bos + prompt.removeprefix(self._given.bos) for prompt in rows.prompts]
+            queries = encode(self._own, prompts)
+            plain = encode(self._own, rows.texts, split_special_tokens=True)
+            end = [int(self._own.eos_token_id)]
+            responses = [ids + end * ended for ids, ended in zip(plain, rows.ended, strict=True)]
+        lengths = sizes(queries, responses)
+        if self._longest is None or max(lengths, default=0) <= self._longest:
+            return queries, responses
+        # What must be left of a conversation is the whole turn of the response.
+        turns = [remove_names(text, self._special) + self._end_of_turn() for text in rows.texts]
+        wholes = encode(self._own, turns) if self._has_own_template else responses
+        most = max(map(min, map(len, wholes), lengths))
+        if most > self._longest:
+            raise UserError(
+                f"ppo.scorers: {self._folder} can read {self._longest} tokens, and a response has {most} in "
+                "its tokenizer; lower ppo.response_length"
+            )
+        if not self._has_cut:
+            self._has_cut = True
+            console.say(
+                f"ppo.scorers: {self._folder} can read {self._longest} tokens; where a prompt with its "
+                "response has more, it reads the end of the prompt only"
+            )
+        excesses = [max(0, length - self._longest) for length in lengths]
+        return [query[excess:] for query, excess in zip(queries, excesses, strict=True)], responses
+
+    def _end_of_turn(self) -> str:
+        """What the model's template writes after a response."""
+        if not self._has_own_template:
+            return ""
+        assert self._reads.chat is not None
+        text = self._reads.chat(_conversation_of([MARKS[1], MARKS[2]]), False)
+        return text.partition(MARKS[2])[2]
+
+    def _conversation(self, prompt: str, response: str) -> str:
+        """The conversation in the model's own template."""
+        assert self._reads.chat is not None
+        found = None if self._given.chat is None else messages_of(prompt, self._given.chat)
+        messages = found or [{"role": "user", "content": prompt.removeprefix(self._given.bos)}]
+        turns = [*messages, {"role": "assistant", "content": response}]
+        plain = [turn | {"content": remove_names(str(turn["content"]), self._special)} for turn in turns]
+        return self._reads.chat(plain, False)
+
+
+def remove_names(text: str, names: Collection[str]) -> str:
+    """The text without any of the names, and without those that a removal would leave."""
+    if not names:
+        return text
+    pattern, before = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))), ""
+    while text != before:
+        before, text = text, pattern.sub("", text)
+    return text
+
+
+def conversation_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
+    """Whole conversations as queries and responses: a reward model scores the last token alone."""
+    ids = encode(tokenizer, texts)
+    return [row[:-1] for row in ids], [row[-1:] for row in ids]
+
+
+def messages_of(prompt: str, chat: Chat) -> list[Message] | None:
+    """The messages that a chat template rendered as `prompt`; None if it did not.
+
+    What a template writes between the messages is found by rendering marks. The messages found are rendered
+    again, and must give the prompt.
+    """
+    for num_system in (0, 1):
+        try:
+            messages = _parse(prompt, chat, num_system)
+            if messages is not None and chat(messages, True) == prompt:
+                return messages
+        except (ValueError, TemplateError):  # the template allows no such conversation
+            continue
+    return None
+
+
+def _parse(prompt: str, chat: Chat, num_system: int) -> list[Message] | None:
+    marks = MARKS[1 - num_system :]
+    text, any_mark = chat(_conversation_of(MARKS[1:], MARKS[:num_system]), True), "|".join(marks)
+    if re.findall(any_mark, text) != list(marks):
+        return None
+    *heads, after_user, after_response, end = re.split(any_mark, text)
+    whole = "(.*?)".join(map(re.escape, heads)) + "(.*)" + re.escape(end)
+    match = re.fullmatch(whole, prompt, re.DOTALL)
+    if match is None or not after_user or not after_response:
+        return None
+    *system, rest = match.groups()
+    first, *pairs = rest.split(after_user)
+    return _conversation_of([first, *(x for pair in pairs for x in pair.split(after_response, 1))], system)
+
+
+def _conversation_of(turns: Sequence[str], system: Sequence[str] = ()) -> list[Message]:
+    """Messages of user and assistant in turn, after those of the system."""
+    return [{"role": "system", "content": text} for text in system] + [
+        {"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(turns)
+    ]

@@ -1,0 +1,103 @@
+"""Reward models as scorers: where they compute, and which token ids they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, picked, sizes
+from rlhf_tasks.modeling import checks, contracts
+from rlhf_tasks.modeling.load import TokenScores, load_reward
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.scoring.retokenize import Retokenizer
+
+RunBatches = Callable[[TokenBudget, Sequence[int], Callable[[list[int]], None]], None]
+
+
+class Placement(Protocol):
+    """Where a stage computes with models that it does not train: on its device, or sharded over processes."""
+
+    device: torch.device
+
+    def put(self, model: nn.Module) -> None:
+        """Put a model there."""
+
+    def on_device(self, model: nn.Module) -> AbstractContextManager[bool]:
+        """Within the block, a whole model is where it can be computed; whether this process is to do it."""
+
+    def run_batches(
+        self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
+    ) -> None:
+        """Call `compute` with every micro-batch of the rows, whose tokens are given.
+
+        For an empty list it must make a pass like any other, whose result nobody reads.
+        """
+
+
+class RewardModel:
+    """A reward model as a scorer: the score of each row's last real token, in the model's own precision."""
+
+    def __init__(
+        self,
+        model: TokenScores,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int = 16384,
+        placement: Placement | None = None,
+        retokenize: Retokenizer | None = None,
+    ) -> None:
+        """`placement` is where the model is or will be put; None: where it is now.
+
+        Without `retokenize`, ids that the rows hold are those of this tokenizer.
+        """
+        self.model, self._tokenizer, self._retokenize = model.eval(), tokenizer, retokenize
+        self._budget, self._device = TokenBudget(max_tokens), next(model.parameters()).device
+        self._run_batches: RunBatches = TokenBudget.each
+        if placement is not None:
+            self._device, self._run_batches = placement.device, placement.run_batches
+
+    @torch.no_grad()
+    def __call__(self, rows: Responses) -> Tensor:
+        queries, responses = self._retokenize(rows) if self._retokenize else rows.ids(self._tokenizer)
+        result = torch.zeros(len(rows))
+
+        def score(group: list[int]) -> None:
+            batch = picked(queries, responses, group, self._tokenizer.pad_token_id)
+            scores = self.model(batch.to(self._device), ends_only=True)
+            result[group] = scores[: len(group), 0].cpu()
+
+        self._run_batches(self._budget, sizes(queries, responses), score)
+        return result
+
+
+def load(folder: Path, device: torch.device) -> RewardModel:
+    """A reward model that reads texts; as a judge models/reward_heldout, which PPO never optimizes."""
+    return RewardModel(load_reward(folder).to(device), load_tokenizer(folder))
+
+
+def load_foreign(
+    folder: Path, policy: PreTrainedTokenizerBase, max_tokens: int, placement: Placement
+) -> RewardModel:
+    """A reward model that reads responses of a policy through its own tokenizer and chat template.
+
+    Raises:
+        ContractError: if the folder holds no reward model with a trained head, or a tokenizer that does not
+            fit it.
+        ModelFault: if the scores of a padded batch are not those of each row alone.
+    """
+    own, model = load_tokenizer(folder), load_reward(folder).requires_grad_(False)
+    contracts.check_fits(model.model, own, str(folder))
+    with placement.on_device(model) as is_used:
+        if is_used:
+            rows = checks.random_rows(model.model.config)
+            checks.require(checks.check_scores(model, rows, pad=own.pad_token_id), str(folder))
+    placement.put(model)
+    settings = model.model.config
+    bounds = getattr(settings, "max_position_embeddings", None), checks.find_rescaling_length(settings)
+    longest = min((bound for bound in bounds if bound is not None), default=None)
+    return RewardModel(model, own, max_tokens, placement, Retokenizer(own, policy, folder, longest))

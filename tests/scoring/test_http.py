@@ -1,0 +1,183 @@
+"""The scorer that asks a service, against a real server on loopback with scripted faults."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from rlhf_tasks.config import scorers as config
+from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.scoring.http import LONGEST_WAIT_SECONDS, NUM_TRIES, HttpScorer
+from rlhf_tasks.scoring.protocol import Responses, ScorerError
+from tests.scoring.server import Handler, Server, dripping, hangs_up, hung, replies, slow, status
+
+ROWS = Responses.of_texts(["w0 w1", "w2", "w3 w4 w5"], ["w6 w7", "w8", ""])
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("rlhf_tasks.scoring.http.BACK_OFF_SECONDS", 0.001)
+    with Server() as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield made
+        made.ended.set()
+        made.shutdown()
+        thread.join()
+
+
+def http(
+    url: str, *, timeout_seconds: float = 5.0, batch_size: int = 8, key_variable: str | None = None
+) -> HttpScorer:
+    return HttpScorer(url, timeout_seconds=timeout_seconds, batch_size=batch_size, key_variable=key_variable)
+
+
+def test_a_service_gets_texts_and_columns_in_batches_and_its_scores_come_in_order(server: Server) -> None:
+    columns: Columns = {"answer": [1, "two", [3.5]], "note": [None, True, {"a": 1}]}
+    scorer = http(server.url, batch_size=2)
+    assert scorer(Responses.of_texts([], [])).shape == (0,)
+    assert server.requests == [], "nothing is sent for no responses"
+    assert scorer(ROWS).tolist() == scorer(replace(ROWS, columns=columns)).tolist() == [5.0, 2.0, 0.0]
+    plain = [
+        {"prompts": ROWS.prompts[:2], "responses": ROWS.texts[:2]},
+        {"prompts": ROWS.prompts[2:], "responses": ROWS.texts[2:]},
+    ]
+    with_columns = [
+        plain[0] | {"columns": {"answer": [1, "two"], "note": [None, True]}},
+        plain[1] | {"columns": {"answer": [[3.5]], "note": [{"a": 1}]}},
+    ]
+    assert server.requests == plain + with_columns
+
+
+@pytest.mark.parametrize("fault", [status(429), status(500), status(503), slow, hangs_up])
+def test_requests_are_repeated_after_temporary_faults(
+    server: Server, fault: Callable[[Handler], None]
+) -> None:
+    server.script = [fault] * (NUM_TRIES - 1)
+    assert http(server.url)(ROWS).tolist() == [5.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("fault", [hung, dripping])
+def test_a_request_with_a_silent_or_endless_reply_is_repeated(
+    server: Server, fault: Callable[[Handler], None]
+) -> None:
+    server.script = [fault]
+    assert http(server.url, timeout_seconds=0.3)(ROWS).tolist() == [5.0, 2.0, 0.0]
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [(status(429), "status 429: not now"), (status(502), "status 502: not now"), (hung, "ReadTimeout")],
+)
+def test_a_permanent_fault_is_an_error_after_the_last_try(
+    server: Server, fault: Callable[[Handler], None], why: str
+) -> None:
+    server.script = [fault] * 99
+    with pytest.raises(ScorerError, match=rf"http scorer {server.url} returned no scores in 5 tries.*{why}"):
+        http(server.url, timeout_seconds=0.1)(ROWS)
+    assert len(server.requests) == NUM_TRIES
+
+
+def test_the_error_names_a_service_that_cannot_be_reached(server: Server) -> None:
+    url = server.url
+    server.server_close()
+    with pytest.raises(ScorerError, match=rf"{url} returned no scores in 5 tries; the last error: Connect"):
+        http(url)(ROWS)
+
+
+def test_waits_double_unless_the_reply_has_retry_after(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("rlhf_tasks.scoring.http.BACK_OFF_SECONDS", 1.0)
+    monkeypatch.setattr("rlhf_tasks.scoring.http.time.sleep", waits.append)
+    server.script = [status(500), status(429, Retry_After="7"), status(503, Retry_After="9999"), status(500)]
+    http(server.url)(ROWS)
+    assert waits == [1.0, 7.0, LONGEST_WAIT_SECONDS, 8.0]
+
+
+@pytest.mark.parametrize("code", [301, 400, 401, 404, 422])
+def test_a_rejected_request_is_not_repeated(server: Server, code: int) -> None:
+    server.script = [status(code)]
+    with pytest.raises(UserError, match=f"rejected the request: status {code}: not now"):
+        http(server.url)(ROWS)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("<html>", "must return JSON, but returned <html>"),
+        ("", "must return JSON"),
+        ('{"scores": [1, 2', "must return JSON"),
+        ("[1, 2, 3]", "must return .*scores.*, but returned"),
+        ('{"score": [1, 2, 3]}', "must return .*scores.*, but returned"),
+        ('{"scores": 1}', "must return .*scores.*, but returned"),
+        ('{"scores": [1, 2]}', "must return one number per response, but gave 2 for 3"),
+        ('{"scores": [1, 2, 3, 4]}', "must return one number per response, but gave 4 for 3"),
+        ('{"scores": [1, 2, null]}', "must return one number per response, but returned"),
+        ('{"scores": [1, 2, "3"]}', "text is not a number"),
+    ],
+)
+def test_a_reply_without_scores_is_an_error_and_the_request_is_not_repeated(
+    server: Server, body: str, why: str
+) -> None:
+    server.script = [replies(body)]
+    with pytest.raises(ScorerError, match=rf"^http scorer {server.url} .*{why}"):
+        http(server.url)(ROWS)
+    assert len(server.requests) == 1
+
+
+def test_a_score_that_is_not_finite_is_passed_on_to_the_sum_which_names_it(server: Server) -> None:
+    server.script = [replies('{"scores": [1, NaN, Infinity]}')]
+    assert http(server.url)(ROWS).isfinite().tolist() == [True, False, False]
+
+
+def test_a_password_in_the_url_is_sent_and_never_shown(server: Server) -> None:
+    url = server.url.replace("http://", "http://me:secret@") + "?key=hidden"
+    assert http(url)(ROWS).tolist() == [5.0, 2.0, 0.0]
+    server.script = [status(401)]
+    with pytest.raises(ScorerError) as raised:
+        http(url)(ROWS)
+    assert "secret" not in str(raised.value)
+    assert "hidden" not in str(raised.value)
+
+
+def test_a_key_of_the_environment_is_sent_and_never_shown(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config refuses a login in the address, which would be stored with every run."""
+    monkeypatch.delenv("SCORER_KEY", raising=False)
+    with pytest.raises(UserError, match="the environment variable SCORER_KEY holds no key"):
+        http(server.url, key_variable="SCORER_KEY")
+    monkeypatch.setenv("SCORER_KEY", "planted")
+    assert http(server.url, key_variable="SCORER_KEY")(ROWS).tolist() == [5.0, 2.0, 0.0]
+    assert server.logins == ["Bearer planted"]
+    server.script = [status(401)]
+    with pytest.raises(ScorerError) as raised:
+        http(server.url, key_variable="SCORER_KEY")(ROWS)
+    assert "planted" not in str(raised.value)
+    with pytest.raises(ValidationError, match="holds a login"):
+        config.HttpScorer(
+            kind="http", weight=1.0, url="http://me:secret@here/score", timeout_seconds=5.0, batch_size=8
+        )
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://", "no host"),
+        ("http://here:99999/", "no host and port"),
+        ("http://here:there/", "is not a URL"),
+    ],
+)
+def test_an_invalid_url_is_a_user_error(url: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        http(url)
