@@ -51,7 +51,7 @@ def run(stage: Stage, paths: Paths) -> int:
 def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
     settings = config.load(paths.params)
     check_inputs(paths, stage)
-    settings = inputs.in_force(paths, stage, settings, check=not launch.is_worker())
+    settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())
     if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
         harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
     if stage in launch.TRAINING and not context.is_worker():

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.data.columns import NONE, Columns
-from tests.ppo.toy import share_of_token_5, shared, trainer, with_lora, without_critic
+from tests.ppo.toy import share_of_token_5, shared, toy, with_lora, without_critic
 
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 
@@ -19,7 +18,7 @@ Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 def near(length: int) -> Score:
     """1 for a response of `length` tokens, EOS included; each token more or less costs 1 / length."""
 
-    def score(queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+    def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         return torch.tensor([1 - abs(len(response) - length) / length for response in responses])
 
     return score
@@ -28,10 +27,15 @@ def near(length: int) -> Score:
 def learned(score: Score, num_updates: int = 24, **changes: Any) -> tuple[float, float]:
     """The mean raw score of the first two updates, and of the last three."""
     settings: dict[str, Any] = {
-        "total_episodes": num_updates * 64, "rollout_batch_size": 64, "learning_rate": 1e-2, "kl_coef": 0.0,
-        "num_ppo_epochs": 4, "temperature": 1.0, "truncation.missing_eos_score": -0.2,
-    }  # fmt: skip
-    scores = [m["objective/raw_scores"] for m in trainer(score, **(settings | changes)).updates()]
+        "total_episodes": num_updates * 64,
+        "rollout_batch_size": 64,
+        "learning_rate": 1e-2,
+        "kl_coef": 0.0,
+        "num_ppo_epochs": 4,
+        "temperature": 1.0,
+        "missing_eos_score": -0.2,
+    }
+    scores = [m["objective/raw_scores"] for m in toy(score, **(settings | changes)).updates]
     return sum(scores[:2]) / 2, sum(scores[-3:]) / 3
 
 
@@ -39,8 +43,8 @@ TRUNCATIONS = ("eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstra
 
 
 def models_of(value: str, adapter: bool) -> dict[str, Any]:
-    """The trainer's models: a separate critic or a value head on the trunk, with adapters or without."""
-    changes: dict[str, Any] = {"advantages.critic.kind": value}
+    """The models of a training: a separate critic or a value head on the trunk, with adapters or without."""
+    changes: dict[str, Any] = {"value_model": value}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(value)
         changes["lora"] = {"r": 16, "alpha": 64.0}

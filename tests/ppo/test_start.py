@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlhf_tasks.config import PpoView
 from rlhf_tasks.data.batches import collate
@@ -71,8 +71,9 @@ def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start
     reward, one = load_reward("models/reward"), start(critic_init="reward")
     assert reward.mean == 0.7
     with torch.no_grad():
-        scores: Tensor = reward(batch)[:, -batch.num_response_columns - 1 :]
-        assert torch.equal(one.eval().state_values(batch), scores)
+        scores, values = reward(batch)[:, -batch.num_response_columns - 1 :], one.eval().values(batch)
+    for row, n in enumerate(map(len, responses)):
+        assert torch.equal(values[row, : n + 1], scores[row, -n - 1 :])
     assert scores.std() > 0.01
     assert same(critic_of(one), reward)
 
@@ -89,8 +90,7 @@ def test_a_critic_of_any_family_and_width_learns(family: str, kind: str, models_
     critic = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
     assert not critic.weight.any()
     changes = {"value_model": value_model, "critic_init": "sft", **toy.ONE_STEP}
-    trainer = toy.trainer(actor_critic=one, reference=reference, **changes)
-    metrics = next(trainer.updates())
+    metrics = next(toy.toy(actor_critic=one, reference=reference, **changes).updates)
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-4)  # of the only step, before which nothing moved
     assert metrics["objective/kl_k1"] == pytest.approx(0, abs=1e-4)
     assert head.weight.all()
@@ -142,8 +142,8 @@ def test_gradient_checkpointing_passes_policy_and_critic_twice(on: bool, start: 
     for name, module in one.named_modules():
         if name.endswith(".mlp"):
             module.register_forward_pre_hook(lambda *_, name=name: passes.update([name]))
-    stats, values = one(collate(*small.rows(3), PAD), loss=lambda logprobs, *_: logprobs.sum())
-    (stats.loss + values.mean()).backward()
+    stats, values = one(collate(*small.rows(3), PAD))
+    (stats.logprobs.sum() + values.mean()).backward()
     assert {name.split(".")[0] for name in passes} == {"policy", "value"}
     assert set(passes.values()) == {2 if on else 1}
 
@@ -151,37 +151,26 @@ def test_gradient_checkpointing_passes_policy_and_critic_twice(on: bool, start: 
 # ------------------------------------------------------------------------------------------- warnings
 
 
+WARMUP = {"max_updates": 1, "settled": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("truncation", "warmup", "warned"),
+    ("truncation", "warmup", "gamma", "warnings"),
     [
-        ("bootstrap", None, True),
-        ("bootstrap_add", None, True),
-        ("bootstrap", {"max_updates": 1, "settled": 0.1}, False),
-        ("eos_trick_replace", None, False),
+        ("bootstrap", None, 1.0, ["set ppo.critic_warmup", "set ppo.gamma below 1"]),
+        ("bootstrap_add", WARMUP, 1.0, ["set ppo.gamma below 1"]),
+        ("bootstrap", None, 0.99, ["set ppo.critic_warmup"]),
+        ("eos_trick_replace", None, 1.0, []),
     ],
 )
-def test_bootstrapping_from_a_critic_without_warm_up_gives_a_warning(
+def test_bootstrapping_without_a_warm_up_or_a_discount_gives_a_warning(
     truncation: str,
     warmup: dict[str, float] | None,
-    warned: bool,
+    gamma: float,
+    warnings: list[str],
     models_here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    preconditions.check(view(truncation__kind=truncation, advantages__critic__warmup=warmup), Paths())
-    assert ("set ppo.advantages.critic.warmup" in capsys.readouterr().out) is warned
-
-
-@pytest.mark.parametrize(
-    ("truncation", "gamma", "warned"),
-    [
-        ("bootstrap", 1.0, True),
-        ("bootstrap_add", 1.0, True),
-        ("bootstrap", 0.99, False),
-        ("none", 1.0, False),
-    ],
-)
-def test_bootstrapping_without_a_discount_gives_a_warning(
-    truncation: str, gamma: float, warned: bool, models_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    preconditions.check(view(truncation__kind=truncation, advantages__gamma=gamma), Paths())
-    assert ("set ppo.advantages.gamma below 1" in capsys.readouterr().out) is warned
+    preconditions.check(view(truncation=truncation, critic_warmup=warmup, gamma=gamma), Paths())
+    said = capsys.readouterr().out
+    assert [text for text in ("set ppo.critic_warmup", "set ppo.gamma below 1") if text in said] == warnings

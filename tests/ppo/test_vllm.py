@@ -22,8 +22,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from rlhf_tasks.ppo.reference import OwnModel
-from rlhf_tasks.ppo.trainer import Trainer
 from ruamel.yaml import YAML
 
 from rlhf_tasks.config import Scratch
@@ -32,12 +30,13 @@ from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.ppo.engines.protocol import EngineGone, check
 from rlhf_tasks.ppo.engines.vllm import VllmEngine
-from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy
 from rlhf_tasks.project.processes import Daemon
 from tests import small, toy
 from tests.ppo import test_engines
 from tests.ppo.test_engines import LIMITS, QUERIES, SEEDS, alive, of_servers, until
-from tests.ppo.toy import ENGINE, trainer
+from tests.ppo.toy import ENGINE, Toy
+from tests.ppo.toy import toy as training
 from tests.stages.test_ppo import POLICY, SETTINGS
 from tests.training import stages
 
@@ -76,20 +75,27 @@ def start(tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
     until(lambda: not alive(running))
 
 
-def learner(engine: VllmEngine, ahead: int, **changes: Any) -> Trainer:
+def learner(engine: VllmEngine, ahead: int, **changes: Any) -> Toy:
     policy = causal()
     reference = copy.deepcopy(policy).requires_grad_(False)
-    return trainer(
-        engine=engine, engine_section=ENGINE | {"ahead": ahead}, truncation__kind="none",
-        actor_critic=ActorCritic(policy, small.scores(seed=3)), reference=OwnModel(reference, moves=False),
-        rollout_batch_size=64, num_ppo_epochs=4, kl_coef=0.0, schedule="linear", **changes,
-    )  # fmt: skip
+    return training(
+        engine=engine,
+        engine_section=ENGINE | {"ahead": ahead},
+        truncation="none",
+        actor_critic=ActorCritic(policy, small.scores(seed=3)),
+        reference=FrozenCopy(reference, moves=False),
+        rollout_batch_size=64,
+        num_ppo_epochs=4,
+        kl_coef=0.0,
+        schedule="linear",
+        **changes,
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_token_is_learned_through_vllm(ahead: int, start: Callable[..., VllmEngine]) -> None:
     engine = start(ahead=ahead)
-    history = list(learner(engine, ahead, total_episodes=20 * 64, learning_rate=5e-3).updates())
+    history = list(learner(engine, ahead, total_episodes=20 * 64, learning_rate=5e-3).updates)
     for name in ("logprob_diff", "logprob_diff_max", "kl", "load_seconds"):
         values = [m[f"engine/{name}"] for m in history]
         first, low, high = values[0], min(values[1:]), max(values[1:])

@@ -226,18 +226,6 @@ def test_the_same_seed_writes_the_same_bytes(models_here: Path) -> None:
     assert written() == written()
 
 
-def test_samples_are_shown_evenly_spaced_first_and_last_update_included() -> None:
-    assert [sorted(sample_updates(n, 8)) for n in (0, 1, 2, 3, 9)] == [
-        [], [8], [0, 8], [0, 4, 8], list(range(9)),
-    ]  # fmt: skip
-
-
-def test_evaluations_are_evenly_spaced_last_update_included() -> None:
-    assert [sorted(selection_updates(n, 8)) for n in (1, 2, 3, 9)] == [
-        [8], [4, 8], [3, 5, 8], list(range(1, 9)),
-    ]  # fmt: skip
-
-
 def test_ptx_text_is_the_documents_of_a_file(tmp_path: Path) -> None:
     """A document is cut at the model's length; no row spans two documents."""
     tokenizer, policy, file = small.tokenizer(), small.causal(), tmp_path / "text.txt"
