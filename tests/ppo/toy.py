@@ -179,6 +179,7 @@ def toy(
     tracker: Tracker | None = None,
     snapshots: Loop | None = None,
     faults: Path = Path("faults"),
+    seed: int = 1,
     **changes: Any,
 ) -> Toy:
     """A training with the same weights, prompts and random numbers each time."""
@@ -196,7 +197,7 @@ def toy(
     reference = reference or FrozenCopy(frozen, moves="reference_sync" in changes)
     state = begin(
         rt, config, actor_critic, reference, make_sampler,
-        num_prompts=len(QUERIES), num_demonstrations=len(text.queries) if text else 0, seed=1,
+        num_prompts=len(QUERIES), num_demonstrations=len(text.queries) if text else 0, seed=seed,
     )  # fmt: skip
     return Toy(
         rt, config, actor_critic, Planted(reward), tokenizer or small.tokenizer(), state, text, loss,

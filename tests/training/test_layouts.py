@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks import layouts
 from rlhf_tasks.modeling import models
 from tests import toy
-from tests.benchmarks import layouts
 from tests.ppo.test_engines import STANDIN
 from tests.ppo.toy import ENGINE
 from tests.training.stages import rlhf

@@ -26,6 +26,7 @@ import torch
 from filelock import FileLock
 from ruamel.yaml import YAML
 
+from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
@@ -37,7 +38,6 @@ from rlhf_tasks.training import launch, resume
 from rlhf_tasks.training.resume.manifests import state_folder
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
-from tests.benchmarks import layouts
 from tests.ppo.toy import without_critic
 
 SMALL: Mapping[str, Any] = {

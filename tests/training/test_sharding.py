@@ -8,6 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
+from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.ppo.reference import OwnModel
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,8 +19,6 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import last_layer, models
 from rlhf_tasks.modeling.generation import sample
-from rlhf_tasks.modeling.head import token_stats
-from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead, logprobs_of
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
