@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from rlhf_tasks.ppo.training_loop import sample_updates, selection_updates
 
 from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection
@@ -19,7 +20,6 @@ from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.modeling import contracts, models
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
-from rlhf_tasks.ppo.training_loop import sample_updates, selection_updates
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker

@@ -16,7 +16,7 @@ from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import logprobs, models
 from rlhf_tasks.modeling.generation import sample
-from rlhf_tasks.modeling.logprobs import response_logprobs, token_stats
+from rlhf_tasks.modeling.logprobs import response_logprobs
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
