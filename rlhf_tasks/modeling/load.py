@@ -245,7 +245,9 @@ class TokenScores(nn.Module):
 
     def scored(self, hidden: Tensor) -> Tensor:
         """(B, N, H) → (B, N) float32, minus the stored mean."""
-        scores: Tensor = score_head(self.model)(hidden).squeeze(-1).float()
+        head = score_head(self.model)
+        with torch.autocast(hidden.device.type, enabled=False):  # 16 bits would round scores to 3 digits
+            scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
         return scores - self.mean
 
     def set_mean(self, mean: float) -> None:

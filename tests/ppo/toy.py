@@ -289,6 +289,7 @@ def toy(
     tracker: Tracker | None = None,
     snapshots: Checkpoint | None = None,
     faults: Path = Path("faults"),
+    seed: int = 1,
     **changes: Any,
 ) -> Toy:
     """A training with the same weights, prompts and random numbers each time."""

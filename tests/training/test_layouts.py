@@ -13,12 +13,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from rlhf_tasks.modeling.load import load_causal
-from tests import toy
-from tests.benchmarks import layouts
+from benchmarks import layouts
+from rlhf_tasks.modeling import models
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import launch
+from rlhf_tasks.training.runtime import Runtime
+from tests import small, toy
 from tests.ppo.test_engines import STANDIN
 from tests.ppo.toy import ENGINE
+from tests.training import chunked_steps
 from tests.training.stages import rlhf
 
 pytestmark = pytest.mark.e2e
@@ -58,6 +63,29 @@ def test_ppo_under_fsdp2_learns_what_one_process_does(toy_project: Path) -> None
 
 def test_ppo_under_zero3_learns_what_one_process_does(toy_project: Path) -> None:
     assert_same_as_one_process(toy_project, "zero3", "plain", {})
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_logits_in_chunks_take_the_steps_of_whole_logits(
+    toy_project: Path, layout: str, precision: str
+) -> None:
+    """Two ranks train the same model twice: the logits of all tokens at once, and of four at a time."""
+    layouts.partition_small_weights(toy_project)
+    settings = toy.write_params(launch=launched(layout, precision=precision))
+    words = launch.command(Paths(), "sft", settings.launch, os.environ)
+    words[words.index("--module") :] = ["--module", "tests.training.chunked_steps"]
+    own = {"PYTHONPATH": str(small.ROOT)} | launch.variables(settings.launch, cuda=False)
+    done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    whole, chunked = (torch.load(f"{name}.pt") for name in ("whole", "chunked"))
+    alone = chunked_steps.steps(Runtime(toy.write_params().launch, seed=1), chunked_steps.CHUNKED)
+    pairs = [(whole, chunked)] + ([(alone, chunked)] if precision == "fp32" else [])
+    for one, other in pairs:
+        assert other["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert other["weights"].keys() == one["weights"].keys()
+        for name, value in one["weights"].items():
+            torch.testing.assert_close(other["weights"][name], value, rtol=1e-4, atol=1e-5)
 
 
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
@@ -152,12 +180,12 @@ FAULTS = {
     "nan": """
         for layout in (layouts.Parallel, layouts.DeepSpeed, layouts.Fsdp2):
             layout.backward = spoilt(layout.backward)""",
-    "out of memory": "Runtime._backward = full",
+    "out of memory": "Runtime.backward = full",
 }
 SAID = {
     "killed": "rlhf: process 1 was killed by SIGKILL",
     "nan": "NaN or infinite",
-    "out of memory": "process 1 is out of memory",
+    "out of memory": "rank 1 is out of memory",
 }
 PROGRAM = """
 import os, pathlib, signal

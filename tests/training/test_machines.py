@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks import layouts
 from rlhf_tasks.project.processes import free_port
 from tests import toy
-from tests.benchmarks import layouts
 
 pytestmark = pytest.mark.e2e
 

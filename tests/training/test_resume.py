@@ -26,6 +26,7 @@ import torch
 from filelock import FileLock
 from ruamel.yaml import YAML
 
+from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
@@ -36,7 +37,6 @@ from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
-from tests.benchmarks import layouts
 from tests.ppo.toy import without_critic
 
 SMALL: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""A long run: `python -m tests.benchmarks.soak`. Memory and open files stay flat, and the disk is bounded.
+"""A long run: `python -m benchmarks.soak`. Memory and open files stay flat, and the disk is bounded.
 
 `rlhf ppo` takes 2,000 updates of a model of a few thousand weights, with tracking, snapshots, evaluations and
 guards, as a user would run it. Beside it, this program samples the resident memory and the open files of the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import statistics
 import subprocess
@@ -25,10 +26,10 @@ from typing import Any, NamedTuple
 import psutil
 from ruamel.yaml import YAML
 
+from benchmarks import faults
 from tests import small
-from tests.benchmarks import faults, ledger
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ROLLOUT = 8
 ALLOWED = 0.02
 DISK: Mapping[str, float] = {"snapshots": 2_000.0, "record": 25_000.0}
@@ -178,7 +179,7 @@ def problems(found: Mapping[str, Change]) -> Sequence[str]:
 
 
 SECTION = """
-`python -m tests.benchmarks.soak` takes updates of a model of a few thousand weights with `rlhf ppo`, with
+`python -m benchmarks.soak` takes updates of a model of a few thousand weights with `rlhf ppo`, with
 tracking, snapshots every {every:g} seconds, {looks} evaluations and guards. It compares the second quarter
 of the run with the last one, and fails if something grows by more than is allowed. It took {updates:,}
 updates in {seconds:.0f} seconds, on {cores} cores of this processor: {processor}.
@@ -193,8 +194,16 @@ def section(found: Mapping[str, Change], updates: int, seconds: float) -> str:
     """The part of the page."""
     return SECTION.format(
         every=CHANGES["resume.every_seconds"], looks=CHANGES["ppo.num_selections"], updates=updates,
-        seconds=seconds, cores=os.cpu_count(), processor=ledger.processor(), table=table(found),
+        seconds=seconds, cores=os.cpu_count(), processor=processor(), table=table(found),
     )  # fmt: skip
+
+
+def processor() -> str:
+    """The processor's name, from Linux where it is to be had."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def table(found: Mapping[str, Change]) -> str:

@@ -1,7 +1,7 @@
-"""The preset `arithmetic` over several seeds, as a table: `python -m tests.benchmarks.verifier 1 2 3`.
+"""The preset `arithmetic` over several seeds, as a table: `python -m benchmarks.verifier 1 2 3`.
 
 Each seed runs in a clone of the committed state under `.rlhf/verifier/SEED` and is kept, so that a stopped
-benchmark continues. One runs at a time, on one thread. Writes tests/benchmarks/verifier.md.
+benchmark continues. One runs at a time, on one thread. Writes benchmarks/verifier.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which architectures PPO can train: `python -m tests.benchmarks.architectures [FAMILY …]`.
+"""Which architectures PPO can train: `python -m benchmarks.architectures [FAMILY …]`.
 
 It makes a tiny random model of every family of the installed transformers that has a causal LM, runs the
 check of stage ppo on it, and writes docs/results/architectures.md. With families it only prints them. Each
@@ -26,7 +26,7 @@ from rlhf_tasks.modeling.checks import Result
 from rlhf_tasks.modeling.load import TokenScores
 from tests import families
 
-PAGE = Path(__file__).parents[2] / "docs/results/architectures.md"
+PAGE = Path(__file__).parents[1] / "docs/results/architectures.md"
 SECONDS = 60
 RIGHT, NOTED, REFUSED, UNTRIED = "right", "right with a note", "refused", "not tried"
 MEANINGS: Mapping[str, str] = {
@@ -137,7 +137,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
     counts = {kind: sum(v.kind == kind for v in outcomes) for kind in MEANINGS}
     lines = [
         "# Which architectures PPO can train", "",
-        "```sh", "python -m tests.benchmarks.architectures", "```", "",
+        "```sh", "python -m benchmarks.architectures", "```", "",
         "Stage ppo checks a model before it trains it "
         "([what it compares](../explanation/ppo.md#what-is-checked-before-training)). This page shows the",
         f"result for a tiny random model of every family of transformers {transformers.__version__} that has "

@@ -1,4 +1,4 @@
-"""What happens when something breaks: `python -m tests.benchmarks.faults` runs the tests that break it.
+"""What happens when something breaks: `python -m benchmarks.faults` runs the tests that break it.
 
 Each test of FAULTS runs in a process of its own, the slow ones too. Its result is a cell of the table in
 docs/results/faults.md. `--quick` leaves out the slow tests, `--only WORD` those whose name lacks the word,
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs/results/faults.md"
 MARK = "\n## A long run\n"
-"""Begins the part of the page that `tests.benchmarks.soak` writes."""
+"""Begins the part of the page that `benchmarks.soak` writes."""
 FAILED, NOT_RUN = "**failed**", "not run"
 NOTHING_SELECTED = 5  # an exit status of pytest
 
@@ -254,7 +254,7 @@ def outcome(report: str) -> str:
 PAGE = """\
 # Faults
 
-What happens when something breaks, and the test that breaks it. `python -m tests.benchmarks.faults` runs the
+What happens when something breaks, and the test that breaks it. `python -m benchmarks.faults` runs the
 tests and writes this table. A test is skipped where it lacks something, such as the rights of root. Run one
 test by its name: `python -m pytest TEST`; those of `make test-slow` need `-m slow` too.
 

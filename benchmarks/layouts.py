@@ -1,4 +1,4 @@
-"""Two processes in every layout against one: `python -m tests.benchmarks.layouts`.
+"""Two processes in every layout against one: `python -m benchmarks.layouts`.
 
 A toy project of random models goes through the stages sft, reward, ppo and judge: once in one process, then
 on two processes of this machine in each layout, each stage on the checkpoints of the one before. Every
@@ -31,7 +31,7 @@ from rlhf_tasks.stages import runner
 from rlhf_tasks.training import launch
 from tests import toy
 
-OUT = Path(__file__).parents[2] / "docs/results/layouts.md"
+OUT = Path(__file__).parents[1] / "docs/results/layouts.md"
 TOLERANCE, METRICS_TOLERANCE = 1e-4, 1e-3
 """The largest difference of a weight or a loss, and of a metric, relative to numbers above 1."""
 TRAINED: tuple[Stage, ...] = ("sft", "reward", "ppo")
@@ -149,7 +149,7 @@ def run(prepared_project: Path, folder: Path, changes: Mapping[str, Any]) -> dic
         settings = toy.write_params(launch=changes, ppo=PPO)
         if changes:
             words = launch.command(Paths(), "ppo", settings.launch, os.environ)
-            words[words.index("--module") :] = ["--module", "tests.benchmarks.layouts", "--train"]
+            words[words.index("--module") :] = ["--module", "benchmarks.layouts", "--train"]
             own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(OUT.parents[2])}
             environment = os.environ | own | launch.variables(settings.launch, cuda=False)
             if launch.supervise("ppo", words, environment):
@@ -187,7 +187,7 @@ PAGE = """\
 
 A layout is what the processes of a training share of a model: see
 [use several GPUs](../how-to/several-gpus.md). It must change no result beyond rounding.
-`python -m tests.benchmarks.layouts` compares two processes in each layout with one process. They run the
+`python -m benchmarks.layouts` compares two processes in each layout with one process. They run the
 stages sft, reward, ppo and judge on a CPU, and talk by gloo.
 
 The numbers are the largest differences of any weight of the checkpoints, of any loss, and of any final

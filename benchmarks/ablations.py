@@ -1,9 +1,9 @@
-"""The effect of each part of PPO on the default task: `python -m tests.benchmarks.ablations 1 2 3`.
+"""The effect of each part of PPO on the default task: `python -m benchmarks.ablations 1 2 3`.
 
-For every seed, the finished run of `tests.benchmarks.seeds` provides data, SFT and reward models. Only PPO
+For every seed, the finished run of `benchmarks.seeds` provides data, SFT and reward models. Only PPO
 runs again, once per variant and with half the episodes. The gold judge compares the policy on the validation
 posts, since test posts are for verdicts and not for choices. Guards only warn. An interrupted command can be
-repeated: it skips the variants that have a result. Results are in tests/benchmarks/ablations.md, one line per
+repeated: it skips the variants that have a result. Results are in benchmarks/ablations.md, one line per
 variant; a cell is the mean over seeds and the range.
 """
 
@@ -22,9 +22,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from rlhf_tasks import config
-from tests import small
-from tests.benchmarks.seeds import linked, run_seed
+from benchmarks.seeds import linked, run_seed
 
 OUT = Path(__file__).with_suffix(".md")
 EPISODES = 4096
@@ -91,7 +89,7 @@ def run_variant(seed: int, name: str, finished: Path, work: Path) -> dict[str, f
         with (folder / "log").open("w", encoding="utf-8") as log:
             for command in (
                 ["rlhf", "ppo"],
-                [sys.executable, "-m", "tests.benchmarks.ablations", "--judge", "result.json"],
+                [sys.executable, "-m", "benchmarks.ablations", "--judge", "result.json"],
             ):
                 subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=True)
         shutil.rmtree(folder / "models" / "policy")

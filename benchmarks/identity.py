@@ -1,4 +1,4 @@
-"""Compares two finished runs: `python -m tests.benchmarks.identity BEFORE AFTER [--added KEY …]`.
+"""Compares two finished runs: `python -m benchmarks.identity BEFORE AFTER [--added KEY …]`.
 
 BEFORE and AFTER are projects in which the pipeline has run with the same parameters, seed and number of
 threads. The md5 of every model.safetensors under models/ and every number under metrics/ must be equal;
@@ -68,7 +68,7 @@ def differences(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.identity", description="Compare the results of two finished runs."
+        prog="python -m benchmarks.identity", description="Compare the results of two finished runs."
     )
     parser.add_argument("before", type=Path, help="the folder of the first run")
     parser.add_argument("after", type=Path, help="the folder of the second run")

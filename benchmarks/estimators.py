@@ -1,4 +1,4 @@
-"""The three advantage estimators on the default task: `python -m tests.benchmarks.estimators 1 2 3`.
+"""The three advantage estimators on the default task: `python -m benchmarks.estimators 1 2 3`.
 
 Each seed has one base, SFT and reward model, made by `dvc repro reward` in a clone of the committed state,
 or by an earlier benchmark. Then stage ppo runs once for each estimator, with equally many episodes. The gold
@@ -23,10 +23,10 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from benchmarks.seeds import linked, run_seed
 from rlhf_tasks import presets
-from tests.benchmarks.seeds import linked, run_seed
 
-OUT = Path(__file__).parents[2] / "docs/results/estimators.md"
+OUT = Path(__file__).parents[1] / "docs/results/estimators.md"
 Result = dict[str, float]
 NAMES: Mapping[str, str | None] = {"gae": None, "rloo": "rloo", "group": "grpo"}
 """The preset of each estimator."""
@@ -34,7 +34,7 @@ INTRODUCTION = """\
 # Advantage estimators compared
 
 ```sh
-python -m tests.benchmarks.estimators {seeds}
+python -m benchmarks.estimators {seeds}
 ```
 
 For each seed the three estimators train from the same SFT and reward models, with {episodes} episodes.
@@ -58,7 +58,7 @@ def trained(
         start = time.monotonic()
         _call(folder, "rlhf", "ppo")
         seconds = time.monotonic() - start
-        again = (sys.executable, "-m", "tests.benchmarks.estimators")
+        again = (sys.executable, "-m", "benchmarks.estimators")
         _call(folder, *again, "--judge", str(seconds), "--split", split)
         shutil.rmtree(folder / "models/policy")
     found: Result = json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Speed beside TRL's trainers: `python -m tests.benchmarks.speed --peer PYTHON --parts ppo sft reward`.
+"""Speed beside TRL's trainers: `python -m benchmarks.speed --peer PYTHON --parts ppo sft reward`.
 
 PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
 versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape, on the
@@ -106,7 +106,7 @@ def _turn(
     python: Path, side: str, part: str, shape: str, updates: int, how: Sequence[str]
 ) -> tuple[float, float]:
     """Units per second, and peak memory in GB, of one process."""
-    words = ["-m", "tests.benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
+    words = ["-m", "benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
     command = [str(python), *words, "--updates", str(updates), *how]
     environment = os.environ | {
         "PYTHONPATH": str(Path.cwd()),
@@ -159,22 +159,20 @@ def _ppo_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[flo
     from rlhf_tasks.benchmark import workloads
     from tests import small
 
-    trainer = workloads.of_shape(
-        small.runtime(shape.precision, compiles=compiles), small.ppo(), shape, updates
-    ).trainer
+    rt = small.runtime(shape.precision, compiles=compiles)
+    work = workloads.of_shape(rt, small.ppo(), shape, updates)
     marks = [time.perf_counter()]
-    for _ in trainer.updates():
+    for _ in work.updates():
         marks.append(time.perf_counter())
     return marks
 
 
 def _sft_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
-    from rlhf_tasks.training.supervised import LanguageModelling
+    from rlhf_tasks.training.supervised import LanguageModeling
 
     data = rows(shape, updates)
-    return _fit(
-        shapes.models(shape).policy, LanguageModelling(data.queries, data.chosen, PAD), shape, compiles
-    )
+    task = LanguageModeling(data.queries, data.chosen, PAD)
+    return _train(shapes.models(shape).policy, task, shape, compiles)
 
 
 def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
@@ -182,21 +180,34 @@ def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[
     from rlhf_tasks.stages.reward import Learner, Pairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward
-    pairs = Pairs(
-        data.queries, data.chosen, data.rejected, PAD, forked=supports_shared_prefix(model)
-    )  # as the stage does
-    return _fit(Learner(TokenScores(model), None), pairs, shape, compiles)
+    forked = supports_shared_prefix(model)  # as the stage does
+    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, forked=forked)
+    return _train(Learner(TokenScores(model), None), pairs, shape, compiles)
 
 
-def _fit(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
-    from rlhf_tasks.training.supervised import Fit
+def _train(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
+    from rlhf_tasks.tracking import NullTracker
+    from rlhf_tasks.training.checkpoint import Nowhere
+    from rlhf_tasks.training.supervised import train
     from tests import small
 
-    settings = small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096)
-    fit = Fit(small.runtime(shape.precision, compiles=compiles), model, task, settings, seed=1)
     marks = [time.perf_counter()]
-    for _ in fit:
-        marks.append(time.perf_counter())
+
+    class Marks(Nowhere):
+        def due(self) -> bool:  # after each step
+            marks.append(time.perf_counter())
+            return False
+
+    train(
+        small.runtime(shape.precision, compiles=compiles),
+        model,
+        task,
+        small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096),
+        seed=1,
+        name="speed",
+        tracker=NullTracker("sft"),
+        snapshots=Marks(),
+    )
     return marks
 
 

@@ -1,4 +1,4 @@
-"""Measures what Prefect, DVC and MLflow add to the time of a stage: `python -m tests.benchmarks.glue`.
+"""Measures what Prefect, DVC and MLflow add to the time of a stage: `python -m benchmarks.glue`.
 
 The benchmark clones the committed state and applies a preset. It runs every stage alone (`rlhf STAGE`), once
 without tracking and once with it, and then the pipeline in the service, once per seed. A stage's glue is the
