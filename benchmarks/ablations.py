@@ -23,6 +23,8 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from benchmarks.seeds import linked, run_seed
+from rlhf_tasks import config
+from tests import small
 
 OUT = Path(__file__).with_suffix(".md")
 EPISODES = 4096

@@ -24,11 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks.benchmark import shapes
-from rlhf_tasks.config import Config, Ppo, is_hub_id
-from rlhf_tasks.config.judge import OPTIMISED
-from rlhf_tasks.config.scorers import reward_folders
+from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
+from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import from_scratch
 from rlhf_tasks.modeling.logprobs import GPU_LOGITS
 from rlhf_tasks.project.paths import Paths
 
@@ -143,7 +142,7 @@ class Run:
     def critic(self) -> int:
         """Parameters of the critic."""
         sizes = {"separate": self.policy.trunk + self.policy.hidden, "shared": self.policy.hidden + 1}
-        return sizes.get(str(self.ppo.value_model), 0)
+        return 0 if self.ppo.critic is None else sizes[self.ppo.critic.kind]
 
     @property
     def trained(self) -> int:
@@ -151,8 +150,9 @@ class Run:
         lora, critic = self.ppo.lora, self.critic
         if lora is None:
             return self.policy.parameters + critic
-        if lora.value and self.ppo.value_model == "separate":
-            critic = lora.r * self.policy.activations + self.policy.hidden
+        own: Lora | None = getattr(self.ppo.critic, "lora", None)
+        if own is not None:
+            critic = own.r * self.policy.activations + self.policy.hidden
         return lora.r * self.policy.activations + critic
 
 
@@ -189,15 +189,17 @@ def memory(run: Run) -> dict[str, float]:
 
     row, batch = run.longest + ppo.response_length, ppo.rollout_batch_size
     tokens = min(max(ppo.micro_batch_tokens, row), max(1, batch // ppo.num_mini_batches // n) * row)
-    passes, kept, recomputed = 1 + (ppo.value_model == "separate"), width * policy.activations, 0
+    passes = 2 if ppo.critic is not None and ppo.critic.kind == "separate" else 1
+    kept, recomputed = width * policy.activations, 0
     if (
         ppo.gradient_checkpointing
     ):  # each layer's input, which autocast leaves in float32, and one layer's own
         recomputed = kept // policy.layers
         kept = (FP32 if run.layout == "ddp" else width) * policy.layers * policy.hidden
     parts["activations"] = tokens * (passes * kept + recomputed)
-    rows = 0 if ppo.engine else batch // n
-    rows = min(rows, ppo.sampling_batch_size or rows)
+    rows = batch // n if ppo.sampler.kind == "policy" else 0
+    if ppo.sampler.kind == "policy":
+        rows = min(rows, ppo.sampler.batch_size or rows)
     parts["cache"] = rows * row * policy.cache * width
     # without gradients a token of the prompts holds about three states and three outputs of the widest layer
     prompts = rows // ppo.samples_per_prompt * run.longest
@@ -207,7 +209,7 @@ def memory(run: Run) -> dict[str, float]:
     parts["sampling, logits"] = max(sampling, logits)
     gathered, live, start = 0, 0, 0
     if is_sharded:  # the whole policy to sample; in a pass some layers
-        gathered = 0 if ppo.engine else width * policy.parameters
+        gathered = 0 if ppo.sampler.kind == "vllm" else width * policy.parameters
         both = policy.parameters + run.critic
         embeddings = policy.vocab * policy.hidden
         live = width * (embeddings + policy.head + 2 * policy.layer)

@@ -21,9 +21,14 @@ from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models, scorers
-from rlhf_tasks.modeling.load import TokenScores
-from rlhf_tasks.modeling.scorers import WeightedSum
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    fetch_tokenizer,
+    from_scratch,
+    load_causal,
+    place,
+    save_checkpoint,
+)
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.preconditions import stop_token
@@ -32,6 +37,8 @@ from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.ppo.state import begin
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import build as build_scorers
+from rlhf_tasks.scoring.combine import WeightedSum
 from rlhf_tasks.stages.ppo import estimator_of, load_models, policy_loss_of, ptx_text
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere
@@ -89,8 +96,8 @@ class Workload:
             estimator=estimator_of(settings, self.root),
             evaluator=NoEvaluator(),
             ptx=self.ptx,
+            tokenizer=self.tokenizer,
             stop=stop,
-            pad=pad,
             tracker=NullTracker("ppo"),
             snapshots=Nowhere(),
             faults=Paths(self.root).home / "faults",
@@ -143,9 +150,14 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     for frozen in (made.reference, made.reward):
         rt.freeze(frozen)
     reward = TokenScores(made.reward)
-    critic = TokenScores(made.value) if settings.value_model else NoCritic()
-    scorer = scorers.build(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=Path()
+    critic = TokenScores(made.value) if settings.critic else NoCritic()
+    scorer = build_scorers(
+        settings.scorers,
+        tokenizer,
+        reward_model=reward,
+        max_tokens=settings.micro_batch_tokens,
+        root=Path(),
+        placement=rt,
     )
     return Workload(
         rt=rt,

@@ -17,7 +17,7 @@ from rlhf_tasks.benchmark import fit, workloads
 from rlhf_tasks.benchmark.fit import BUCKET, LIVE, Layout, Run, Sizes, memory
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.cli import main
-from rlhf_tasks.modeling import logprobs, models
+from rlhf_tasks.modeling import logprobs
 from rlhf_tasks.modeling.checkpointing import recompute_activations
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic

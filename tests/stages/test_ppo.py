@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from rlhf_tasks.ppo.training_loop import sample_updates, selection_updates
 
 from rlhf_tasks import config
 from rlhf_tasks.config.judge import Selection

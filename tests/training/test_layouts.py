@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from benchmarks import layouts
-from rlhf_tasks.modeling import models
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.runtime import Runtime

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rlhf_tasks.modeling.head import token_stats
-from rlhf_tasks.ppo.reference import OwnModel
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import logprobs, models
-from rlhf_tasks.modeling.sampling import sample
+from rlhf_tasks.modeling import logprobs
 from rlhf_tasks.modeling.logprobs import response_logprobs
+from rlhf_tasks.modeling.sampling import sample
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
