@@ -106,7 +106,10 @@ class Claim:
 
     def next_run(self) -> str:
         """What a run begins with that follows on one which ends now."""
-        newest = None if self.folder is None else _newest(self.folder)
+        try:
+            newest = None if self.folder is None else _newest(self.folder)
+        except OSError:  # a snapshot was removed for a newer one meanwhile
+            return ""
         if newest is None:
             return "; the next run starts it from the beginning"
         return f"; the next run resumes from {newest[0]} (saved {console.duration(newest[1])} ago)"
