@@ -253,7 +253,7 @@ def _center(
 
 
 def _write_placeholders(rt: Runtime, paths: Paths) -> dict[str, float]:
-    """Write both outs with a README in place of a model; `contracts.is_made` is False for them."""
+    """Write both outs with a README in place of a model; `contracts.has_model` is False for them."""
     for out in _outs(paths).values():
         if rt.is_main:
             with whole(out) as folder:
