@@ -27,6 +27,7 @@ from typing import Any
 
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, Config, Stage
+from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
 from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, precision
@@ -42,7 +43,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "ppo.ptx.text": (),
     "ppo.select_by.judge.path": (),
     "ppo.select_by.judge.prompt": ("tldr", "hhh", "ranker"),
-    "judge.judges.path": (),
+    "judge.judges.path": (OPTIMISED, HELDOUT),
     "judge.judges.prompt": ("tldr", "hhh", "ranker"),
     "judge.labels": (),
     "judge.retention.general": ("english",),

@@ -54,7 +54,7 @@ class Chain:
     path: str | None
     """The out that was given, if a single one was."""
     data: Mapping[str, Any]
-    """The parameters `data.…` by dotted key; empty if the cache lacks what stage prepare read."""
+    """The parameters `data.*` in force; those of params.yaml if the cache lacks what stage prepare read."""
     links: Sequence[Link]
     results: EvaluationResults
     """The comparisons of stage judge; empty if they are of other responses."""
@@ -132,7 +132,8 @@ def _of_revision(
     notes = list(_notes(links, written, "in this commit" if revision else "here"))
     if results is None:
         notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
-    values = records.get("prepare", {}).get("values", {})
+    given = config.flatten(config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml"))
+    values = records.get("prepare", {}).get("values", given)
     data = {key: value for key, value in values.items() if key.startswith("data.")}
     return Chain(revision, name, path, data, links, results or EvaluationResults(), notes)
 
@@ -271,8 +272,7 @@ def lines(chain: Chain) -> Iterator[str]:
     for path, md5 in raw.items():
         if not path.startswith((*dvc_files.KEPT_BY_GIT, f"{INPUTS}/")):
             yield f"data         {path}  {md5 or 'not in dvc.lock'}"
-    source = chain.data.get("data.source")
-    if source not in (None, "files"):
+    if (source := chain.data.get("data.source", "files")) != "files":
         yield f"data         source {source}"
     for link in chain.links:
         run = link.lineage.get("rlhf.run")
