@@ -12,7 +12,6 @@ reward models as large as the policy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,7 +98,7 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
     if model is None and config.sft.source is None and scratch is not None:
         with torch.device("meta"):
             words = shapes.tokenizer(scratch.vocab_size)
-            return sizes_of(from_scratch(scratch, words, positions(config)))
+            return sizes_of(from_scratch(scratch, words, shapes.positions(config)))
     source, revision = config.model.base, config.model.revision
     if config.sft.source is not None:
         source, revision = config.sft.source, config.sft.revision
@@ -111,12 +110,6 @@ def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Siz
         hint = "a hub id needs network access or a filled cache" if is_hub_id(source) else "is it a folder?"
         why = str(error).splitlines()[0]
         raise UserError(f"cannot read the config of {source}: {why} ({hint})") from error
-
-
-def positions(config: Config) -> int:
-    """The positions of a model from scratch while there is no data: a power of two above four texts."""
-    response = max(config.data.max_completion_tokens, config.ppo.response_length)
-    return 1 << math.ceil(math.log2(4 * (config.data.max_prompt_tokens + response)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,11 +246,7 @@ def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
             return each, ""
     least, parts = min(tried, key=lambda one: one[1]["peak"])
     if parts["peak"] <= USABLE * gpu:
-        return (
-            None,
-            f"{least.layout} with offload needs {parts['machine'] / 1e9:,.0f} GB of a machine's memory",
-        )
-    return (
-        None,
-        f"{least.layout} needs {parts['peak'] / 1e9:,.0f} GB of {USABLE * gpu / 1e9:,.0f} on each GPU",
-    )
+        place, needed, given = "its machine", parts["machine"], machine
+    else:
+        place, needed, given = "each GPU", parts["peak"], USABLE * gpu
+    return None, f"{least.layout} needs {needed / 1e9:,.0f} GB of {given / 1e9:,.0f} on {place}"

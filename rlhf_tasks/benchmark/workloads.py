@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.benchmark import shapes
-from rlhf_tasks.benchmark.fit import positions
-from rlhf_tasks.benchmark.shapes import Shape
+from rlhf_tasks.benchmark.shapes import Shape, positions
 from rlhf_tasks.config import Config, Ppo, PpoView
 from rlhf_tasks.config.ppo import Advantages, Critic, SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer

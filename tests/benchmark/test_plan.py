@@ -240,7 +240,8 @@ def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> 
     assert found is not None
     assert (found.layout, found.offload) == ("fsdp2", True)
     _, problem = fit.fitting(run(policy, num_gpus=8, engine=ENGINE, **given), 80 * GB, 2000 * GB)
-    assert problem.startswith("fsdp2 with offload needs 3,")
+    assert problem.startswith("fsdp2 needs 3,")
+    assert problem.endswith(" GB of 2,000 on its machine")
 
 
 def test_what_does_not_divide_the_batch_says_so() -> None:
