@@ -19,6 +19,7 @@ from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.cli import main
 from rlhf_tasks.modeling import logprobs
 from rlhf_tasks.modeling.checkpointing import recompute_activations
+from rlhf_tasks.modeling.load import load_causal
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import layouts
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.runtime import Runtime
