@@ -18,7 +18,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge, ppo
 from rlhf_tasks.tracking import NullTracker, catalogue
 from tests import small
-from tests.modeling.test_retokenised import bytes_tokenizer
+from tests.scoring.test_reward_model import bytes_tokenizer
 
 SETTINGS = {
     "ppo.total_episodes": 16, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
