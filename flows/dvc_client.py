@@ -23,7 +23,7 @@ from flows import devices, dvc_server
 from flows.programs import DRAIN_SECONDS, Logger, Program
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_files
-from rlhf_tasks.training import launch
+from rlhf_tasks.training import failures
 
 FAULT = 1  # the status of a server that ended without an answer
 
@@ -98,7 +98,7 @@ class Dvc:
         self._scratch = tempfile.TemporaryDirectory(prefix="rlhf-flow-")
         self._failure = Path(self._scratch.name) / "failure.json"
         self.folder, self._grace, self._logger = folder, grace_seconds, logger
-        self._environment = {**environment, launch.FAILURE: str(self._failure)}
+        self._environment = {**environment, failures.FAILURE: str(self._failure)}
         self._server: Server | None = None
 
     def call(self, *words: str, logged: bool = False, gpus: Sequence[str] = ()) -> tuple[int, list[str]]:
@@ -132,7 +132,7 @@ class Dvc:
 
     def failure(self) -> dict[str, str] | None:
         """Why the last stage failed, as it has written: `kind` (user or fault) and `message`."""
-        return launch.reported(self._failure)
+        return failures.reported(self._failure)
 
     def missing(self, stage: str) -> list[str]:
         """The deps of a stage that do not exist."""

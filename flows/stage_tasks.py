@@ -17,7 +17,7 @@ from flows import settings
 from flows.dvc_client import Dvc
 from rlhf_tasks.config import TaskPolicy
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 
 SHOWN_LINES = 2  # of a stage that wrote no reason: its last words, and DVC's error
 
@@ -76,7 +76,7 @@ def stage(name: str, dvc: Dvc, plan: Plan, gpus: Sequence[str] = ()) -> State[An
 
 def beginning(name: str, folder: Path, attempt: int) -> str:
     """What a try of a stage begins with, if that is worth a word: `attempt 2 resumes from update 12`."""
-    point = resume.point(Paths(folder), name)
+    point = checkpoint.point(Paths(folder), name)
     if attempt > 1:
         return f"attempt {attempt} " + (f"resumes from {point}" if point else "starts from the beginning")
     return f"resumes from {point} of an earlier run" if point else ""

@@ -18,6 +18,8 @@ from rich.table import Table
 
 PLAIN_SHARE = 0.1  # without a terminal, a line per tenth of the work …
 PLAIN_SECONDS = 5.0  # … and at least this far apart
+SILENT_SECONDS = 10.0  # after which a person wonders whether the process lives
+LONGEST_PAUSE_SECONDS = 300.0
 ALMOST = 1 - 1e-9  # the sum of an epoch's fractions is not exactly 1
 
 
@@ -37,8 +39,19 @@ class Console:
     def __init__(self, file: TextIO | None = None, *, quiet: bool = False) -> None:
         self._rich = rich.console.Console(file=file, markup=False, highlight=False, emoji=False)
         self.quiet = quiet
+        self._is_drawing = False  # a bar, which shows itself that the process lives
+        self._printed_at, self._pause = time.monotonic(), SILENT_SECONDS
+
+    def show_life(self, text: str) -> None:
+        """Print `text` if nothing was printed for ten seconds; a log gets it after ever longer pauses."""
+        if self._is_drawing or time.monotonic() - self._printed_at < self._pause:
+            return
+        pause = self._pause if self._rich.is_terminal else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self.say(text)
+        self._pause = pause
 
     def say(self, text: str) -> None:
+        self._printed_at, self._pause = time.monotonic(), SILENT_SECONDS
         if not self.quiet:
             self._rich.print(text, soft_wrap=True)
 
@@ -64,9 +77,13 @@ class Console:
         if self.quiet:
             yield Meter()
         elif self._rich.is_terminal:
-            with Progress(*_columns(), console=self._rich) as bar:
-                task = bar.add_task(description, total=total, done="", rate="", latest="")
-                yield _Bar(bar, task, total, unit)
+            self._is_drawing = True
+            try:
+                with Progress(*_columns(), console=self._rich) as bar:
+                    task = bar.add_task(description, total=total, done="", rate="", latest="")
+                    yield _Bar(bar, task, total, unit)
+            finally:
+                self._is_drawing = False
         else:
             lines = _Lines(self, description, total, unit)
             yield lines
@@ -184,3 +201,12 @@ def progress(description: str, total: float, unit: str = "steps") -> Iterator[Me
 
 def set_quiet(quiet: bool) -> None:
     _CONSOLE.quiet = quiet
+
+
+def is_quiet() -> bool:
+    """True in a process that prints nothing, such as a rank after the first."""
+    return _CONSOLE.quiet
+
+
+def show_life(text: str) -> None:
+    _CONSOLE.show_life(text)

@@ -70,6 +70,25 @@ def test_interrupted_work_is_not_shown_as_finished(clock: Clock) -> None:
     assert out.getvalue() == ""
 
 
+def test_a_silent_stage_shows_that_it_lives_after_ten_seconds_and_a_log_gets_ever_fewer_lines(
+    clock: Clock,
+) -> None:
+    out = io.StringIO()
+    shown = Console(out)
+    shown.say("loading")
+    written_at = []
+    for clock.now in range(1, 200):
+        before = out.getvalue()
+        shown.show_life("alive")
+        if out.getvalue() != before:
+            written_at.append(clock.now)
+    assert written_at == [10, 30, 70, 150]
+    shown.say("done")
+    clock.now += 10
+    shown.show_life("alive")
+    assert out.getvalue().endswith("done\nalive\n")
+
+
 def test_a_quiet_console_writes_nothing() -> None:
     out = io.StringIO()
     quiet = Console(out, quiet=True)

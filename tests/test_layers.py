@@ -40,8 +40,10 @@ TORCH_FREE = (
     "presets",
     *(name.removeprefix("rlhf_tasks.") for name in all_modules() if name.startswith("rlhf_tasks.project.")),
     "modeling.contracts",
+    "training.checkpoint",
+    "training.failures",
     "training.launch",
-    "training.resume",
+    "training.stopping",
     "training.state",
     "promotion.command",
     "promotion.registry",
@@ -52,7 +54,7 @@ TORCH_FREE = (
     "evaluation.results",
     "report.comparison",
     "report.comparison_page",
-    "benchmark.gpus",
+    "cli.plan",
     "benchmark.shapes",
     "cli.main",
     "stages.prepare",
@@ -102,8 +104,8 @@ def test_no_modules_import_each_other() -> None:
 
 def test_a_cycle_would_be_found() -> None:
     assert "rlhf_tasks.project.git" in imports("rlhf_tasks.project.paths", for_types=True)
-    assert "rlhf_tasks.training.runtime" in imports("rlhf_tasks.training.resume.snapshots", for_types=True)
-    assert "rlhf_tasks.training.runtime" not in imports("rlhf_tasks.training.resume.snapshots")
+    assert "rlhf_tasks.training.runtime" in imports("rlhf_tasks.training.checkpoint", for_types=True)
+    assert "rlhf_tasks.training.runtime" not in imports("rlhf_tasks.training.checkpoint")
 
 
 @pytest.mark.parametrize("module", [m for m in all_modules() if str(file_of(m)).endswith("__init__.py")])

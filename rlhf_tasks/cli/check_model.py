@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add(commands: Commands) -> None:
     check = add_command(
         commands, "check-model", run, "check that sampling and training give the same probabilities",
-        "Answer a few prompts of random tokens and compare every way in which PPO computes a model. Print a "
+        "Check that sampling and training give the same log-probs on random prompts. Print a "
         "table, and end with status 2 if the model is not fit for PPO. Stage ppo makes the same check. For "
         "a reward model, compare its scores instead.",
     )  # fmt: skip
@@ -36,11 +36,12 @@ def run(options: argparse.Namespace) -> int:
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU
-    from rlhf_tasks.modeling import checks, positions
+    from rlhf_tasks.modeling import checks
+    from rlhf_tasks.modeling.load import load_config
 
     results = checks.check_source(source, revision or None)
     failed = show(source, results)
-    bound = positions.rescaling_length(checks.config_of(source, revision or None))
+    bound = checks.find_rescaling_length(load_config(source, revision or None))
     if bound is not None:
         console.say(
             f"above {bound} tokens of prompt plus response, a row's positions depend on the other rows; "

@@ -10,13 +10,14 @@ from rlhf_tasks import config
 from rlhf_tasks.cli.arguments import Commands, add_command, check_output_file, positive_int
 from rlhf_tasks.config import JudgeView
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 
 
 def add(commands: Commands) -> None:
     judge = add_command(
-        commands, "judge", run, runner.SUMMARIES["judge"],
+        commands, "judge", run, dvc_files.descriptions(Path()).get("judge", ""),
         "Without MODEL, run the stage judge: compare reference, SFT and policy. With MODEL, compute the win "
         "rate of a checkpoint or a file of responses on the test prompts, by the judges of params.yaml.",
     )  # fmt: skip

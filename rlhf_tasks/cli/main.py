@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType, ModuleType
+from typing import NoReturn
 
 from rlhf_tasks import console
 from rlhf_tasks.cli import (
@@ -30,6 +31,7 @@ from rlhf_tasks.cli import (
     label,
     lineage,
     mlflow,
+    params,
     plan,
     preset,
     promote,
@@ -42,19 +44,21 @@ from rlhf_tasks.cli import (
 )
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.errors import OutsideFault
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import launch
+from rlhf_tasks.training import failures
+from rlhf_tasks.training.stopping import Stopped
 
 MODULES: Sequence[ModuleType] = (
-    preset, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage, mlflow,
-    sync, promote, rollback, export, up, status, down, work, deploy, stage,
+    preset, params, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage,
+    mlflow, sync, promote, rollback, export, up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
-    "Run the pipeline": ("preset", "flow", "check-model", "plan", "bench"),
+    "Run the pipeline": ("preset", "params", "flow", "check-model", "plan", "bench"),
     "Review results": ("mlflow", "compare", "lineage", "judge", "judge-reward", "label", "generate", "sync"),
     "Promote a policy": ("promote", "rollback", "export"),
     "Run the service": ("up", "status", "down", "work", "deploy"),
-    "Stages (`dvc repro` runs them in order)": STAGES,
+    "Stages (`dvc repro` runs them in order)": (dvc_files.INPUTS, *STAGES),
 }
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -63,14 +67,6 @@ QUIET = {
     "DVC_NO_ANALYTICS": "1",
     "TOKENIZERS_PARALLELISM": "true",
 }  # set unless the user has set them
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM. It unwinds like Ctrl-C, so that the run is closed as KILLED."""
-
-
-class PeerFailed(RuntimeError):
-    """Another process of this stage failed, and the launcher ends this one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,31 +79,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options) or 0)
     except OutsideFault as error:
-        if not launch.has_failed_elsewhere():  # the first process that reports it says it
+        if not failures.has_failed_elsewhere():  # the first process that reports it says it
             print(f"rlhf: {error}", file=sys.stderr)
         return 1
-    except Terminated:
-        return 143
+    except Stopped as stopped:
+        return stopped.status
     except KeyboardInterrupt:
         print("rlhf: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        message = launch.mistake(error)
-        if message is None and launch.has_failed_elsewhere():
+        message = failures.mistake(error)
+        if message is None and failures.has_failed_elsewhere():
             return 1
         if message is None:
             raise
-        if not launch.is_worker():  # the launcher prints it, once
+        if not context.is_worker():  # the launcher prints it, once
             print(f"rlhf: {message}", file=sys.stderr)
         return 2
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one signal is enough: the run must be closed
-    failure = launch.reported() if launch.is_worker() else None
-    if failure is not None:
-        raise PeerFailed(failure["message"])
-    raise Terminated("terminated (SIGTERM)")
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one signal is enough for what is not a stage
+    raise Stopped(number)
 
 
 def parser() -> argparse.ArgumentParser:

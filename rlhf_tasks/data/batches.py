@@ -53,6 +53,12 @@ class Batch:
         return self.query_response[:, -self.num_response_columns :]
 
     @property
+    def mask(self) -> Tensor:
+        """(B, R) bool: the real response tokens, in tensors whose rows start with the first of them."""
+        columns = torch.arange(self.num_response_columns, device=self.response_mask.device)
+        return columns < self.response_mask.sum(1, keepdim=True)
+
+    @property
     def position_ids(self) -> Tensor:
         """(B, T): 0 at the first real token, so that left padding moves nothing."""
         return (self.attention_mask.cumsum(1) - 1).clamp_min(0)
@@ -126,13 +132,6 @@ def fork(queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids],
     )  # fmt: skip
 
 
-def realigned(x: Tensor, mask: Tensor, to: Tensor) -> Tensor:
-    """The entries of x (B, R) at `mask`, moved row by row to the True places of `to`; zero elsewhere."""
-    result = x.new_zeros(to.shape)
-    result[to] = x[mask]
-    return result
-
-
 def sizes(queries: Sequence[Ids], responses: Sequence[Ids]) -> list[int]:
     """The number of tokens of each row."""
     return [len(q) + len(r) for q, r in zip(queries, responses, strict=True)]
@@ -190,20 +189,13 @@ class TokenBudget:
         self.max_tokens, self.is_lowered = max_tokens, False
         self._largest = 0  # tokens of the largest micro-batch that could be cut in two
 
-    def cut(self, rows: Sequence[int], count: int | None = None, share: int = 1) -> list[list[int]]:
-        """`micro_batches` under the present bound, divided by `share`."""
-        groups = micro_batches(rows, self.max_tokens // share, count)
+    def cut(self, rows: Sequence[int], count: int | None = None) -> list[list[int]]:
+        """`micro_batches` under the present bound."""
+        groups = micro_batches(rows, self.max_tokens, count)
         self._largest = max(
             [self._largest, *(padded_tokens(rows, group) for group in groups if len(group) > 1)]
         )
         return groups
-
-    def deal(self, rows: Sequence[int], num_workers: int) -> list[list[list[int]]]:
-        """A cut for each worker: rows of all lengths, and a share of the bound, as all compute at once."""
-        return [
-            [[hand[i] for i in group] for group in self.cut([rows[i] for i in hand], share=num_workers)]
-            for hand in dealt(rows, num_workers)
-        ]
 
     def half(self) -> int:
         """Half of the tokens of the largest micro-batch that could be cut in two.
@@ -254,15 +246,6 @@ class TokenBudget:
             self.lower()
             left = [i for part in [*waiting, group] for i in part]
             waiting = [[left[i] for i in part] for part in self.cut([rows[i] for i in left])]
-
-
-def dealt(rows: Sequence[int], num_hands: int) -> list[list[int]]:
-    """Row numbers in groups that differ by one row at most, each with rows of all lengths.
-
-    `rows` are the tokens of each row. Groups are empty where there are fewer rows.
-    """
-    order = sorted(range(len(rows)), key=rows.__getitem__)
-    return [order[hand::num_hands] for hand in range(num_hands)]
 
 
 def padded_tokens(rows: Sequence[int], group: Sequence[int]) -> int:

@@ -19,13 +19,14 @@ import transformers
 
 from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
-from rlhf_tasks.modeling import contracts, generation, models
-from rlhf_tasks.modeling.generation import answer, stop_of
+from rlhf_tasks.modeling import contracts, load, sampling
+from rlhf_tasks.modeling.load import fetch_tokenizer, load_causal, place
+from rlhf_tasks.modeling.sampling import find_stop_token, sample_responses
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
 
 DECISIVE_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # besides the weights, these decide a sample
-CODE = (str(generation.__file__), str(batches.__file__), str(models.__file__))
+CODE = (str(sampling.__file__), str(batches.__file__), str(load.__file__))
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def sample(
     Raises:
         ContractError: if the checkpoint cannot be read.
     """
-    folder = models.local_tokenizer(str(source), revision)
+    folder = fetch_tokenizer(str(source), revision)
     tokenizer = load_tokenizer(folder)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     key = _key(folder, revision, prompts, settings, device)
@@ -62,11 +63,11 @@ def sample(
     if kept is not None and kept.exists():
         samples = json.loads(kept.read_text(encoding="utf-8"))
     else:
-        model = models.place(models.load_causal(source, revision), device).eval()
-        ids = answer(
+        model = place(load_causal(source, revision), device).eval()
+        ids = sample_responses(
             model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )  # fmt: skip
-        stop = stop_of(model, tokenizer)
+        stop = find_stop_token(model, tokenizer)
         samples = {"ids": ids, "ended": [row[-1] == stop for row in ids]}
         if kept is not None:
             atomic.write_text(kept, json.dumps(samples))

@@ -30,8 +30,8 @@ from rlhf_tasks.evaluation import harness, probe_texts, statistics
 from rlhf_tasks.evaluation.harness import Done, HarnessTasks
 from rlhf_tasks.evaluation.probe_texts import Choice
 from rlhf_tasks.evaluation.results import Interval, RetentionResult, TaskChange
-from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.head import token_stats
+from rlhf_tasks.modeling.load import load_causal, place
+from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations
@@ -65,7 +65,7 @@ class Probes:
         results, done = dict[str, RetentionResult](), dict[str, Done]()
         for name, folder in folders.items():
             tokenizer = load_tokenizer(folder)
-            model = models.place(models.load_causal(folder), device).eval()
+            model = place(load_causal(folder), device).eval()
             results[name] = self._measure(model, tokenizer)
             if self._tasks is not None:
                 with torch.random.fork_rng():

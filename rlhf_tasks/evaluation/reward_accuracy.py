@@ -23,7 +23,8 @@ from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.statistics import Estimate
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_reward
 from rlhf_tasks.project import atomic
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import conversation_ids
@@ -93,7 +94,7 @@ def score(folder: Path, rows: Sequence[Row], device: torch.device) -> list[list[
     Raises:
         UserError: as `measure`.
     """
-    tokenizer, model = load_tokenizer(folder), models.load_reward(folder)
+    tokenizer, model = load_tokenizer(folder), load_reward(folder)
     contracts.check_fits(model.model, tokenizer, str(folder))
     prompts = [row.prompt for row in rows for _ in row.responses]
     answers = [answer for row in rows for answer in row.responses]

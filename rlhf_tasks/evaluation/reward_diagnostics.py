@@ -56,7 +56,7 @@ def load_rewards(paths: Paths, device: torch.device) -> dict[str, Scorer]:
     return {
         name: reward_model.load(folder, device)
         for name, folder in folders.items()
-        if contracts.is_made(folder)
+        if contracts.has_model(folder)
     }
 
 

@@ -30,11 +30,11 @@ def recompute_activations(model: PreTrainedModel) -> None:
         )
     for layer in layers:
         layer.gradient_checkpointing = True
-        layer.forward = partial(_recomputed, layer.forward)
+        layer.forward = partial(_checkpoint_layer, layer.forward)
 
 
-def _recomputed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _checkpoint_layer(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
-        return forward(*given, **named)
+        return forward(*inputs, **named)
     # the layer draws nothing in eval mode: no RNG state is worth keeping
-    return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **named)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **named)

@@ -18,11 +18,11 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
-    AutoConfig,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from rlhf_tasks.modeling.contracts import ContractError
@@ -31,42 +31,42 @@ SUFFIX = "ForTokenScores"
 INSTEAD = "use a decoder of another family, such as llama, qwen2 or gpt_neox"
 
 
-class AnyClassifier:
-    """Loads what `AutoModelForSequenceClassification` loads, and the classifiers that are made here."""
-
-    @staticmethod
-    def from_pretrained(source: str | Path, *, revision: str | None = None, **options: Any) -> Any:
-        """As of the auto classes of transformers.
-
-        Raises:
-            ContractError: naming a family that has no classifier.
-        """
-        config = AutoConfig.from_pretrained(source, revision=revision)
-        own = _own_class(config)
-        is_own = own is not None and (config.architectures or [""])[0] == own.__name__
-        auto: Any = own
-        if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
-            auto = AutoModelForSequenceClassification
-        if auto is None:
-            raise ContractError(
-                f"{source} is a {config.model_type} model, which has no classifier; {INSTEAD}"
-            )
-        return auto.from_pretrained(source, revision=revision, **options)
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint's config names a sequence classifier."""
+    return any(name.endswith(("ForSequenceClassification", SUFFIX)) for name in config.architectures or ())
 
 
-def on_trunk(trunk: nn.Module, config: PretrainedConfig) -> PreTrainedModel:
-    """A classifier with the weights of a causal LM's trunk, and a random linear head `score`, in float32.
+def classifier_class(config: PretrainedConfig, source: str | Path) -> Any:
+    """The class whose `from_pretrained` loads the classifier of a source with this config.
+
+    Raises:
+        ContractError: naming a family that has no classifier.
+    """
+    generic = _generic_class(config)
+    is_generic = generic is not None and generic.__name__ in (config.architectures or ())
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_generic:
+        return AutoModelForSequenceClassification
+    if generic is None:
+        raise ContractError(f"{source} is a {config.model_type} model, which has no classifier; {INSTEAD}")
+    return generic
+
+
+def build_classifier(trunk: nn.Module, config: PretrainedConfig) -> PreTrainedModel:
+    """A classifier with the weights of a causal LM's trunk; its linear head `score` is not initialized.
 
     Raises:
         ContractError: naming the family, if no classifier of it reads the states of this trunk.
     """
-    own = _own_class(config)
-    makers: list[Any] = [own._from_config] if own is not None else []
+    builders: list[Any] = []
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        makers.insert(0, AutoModelForSequenceClassification.from_config)
-    for make in makers:
-        model: PreTrainedModel = make(config, dtype=torch.float32)
-        weights, base = trunk.state_dict(), model.base_model
+        builders.append(AutoModelForSequenceClassification.from_config)
+    if (generic := _generic_class(config)) is not None:
+        builders.append(generic._from_config)
+    weights = trunk.state_dict()
+    for build in builders:
+        with no_init_weights():
+            model: PreTrainedModel = build(config, dtype=torch.float32)
+        base = model.base_model
         is_same = type(base) is type(trunk) and base.state_dict().keys() == weights.keys()
         if is_same and isinstance(getattr(model, "score", None), nn.Linear):
             base.load_state_dict(weights)
@@ -77,7 +77,7 @@ def on_trunk(trunk: nn.Module, config: PretrainedConfig) -> PreTrainedModel:
     )
 
 
-def trunk_of(model: PreTrainedModel) -> nn.Module:
+def find_trunk(model: PreTrainedModel) -> nn.Module:
     """The part of a causal LM below its head, also where `base_model` does not find it (Llama 4)."""
     if model.base_model is not model:
         return model.base_model
@@ -86,23 +86,22 @@ def trunk_of(model: PreTrainedModel) -> nn.Module:
 
 def replace_trunk(model: PreTrainedModel, trunk: nn.Module) -> None:
     """Put a causal LM's head, and what it does to its logits, on another trunk of the same class."""
-    old = trunk_of(model)
+    old = find_trunk(model)
     name = next(name for name, child in model.named_children() if child is old)
     setattr(model, name, trunk)
 
 
-def _own_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+def _generic_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class that is made for a family; None if the family has no causal LM or no trunk of its own."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_MAPPING:
         return None
     if not hasattr(config.get_text_config(), "hidden_size"):
         return None
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return _made(causal)
+    return _make_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 @functools.cache
-def _made(causal: Any) -> type[PreTrainedModel]:
+def _make_class(causal: Any) -> type[PreTrainedModel]:
     family = next(cls for cls in causal.__mro__ if PreTrainedModel in cls.__bases__)
     name = family.__name__.removesuffix("PreTrainedModel") + SUFFIX
     # transformers reads in the source of the class's module what the family's attention and experts can do

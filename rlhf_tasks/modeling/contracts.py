@@ -1,12 +1,12 @@
 """The identity of a checkpoint, and the checks on checkpoints that work together.
 
 `rlhf.json` in a checkpoint's folder holds its kind and the hashes of the weights it was made from. A foreign
-checkpoint has none: its lineage is unknown, and all else is checked. torch is loaded only to compare models
-or tokenizers, so that reading an identity is fast.
+checkpoint has none: its lineage is unknown, and all else is checked. Reading an identity loads no torch.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -15,22 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from rlhf_tasks import console
 from rlhf_tasks.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 IDENTITY = "rlhf.json"
-AGAIN = "restore the folder from its source; `dvc checkout` restores one of the pipeline's"
-TYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32",
-    "U16": "uint16", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
-"""The names that torch gives the types in a safetensors file."""
+RESTORE = "restore the folder from its source; `dvc checkout` restores one of the pipeline's"
+TYPES = {"F": "float", "BF": "bfloat", "C": "complex", "I": "int", "U": "uint"}
+FLOAT8 = {"E4M3": "e4m3fn", "E8M0": "e8m0fnu"}
+"""Types in safetensors, without their bits, and torch's names for them where these are not the same."""
 CHUNK = 1 << 24  # bytes read at a time
+HASHED_QUIETLY = 5  # gigabytes; sha256 takes about a second for each
 
 
 class ContractError(UserError):
@@ -42,7 +39,7 @@ def identity(kind: str, parents: Mapping[str, str]) -> dict[str, Any]:
     return {"kind": kind, "parents": dict(parents)} | ({} if parents else {"lineage": "unknown"})
 
 
-def identity_of(folder: Path) -> dict[str, Any]:
+def read_identity(folder: Path) -> dict[str, Any]:
     """The content of a checkpoint's rlhf.json; empty for a foreign one, whose lineage is unknown.
 
     Raises:
@@ -52,23 +49,23 @@ def identity_of(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
     except (ValueError, TypeError) as error:
-        raise ContractError(f"{file} cannot be read ({error}); {AGAIN}") from None
+        raise ContractError(f"{file} cannot be read ({error}); {RESTORE}") from None
 
 
-def parents_of(folder: Path) -> dict[str, str]:
+def read_parents(folder: Path) -> dict[str, str]:
     """The fingerprints, by role, of the checkpoints that one was made from."""
-    return dict(identity_of(folder).get("parents", {}))
+    return dict(read_identity(folder).get("parents", {}))
 
 
-def rewards_of(policy: Path) -> set[str]:
-    """The fingerprints of the reward models that PPO optimised for a policy; empty if it names none.
+def optimized_rewards(policy: Path) -> set[str]:
+    """The fingerprints of the reward models that PPO optimized for a policy; empty if it names none.
 
     Their roles are `reward` for models/reward, and `reward/NAME` for a scorer's own folder.
     """
-    return {digest for role, digest in parents_of(policy).items() if role.partition("/")[0] == "reward"}
+    return {digest for role, digest in read_parents(policy).items() if role.partition("/")[0] == "reward"}
 
 
-def is_made(folder: Path) -> bool:
+def has_model(folder: Path) -> bool:
     """False for the empty folder of a reward model that is not needed (`reward.train: false`)."""
     return (folder / "config.json").exists()
 
@@ -76,26 +73,38 @@ def is_made(folder: Path) -> bool:
 def fingerprint(folder: Path) -> str:
     """sha256 over the names, shapes and bytes of a checkpoint's tensors, first 16 hex digits.
 
+    It is computed once in a process, as long as the files stay as they are.
+
     Raises:
         ContractError: for damaged weights, or weights in another format than safetensors.
     """
-    digest = hashlib.sha256()
     files = sorted(folder.glob("*.safetensors"))
     if not files and any(folder.glob("*.bin")):
         raise ContractError(
             f"{folder} has its weights in *.bin files; save the model again by `save_pretrained` of "
             "transformers, which writes safetensors"
         )
+    stats = [file.stat() for file in files]
+    return _hash_tensors(tuple(files), tuple((s.st_size, s.st_ino, s.st_mtime_ns) for s in stats))
+
+
+@functools.cache
+def _hash_tensors(files: tuple[Path, ...], versions: tuple[tuple[int, ...], ...]) -> str:
+    """`versions` are the size, inode and time of each file: one that has changed is read again."""
+    gigabytes = sum(size for size, *_ in versions) / 1e9
+    if gigabytes > HASHED_QUIETLY:
+        console.say(f"{files[0].parent}: {gigabytes:.1f} GB are hashed, in about {gigabytes:.0f} seconds")
+    digest = hashlib.sha256()
     for file in files:
         try:
-            for part in _tensors(file):
+            for part in _read_tensors(file):
                 digest.update(part)
         except SafetensorError as error:
-            raise ContractError(f"{file} cannot be read ({error}); {AGAIN}") from None
+            raise ContractError(f"{file} cannot be read ({error}); {RESTORE}") from None
     return digest.hexdigest()[:16]
 
 
-def _tensors(file: Path) -> Iterator[bytes]:
+def _read_tensors(file: Path) -> Iterator[bytes]:
     """For each tensor, sorted by name: name, shape and torch's type, then its bytes in parts.
 
     A file holds the length of its header (8 bytes), the header (JSON), and the bytes of the tensors.
@@ -110,12 +119,19 @@ def _tensors(file: Path) -> Iterator[bytes]:
         entries: dict[str, Any] = json.loads(raw.read(length))
         for key in sorted(entries.keys() - {"__metadata__"}):
             entry = entries[key]
-            kind = TYPES.get(entry["dtype"], entry["dtype"])
-            yield f"{key}{tuple(entry['shape'])}torch.{kind}".encode()
+            yield f"{key}{tuple(entry['shape'])}torch.{_torch_type(entry['dtype'])}".encode()
             start, end = (8 + length + offset for offset in entry["data_offsets"])
             raw.seek(start)
-            for place in range(start, end, CHUNK):
-                yield raw.read(min(CHUNK, end - place))
+            for position in range(start, end, CHUNK):
+                yield raw.read(min(CHUNK, end - position))
+
+
+def _torch_type(name: str) -> str:
+    """F32 → float32, F8_E4M3 → float8_e4m3fn, BOOL → bool."""
+    if name.startswith("F8_"):
+        return f"float8_{FLOAT8.get(name[3:], name[3:].lower())}"
+    letters = name.rstrip("0123456789")
+    return TYPES.get(letters, letters.lower()) + name[len(letters) :]
 
 
 def model_card(
@@ -132,12 +148,12 @@ def model_card(
 
 
 def check_parent(child: Path, role: str, parent: Path) -> None:
-    """If `child` records its parent in this `role`, it must be `parent`. A foreign checkpoint records none.
+    """Check that `child` was made from `parent`, where it records a parent in this `role`.
 
     Raises:
         ContractError: naming both.
     """
-    claimed = parents_of(child).get(role)
+    claimed = read_parents(child).get(role)
     if claimed is not None and claimed != fingerprint(parent):
         raise ContractError(
             f"{child} was made from another {role} model ({claimed}) than {parent} ({fingerprint(parent)}); "
@@ -146,49 +162,42 @@ def check_parent(child: Path, role: str, parent: Path) -> None:
 
 
 def check_same_tokenizer(first: Path, second: Path) -> None:
-    """Two checkpoints must have the same tokens and the same chat template.
+    """Check that two checkpoints have the same tokens and the same chat template.
 
     A token that is only used for padding may differ: masks come from lengths, so that no model sees it.
 
     Raises:
         ContractError: naming both folders and the difference.
     """
-    from rlhf_tasks.data.batches import encode, load_tokenizer
+    from rlhf_tasks.data.batches import load_tokenizer
 
-    a, b = load_tokenizer(first), load_tokenizer(second)
-    words = {token for x in (a, b) for token in x.get_vocab() if token not in _only_pads(a, b)}
-    differ = sorted(w for w in words if a.get_vocab().get(w) != b.get_vocab().get(w))
-    if differ:
+    difference = _compare_tokenizers(load_tokenizer(first), load_tokenizer(second))
+    if difference is not None:
         raise ContractError(
-            f"{second} has another tokenizer than {first}: {len(a)} and {len(b)} tokens, "
-            f"e.g. {differ[:3]} differ; train or fetch them with one tokenizer"
+            f"{second} has another tokenizer than {first}: {difference}; use one tokenizer for both"
         )
+
+
+def _compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
+    """How two tokenizers differ, in words; None where they do not."""
+    from rlhf_tasks.data.batches import encode
+
+    special = {t for x in (a, b) for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
+    only_pads = {str(x.pad_token) for x in (a, b)} - special
+    # both vocabularies once: every call of get_vocab builds the whole dictionary
+    entries = a.get_vocab().items() ^ b.get_vocab().items()
+    if tokens := sorted({token for token, _ in entries} - only_pads):
+        return f"{len(a)} and {len(b)} tokens, e.g. {tokens[:3]} differ"
     if a.eos_token_id != b.eos_token_id:
-        raise ContractError(
-            f"{second} ends responses with {b.eos_token!r}, but {first} with {a.eos_token!r}; "
-            "use one tokenizer"
-        )
+        return f"responses end with {a.eos_token!r} and {b.eos_token!r}"
     probe = "Ab, 3 x\n\n(é)"
     if encode(a, [probe]) != encode(b, [probe]):
-        raise ContractError(
-            f"{second} splits text differently from {first}, with the same vocabulary: {probe!r} "
-            "differs; use one tokenizer"
-        )
-    if a.chat_template != b.chat_template:
-        raise ContractError(
-            f"{second} has another chat template than {first}: models would see text of another "
-            "form; use one template"
-        )
+        return f"with the same vocabulary, {probe!r} is split differently"
+    return None if a.chat_template == b.chat_template else "their chat templates differ"
 
 
-def _only_pads(*tokenizers: PreTrainedTokenizerBase) -> set[str]:
-    """The pad tokens that have no other use."""
-    others = {t for x in tokenizers for t in (x.eos_token, x.bos_token, x.unk_token) if t is not None}
-    return {str(x.pad_token) for x in tokenizers} - others
-
-
-def check_same_shape(model: PreTrainedModel, where: str, parent: Path) -> None:
-    """A model must have the architecture and sizes of its `parent`.
+def check_same_shape(model: PreTrainedModel, name: str, parent: Path) -> None:
+    """Check that a model has the architecture and sizes of its `parent`.
 
     Raises:
         ContractError: naming the differences.
@@ -196,31 +205,24 @@ def check_same_shape(model: PreTrainedModel, where: str, parent: Path) -> None:
     from transformers import AutoConfig
 
     other = AutoConfig.from_pretrained(parent)
-    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    differ = [
-        f"{name} {getattr(model.config, name, None)} and {getattr(other, name, None)}"
-        for name in names
-        if getattr(model.config, name, None) != getattr(other, name, None)
-    ]
-    if differ:
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    pairs = [(key, getattr(model.config, key, None), getattr(other, key, None)) for key in keys]
+    if differing := [f"{key} {own} and {parents}" for key, own, parents in pairs if own != parents]:
         raise ContractError(
-            f"{where} was not made from {parent}: {', '.join(differ)}; set model.base to its base"
+            f"{name} was not made from {parent}: {', '.join(differing)}; set model.base to its base"
         )
 
 
-def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """The embedding must have a row for every token.
+def check_fits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Check that the model's embedding has a row for every token.
 
     Raises:
         ContractError: if the tokenizer has more tokens than the model.
     """
-    from torch import nn
-
-    embeddings = model.get_input_embeddings()
-    assert isinstance(embeddings, nn.Embedding)
-    rows = embeddings.num_embeddings
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.num_embeddings  # the weight may be sharded
     if rows < len(tokenizer):
         raise ContractError(
-            f"{where}: the tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings; "
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model has {rows} embeddings; "
             "use the tokenizer of this model"
         )

@@ -40,25 +40,24 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0).float().sum()
 
 
-def masked_mean(x: Tensor, mask: Tensor, reduce: Reduce = alone) -> Tensor:
-    """Mean of `x` where `mask`, over all processes. Scalar; NaN if the mask is False everywhere."""
-    total, count = reduce(torch.stack([masked_sum(x, mask), mask.sum().float()])).unbind()
-    return total / count
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `x` where `mask`. Scalar; NaN if the mask is False everywhere."""
+    return masked_sum(x, mask) / mask.sum()
 
 
-def masked_moments(x: Tensor, mask: Tensor, reduce: Reduce = alone) -> tuple[Tensor, Tensor]:
-    """Mean and (population) variance of `x` where `mask`, over all processes, in two passes."""
-    mean = masked_mean(x, mask, reduce)
-    return mean, masked_mean((x - mean) ** 2, mask, reduce)
+def masked_moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and (population) variance of `x` where `mask`, in two passes."""
+    mean = masked_mean(x, mask)
+    return mean, masked_mean((x - mean) ** 2, mask)
 
 
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce = alone) -> Tensor:
-    """`x` (B, R) scaled to variance 1 over the real tokens of all processes; zero elsewhere.
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """`x` (B, R) scaled to variance 1 over the real tokens; zero elsewhere.
 
     The mean becomes 0; with `shift_mean=False` it does not change, as Ziegler et al. (2019) whiten rewards.
     As in their code, 1e-8 is added to the variance.
     """
-    mean, variance = masked_moments(x, mask, reduce)
+    mean, variance = masked_moments(x, mask)
     white = (x - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, white if shift_mean else white + mean, 0)
 

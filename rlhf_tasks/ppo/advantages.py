@@ -10,31 +10,41 @@ B batch · R response. `mask` (B, R) is True on real response tokens, EOS includ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from rlhf_tasks.config import Ppo
 from rlhf_tasks.modeling.tensors import last_token
 
+if TYPE_CHECKING:
+    from rlhf_tasks.ppo.rollout import Rollout
+
 ROUNDING = 1e-4
-"""The part of a group's largest return up to which differences may be rounding."""
+"""Relative tolerance below which returns in a group count as equal."""
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, beyond: Tensor | None = None
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both (B, R), zero on padding.
 
         δ_t = r_t + γ·V_{t+1} − V_t,   A_t = δ_t + γλ·A_{t+1},   return_t = A_t + V_t
 
-    `values[t]` is the value of the state before token t. `beyond` (B,) is the value of the state after the
-    last real token; without it, or where it is 0, that state is terminal.
+    `values[t]` is the value of the state before token t. `bootstrap_values` (B,) are those of the
+    state after the last real token; without them, or where one is 0, that state is terminal.
     Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    if beyond is not None:
-        next_values = torch.where(last_token(mask), beyond[:, None], next_values)
+    if bootstrap_values is not None:
+        next_values = torch.where(last_token(mask), bootstrap_values[:, None], next_values)
     deltas = rewards + gamma * next_values - values
     advantages = torch.zeros_like(deltas)
     running = torch.zeros_like(deltas[:, 0])
@@ -82,5 +92,40 @@ def _deviations(returns: Tensor, num_samples: int) -> Tensor:
     return (rows - rows.mean(0)).flatten()
 
 
-WITHOUT_CRITIC: Mapping[str, Callable[[Tensor, int], Tensor]] = {"rloo": rloo, "group": group}
-"""Advantages (B,) from returns (B,) and k, by the names of `ppo.advantages`."""
+# ------------------------------------------------------------------- estimators, as the loop calls them
+
+
+def estimate_gae(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:
+    """`gae` of token rewards (B, R): advantages and returns, (B, R) each."""
+    assert config.advantages.kind == "gae"
+    gamma, lam = config.advantages.gamma, config.advantages.lam
+    return gae(rewards, rollout.values, rollout.mask, gamma, lam, rollout.bootstrap_values)
+
+
+def estimate_rloo(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:
+    """`rloo`: every token of a response has its advantage, and the response's return."""
+    returns = response_returns(rewards, rollout.mask)
+    return _for_each_token(rloo(returns, config.samples_per_prompt), returns, rollout.mask)
+
+
+def estimate_group(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:
+    """`group`, as in GRPO: every token of a response has its advantage, and the response's return."""
+    returns = response_returns(rewards, rollout.mask)
+    return _for_each_token(group(returns, config.samples_per_prompt), returns, rollout.mask)
+
+
+def _for_each_token(advantages: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) each → (B, R) each, zero on padding."""
+    return advantages.float()[:, None] * mask, returns.float()[:, None] * mask
+
+
+Estimator = Callable[[Tensor, "Rollout", Ppo], tuple[Tensor, Tensor]]
+"""(rewards, rollout, config) → (advantages, returns), (B, R) each. `rollout` is that of all ranks: the k
+responses to a prompt are rows i, i + B / k, …; `values` and `bootstrap_values` are 0 without a critic."""
+
+ESTIMATORS: Mapping[str, Estimator] = {
+    "gae": estimate_gae,
+    "rloo": estimate_rloo,
+    "group": estimate_group,
+}
+"""By the `kind` of `ppo.advantages`."""

@@ -1,4 +1,4 @@
-"""KL(policy ‖ reference) per token from the log-probs of sampled tokens, and its controllers.
+"""KL(policy ‖ reference) per token from the log-probs of sampled tokens, and what adapts its coefficients.
 
 B batch · R response. The estimators are those of Schulman, "Approximating KL divergence" (2020).
 """
@@ -6,11 +6,10 @@ B batch · R response. The estimators are those of Schulman, "Approximating KL d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from rlhf_tasks.config.ppo_options import AdaptiveKl, KlPenalty
+from rlhf_tasks.config.ppo import AdaptiveKl
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -32,36 +31,22 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 
-@dataclass
-class KlController:
-    """Holds kl_coef, fixed or adaptive (Ziegler et al. 2019, 2.2)."""
+def adapt_kl_coef(coef: float, kl: float, num_episodes: int, adaptive: AdaptiveKl | None) -> float:
+    """kl_coef after a rollout of `num_episodes` with this mean KL of a response, in nats.
 
-    coef: float
-    adaptive: AdaptiveKl | None = None
-
-    def update(self, kl: float, num_episodes: int) -> None:
-        """Adapt after a rollout of `num_episodes`; `kl` is its mean KL of a response, in nats."""
-        if self.adaptive is not None:
-            clip = self.adaptive.clip
-            error = min(max(kl / self.adaptive.target - 1, -clip), clip)
-            self.coef *= 1 + error * num_episodes / self.adaptive.horizon
+    Ziegler et al. 2019, 2.2. Without `adaptive` it stays as it is.
+    """
+    if adaptive is None:
+        return coef
+    error = min(max(kl / adaptive.target - 1, -adaptive.clip), adaptive.clip)
+    return coef * (1 + error * num_episodes / adaptive.horizon)
 
 
-@dataclass
-class PenaltyController:
-    """Holds beta of PPO-penalty, which is added to the clipped loss (Schulman et al. 2017, eq. 8)."""
+def adapt_penalty(beta: float, divergence: float, target: float) -> float:
+    """beta of PPO-penalty after the epochs on a rollout; `divergence` is the mean KL(π_old ‖ π) of a token.
 
-    beta: float
-    target: float
-
-    @classmethod
-    def of(cls, settings: KlPenalty | None) -> PenaltyController:
-        """The controller of the settings; without them beta is 0, and doubling does not change it."""
-        return cls(0.0, 0.0) if settings is None else cls(settings.beta, settings.target)
-
-    def update(self, divergence: float) -> None:
-        """Adapt after the epochs on a rollout; `divergence` is the mean KL(π_old ‖ π) of a token."""
-        if divergence < self.target / 1.5:
-            self.beta /= 2
-        elif divergence > self.target * 1.5:
-            self.beta *= 2
+    Schulman et al. 2017, eq. 8.
+    """
+    if divergence < target / 1.5:
+        return beta / 2
+    return beta * 2 if divergence > target * 1.5 else beta

@@ -1,135 +1,71 @@
-"""PPO's losses as pure functions: per token, and the total that an optimiser step minimises.
+"""PPO's losses as pure functions, a number for each token, and how these become one number.
 
-B batch · R response; every tensor is (B, R) unless its docstring names another shape.
+A policy loss of one's own is a function with the signature of `ppo_clip`; `ppo.loss: "my_module:my_loss"`
+names it. It sees whole responses. The loop adds the other terms that the parameters ask for:
+
+    L = policy loss · importance + kl_coef · KL(π ‖ π_ref) + beta · KL(π_old ‖ π) − entropy_coef · H
+        + vf_coef · value loss
+
+b rows of a micro-batch · R response; every tensor is (b, R) unless its docstring names another shape.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rlhf_tasks.modeling.tensors import masked_sum
-from rlhf_tasks.modeling.vocabulary import Loss
-from rlhf_tasks.ppo.kl import ESTIMATORS, k3
-
-Sums = dict[str, Tensor]
-"""Scalars by the name of their metric, each summed over the real response tokens."""
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import Constant
 
 
 class MicroBatch(NamedTuple):
     """What the rollout holds for the same tokens; zero on padding."""
 
-    mask: Tensor  # bool, True on real response tokens
+    mask: Tensor
+    """bool, True on real response tokens, EOS included."""
     logprobs: Tensor
+    """Of the policy that the rollout was made with, π_old."""
     ref_logprobs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
-    importance: Tensor | None = None
-    """Weights of the tokens' policy loss; None: 1, the rollout is the policy's own."""
+    importance: Tensor
+    """By what the policy loss is multiplied: 1 where the policy itself has sampled."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coefficients:
-    """The weights, ranges and estimators of PPO's loss, under the papers' names."""
-
-    cliprange: float
-    cliprange_high: float | None = None
-    dual_clip: float | None = None
-    cliprange_value: float | None = None
-    ratio_from: Literal["rollout", "reference"] = "rollout"
-    policy_coef: float = 1.0
-    vf_coef: float | None
-    """None: there is no critic."""
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """None: the KL to the reference is in the reward, and the loss has no such term."""
-    beta: float | None = None
-    """None: there is no PPO-penalty."""
-
-    def for_critic_only(self) -> Coefficients:
-        """The same, the policy's terms times 0: under data parallelism every weight needs a gradient."""
-        beta = None if self.beta is None else 0.0
-        return replace(self, policy_coef=0.0, entropy_coef=0.0, kl_coef=0.0, beta=beta)
+PolicyLoss = Callable[[Tensor, MicroBatch, Ppo], tuple[Tensor, dict[str, Tensor]]]
+"""(logprobs, batch, config) → the loss and the metrics of each token, (b, R) each."""
 
 
-def policy_terms(
-    logprobs: Tensor, entropy: Tensor, batch: MicroBatch, coefficients: Coefficients
-) -> tuple[Tensor, Sums]:
-    """The terms of PPO's loss that depend on the policy, and their metrics.
+def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate of PPO, and its metrics for each token.
 
-        L_policy − entropy_coef · H + kl_coef · KL(π ‖ π_ref) + beta · KL(π_old ‖ π)
-
-    All are summed over the real response tokens of a micro-batch. The caller adds `value_term`, and divides
-    by the number of tokens of the whole minibatch. PPO-ptx adds `ptx_loss`, on other rows.
+    `logprobs` are those of the policy in training. Metrics are logged as means over all real tokens.
     """
-    c, mask = coefficients, batch.mask
-    absent, weights = torch.zeros_like(logprobs), batch.importance
-    ratio_base = batch.ref_logprobs if c.ratio_from == "reference" else batch.logprobs
-    tokens = policy_loss(logprobs - ratio_base, batch.advantages, c.cliprange, c.cliprange_high, c.dual_clip)
-    kl_tokens = absent if c.kl_estimator is None else ESTIMATORS[c.kl_estimator](logprobs, batch.ref_logprobs)
-    penalty_tokens = absent if c.beta is None else k3(batch.logprobs, logprobs)
-
-    token_losses = tokens.loss if weights is None else tokens.loss * weights
-    policy, bonus = masked_sum(token_losses, mask), masked_sum(entropy, mask)
-    kl, penalty = masked_sum(kl_tokens, mask), masked_sum(penalty_tokens, mask)
-    loss = c.policy_coef * policy + c.kl_coef * kl + (c.beta or 0.0) * penalty
-    if c.entropy_coef:  # else a gradient of zeros would be computed for it
-        loss = loss - c.entropy_coef * bonus
-
-    sums = {"loss/policy_avg": policy} | _policy_sums(logprobs.detach(), batch, tokens.clipped)
-    sums["policy/entropy_avg"] = bonus
-    if c.kl_estimator is not None:
-        sums["loss/kl_avg"] = kl
-    if c.beta is not None:
-        sums["policy/penalty_kl_avg"] = penalty
-    return loss, {name: x.detach() for name, x in sums.items()}
+    base = batch.ref_logprobs if config.ratio_from == "reference" else batch.logprobs
+    loss, is_clipped = policy_loss(
+        logprobs - base, batch.advantages, config.cliprange, config.cliprange_high, config.dual_clip
+    )
+    return loss, {"policy/clipfrac_avg": is_clipped}
 
 
-def token_loss(batch: MicroBatch, coefficients: Coefficients) -> Loss:
-    """The loss of `policy_terms` as `token_stats` takes it: of some of the real tokens, row after row."""
-    flat = [None if x is None else x[batch.mask] for x in batch]
+def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"] | Constant) -> Tensor:
+    """The weights by which the token losses of a whole minibatch are added up; zero on padding.
 
-    def loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
-        own = MicroBatch._make(None if x is None else x[tokens] for x in flat)
-        return policy_terms(logprobs, entropy, own, coefficients)[0]
-
-    return loss
-
-
-def value_term(values: Tensor, batch: MicroBatch, coefficients: Coefficients) -> tuple[Tensor, Sums]:
-    """vf_coef · L_value, the one term of PPO's loss that depends on the critic, and its metrics."""
-    tokens = value_loss(values, batch.values, batch.returns, coefficients.cliprange_value)
-    value = masked_sum(tokens.loss, batch.mask)
-    sums = {"loss/value_avg": value.detach(), "val/clipfrac_avg": masked_sum(tokens.clipped, batch.mask)}
-    assert coefficients.vf_coef is not None
-    return coefficients.vf_coef * value, sums
-
-
-def _policy_sums(logprobs: Tensor, batch: MicroBatch, clipped: Tensor) -> Sums:
-    """The metrics of the policy that have no part in the loss."""
-    log_ratio = logprobs - batch.logprobs
-    ratio = log_ratio.exp()
-    per_token = {
-        "policy/clipfrac_avg": clipped,
-        "policy/approxkl_avg": 0.5 * log_ratio**2,
-        "val/ratio": ratio,
-        "ratio_off_squared": (ratio - 1) ** 2,  # Σ ratio² would lose the variance to rounding
-        "num_tokens": batch.mask,
-    }
-    return {name: masked_sum(x, batch.mask) for name, x in per_token.items()}
-
-
-def ptx_loss(nll: Tensor, num_tokens: float, coef: float) -> Tensor:
-    """coef · mean −log p a token of other text, scalar: PPO-ptx (Ouyang et al. 2022, eq. 2).
-
-    `nll` is the sum of −log p over a micro-batch, `num_tokens` the count of the whole minibatch.
+    `token_mean` is the mean over all tokens of all ranks. `response_mean` is the mean over responses of
+    their own token means (GRPO, arXiv 2402.03300). A constant stands in place of each response's length
+    (Dr. GRPO, arXiv 2503.20783). `mask` holds the rows of all ranks, so that the weights, and with
+    them a step, do not depend on how the minibatch is cut.
     """
-    return coef * nll / num_tokens
+    tokens = mask.float()
+    if reduction == "token_mean":
+        return tokens / tokens.sum()
+    if reduction == "response_mean":
+        return tokens / tokens.sum(1, keepdim=True) / len(mask)
+    return tokens / (reduction.constant * len(mask))
 
 
 class TokenLoss(NamedTuple):
@@ -161,14 +97,14 @@ def policy_loss(
     return TokenLoss(loss, is_clipped)
 
 
-def importance_weights(logprobs: Tensor, engine_logprobs: Tensor, cap: float) -> Tensor:
-    """min(π_old / π_engine, cap) of each token: what makes samples of an engine count as samples of π_old.
+def importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """min(π_old / π_sampler, cap) of each token: corrects for the mismatch of sampler and trainer.
 
     Truncated importance sampling (Ionides 2008): the cap bounds the variance, and gives a bias only to tokens
-    above it. The ratio of `policy_loss` is to π_old, so that the clip range keeps its meaning when the engine
-    had older weights (the decoupled objective of arXiv 2110.00641).
+    above it. The ratio of `policy_loss` is to π_old, so that the clip range keeps its meaning when the
+    sampler had older weights (the decoupled objective of arXiv 2110.00641).
     """
-    return (logprobs - engine_logprobs).exp().clamp_max(cap)
+    return (logprobs - sampler_logprobs).exp().clamp_max(cap)
 
 
 def value_loss(

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf_tasks.config.ppo_options import ScoreScaling
-from rlhf_tasks.modeling.tensors import Reduce, alone, last_token
+from rlhf_tasks.config.ppo import ScoreScaling
+from rlhf_tasks.modeling.tensors import last_token
 
 Truncation = Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
 
@@ -25,7 +25,7 @@ def truncated_scores(scores: Tensor, ended: Tensor, rule: Truncation, *, missing
 
     - eos_trick_replace: `missing_eos_score` (Ziegler et al. 2019; arXiv 2403.17031, detail 4.2).
     - eos_trick_subtract: the score plus `missing_eos_score`.
-    - bootstrap: none; `values_beyond` stand in for it.
+    - bootstrap: none; `bootstrap_values` stand in for it.
     - bootstrap_add and none: the score, unchanged.
     """
     unfinished = {
@@ -38,7 +38,7 @@ def truncated_scores(scores: Tensor, ended: Tensor, rule: Truncation, *, missing
     return torch.where(ended, scores, unfinished[rule]())
 
 
-def values_beyond(last_values: Tensor, ended: Tensor, rule: Truncation) -> Tensor:
+def bootstrap_values(last_values: Tensor, ended: Tensor, rule: Truncation) -> Tensor:
     """(B,) the value of the state after the last token, as GAE is to take it; 0 where the episode is over.
 
     The rules `bootstrap` and `bootstrap_add` take `last_values` (B,) where a response did not end, because
@@ -63,8 +63,8 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 class ScoreScaler:
     """clip((score − μ) / σ, ±clip), μ and σ over all scores so far: PPO-max, arXiv 2307.04964, eq. 18.
 
-    Without `subtract_mean` it is score / σ. The moments are of all processes, in float64, and are the
-    whole state of this object.
+    Without `subtract_mean` it is score / σ. The moments, in float64, are the whole state of
+    this object.
     """
 
     def __init__(self, settings: ScoreScaling | None) -> None:
@@ -72,21 +72,20 @@ class ScoreScaler:
         self.count, self.mean, self.squares = 0.0, 0.0, 0.0
         """Σ 1, the mean, and Σ (x − mean)²."""
 
-    def __call__(self, scores: Tensor, reduce: Reduce = alone) -> Tensor:
+    def __call__(self, scores: Tensor) -> Tensor:
         """Add the scores (B,) to the moments, and return them scaled; without settings, unchanged."""
         if self._settings is None:
             return scores
-        self._add(scores.double(), reduce)
+        self._add(scores.double())
         std = (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
         scaled = (scores - self.mean if self._settings.subtract_mean else scores) / std
         clip = self._settings.clip
         return scaled if clip is None else scaled.clamp(-clip, clip)
 
-    def _add(self, x: Tensor, reduce: Reduce) -> None:
+    def _add(self, x: Tensor) -> None:
         """Combine the moments of two sets (Chan et al. 1979)."""
-        number, total = reduce(torch.stack([torch.tensor(float(len(x))).double(), x.sum()])).tolist()
-        mean = total / number
-        squares = float(reduce(((x - mean) ** 2).sum()))
+        number, mean = len(x), float(x.mean())
+        squares = float(((x - mean) ** 2).sum())
         shift, both = mean - self.mean, self.count + number
         self.squares += squares + shift**2 * self.count * number / both
         self.mean += shift * number / both

@@ -1,42 +1,66 @@
-"""One rollout: responses sampled from the policy, and all numbers that PPO learns from, on the CPU.
+"""A rollout: responses sampled from the policy, and every number that PPO learns from, on the CPU.
 
-B batch · R response. `mask` (B, R) is True on real response tokens, EOS included.
+B responses · R response length. In each (B, R) tensor a row starts with the first token of its response;
+`mask` is True on real response tokens, EOS included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import Batch, Ids, sizes
-from rlhf_tasks.modeling.head import TokenStats, head_states, token_stats
-from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.modeling.vocabulary import Loss
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.data.batches import Batch, Ids, TokenBudget, collate, picked, sizes
+from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.modeling.load import TokenScores, disable_adapters
+from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs, token_stats
+from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.losses import MicroBatch
+from rlhf_tasks.ppo.rewards import bootstrap_values
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.training.runtime import Runtime
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The rollout of all processes, or this one's share of it."""
+    """The rollout of all ranks, or one rank's share of it."""
 
     queries: list[Ids]
     responses: list[Ids]
     ended: Tensor  # (B,) bool: the response has its stop token
-    mask: Tensor  # (B, R)
-    logprobs: Tensor  # (B, R)
+    mask: Tensor  # (B, R) bool
+    logprobs: Tensor  # (B, R), of the policy before this update
     ref_logprobs: Tensor  # (B, R)
     values: Tensor  # (B, R), of the state before each token; 0 without a critic
-    last_values: Tensor  # (B,), of the state after the last token
+    bootstrap_values: Tensor  # (B,), of the state after the last token; 0 where the episode is over
     scores: Tensor  # (B,), the scorers' weighted sum, before scaling and the EOS rule
-    parts: dict[str, Tensor]  # each scorer's own, (B,)
-    importance: Tensor | None = None  # (B, R), of tokens that an engine sampled; None without one
+    parts: dict[str, Tensor]  # (B,) of each scorer, unweighted
+    importance: Tensor  # (B, R), 1 where the policy itself has sampled
+    advantages: Tensor  # (B, R)
+    returns: Tensor  # (B, R)
+    pad: int
 
     @property
     def sizes(self) -> list[int]:
+        """The tokens of each row, query and response."""
         return sizes(self.queries, self.responses)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The token ids of these rows, padded."""
+        return collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad)
+
+    def micro_batch(self, rows: Sequence[int], width: int, device: torch.device) -> MicroBatch:
+        """What the losses read of these rows, (b, width) each; `width` is the longest of their responses."""
+        columns = (getattr(self, name)[list(rows), :width].to(device) for name in MicroBatch._fields)
+        return MicroBatch(*columns)
 
 
 class ValueHead(nn.Linear):
@@ -56,14 +80,14 @@ class NoCritic(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """(B, R + 1) zeros."""
-        num_rows, width = batch.response_mask.shape
-        return torch.zeros(num_rows, width + 1, device=batch.response_mask.device)
+        rows, width = batch.response_mask.shape
+        return torch.zeros(rows, width + 1, device=batch.response_mask.device)
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as one module, so that one optimiser and one engine hold both.
+    """Policy and critic as one module, so that one optimizer, and one wrapper of DDP or ZeRO, hold both.
 
-    The critic is a model of its own, or a head on the policy's trunk, or there is none.
+    The critic is a model of its own, a head on the policy's trunk, or there is none.
     """
 
     def __init__(self, policy: PreTrainedModel, value: TokenScores | ValueHead | NoCritic) -> None:
@@ -71,26 +95,201 @@ class ActorCritic(nn.Module):
         self.policy, self.value = policy, value
 
     def forward(
-        self, batch: Batch, temperature: float = 1.0, loss: Loss | None = None
+        self, batch: Batch, temperature: float = 1.0, *, entropy_grad: bool = False
     ) -> tuple[TokenStats, Tensor]:
-        """The policy's statistics, and (B, R + 1) values: before each response token, and after the last."""
-        stats = token_stats(self.policy, batch, temperature, loss)
+        """The policy's statistics, (B, R) each, and (B, R + 1) values.
+
+        `values[:, t]` is the value of the state before response token t; the one after a row's last token
+        follows it.
+        """
+        stats = token_stats(self.policy, batch, temperature, entropy_grad=entropy_grad)
         if isinstance(self.value, ValueHead):
-            return stats, self.value(stats.states).squeeze(-1).float()
-        return stats, self.state_values(batch)
+            return stats, _left_aligned(self.value(stats.states).squeeze(-1).float(), batch)
+        return stats, self.values(batch)
 
-    def state_values(self, batch: Batch) -> Tensor:
-        """(B, R + 1): `[:, t]` is the value of the state before response token t is seen."""
-        if isinstance(self.value, ValueHead):
-            found: Tensor = self.value(head_states(self.policy, batch))
-            return found.squeeze(-1).float()
-        values: Tensor = self.value(batch)
-        return values
+    def values(self, batch: Batch) -> Tensor:
+        """The (B, R + 1) values alone, of a critic with a trunk of its own."""
+        return _left_aligned(self.value(batch), batch)
 
 
-def logprobs_of(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
-    """(B, R) log-probs of the response tokens at the sampling temperature; zero on padding."""
-    return token_stats(model, batch, temperature).logprobs
+def _left_aligned(values: Tensor, batch: Batch) -> Tensor:
+    """(B, R + 1) values, moved from columns that end with a row's last token to ours."""
+    width = values.shape[1]
+    shift = width - 1 - batch.response_mask.sum(1, keepdim=True)  # (B, 1)
+    columns = torch.arange(width, device=values.device) + shift
+    return values.take_along_dim(columns.clamp_max(width - 1), 1)
+
+
+class Reference(Protocol):
+    """The model from which the KL of the policy is measured."""
+
+    moves: bool
+    """Whether its weights change, so that a resumed run cannot read them from models/sft."""
+
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """(B, R) log-probs of the response tokens."""
+
+
+class FrozenCopy:
+    """A copy of the SFT model, fixed unless it `moves` (`ppo.reference_sync`)."""
+
+    def __init__(self, model: PreTrainedModel, *, moves: bool) -> None:
+        self.model, self.moves = model, moves
+
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        return response_logprobs(self.model, batch, temperature)
+
+
+class AdapterOff:
+    """The policy itself with its LoRA adapters switched off: no second copy of the weights."""
+
+    moves = False
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self._policy = policy
+
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        with disable_adapters(self._policy):
+            return response_logprobs(self._policy, batch, temperature)
+
+
+class Scorers(Protocol):
+    """What gives responses their scores; `scoring.combine.WeightedSum` outside of tests."""
+
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        """(B,) by scorer, unweighted, on the CPU."""
+
+    def total(self, parts: dict[str, Tensor]) -> Tensor:
+        """(B,): the weighted sum."""
+
+
+@torch.no_grad()
+def score_rollout(
+    rt: Runtime,
+    config: Ppo,
+    model: ActorCritic,
+    reference: Reference,
+    scorers: Scorers,
+    queries: list[Ids],
+    samples: Samples,
+    columns: Columns,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: int,
+    budget: TokenBudget,
+    is_on_policy: bool,
+) -> Rollout:
+    """The rollout of this rank's samples, without advantages: log-probs, values and scores.
+
+    Where the policy in training did not sample by itself (`is_on_policy` is False), or not in float32, its
+    log-probs come from a pass of their own: the sampler computes a token at a time and rounds otherwise, and
+    the first ratio would differ from 1.
+
+    Raises:
+        NonFiniteError: on all ranks, if any number is NaN or infinite; the rollout is its `batch`.
+    """
+    responses, lengths = samples.responses, torch.tensor([len(r) for r in samples.responses])
+    shape = (len(queries), config.response_length)
+    logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
+    last_values = torch.zeros(len(queries))
+    recomputes = not is_on_policy or not rt.is_float32
+
+    def forward(rows: list[int]) -> None:
+        batch = picked(queries, responses, rows, tokenizer.pad_token_id).to(rt.device)
+        with rt.autocast():
+            ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
+            stats = None
+            if recomputes or isinstance(model.value, ValueHead):
+                stats, state_values = model(batch, config.temperature)  # (b, r), (b, r + 1)
+            else:
+                state_values = model.values(batch)
+        if not rows:  # a pass that other ranks need
+            return
+        width = ref.shape[1]
+        mask, state_values = batch.mask.cpu(), state_values.float().cpu()
+        ref_logprobs[rows, :width] = ref.float().cpu()
+        values[rows, :width] = torch.where(mask, state_values[:, :-1], 0)
+        last_values[rows] = state_values.gather(1, lengths[rows, None]).squeeze(1)
+        if recomputes and stats is not None:
+            logprobs[rows, :width] = stats.logprobs.float().cpu()
+
+    rt.run_batches(budget, sizes(queries, responses), forward)
+    if not recomputes:
+        logprobs = pad_rows(samples.logprobs, config.response_length)
+    ended = torch.tensor([response[-1] == stop for response in responses])
+    parts = raise_on_all_ranks(
+        rt,
+        lambda: scorers.parts(Responses.of_ids(queries, responses, tokenizer, columns)),
+        {"queries": queries, "responses": responses},
+    )
+    rollout = Rollout(
+        queries=queries,
+        responses=responses,
+        ended=ended,
+        mask=torch.arange(config.response_length) < lengths[:, None],
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        values=values,
+        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
+        scores=scorers.total(parts),
+        parts=parts,
+        importance=torch.ones(shape),
+        advantages=torch.zeros(shape),
+        returns=torch.zeros(shape),
+        pad=tokenizer.pad_token_id,
+    )
+    names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
+    wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
+    if rt.max(len(wrong)):  # all ranks must stop together
+        named = ", ".join(wrong) or "numbers on another rank"
+        raise NonFiniteError(f"a rollout has NaN or infinite {named}", vars(rollout))
+    return rollout
+
+
+def raise_on_all_ranks(rt: Runtime, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
+    """The result of `compute`; if it meets NaN on one rank, it fails on all of them.
+
+    Raises:
+        NonFiniteError: on all ranks; `batch` is what the result was to be computed from.
+    """
+    fault, result = None, None
+    try:
+        result = compute()
+    except NonFiniteError as error:
+        fault = error
+    if rt.max(int(fault is not None)):
+        message = "NaN on another rank" if fault is None else str(fault)
+        raise NonFiniteError(message, dict(batch)) from fault
+    assert result is not None
+    return result
+
+
+def gather_rollout(rt: Runtime, rollout: Rollout) -> Rollout:
+    """The rollout of all ranks, on each of them, in the order before `Runtime.share` has split it.
+
+    What follows sees all rows: so the number of ranks changes no advantage, no metric and no step.
+    """
+    parts = rt.each(rollout)
+    whole = {
+        field.name: interleave([getattr(part, field.name) for part in parts])
+        for field in fields(Rollout)
+        if field.name != "pad"
+    }
+    return replace(rollout, **whole)
+
+
+def interleave(parts: Sequence[Any]) -> Any:
+    """The inverse of `Runtime.share`: rows by rank → rows in order; tensors, lists or dicts of them."""
+    first, count = parts[0], len(parts)
+    if isinstance(first, dict):
+        return {key: interleave([part[key] for part in parts]) for key in first}
+    num_rows = sum(map(len, parts))
+    whole: Any = (
+        first.new_empty((num_rows, *first.shape[1:])) if isinstance(first, Tensor) else [None] * num_rows
+    )
+    for rank, part in enumerate(parts):
+        whole[rank::count] = part
+    return whole
 
 
 def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:
@@ -99,8 +298,3 @@ def pad_rows(rows: Sequence[Tensor], width: int) -> Tensor:
     for i, row in enumerate(rows):
         result[i, : len(row)] = row
     return result
-
-
-def lengths_mask(lengths: Sequence[int], width: int) -> Tensor:
-    """(B, width) bool, True below each row's length."""
-    return torch.arange(width) < torch.tensor(lengths)[:, None]

@@ -8,6 +8,7 @@ the bytes on disk: `dvc.lock` may be older than what a stage really reads.
 from __future__ import annotations
 
 import functools
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,37 +17,59 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_tasks.config import Stage
-from rlhf_tasks.project import atomic, dvc_files, git, hashing
+from rlhf_tasks.config.stages import PRECISION
+from rlhf_tasks.project import atomic, dvc_files, git, hashing, inputs
 from rlhf_tasks.project.paths import Paths
 
-INSTALLED = Path(__file__).parents[2]  # the folder of the code that runs
+HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
+SHOWN_DIFFERENCES = 8
 
 
 @functools.lru_cache(maxsize=16)
 def input_hashes(paths: Paths, stage: str) -> Mapping[str, str]:
-    """`{path: md5}` of the stage's data inputs; empty outside a project (without a dvc.yaml).
+    """`{path: md5}` of the data that the stage reads; empty outside a project (without a dvc.yaml).
+
+    It is the data among its deps, and the files that inputs/STAGE.json records, code of functions too.
 
     They are read once per `paths`: inputs do not change while a stage runs, and may be many gigabytes.
     """
     node = _node(paths, stage)
-    inputs = () if node is None else node.inputs
-    hashes = {path: hashing.dvc_md5(paths.root / path) for path in inputs if (paths.root / path).exists()}
-    return MappingProxyType(hashes)
+    record = inputs.recorded(paths, stage)
+    own = paths.relative(paths.inputs(stage))
+    read = [path for path in node.inputs if path != own] if node is not None else []
+    hashes = {path: hashing.dvc_md5(paths.root / path) for path in read if (paths.root / path).exists()}
+    return MappingProxyType(hashes | (dict(record.files) if record is not None else {}))
 
 
 def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """All that decides what a stage writes, by name; None outside a project.
 
-    The command, the declared parameters, and the md5 of every dep, code included: the project's own if it
-    holds the code, else the installed package's.
+    The command, the declared parameters, what they name, and the md5 of every dep, code included: the
+    project's own if it holds the code, else the installed package's.
     """
     node = _node(paths, stage)
     if node is None:
         return None
     code = [path for path in node.deps if path not in node.inputs]
-    places = {path: next(filter(Path.exists, (paths.root / path, INSTALLED / path)), None) for path in code}
+    places = {
+        path: next(filter(Path.exists, (paths.root / path, dvc_files.INSTALLED / path)), None)
+        for path in code
+    }
     hashes = {path: hashing.dvc_md5(place) for path, place in places.items() if place is not None}
-    return {"cmd": node.cmd, **parameters, **input_hashes(paths, stage), **hashes}
+    named = inputs.recorded(paths, stage) or inputs.collect(paths, stage, parameters)
+    return {"cmd": node.cmd, **named.flat(), **parameters, **input_hashes(paths, stage), **hashes}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What differs between two identities: `sft.learning_rate (0.1 → 0.2), data/sft`, no values of hashes."""
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    texts = [
+        name
+        if HASH.fullmatch(str(old.get(name) or new.get(name)))
+        else f"{name} ({old.get(name)!r} → {new.get(name)!r})"
+        for name in names[:SHOWN_DIFFERENCES]
+    ]
+    return ", ".join([*texts, *([f"{len(names) - len(texts)} more"] if len(names) > len(texts) else [])])
 
 
 def out_hashes(paths: Paths, stage: str) -> dict[str, str]:
@@ -67,11 +90,19 @@ def new_key(stage: str) -> str:
 
 
 def write(paths: Paths, stage: Stage, key: str) -> Path:
-    """models/lineage/STAGE.json: the run's key (tag `rlhf.run` in MLflow), input hashes, git commit."""
-    path = paths.lineage(stage)
+    """models/lineage/STAGE.json: the run's key (tag `rlhf.run` in MLflow), input hashes, git commit.
+
+    With the packages and the precision in force, where inputs/STAGE.json records them.
+    """
+    path, record = paths.lineage(stage), inputs.recorded(paths, stage)
+    outside: dict[str, Any] = {}
+    if record is not None:
+        outside["packages"] = record.packages
+        outside |= {PRECISION: record.values[PRECISION]} if PRECISION in record.values else {}
     tree = {
         "rlhf.run": key,
         "inputs": dict(input_hashes(paths, stage)),
+        **outside,
         "git.rev": git.revision(paths.root),
         "git.dirty": git.is_dirty(paths.root),
     }

@@ -20,9 +20,10 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.responses import sample
 from rlhf_tasks.evaluation.results import RetentionResult, TaskChange
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.ppo.rollout import logprobs_of
+from rlhf_tasks.modeling.load import load_causal, place
+from rlhf_tasks.modeling.logprobs import response_logprobs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.gate import Kl
 
@@ -77,7 +78,7 @@ def measure_kl(settings: Config, paths: Paths, policy: Path, device: torch.devic
     queries, pad = encode(tokenizer, prompts), tokenizer.pad_token_id
     sums = []
     for folder in (policy, paths.sft):
-        model = models.place(models.load_causal(folder), device).eval()
+        model = place(load_causal(folder), device).eval()
         most, temperature = settings.ppo.micro_batch_tokens, settings.ppo.temperature
         sums.append(_logprob_sums(model, queries, responses, pad, most, temperature))
     kls = [ours - theirs for ours, theirs in zip(*sums, strict=True)]
@@ -99,8 +100,8 @@ def _logprob_sums(
     device = next(model.parameters()).device
     for rows in micro_batches(sizes(queries, responses), max_tokens):
         batch = collate([queries[i] for i in rows], [responses[i] for i in rows], pad).to(device)
-        logprobs = logprobs_of(model, batch, temperature)
-        summed = torch.where(batch.response_mask, logprobs, 0).double().sum(1).tolist()
+        logprobs = response_logprobs(model, batch, temperature)
+        summed = logprobs.double().sum(1).tolist()
         for i, value in zip(rows, summed, strict=True):
             sums[i] = value
     return sums

@@ -142,7 +142,7 @@ def card(source: Source, home: Path) -> str:
 
 def _data(chain: Chain | None) -> Iterator[str]:
     if chain is not None and chain.data:
-        rows = "\n".join(f"| `data.{key}` | {value} |" for key, value in config.flatten(chain.data).items())
+        rows = "\n".join(f"| `{key}` | {value} |" for key, value in chain.data.items())
         yield f"## Data\n\n| key | value |\n|---|---|\n{rows}"
 
 
@@ -177,9 +177,10 @@ def _check_loads(folder: Path) -> None:
         UserError: if either cannot be loaded, or they do not fit.
     """
     from rlhf_tasks.data.batches import load_tokenizer
-    from rlhf_tasks.modeling import contracts, models
+    from rlhf_tasks.modeling import contracts
+    from rlhf_tasks.modeling.load import load_causal
 
-    contracts.check_fits(models.load_causal(folder), load_tokenizer(folder), str(folder))
+    contracts.check_fits(load_causal(folder), load_tokenizer(folder), str(folder))
 
 
 def check_id(repo: str) -> None:

@@ -28,7 +28,7 @@ def describe(
     revision, experiment = _revision(root, model, md5)
     tags |= {weights.REVISION: revision} if revision else {}
     tags |= {weights.EXPERIMENT: experiment} if experiment else {}
-    sampler = contracts.identity_of(candidate.folder).get("sampler")
+    sampler = contracts.read_identity(candidate.folder).get("sampler")
     tags |= {"rlhf.sampler": sampler} if sampler else {}
     lineage = _lineage(candidate)
     if not lineage:

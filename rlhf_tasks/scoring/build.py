@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.scoring.combine import LengthPenalty, Part, WeightedSum, score_zero
 from rlhf_tasks.scoring.function import FunctionScorer
 from rlhf_tasks.scoring.http import HttpScorer

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config.scorers import Combination
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer
 from rlhf_tasks.scoring.reward_model import RewardModel
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, picked, sizes
-from rlhf_tasks.modeling import checks, contracts, models, positions
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling import checks, contracts
+from rlhf_tasks.modeling.load import TokenScores, load_reward
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer
 
@@ -77,7 +77,7 @@ class RewardModel:
 
 def load(folder: Path, device: torch.device) -> RewardModel:
     """A reward model that reads texts; as a judge models/reward_heldout, which PPO never optimizes."""
-    return RewardModel(models.load_reward(folder).to(device), load_tokenizer(folder))
+    return RewardModel(load_reward(folder).to(device), load_tokenizer(folder))
 
 
 def load_foreign(
@@ -90,14 +90,14 @@ def load_foreign(
             fit it.
         ModelFault: if the scores of a padded batch are not those of each row alone.
     """
-    own, model = load_tokenizer(folder), models.load_reward(folder).requires_grad_(False)
+    own, model = load_tokenizer(folder), load_reward(folder).requires_grad_(False)
     contracts.check_fits(model.model, own, str(folder))
     with placement.on_device(model) as is_used:
         if is_used:
-            rows = checks.rows_for(model.model)
+            rows = checks.random_rows(model.model.config)
             checks.require(checks.check_scores(model, rows, pad=own.pad_token_id), str(folder))
     placement.put(model)
     settings = model.model.config
-    bounds = getattr(settings, "max_position_embeddings", None), positions.rescaling_length(settings)
+    bounds = getattr(settings, "max_position_embeddings", None), checks.find_rescaling_length(settings)
     longest = min((bound for bound in bounds if bound is not None), default=None)
     return RewardModel(model, own, max_tokens, placement, Retokenizer(own, policy, folder, longest))

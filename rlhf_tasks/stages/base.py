@@ -8,14 +8,15 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data.batches import TokenBudget, encode, load_tokenizer, read_table
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import from_scratch, load_causal, save_checkpoint
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import Fit, LanguageModelling, evaluate, plain, resumed
+from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, train
 
 ROLES = ("sft", "preferences")
 
@@ -26,23 +27,31 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     tokenizer = load_tokenizer(paths.tokenizer)
     validation = _texts(paths, tokenizer, "validation")
     if config.model.scratch is not None:
-        train = _texts(paths, tokenizer, "train")
-        longest = max([*train.sizes, *validation.sizes])
-        model = models.from_scratch(
+        texts = _texts(paths, tokenizer, "train")
+        longest = max([*texts.sizes, *validation.sizes])
+        model = from_scratch(
             config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
         )
-        fit = Fit(rt, rt.place(model), train, config.base, config.seed)
-        for step in resumed(paths, config, "base", fit, tracker):
-            tracker.metrics(step.metrics, step=step.number)
+        with checkpoint.open(rt, paths, config, "base") as snapshots:
+            train(
+                rt,
+                rt.place(model),
+                texts,
+                config.base,
+                seed=config.seed,
+                name="base",
+                tracker=tracker,
+                snapshots=snapshots,
+            )
     else:
-        model = models.load_causal(config.model.base, config.model.revision)
+        model = load_causal(config.model.base, config.model.revision)
         rt.put(model)
     contracts.check_fits(model, tokenizer, "model.base")
     result = evaluate(rt, model, validation, TokenBudget(config.base.micro_batch_tokens))
     with sharding.to_save(model) as plain:
         if rt.is_main:
             with whole(paths.base) as folder:
-                models.save(
+                save_checkpoint(
                     plain, tokenizer, folder,
                     identity={"kind": "base", "parents": {}},
                     card=contracts.model_card(
@@ -61,7 +70,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     }
 
 
-def _texts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+def _texts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
     """All prompts, without responses."""
     prompts = {row["prompt"]: None for role in ROLES for row in read_table(paths, role, split)}
-    return plain(encode(tokenizer, list(prompts)), tokenizer.pad_token_id)
+    return plain_text(encode(tokenizer, list(prompts)), tokenizer.pad_token_id)

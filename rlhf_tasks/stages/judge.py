@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from rlhf_tasks import console
 from rlhf_tasks.config import JudgeView
-from rlhf_tasks.config.judge import OPTIMISED
+from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
@@ -232,7 +232,7 @@ def _diagnose(
 
 def _is_optimised(paths: Paths) -> bool:
     """Whether PPO optimised models/reward, by its weights, when it trained the policy."""
-    return contracts.fingerprint(paths.reward) in contracts.rewards_of(paths.policy)
+    return contracts.fingerprint(paths.reward) in contracts.optimized_rewards(paths.policy)
 
 
 def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> RewardGaps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -17,28 +18,39 @@ from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.checkpointing import recompute_activations
-from rlhf_tasks.modeling.head import head_width
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    add_lora,
+    load_causal,
+    load_reward,
+    merge_adapter,
+    save_checkpoint,
+    score_head,
+)
+from rlhf_tasks.modeling.logprobs import head_width
 from rlhf_tasks.ppo import preconditions
-from rlhf_tasks.ppo.collector import stop_token
+from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.engines import build
-from rlhf_tasks.ppo.evaluator import Evaluator
-from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, ValueHead
+from rlhf_tasks.ppo.evaluate import Evaluator, Selection
+from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
+from rlhf_tasks.ppo.preconditions import stop_token
+from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, FrozenCopy, NoCritic, Reference, ValueHead
+from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
 from rlhf_tasks.ppo.selection_judge import SelectionJudge
-from rlhf_tasks.ppo.trainer import Trainer
-from rlhf_tasks.ppo.training_loop import TrainingLoop
+from rlhf_tasks.ppo.state import begin
+from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import build as build_scorers
+from rlhf_tasks.scoring.function import load_function
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import LanguageModelling, demonstrations, plain
+from rlhf_tasks.training.supervised import LanguageModeling, demonstrations, plain_text
 
 PTX_TOKENS = 256
 """The length at which pretraining text is cut into rows."""
@@ -73,33 +85,105 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     prompts, selection = (encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation))
     heldout = _heldout(rt, config, paths)
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
-    preconditions.check_models(
-        rt, settings, actor_critic, rewards, prompts, selection, tokenizer.pad_token_id
-    )
+    pad, stop = tokenizer.pad_token_id, stop_token(settings, tokenizer)
+    preconditions.check_models(rt, settings, actor_critic, rewards, prompts, selection, pad)
     for model in filter(None, rewards.values()):
         rt.put(model)
-    with build.opened(
-        settings, paths.home, tokenizer, stop=stop_token(settings, tokenizer),
-        longest_query=max(map(len, [*prompts, *selection])), is_float32=rt.is_float32, is_main=rt.is_main,
-    ) as engine:  # fmt: skip
-        trainer = Trainer(
-            rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=config.seed, columns=kept,
-            demonstrations=ptx_text(settings, paths, tokenizer, policy), engine=engine,
-        )  # fmt: skip
-        evaluator = Evaluator(
-            rt, settings, policy, reference, tokenizer, validation, scorers=scorer,
-            heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
-            judge=judge, seed=config.seed, respond=trainer.respond,
-        )  # fmt: skip
-        loop = TrainingLoop(rt, config, paths, trainer, evaluator, tracker)
-        metrics = loop.run()
-    evaluator.restore()
+    evaluator = Evaluator(
+        rt,
+        settings,
+        policy,
+        reference,
+        tokenizer,
+        validation,
+        stop=stop,
+        scorers=scorer,
+        heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
+        judge=judge,
+        seed=config.seed,
+    )
+    ptx = ptx_text(settings, paths, tokenizer, policy)
+    with (
+        build.opened(
+            settings,
+            paths.home,
+            tokenizer,
+            stop=stop,
+            longest_query=max(map(len, [*prompts, *selection])),
+            is_float32=rt.is_float32,
+            is_main=rt.is_main,
+        ) as engine,
+        checkpoint.open(rt, paths, config, "ppo") as snapshots,
+    ):
+
+        def make_sampler(generator: torch.Generator) -> Sampler:
+            if engine is None:
+                return PolicySampler(rt, settings, policy, generator, stop=stop, pad=pad)
+            return VllmSampler(rt, settings, policy, generator, engine, stop=stop)
+
+        state = begin(
+            rt,
+            settings,
+            actor_critic,
+            reference,
+            make_sampler,
+            num_prompts=len(prompts),
+            num_demonstrations=len(ptx.queries) if ptx else 0,
+            seed=config.seed,
+        )
+        for _ in train(
+            rt,
+            settings,
+            state,
+            actor_critic,
+            prompts=prompts,
+            columns=kept,
+            scorers=scorer,
+            loss=policy_loss_of(settings, paths.root),
+            estimator=estimator_of(settings, paths.root),
+            evaluator=evaluator,
+            ptx=ptx,
+            tokenizer=tokenizer,
+            stop=stop,
+            tracker=tracker,
+            snapshots=snapshots,
+            faults=paths.home / "faults",
+        ):
+            pass
+    selected = state.selection
+    sharding.load_weights(policy, selected.weights)
     with sharding.to_save(policy) as plain:
         if rt.is_main:
-            _save_policy(config, paths, models.merged(plain), tokenizer, evaluator, trainer.source.sampler)
-            _save_evaluations(paths, loop)
+            _save_policy(
+                config, paths, merge_adapter(plain), tokenizer, evaluator, selected, state.sampler.name
+            )
+            with whole(paths.ppo_samples) as folder:  # what stage judge and the report read of the training
+                pq.write_table(pa.Table.from_pylist(selected.samples), folder / "samples.parquet")
+                pq.write_table(pa.Table.from_pylist(selected.responses), folder / paths.ppo_responses.name)
+                write_json(folder / "guards.json", {"trips": state.trips if state.guards else None})
     rt.barrier()
-    return metrics | evaluator.selected
+    return state.metrics | {"guards/trips": float(len(state.trips))} | selected.metrics
+
+
+def policy_loss_of(settings: Ppo, root: Path) -> PolicyLoss:
+    """The built-in loss, or the function that `ppo.loss` names.
+
+    Raises:
+        UserError: if it cannot be imported.
+    """
+    return ppo_clip if settings.loss == "ppo_clip" else load_function(settings.loss, "ppo.loss", root)
+
+
+def estimator_of(settings: Ppo, root: Path) -> Estimator:
+    """The built-in estimator of advantages, or the function that `ppo.advantages` names.
+
+    Raises:
+        UserError: if it cannot be imported.
+    """
+    own = settings.advantages
+    if own.kind == "function":
+        return load_function(own.function, "ppo.advantages.function", root)
+    return ESTIMATORS[own.kind]
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -108,7 +192,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     policy, reference = _policy(rt, config, paths)
-    reward = models.load_reward(paths.reward) if config.has_reward_model else None
+    reward = load_reward(paths.reward) if config.has_reward_model else None
     if reward is not None:
         reward = rt.place(reward).requires_grad_(False)
     critic = rt.place(_critic(rt, config, paths, policy, reward))
@@ -117,51 +201,51 @@ def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
 
 def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel, Reference]:
     settings = config.ppo
-    policy = rt.place(models.load_causal(paths.sft))
+    policy = rt.place(load_causal(paths.sft))
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     if settings.lora is not None:
-        policy = models.with_lora(policy, settings.lora, seed=config.seed)
+        policy = add_lora(policy, settings.lora, seed=config.seed)
         return policy, AdapterOff(policy)
-    reference = models.load_causal(paths.sft)
+    reference = load_causal(paths.sft)
     rt.freeze(reference)
-    return policy, OwnModel(reference, moves=settings.reference_sync is not None)
+    return policy, FrozenCopy(reference, moves=settings.reference_sync is not None)
 
 
 def _critic(
     rt: Runtime, config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
 ) -> TokenScores | ValueHead | NoCritic:
-    """The critic by `critic_init`; a new head starts at zero, on the trunk's own weights."""
-    settings = config.ppo
-    if settings.value_model is None:
+    """The critic by its `init`; a new head starts at zero, on the trunk's own weights."""
+    settings = config.ppo.critic
+    if settings is None:
         return NoCritic()
-    if settings.value_model == "shared":
+    if settings.kind == "shared":
         return ValueHead(head_width(policy))
-    if settings.critic_init == "reward":
+    if settings.init == "reward":
         assert reward is not None
         # before it is sharded, a copy would be in the memory of every process; a file is mapped once for all
-        critic = models.load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
+        critic = load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
         critic.requires_grad_(True)
     else:
-        source = paths.sft if settings.critic_init == "sft" else paths.base
+        source = paths.sft if settings.init == "sft" else paths.base
         critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
-        nn.init.zeros_(models.head_of(critic.model).weight)
-    if settings.gradient_checkpointing:
+        nn.init.zeros_(score_head(critic.model).weight)
+    if config.ppo.gradient_checkpointing:
         recompute_activations(critic.model)
-    if settings.lora is not None and settings.lora.value:
-        critic.model = models.with_lora(critic.model, settings.lora, seed=config.seed)
+    if settings.lora is not None:
+        critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
     return critic
 
 
 def _heldout(rt: Runtime, config: PpoView, paths: Paths) -> TokenScores | None:
     if not config.has_reward_model:
         return None
-    return rt.place(models.load_reward(paths.reward_heldout)).requires_grad_(False)
+    return rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
 
 
 def ptx_text(
     settings: Ppo, paths: Paths, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
-) -> LanguageModelling | None:
+) -> LanguageModeling | None:
     """The text of PPO-ptx, in rows as long as the model allows; None without PPO-ptx.
 
     Raises:
@@ -181,7 +265,7 @@ def ptx_text(
     rows = [piece for piece in pieces if len(piece) > 1]
     if not rows:
         raise UserError(f"ppo.ptx.text: {settings.ptx.text!r} holds no text")
-    return plain(rows, tokenizer.pad_token_id)
+    return plain_text(rows, tokenizer.pad_token_id)
 
 
 # --------------------------------------------------------------------------------------------- results
@@ -193,6 +277,7 @@ def _save_policy(
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     evaluator: Evaluator,
+    selection: Selection,
     sampler: str | None,
 ) -> None:
     """`sampler` is the program that sampled the rollouts, with its version; None: the stage itself."""
@@ -211,25 +296,17 @@ def _save_policy(
     chosen = "the last update's weights"
     if evaluator.selection_metric is not None:
         by = f"the judge {settings.select_by.judge.name}" if settings.select_by else "models/reward_heldout"
-        episode = int(evaluator.selected["selected_episode"])
+        episode = int(selection.metrics["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
     identity: dict[str, Any] = {"kind": "policy", "parents": parents}
     if sampler is not None:
         identity["sampler"] = sampler
         chosen += f"; its rollouts were sampled by {sampler}"
     with whole(paths.policy) as folder:
-        models.save(
+        save_checkpoint(
             policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity,
             card=contracts.model_card(
                 "PPO policy", task="ppo", parameters=config.declared, inputs=inputs,
                 how=f"PPO from the SFT policy; {chosen}.",
             ),
         )  # fmt: skip
-
-
-def _save_evaluations(paths: Paths, loop: TrainingLoop) -> None:
-    """Write what stage judge and the report read of the training."""
-    with whole(paths.ppo_samples) as folder:
-        pq.write_table(pa.Table.from_pylist(loop.evaluator.samples), folder / "samples.parquet")
-        pq.write_table(pa.Table.from_pylist(loop.evaluator.answers), folder / paths.ppo_responses.name)
-        write_json(folder / "guards.json", {"trips": loop.trips if loop.guards else None})

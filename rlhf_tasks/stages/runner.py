@@ -2,109 +2,78 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import harness
-from rlhf_tasks.project import atomic, disk, dvc_files, lineage
+from rlhf_tasks.project import atomic, disk, dvc_files, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue, context, curves
-from rlhf_tasks.training import launch, resume
+from rlhf_tasks.training import checkpoint, failures, launch, stopping
 
-MODULES: Mapping[Stage, str] = {
-    "prepare": "rlhf_tasks.stages.prepare",
-    "base": "rlhf_tasks.stages.base",
-    "sft": "rlhf_tasks.stages.sft",
-    "preferences": "rlhf_tasks.stages.preferences",
-    "reward": "rlhf_tasks.stages.reward",
-    "ppo": "rlhf_tasks.stages.ppo",
-    "judge": "rlhf_tasks.stages.judge",
-    "verdict": "rlhf_tasks.stages.verdict",
-    "report": "rlhf_tasks.stages.report",
-}
-SUMMARIES: Mapping[Stage, str] = {
-    "prepare": "read, check and split the data; make the tokenizer",
-    "base": "train a small base model, or fetch one",
-    "sft": "fine-tune the base model on the completions of demonstrations",
-    "preferences": "collect the pairs of the reward models: given ones, and samples of the SFT model",
-    "reward": "train the reward model that PPO optimises, and a held-out one",
-    "ppo": "train the policy against the reward model",
-    "judge": "measure win rates of reference, SFT and policy responses",
-    "verdict": "decide whether the policy passes the gate (section `promotion`)",
-    "report": "write one page with all results",
-}
 SHOWN_METRICS = 20
-NOT_MADE = "no stage makes it: restore it, or name another file or folder in params.yaml"
+NOT_MADE = "no stage produces this; restore it, or name another file or folder in params.yaml"
+
+
+def module_of(stage: Stage) -> str:
+    """The name of the stage's module, which has `run(view, paths, tracker) -> metrics`."""
+    return f"rlhf_tasks.stages.{stage}"
 
 
 def run(stage: Stage, paths: Paths) -> int:
     """Check, then run one stage here or in launched workers; returns the exit status.
 
-    A failure is written down for the program that started the stage (`launch.report`).
+    A failure is written down for the program that started the stage (`failures.report`).
     """
     try:
-        return _run(stage, paths)
+        with stopping.listening(stage) as listener:
+            return _run(stage, paths, listener)
     except KeyboardInterrupt:
-        raise  # an interrupt is not a failure
+        raise  # a signal is not a failure
     except disk.DiskFullError as error:
-        full = disk.DiskFullError(f"{error}. {_what_stands(stage, paths)}")
-        launch.report(full)
+        point = checkpoint.point(paths, stage)
+        stands = f"The last complete snapshot is intact, and the stage resumes from it: {point}"
+        lost = "The stage will start from the beginning, because it has no complete snapshot"
+        full = disk.DiskFullError(f"{error}. {stands if point else lost}")
+        failures.report(full)
         raise full from error
     except BaseException as error:
-        launch.report(error)
+        failures.report(error)
         raise
 
 
-def _run(stage: Stage, paths: Paths) -> int:
+def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
     settings = config.load(paths.params)
     check_inputs(paths, stage)
+    settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())
     if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
         harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
-    if stage in launch.TRAINING and not launch.is_worker():
+    if stage in launch.TRAINING and not context.is_worker():
         launch.check_machines(settings.launch)
     if launch.is_needed(stage, settings.launch):
         return launch.run(paths, stage, settings.launch)
     start = time.monotonic()
     view, is_main = VIEWS[stage].of(settings), context.is_main_rank()
-    with resume.claim(paths, view, main=is_main) as claim:
+    with checkpoint.claim(paths, view, main=is_main) as claim:
+        listener.next_run = claim.next_run
         with tracking.open_run(paths, stage, view, key=claim.key) as tracker:
-            metrics: dict[str, float] = _module(stage).run(view, paths, tracker)
+            module = importlib.import_module(module_of(stage))
+            metrics: dict[str, float] = module.run(view, paths, tracker)
             if not is_main:
                 return 0
             write_results(paths, stage, claim.key, metrics, tracker.history())
             tracker.final(metrics)
         claim.finish()
-    _say_summary(paths, stage, metrics, time.monotonic() - start)
+    _print_summary(paths, stage, metrics, time.monotonic() - start)
     if stage == STAGES[-1]:
-        _say_where_results_are(paths, settings.tracking)
+        _print_where_results_are(paths, settings.tracking)
     return 0
-
-
-def _what_stands(stage: Stage, paths: Paths) -> str:
-    """From what a stage will be resumed that a full disk has ended."""
-    point = resume.point(paths, stage)
-    if point is None:
-        return "The stage will start from the beginning, because it has no complete snapshot"
-    return f"The last complete snapshot is intact, and the stage resumes from it: {point}"
-
-
-def _module(stage: Stage) -> ModuleType:
-    """The stage's module. Its imports make no garbage, and looking for some takes a tenth of their time."""
-    gc.disable()
-    try:
-        module = importlib.import_module(MODULES[stage])
-        gc.freeze()
-    finally:
-        gc.enable()
-    return module
 
 
 def check_inputs(paths: Paths, stage: Stage) -> None:
@@ -117,7 +86,9 @@ def check_inputs(paths: Paths, stage: Stage) -> None:
     if stage not in graph:
         raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
     makers = {out: name for name, node in graph.items() for out in node.outs}
-    missing = [path for path in graph[stage].inputs if not (paths.root / path).exists()]
+    record = paths.relative(paths.inputs(stage))  # only `dvc repro` needs it
+    needed = (path for path in graph[stage].inputs if path != record)
+    missing = [path for path in needed if not (paths.root / path).exists()]
     if missing:
         named = [
             f"{path} ({f'made by `rlhf {makers[path]}`' if path in makers else NOT_MADE})" for path in missing
@@ -149,7 +120,7 @@ def write_results(
     lineage.write(paths, stage, key)
 
 
-def _say_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:
+def _print_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:
     names, title = catalogue.ordered(stage, metrics), f"{stage}: done in {console.duration(seconds)}"
     if names:
         console.table(title, ["metric", "value"], [(name, metrics[name]) for name in names[:SHOWN_METRICS]])
@@ -161,7 +132,7 @@ def _say_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], secon
     console.say(f"wrote {', '.join(outs)}")
 
 
-def _say_where_results_are(paths: Paths, settings: Tracking) -> None:
+def _print_where_results_are(paths: Paths, settings: Tracking) -> None:
     """Say at a pipeline's end what shows its results. A flow shows them itself, and removes its folder."""
     if context.STAGE_RUN in os.environ or not (paths.root / ".dvc").is_dir():
         return

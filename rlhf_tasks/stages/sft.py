@@ -8,14 +8,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Sft, SftView, Split
 from rlhf_tasks.data.batches import TokenBudget, load_tokenizer
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import fetch_tokenizer, load_causal, save_checkpoint
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import sharding
+from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import Best, Fit, demonstrations, evaluate, resumed
+from rlhf_tasks.training.supervised import demonstrations, evaluate, train
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -29,7 +30,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         rt.put(model)
         origin, steps = {f"sft.from={settings.source}": "lineage unknown"}, {}
     else:
-        model, tokenizer = rt.place(models.load_causal(paths.base)), load_tokenizer(paths.base)
+        model, tokenizer = rt.place(load_causal(paths.base)), load_tokenizer(paths.base)
         parents = {"base": contracts.fingerprint(paths.base)}
         origin = {"models/base": parents["base"]}
         steps = _train(rt, paths, config, model, tokenizer, tracker)
@@ -38,7 +39,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     with sharding.to_save(model) as plain:
         if rt.is_main:
             with whole(paths.sft) as folder:
-                models.save(
+                save_checkpoint(
                     plain, tokenizer, folder,
                     identity=contracts.identity("policy", parents),
                     card=contracts.model_card(
@@ -55,13 +56,13 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 def _fetched(paths: Paths, settings: Sft) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, str]]:
     """An existing SFT model, its tokenizer and known parents, checked against the data and the base."""
     assert settings.source is not None
-    where, name = models.local_tokenizer(settings.source, settings.revision), f"sft.from={settings.source}"
+    where, name = fetch_tokenizer(settings.source, settings.revision), f"sft.from={settings.source}"
     contracts.check_same_tokenizer(paths.tokenizer, where)
     contracts.check_parent(where, "base", paths.base)
-    model, tokenizer = models.load_causal(settings.source, settings.revision), load_tokenizer(where)
+    model, tokenizer = load_causal(settings.source, settings.revision), load_tokenizer(where)
     contracts.check_same_shape(model, name, paths.base)
     contracts.check_fits(model, tokenizer, name)
-    return model, tokenizer, contracts.parents_of(where)
+    return model, tokenizer, contracts.read_parents(where)
 
 
 def _train(
@@ -74,17 +75,18 @@ def _train(
 ) -> dict[str, float]:
     """Train in place, and restore the weights with the lowest validation loss."""
     settings = config.sft
-    train, validation = (
-        demonstrations(paths, tokenizer, "train"),
-        demonstrations(paths, tokenizer, "validation"),
-    )
-    fit, best = Fit(rt, model, train, settings, config.seed), Best(settings.patience)
-    every = max(1, round(fit.num_steps / (settings.num_epochs * settings.evals_per_epoch)))
-    for step in resumed(paths, config, "sft", fit, tracker, best):
-        tracker.metrics(step.metrics, step=step.number)
-        if step.number % every == 0 or step.number == step.num_steps:
-            result = evaluate(rt, model, validation, fit.budget)
-            tracker.metrics({f"eval/{key}": value for key, value in result.items()}, step=step.number)
-            best.offer(model, result["loss"], step.number)
-    best.restore(model)
-    return {"steps_trained": fit.number, "step_kept": best.step}
+    with checkpoint.open(rt, paths, config, "sft") as snapshots:
+        state = train(
+            rt,
+            model,
+            demonstrations(paths, tokenizer, "train"),
+            settings,
+            seed=config.seed,
+            name="sft",
+            tracker=tracker,
+            snapshots=snapshots,
+            validation=demonstrations(paths, tokenizer, "validation"),
+            num_evaluations=settings.num_epochs * settings.evals_per_epoch,
+            patience=settings.patience,
+        )
+    return {"steps_trained": state.step, "step_kept": state.best_step}

@@ -36,6 +36,11 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_worker() -> bool:
+    """True in a process that `accelerate launch` started as one of a group."""
+    return "LOCAL_RANK" in os.environ
+
+
 def header(paths: Paths, stage: Stage, view: StageView, key: str) -> Header:
     """Everything known about a run at its start, as the first line of its record."""
     process = psutil.Process()

@@ -35,7 +35,7 @@ class Layout(Protocol):
     def accumulating(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch's forward and backward pass."""
 
-    def backward(self, model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's loss; over processes they are averaged."""
 
     def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:
@@ -70,7 +70,7 @@ class Parallel:
         context: AbstractContextManager[Any] = nullcontext() if is_last else self._accelerator.no_sync(model)
         return context
 
-    def backward(self, model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
         self._accelerator.backward(loss)
 
     def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:
@@ -126,11 +126,11 @@ class DeepSpeed:
         return prepared, wrapped
 
     def accumulating(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
+        model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
         return nullcontext()
 
-    def backward(self, model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
         self._loss += loss.detach()
-        model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
         model.backward(loss)  # type: ignore[operator]
 
     def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:
@@ -186,7 +186,7 @@ class Fsdp2:
     def accumulating(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def backward(self, model: nn.Module, loss: Tensor, *, is_last: bool) -> None:
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
         loss.backward()
 
     def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:

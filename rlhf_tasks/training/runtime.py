@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,15 +28,12 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Launch, Optimisation, Ppo
-from rlhf_tasks.config.params import Precision
+from rlhf_tasks.config import Launch, Precision
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.products import cpu_has_bf16, round_products, speed_up
-from rlhf_tasks.modeling.workers import backward_beside, num_workers, run_beside
+from rlhf_tasks.modeling.fast_cpu import accelerate
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.compiling import compile_layers, compiled_layers
-from rlhf_tasks.training.launch import ending_orphans
 from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.state import Files
 
@@ -47,6 +43,13 @@ M = TypeVar("M", bound=nn.Module)
 PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
 ROOM = 1.2  # memory that a whole model needs for a check of a few rows, to that of its weights
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+class MicroRows(NamedTuple):
+    """Rows of one forward pass, and by what its loss and metrics are multiplied: 1, or 0 for a mere pass."""
+
+    rows: list[int]
+    scale: float
 
 
 class Runtime:
@@ -59,15 +62,12 @@ class Runtime:
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
         self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
-        keeps_float32 = launch.layout == "ddp" and not torch.cuda.is_available()
-        self._rounds_products = keeps_float32 and not self.is_float32 and cpu_has_bf16()
-        self._speeds_up = keeps_float32 and not launch.compile  # torch chooses the library where it compiles
+        self._accelerates = launch.parallelism == "ddp" and not launch.compile  # which chooses matmuls itself
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
-        with ending_orphans():
-            self.accelerator = Accelerator(
-                mixed_precision="no" if keeps_float32 or self.is_float32 else "bf16",
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-            )
+        self.accelerator = Accelerator(
+            mixed_precision="no" if self.is_float32 else "bf16",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:
@@ -78,7 +78,6 @@ class Runtime:
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
         self._layout, self.shards = self._chosen(launch, is_distributed=distributed)
-        self._models: WeakSet[nn.Module] = WeakSet()
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -93,7 +92,7 @@ class Runtime:
             layout = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
             self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if layout.shards else None
             return layout, layout.shards
-        if launch.layout == "fsdp2" and is_distributed:
+        if launch.parallelism == "fsdp2" and is_distributed:
             self._mesh = init_device_mesh(self.device.type, (self.world_size,))
             self._computes_in = None if self.is_float32 else torch.bfloat16
             return Fsdp2(self._mesh, self.sum, self.put), True
@@ -103,15 +102,8 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def num_workers(self) -> int:
-        """How many threads of this process compute micro-batches at once."""
-        if self.world_size > 1 or self.is_deepspeed or self.shards or self._compiles:
-            return 1
-        return num_workers(self.device, *self._models)
-
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device, of the same state on all processes (see `generation.Share`)."""
+        """A generator on this device, of the same state on all processes (see `sampling.Share`)."""
         return torch.Generator(self.device).manual_seed(seed)
 
     # ------------------------------------------------------------------------- between processes
@@ -165,10 +157,10 @@ class Runtime:
         differ from 1 before the first step.
         """
         model.eval()
-        self._models.add(model)
-        self._give_products(model)
         if self._compiles:
             compile_layers(model)
+        if self._accelerates:
+            accelerate(model)
         return self._layout.prepare(model, optimizer, max_grad_norm)
 
     def place(self, model: M) -> M:
@@ -178,13 +170,12 @@ class Runtime:
 
     def put(self, model: nn.Module) -> None:
         """Put a model on this device, or shard it where the layout shards, if it is not. Collective."""
-        self._models.add(model)
         if sharding.is_sharded(model):  # an offloaded part stays in the machine's memory
             return
         if self._mesh is None:
             model.to(self.device)
-            if self._speeds_up:
-                speed_up(model)
+            if self._accelerates:
+                accelerate(model)
         else:
             sharding.shard(model, self._mesh, offload=self._offload, computes_in=self._computes_in)
 
@@ -195,17 +186,9 @@ class Runtime:
         would cause a KL.
         """
         model.requires_grad_(False)
-        self._give_products(model)
         if self.is_deepspeed and self.accelerator.mixed_precision == "bf16":
             model.to(torch.bfloat16)
         self.put(model)
-
-    def _give_products(self, model: nn.Module) -> None:
-        """Let the linear layers multiply as this CPU and the precision allow."""
-        if self._rounds_products:
-            round_products(model)
-        elif self._speeds_up:
-            speed_up(model)
 
     @contextmanager
     def on_device(self, model: nn.Module) -> Iterator[bool]:
@@ -237,8 +220,8 @@ class Runtime:
                 yield plain
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"process {self.rank} is out of memory while it samples; lower ppo.sampling_batch_size, or "
-                "let ppo.engine sample, on another GPU"
+                f"process {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
+                "let vLLM sample (ppo.sampler), on another GPU"
             ) from error
 
     def run_batches(
@@ -254,7 +237,7 @@ class Runtime:
             UserError: if the memory does not suffice.
         """
         if not self.shards:
-            run_beside(budget, rows, compute, self.num_workers)
+            budget.each(rows, compute)
             return
         waiting = budget.cut(rows)
         count = self.max(len(waiting))
@@ -271,77 +254,80 @@ class Runtime:
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
 
-    def step(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        losses: Callable[[], Sequence[Sequence[Callable[[], tuple[Tensor, T]]]]],
-        max_grad_norm: float | None,
-        budget: TokenBudget,
-    ) -> tuple[float, list[T]]:
-        """One optimiser step on the **sum** of the micro-batches' losses over all processes.
+    # ------------------------------------------------------------------------------ one optimizer step
 
-        `losses` cuts the batch under the `budget`, for each of this process's workers. Each function that it
-        returns runs one forward pass and returns its part of the global loss, already divided by the global
-        count, and what it measured. So the step does not depend on the cut into micro-batches. All processes
-        must give the same number of losses. Returns the gradient norm before clipping, and the measurements
-        in order.
+    def split(self, rows: Sequence[int], own: Sequence[int], budget: TokenBudget) -> list[MicroRows]:
+        """This rank's `own` row numbers as micro-batches; `rows` are the tokens of all rows.
 
-        A process that is out of memory lowers the budget and begins the step again.
+        Every rank gets the same number, since the ranks need each other for every pass. Where a rank has
+        fewer, the pass over some other row counts for nothing: its `scale` is 0.
+        """
+        sizes = [rows[i] for i in own]
+        groups = budget.cut(sizes)
+        if self.world_size > 1:
+            groups = budget.cut(sizes, count=self.max(len(groups)))
+        return [MicroRows([own[i] for i in group] or [0], scale=float(bool(group))) for group in groups]
+
+    def passes(self, model: nn.Module, work: Sequence[T]) -> Iterator[T]:
+        """Each piece of work, for one pass that trains a prepared model.
+
+        Ranks exchange gradients after the last one.
+        """
+        for number, piece in enumerate(work):
+            compiled = compiled_layers() if self._compiles else nullcontext()
+            with compiled, self._layout.accumulating(model, is_last=number == len(work) - 1):
+                yield piece
+
+    def backward(self, model: nn.Module, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's loss, which is its part of the **sum** over all ranks."""
+        # gradients are averaged over ranks; the loss is a part of a sum, hence × world
+        self._layout.backward(model, loss * self.world_size)
+
+    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+        """Clip the gradient, and take an optimizer step; returns the gradient's norm before clipping.
 
         Raises:
-            NonFiniteError: on all processes. The weights are unchanged, except where only the gradient is
-                not finite under DeepSpeed: it has then changed them.
-            UserError: if the memory does not suffice for one row, or for a step on several processes.
+            NonFiniteError: on all ranks. The weights are unchanged, except where only the gradient is not
+                finite under DeepSpeed: it has then changed them.
         """
-        measured = self.within_memory(
-            budget, lambda: self._backward(model, losses()), lambda: optimizer.zero_grad(set_to_none=True)
-        )
-        return self._layout.step(model, optimizer, max_grad_norm), measured
+        return self._layout.step(model, optimizer, max_grad_norm)
 
-    def within_memory(
-        self, budget: TokenBudget, compute: Callable[[], T], forget: Callable[[], None] = lambda: None
-    ) -> T:
-        """What `compute` returns, which cuts its rows under the `budget`.
+    def attempts(
+        self, budget: TokenBudget, optimizer: torch.optim.Optimizer | None = None
+    ) -> Iterator[AbstractContextManager[None]]:
+        """`for attempt in rt.attempts(budget): with attempt: …` until the block has enough memory.
 
-        A process that is out of memory calls `forget`, lowers the budget, and computes again.
+        After out-of-memory the gradients are dropped, the budget is halved, and the block runs again.
 
         Raises:
-            UserError: if the memory does not suffice for one row, or on several processes.
+            UserError: if the memory does not suffice for one row, or on several ranks.
         """
-        while True:
+        is_done = False
+
+        @contextmanager
+        def attempt() -> Iterator[None]:
+            nonlocal is_done
             try:
-                return compute()
-            except torch.OutOfMemoryError as error:
-                if self.world_size > 1 or self.is_deepspeed:  # the others wait within `compute`
+                yield
+                is_done = True
+            except torch.OutOfMemoryError as error:  # its traceback holds tensors, and ends here
+                if self.world_size > 1 or self.is_deepspeed:  # the other ranks wait within the block
                     raise self._out_of_memory(budget) from error
-            forget()
-            torch.cuda.empty_cache()
-            budget.lower()
+
+        while not is_done:
+            yield attempt()
+            if not is_done:
+                if optimizer is not None:
+                    optimizer.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
+                budget.lower()
 
     def _out_of_memory(self, budget: TokenBudget) -> UserError:
-        """The message where processes wait for each other, so that none can cut smaller alone."""
+        """The message where ranks wait for each other, so that none can cut smaller alone."""
         return UserError(
-            f"process {self.rank} is out of memory; only a run on one GPU makes micro-batches smaller by "
+            f"rank {self.rank} is out of memory; only a run on one GPU makes micro-batches smaller by "
             f"itself: set this stage's micro_batch_tokens to {budget.half()}"
         )
-
-    def _backward(
-        self, model: nn.Module, work: Sequence[Sequence[Callable[[], tuple[Tensor, T]]]]
-    ) -> list[T]:
-        """Add up the gradients of all parts; returns what the parts measured."""
-        if len(work) > 1:
-            return backward_beside(list(model.parameters()), work)
-        measured, parts = list[T](), work[0]
-        for i, part in enumerate(parts):
-            is_last = i == len(parts) - 1
-            compiled = compiled_layers() if self._compiles else nullcontext()
-            with compiled, self._layout.accumulating(model, is_last=is_last):
-                loss, stats = part()
-                # gradients are averaged over processes; the loss is a part of a sum, hence × world
-                self._layout.backward(model, loss * self.world_size, is_last=is_last)
-            measured.append(stats)
-        return measured
 
     # --------------------------------------------------------------------------------- snapshots
 
@@ -419,37 +405,3 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_ARENA_MAX, 1)  # memory of a thread's own would be returned at once all the same
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
-    """AdamW with eps 1e-5 (arXiv 2403.17031); in supervised training betas .9/.98 (arXiv 1706.03762).
-
-    Biases and norms have no weight decay; nothing has in PPO.
-    """
-    if isinstance(settings, Optimisation):
-        decay, betas = settings.weight_decay, (0.9, 0.98)
-    else:
-        decay, betas = 0.0, settings.adam_betas
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5, fused=True)
-
-
-def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> float:
-    """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero."""
-    warmup = math.ceil(settings.warmup_fraction * num_steps)
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
-    done = (step - warmup) / max(1, num_steps - warmup)
-    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-    return settings.learning_rate * factor[settings.schedule]
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of all groups; a group with a `scale` gets that multiple."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("scale", 1.0)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_tasks.modeling.classifiers import trunk_of
+from rlhf_tasks.modeling.classifiers import find_trunk
 
 
 class _Plain(NamedTuple):
@@ -73,7 +73,7 @@ def _units(model: nn.Module) -> list[nn.Module]:
         for layer in one.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 add(layer)
-        whole = one if _is_tied(one) else trunk_of(one)
+        whole = one if _is_tied(one) else find_trunk(one)
         if whole not in covered:
             units.append(whole)
             covered.update(whole.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,3 +18,36 @@ class Files:
     """A part of a state that writes files of its own; all processes call it. Loaded, it is their folder."""
 
     write: Callable[[Path], Any]
+
+
+def write_files(state: State, folder: Path) -> State:
+    """The state with each `Files` written to a folder below `folder`, and replaced by the folder's name."""
+    numbers = itertools.count()
+
+    def write(part: Any) -> Any:
+        if not isinstance(part, Files):
+            return part
+        name = f"files-{next(numbers)}"
+        (folder / name).mkdir(exist_ok=True)
+        part.write(folder / name)
+        return (Files.__name__, name)
+
+    written: State = _replace(state, write)
+    return written
+
+
+def find_files(state: State, folder: Path) -> State:
+    """The inverse of `write_files`: each name becomes the path of its folder."""
+
+    def find(part: Any) -> Any:
+        return folder / part[1] if isinstance(part, tuple) and part[:1] == (Files.__name__,) else part
+
+    found: State = _replace(state, find)
+    return found
+
+
+def _replace(part: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested dictionaries with each of their leaves replaced."""
+    if type(part) is dict:
+        return {key: _replace(value, change) for key, value in part.items()}
+    return change(part)

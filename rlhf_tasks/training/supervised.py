@@ -1,23 +1,22 @@
 """The supervised loop of base, SFT and reward training: epochs, evaluation, and the best weights.
 
-A run that was stopped between two steps is resumed to the same bytes: see `resume`.
+`train` is the whole of it, from top to bottom. A task (language modeling here, pairs in stage reward) gives
+the sums of one forward pass. A run that was stopped between two steps is resumed to the same bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Optimisation, Split, StageView
+from rlhf_tasks.config import Optimization, Split
 from rlhf_tasks.data.batches import (
     Batch,
     Ids,
@@ -29,20 +28,21 @@ from rlhf_tasks.data.batches import (
     read_table,
     sizes,
 )
-from rlhf_tasks.modeling.head import TokenStats, token_stats
-from rlhf_tasks.modeling.workers import compute_beside
+from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import resume, sharding
-from rlhf_tasks.training.runtime import Runtime, adamw, learning_rate, set_learning_rate
-from rlhf_tasks.training.state import State
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training.optim import adamw, learning_rate, set_learning_rate
+from rlhf_tasks.training.runtime import Runtime
 
+Metrics = dict[str, float]
 Sums = dict[str, Tensor]
 SHOWN = ("loss", "accuracy")  # on the progress bar, where a task has them
 
 
 class Task(Protocol):
-    """A training task: the sizes of its rows, and the sums of one forward pass over some rows."""
+    """What is trained: the tokens of each row, and the sums of one forward pass over some rows."""
 
     sizes: list[int]
 
@@ -54,7 +54,7 @@ class Task(Protocol):
 
 
 @dataclass
-class LanguageModelling:
+class LanguageModeling:
     """Predicts the response tokens of (query, response) rows, EOS included."""
 
     queries: list[Ids]
@@ -68,254 +68,200 @@ class LanguageModelling:
         return sum(len(self.responses[i]) for i in rows)
 
     def batch(self, rows: Sequence[int]) -> Batch:
+        """The rows, padded."""
         return collate([self.queries[i] for i in rows], [self.responses[i] for i in rows], self.pad)
 
     def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
-        batch = self.batch(rows).to(device)
-        return lm_sums(token_stats(model, batch, loss=lm_loss))
+        stats = token_stats(model, self.batch(rows).to(device))  # (b, R) each, zero on padding
+        return {"loss": -stats.logprobs.sum(), "token_accuracy": stats.is_top.sum()}
 
 
-def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModelling:
+def demonstrations(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
     """The demonstrations of data/sft."""
     rows = read_table(paths, "sft", split)
-    return LanguageModelling(
+    return LanguageModeling(
         encode(tokenizer, [row["prompt"] for row in rows]),
         encode_answers(tokenizer, [row["completion"] for row in rows]),
         tokenizer.pad_token_id,
     )
 
 
-def plain(texts: Sequence[Ids], pad: int) -> LanguageModelling:
+def plain_text(texts: Sequence[Ids], pad: int) -> LanguageModeling:
     """Text without a query: the first token is given, all others are predicted."""
-    return LanguageModelling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
+    return LanguageModeling([ids[:1] for ids in texts], [ids[1:] for ids in texts], pad)
 
 
-def lm_loss(logprobs: Tensor, entropy: Tensor, tokens: slice) -> Tensor:
-    """Σ of −log p: the `loss` that language modelling gives to `token_stats`."""
-    return -logprobs.sum()
+@dataclass
+class TrainState:
+    """All that one step leaves to the next. A snapshot is this, the tracker and the random numbers."""
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    order: torch.Generator
+    """Draws the batches of an epoch."""
+    budget: TokenBudget
+    step: int = 0
+    """Steps taken."""
+    epoch_start: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The state of `order` before this epoch's batches were drawn: a resumed run draws them again."""
+    best_loss: float = math.inf
+    best_step: int = 0
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    """On the CPU; of a sharded model only on the first rank."""
+    evaluations_without_gain: int = 0
 
-def lm_sums(stats: TokenStats) -> Sums:
-    """`lm_loss` and the number of correct predictions of the real response tokens."""
-    return {"loss": stats.loss, "token_accuracy": stats.likeliest.sum()}
+    def offer(self, loss: float, unwrapped: nn.Module) -> None:
+        """Keep the weights if their validation loss is the lowest so far."""
+        self.evaluations_without_gain += 1
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.evaluations_without_gain = loss, self.step, 0
+            self.best_weights = sharding.weights_of(unwrapped)
 
-
-@dataclass(frozen=True)
-class Step:
-    """One optimiser step: its number from 1, the number of all steps, its metrics (global means)."""
-
-    number: int
-    num_steps: int
-    metrics: dict[str, float]
-
-
-class Fit:
-    """Trains `model` in place for `num_epochs`; each iteration is one optimiser step.
-
-    The loss of a step is the sum over the whole batch of all processes, divided by `weight`. It does not
-    depend on the cut into micro-batches or the number of processes. `state_dict` holds the whole state
-    between two steps.
-    """
-
-    def __init__(self, rt: Runtime, model: nn.Module, task: Task, settings: Optimisation, seed: int) -> None:
-        self.rt, self.task, self.settings = rt, task, settings
-        self.model, self.optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
-        self.steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
-        self.num_steps = math.ceil(self.steps_per_epoch * settings.num_epochs)
-        self.number = 0  # of steps taken
-        self.budget = TokenBudget(settings.micro_batch_tokens)
-        self._order = torch.Generator().manual_seed(seed)
-        self._drawn_from = self._order.get_state()  # the generator's state before this epoch's batches
-        self._batches: list[list[int]] = []  # of this epoch
-
-    def __iter__(self) -> Iterator[Step]:
-        while self.number < self.num_steps:
-            yield self.step()
-
-    @property
-    def epochs(self) -> float:
-        """The number of finished epochs, with fractions."""
-        return self.settings.num_epochs * self.number / self.num_steps
-
-    def step(self) -> Step:
-        rows = self._next_rows()
-        rate = learning_rate(self.settings, self.number, self.num_steps)
-        set_learning_rate(self.optimizer, rate)
-        sums, norm = self._optimise(rows)
-        self.number += 1
-        weight = self.task.weight(rows)
-        means = {f"train/{key}": value / weight for key, value in sums.items()}
-        means |= {"train/grad_norm": norm, "lr": rate} | lowered(self.budget)
-        return Step(self.number, self.num_steps, means)
-
-    def _next_rows(self) -> list[int]:
-        done = self.number % self.steps_per_epoch
-        if done == 0:
-            self._drawn_from = self._order.get_state()
-            self._batches = self._draw()
-        return self._batches[done]
-
-    def _draw(self) -> list[list[int]]:
-        return list(epoch_batches(self.task.sizes, self.settings.batch_size, self._order))
-
-    def _optimise(self, rows: list[int]) -> tuple[dict[str, float], float]:
-        """The sums of a batch, and the norm of its gradient."""
-        own, norm = self.rt.share(rows), self.settings.max_grad_norm
-
-        def losses() -> list[list[Callable[[], tuple[Tensor, Sums]]]]:
-            cut = groups(self.rt, self.task.sizes, own, self.budget)
-            return [[partial(self._loss, group, rows) for group in part] for part in cut]
-
-        norm, sums = self.rt.step(self.model, self.optimizer, losses, norm, self.budget)
-        return total(self.rt, sums), norm
-
-    def _loss(self, group: list[int], rows: list[int]) -> tuple[Tensor, Sums]:
-        """The part of the batch's mean loss that a micro-batch has, and its sums."""
-        sums = _sums(self.rt, self.model, self.task, group, rows)
-        return sums["loss"] / self.task.weight(rows), {key: value.detach() for key, value in sums.items()}
-
-    def state_dict(self) -> State:
-        """Weights, optimiser and position in the data; equal on all processes."""
-        between_epochs = self.number % self.steps_per_epoch == 0
+    def state_dict(self, rt: Runtime) -> dict[str, Any]:
+        """Everything by name; equal on all ranks."""
         return {
-            "training": self.rt.training_state(self.model, self.optimizer),
-            "number": self.number,
+            "training": rt.training_state(self.model, self.optimizer),
+            "step": self.step,
             "budget": self.budget.state_dict(),
-            "order": self._order.get_state() if between_epochs else self._drawn_from,
+            "order": self.order.get_state(),
+            "epoch_start": self.epoch_start,
+            "best": [self.best_loss, self.best_step, self.evaluations_without_gain],
+            "best_weights": self.best_weights,
         }
 
-    def load_state_dict(self, state: State) -> None:
-        self.rt.load_training_state(self.model, self.optimizer, state["training"])
-        self.number = state["number"]
+    def load_state_dict(self, rt: Runtime, state: dict[str, Any], unwrapped: nn.Module) -> None:
+        """Restore `state_dict`; `unwrapped` is the model whose weights were offered."""
+        rt.load_training_state(self.model, self.optimizer, state["training"])
+        self.step, self.epoch_start = state["step"], state["epoch_start"]
+        self.order.set_state(state["order"])
         self.budget.load_state_dict(state["budget"])
-        self._order.set_state(state["order"])
-        if self.number % self.steps_per_epoch:
-            self._drawn_from = state["order"]
-            self._batches = self._draw()
+        self.best_loss, self.best_step, self.evaluations_without_gain = state["best"]
+        self.best_weights = sharding.kept(unwrapped, state["best_weights"])
 
 
-def lowered(budget: TokenBudget) -> dict[str, float]:
-    """The metric of a budget that out of memory has lowered."""
-    return {"train/micro_batch_tokens": budget.max_tokens} if budget.is_lowered else {}
+def train(
+    rt: Runtime,
+    model: nn.Module,
+    task: Task,
+    settings: Optimization,
+    *,
+    seed: int,
+    name: str,
+    tracker: Tracker,
+    snapshots: Checkpoint,
+    validation: Task | None = None,
+    num_evaluations: float = 1,
+    patience: int | None = None,
+    prefix: str = "",
+) -> TrainState:
+    """Train `model` in place, and return the state at the end.
 
+    The loss of a step is the sum over the whole batch of all ranks, divided by `Task.weight`. It depends
+    neither on the cut into micro-batches nor on the number of ranks. `validation` is evaluated about
+    `num_evaluations` times, evenly spaced, and after the last step. With a `patience`, the weights of the
+    lowest validation loss are kept, and training ends after that many evaluations without a lower one.
+    `prefix` begins the names of the metrics.
 
-def groups(
-    rt: Runtime, sizes_of_all: Sequence[int], own: Sequence[int], budget: TokenBudget
-) -> list[list[list[int]]]:
-    """This process's own rows as micro-batches, for each of its workers.
-
-    Every process gets the same number, some may be empty.
+    Raises:
+        NonFiniteError: if a loss or a gradient is NaN or infinite.
+        UserError: if the memory does not suffice for one row.
     """
-    mine = [sizes_of_all[i] for i in own]
-    if rt.world_size > 1:
-        cut = [budget.cut(mine, count=rt.max(len(budget.cut(mine))))]
-    else:
-        cut = budget.deal(mine, rt.num_workers)
-    return [[[own[i] for i in group] for group in part] for part in cut]
+    trained, optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
+    order = torch.Generator().manual_seed(seed)
+    state = TrainState(trained, optimizer, order, TokenBudget(settings.micro_batch_tokens))
+    steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
+    num_steps = math.ceil(steps_per_epoch * settings.num_epochs)
+    evaluate_every = max(1, round(num_steps / num_evaluations))
+    batches: list[list[int]] = []  # of this epoch
 
+    with console.progress(name, settings.num_epochs, unit="epoch") as bar:
+        # A run that was stopped goes on after its last snapshot.
+        snapshot = snapshots.load()
+        if snapshot is not None:
+            state.load_state_dict(rt, snapshot["shared"], model)
+            tracker.load_state_dict(snapshot["tracker"])
+            rt.set_rng_state(snapshot["rng"])
+            bar.skip(settings.num_epochs * state.step / num_steps)
 
-def _sums(rt: Runtime, model: nn.Module, task: Task, group: Sequence[int], rows: Sequence[int]) -> Sums:
-    """The sums of a micro-batch; for an empty one, zeros from a pass over another row.
+        while state.step < num_steps and not (patience and state.evaluations_without_gain >= patience):
+            # 1. The rows of this step, of all ranks. Every epoch draws its batches anew.
+            number = state.step % steps_per_epoch
+            if number == 0:
+                state.epoch_start = order.get_state()
+            elif not batches:  # resumed within an epoch
+                order.set_state(state.epoch_start)
+            if number == 0 or not batches:
+                batches = list(epoch_batches(task.sizes, settings.batch_size, order))
+            rows = batches[number]
+            weight = task.weight(rows)
+            rate = learning_rate(settings, state.step, num_steps)
+            set_learning_rate(optimizer, rate)
 
-    All processes must call the model equally often, but some may have fewer rows.
-    """
-    with rt.autocast():
-        sums = task.sums(model, group or rows[:1], rt.device)
-    return sums if group else {key: 0 * value for key, value in sums.items()}
+            # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones.
+            for attempt in rt.attempts(state.budget, optimizer):
+                with attempt:
+                    parts: list[Sums] = []
+                    work = rt.split(task.sizes, rt.share(rows), state.budget)
+                    for micro, scale in rt.passes(trained, work):
+                        with rt.autocast():
+                            sums = task.sums(trained, micro, rt.device)
+                        rt.backward(trained, scale * sums["loss"] / weight)
+                        parts.append({key: scale * value.detach() for key, value in sums.items()})
 
+            # 3. The optimizer step.
+            grad_norm = rt.step(trained, optimizer, settings.max_grad_norm)
+            state.step += 1
+            metrics = {f"train/{key}": value / weight for key, value in add_up(rt, parts).items()}
+            metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
+            tracker.metrics({prefix + key: value for key, value in metrics.items()}, step=state.step)
 
-def total(rt: Runtime, parts: Sequence[Sums]) -> dict[str, float]:
-    """The sums of all micro-batches of all processes."""
-    keys = list(parts[0])
-    stacked = rt.sum(torch.stack([torch.stack([part[key].double() for part in parts]).sum() for key in keys]))
-    return dict(zip(keys, stacked.tolist(), strict=True))
+            # 4. Validation, which decides what weights are kept.
+            is_due = state.step % evaluate_every == 0 or state.step == num_steps
+            if is_due and validation is not None and validation.sizes:
+                result = evaluate(rt, model, validation, state.budget)
+                named = {f"{prefix}eval/{key}": value for key, value in result.items()}
+                tracker.metrics(named, step=state.step)
+                if patience:
+                    state.offer(result["loss"], model)
+
+            # 5. The progress bar, and a snapshot when one is due.
+            shown = {key: metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in metrics}
+            bar.advance(settings.num_epochs / num_steps, **shown)
+            if snapshots.due():
+                snapshot = {"shared": state.state_dict(rt), "tracker": tracker.state_dict()}
+                snapshots.save(state.step, snapshot | {"rng": rt.rng_state()})
+
+    if math.isfinite(state.best_loss):
+        sharding.load_weights(model, state.best_weights)
+    return state
 
 
 @torch.no_grad()
-def evaluate(rt: Runtime, model: nn.Module, task: Task, budget: TokenBudget) -> dict[str, float]:
-    """Means of a task's metrics over all of its rows, over all processes.
+def evaluate(rt: Runtime, model: nn.Module, task: Task, budget: TokenBudget) -> Metrics:
+    """Means of a task's metrics over all of its rows, over all ranks.
 
     Raises:
-        UserError: if the memory does not suffice for one row, or on several processes.
+        UserError: if the memory does not suffice for one row, or on several ranks.
     """
     rows = range(len(task.sizes))
-
-    def parts_of_all() -> list[Sums]:
-        cut = groups(rt, task.sizes, rt.share(rows), budget)
-        return compute_beside(
-            [[partial(_sums, rt, model, task, group, rows) for group in part] for part in cut]
-        )
-
-    parts = rt.within_memory(budget, parts_of_all)
+    for attempt in rt.attempts(budget):
+        with attempt:
+            parts: list[Sums] = []
+            for micro, scale in rt.split(task.sizes, rt.share(rows), budget):
+                with rt.autocast():
+                    sums = task.sums(model, micro, rt.device)
+                parts.append({key: scale * value for key, value in sums.items()})
     weight = task.weight(rows)
-    return {key: value / weight for key, value in total(rt, parts).items()}
+    return {key: value / weight for key, value in add_up(rt, parts).items()}
 
 
-class Best:
-    """The weights with the lowest validation loss so far, kept on the CPU."""
-
-    def __init__(self, patience: int) -> None:
-        self.loss, self.step, self._patience, self._worse = math.inf, 0, patience, 0
-        self._weights: dict[str, Tensor] = {}
-
-    def offer(self, model: nn.Module, loss: float, step: int) -> None:
-        if loss < self.loss:
-            self.loss, self.step, self._worse = loss, step, 0
-            self._weights = sharding.weights_of(model)
-        else:
-            self._worse += 1
-
-    @property
-    def exhausted(self) -> bool:
-        return self._worse >= self._patience
-
-    def restore(self, model: nn.Module) -> None:
-        if math.isfinite(self.loss):
-            sharding.load_weights(model, self._weights)
-
-    def state_dict(self) -> State:
-        return {"loss": self.loss, "step": self.step, "worse": self._worse, "weights": self._weights}
-
-    def load_state_dict(self, state: State, model: nn.Module) -> None:
-        """`model` is the one that was offered."""
-        self.loss, self.step = state["loss"], state["step"]
-        self._worse, self._weights = state["worse"], sharding.kept(model, state["weights"])
+def add_up(rt: Runtime, parts: Sequence[Sums]) -> Metrics:
+    """The sums of all micro-batches of all ranks."""
+    keys = list(parts[0])
+    total = rt.sum(torch.stack([torch.stack([part[key].double() for part in parts]).sum() for key in keys]))
+    return dict(zip(keys, total.tolist(), strict=True))
 
 
-# -------------------------------------------------------------------------------------- resuming
-
-
-def resumed(
-    paths: Paths, view: StageView, name: str, fit: Fit, tracker: Tracker, best: Best | None = None
-) -> Iterator[Step]:
-    """The steps of `fit` after its last snapshot, with a progress bar, until `best` is exhausted.
-
-    The caller logs and evaluates each step before it takes the next: snapshots are saved in between.
-    """
-    rt = fit.rt
-    with resume.open(rt, paths, view, name) as snapshots, _bar(name, fit) as bar:
-        state = snapshots.load()
-        if state is not None:
-            fit.load_state_dict(state["shared"]["fit"])
-            if best is not None:
-                best.load_state_dict(state["shared"]["best"], fit.model)
-            tracker.load_state_dict(state["tracker"])
-            rt.set_rng_state(state["rng"])
-            bar.skip(fit.epochs)
-        while fit.number < fit.num_steps and not (best is not None and best.exhausted):
-            step = fit.step()
-            yield step
-            bar.advance(fit.settings.num_epochs / step.num_steps, **_shown(step, best))
-            if snapshots.due():
-                shared = {"fit": fit.state_dict()} | ({"best": best.state_dict()} if best is not None else {})
-                state = {"shared": shared, "tracker": tracker.state_dict(), "rng": rt.rng_state()}
-                snapshots.save(step.number, state)
-
-
-def _bar(name: str, fit: Fit) -> AbstractContextManager[console.Meter]:
-    return console.progress(name, fit.settings.num_epochs, unit="epoch")
-
-
-def _shown(step: Step, best: Best | None) -> dict[str, float]:
-    found = {key: step.metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in step.metrics}
-    return found if best is None else found | {"best": best.loss}
+def budget_metrics(budget: TokenBudget) -> Metrics:
+    """The metric of a budget that out-of-memory has lowered."""
+    return {"train/micro_batch_tokens": budget.max_tokens} if budget.is_lowered else {}

@@ -20,7 +20,7 @@ def test_a_right_model_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture
     small.causal().save_pretrained(tmp_path)
     status, shown = check(tmp_path, capsys)
     assert status == 0
-    assert shown.count("| passed") == 5
+    assert shown.count("| passed") == 6
     assert "is fit for PPO" in shown
 
 

@@ -25,7 +25,7 @@ from rlhf_tasks.presets import overlays
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import launch
+from rlhf_tasks.training import failures
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[StageView, Paths, Tracker], dict[str, float]]
@@ -48,8 +48,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
         module = types.ModuleType("stage_of_the_test")
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "stage_of_the_test", module)
-        modules = dict.fromkeys(("sft", "prepare", "report"), "stage_of_the_test")
-        monkeypatch.setattr(runner, "MODULES", modules)
+        monkeypatch.setattr(runner, "module_of", lambda stage: "stage_of_the_test")
 
     yield install
     signal.signal(signal.SIGTERM, before)
@@ -127,7 +126,7 @@ def test_curves_are_where_the_run_was_tracked(
     monkeypatch.delenv("RLHF_STAGE_RUN", raising=False)
     Path(".dvc").mkdir()
     tracking = config.load(Path("params.yaml")).tracking.model_copy(update={"uri": uri})
-    runner._say_where_results_are(Paths(), tracking)
+    runner._print_where_results_are(Paths(), tracking)
     assert shown in capsys.readouterr().out
 
 
@@ -294,7 +293,7 @@ def test_a_failed_stage_reports_why_to_its_starter(
 ) -> None:
     """The flow and the launcher read this file; they need not understand what the stage printed."""
     file = quiet_project / "failure.json"
-    monkeypatch.setenv(launch.FAILURE, str(file))
+    monkeypatch.setenv(failures.FAILURE, str(file))
 
     def refusing(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         raise UserError("fix it")
@@ -350,14 +349,14 @@ def test_the_package_runs_as_a_module() -> None:
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
     """The calls of the model; each response is the prompt in capitals."""
     calls: list[tuple[str, dict[str, object]]] = []
-    module = types.ModuleType("rlhf_tasks.modeling.generation")
+    module = types.ModuleType("rlhf_tasks.modeling.sampling")
 
-    def respond(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
+    def sample_texts(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
         calls.append((prompts[0], settings))
         return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
 
-    module.respond = respond  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rlhf_tasks.modeling.generation", module)
+    module.sample_texts = sample_texts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rlhf_tasks.modeling.sampling", module)
     return calls
 
 

@@ -18,7 +18,6 @@ from rlhf_tasks.data.batches import (
     epoch_batches,
     load_tokenizer,
     micro_batches,
-    realigned,
 )
 from rlhf_tasks.errors import UserError
 from tests import small
@@ -44,14 +43,6 @@ def test_all_rows_end_at_the_last_column() -> None:
 
 def test_a_row_takes_no_column_beyond_its_tokens() -> None:
     assert collate([[5] * 9, [5]], [[6], [6] * 9], pad=0).query_response.shape == (2, 10)
-
-
-def test_realigned_entries_keep_their_row_and_their_order() -> None:
-    left = torch.tensor([[True, True, False], [True, False, False]])
-    right = torch.tensor([[True, True], [False, True]])
-    x = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]])
-    assert realigned(x, left, right).tolist() == [[1, 2], [0, 3]]
-    assert realigned(realigned(x, left, right), right, left).tolist() == [[1, 2, 0], [3, 0, 0]]
 
 
 def test_positions_count_from_the_first_real_token() -> None:

@@ -27,7 +27,7 @@ from rlhf_tasks.evaluation import harness
 from rlhf_tasks.evaluation.harness import Done, First, HarnessTasks
 from rlhf_tasks.evaluation.results import EvaluationResults, TaskScore
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
@@ -144,7 +144,7 @@ def test_a_task_is_named_once_and_tasks_have_names() -> None:
 def test_accuracies_are_those_of_single_rows_through_the_bare_model(models_here: Path) -> None:
     """By Σ log p of a choice, and by that per character; the errors are those of a mean of 12 values."""
     folder = FOLDERS["policy"]
-    model, tokenizer = models.load_causal(folder).eval(), load_tokenizer(folder)
+    model, tokenizer = load_causal(folder).eval(), load_tokenizer(folder)
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": []}
     for row in documents()[:12]:
         sums = []
@@ -188,7 +188,7 @@ def test_base_sft_and_policy_do_the_tasks_and_batches_change_nothing(tasks_here:
 
 @has_harness
 def test_a_group_with_a_result_of_its_own_is_reported_instead_of_its_tasks(tasks_here: Path) -> None:
-    model, tokenizer = models.load_causal(FOLDERS["sft"]).eval(), load_tokenizer(FOLDERS["sft"])
+    model, tokenizer = load_causal(FOLDERS["sft"]).eval(), load_tokenizer(FOLDERS["sft"])
     one = HarnessTasks(settings(names=["again"], folder="mine"), Path()).do(model, tokenizer)
     both = HarnessTasks(settings(names=["both"], folder="mine"), Path()).do(model, tokenizer)
     assert set(both.scores) == {"both"}

@@ -19,7 +19,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.head_to_head import compare_models
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.results import EvaluationResults, Interval
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from tests import small
 
@@ -101,8 +102,8 @@ def test_a_judge_that_ppo_optimised_for_the_policy_gives_a_warning(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, optimised = Path("models/policy"), contracts.fingerprint(Path("models/reward_heldout"))
-    models.save(
-        models.load_causal(policy), load_tokenizer(policy), policy, card="a card",
+    save_checkpoint(
+        load_causal(policy), load_tokenizer(policy), policy, card="a card",
         identity=contracts.identity("policy", {"reward": optimised}),
     )  # fmt: skip
     results = run("models/policy", num_examples=3)

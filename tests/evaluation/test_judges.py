@@ -23,7 +23,8 @@ from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge, Question, Reply
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.evaluation.results import ComparisonResult
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from tests import small
 
@@ -284,8 +285,8 @@ def test_a_judge_that_ppo_optimised_is_identified_by_its_weights(models_here: Pa
     policy = Path("models/policy")
     assert optimised_judges(judging, policy, Path()) == {}, "the policy does not name its reward model"
     parents = {"reward": contracts.fingerprint(models_here / "models/elsewhere")}
-    models.save(
-        models.load_causal(policy), load_tokenizer(policy), policy,
+    save_checkpoint(
+        load_causal(policy), load_tokenizer(policy), policy,
         identity=contracts.identity("policy", parents), card="a card",
     )  # fmt: skip
     assert optimised_judges(judging, policy, Path()) == {"optimised": "models/elsewhere"}

@@ -16,7 +16,7 @@ from rlhf_tasks.evaluation import probe_texts, retention
 from rlhf_tasks.evaluation.probe_texts import Choice
 from rlhf_tasks.evaluation.results import RetentionResult
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from tests import small
 
@@ -39,7 +39,7 @@ def logprob_alone(model: PreTrainedModel, query: list[int], response: list[int])
 
 
 def test_perplexity_of_demonstrations_equals_that_of_single_rows(models_here: Path) -> None:
-    model, tokenizer = models.load_causal(POLICY).eval(), load_tokenizer(POLICY)
+    model, tokenizer = load_causal(POLICY).eval(), load_tokenizer(POLICY)
     rows = read_table(Paths(), "sft", "test")[:6]
     queries = encode(tokenizer, [row["prompt"] for row in rows])
     responses = encode_answers(tokenizer, [row["completion"] for row in rows])
@@ -52,7 +52,7 @@ def test_perplexity_of_demonstrations_equals_that_of_single_rows(models_here: Pa
 def test_perplexity_of_a_text_counts_all_tokens_but_the_first(models_here: Path) -> None:
     texts = ["my boss stole my lamp", "i feel sad .\nit was at the park ."]
     Path("general.txt").write_text("\n\n".join(texts) + "\n\nmy\n", encoding="utf-8")
-    model, tokenizer = models.load_causal(POLICY).eval(), load_tokenizer(POLICY)
+    model, tokenizer = load_causal(POLICY).eval(), load_tokenizer(POLICY)
     ids = encode(tokenizer, [text.replace("\n", " ") for text in texts])
     total = sum(logprob_alone(model, row[:1], row[1:]) for row in ids)
     expected = math.exp(-total / sum(len(row) - 1 for row in ids))
@@ -61,7 +61,7 @@ def test_perplexity_of_a_text_counts_all_tokens_but_the_first(models_here: Path)
 
 
 def test_the_model_chooses_the_ending_that_is_likeliest_per_character(models_here: Path) -> None:
-    model, tokenizer = models.load_causal(POLICY).eval(), load_tokenizer(POLICY)
+    model, tokenizer = load_causal(POLICY).eval(), load_tokenizer(POLICY)
     endings = (" my lamp", " at the park .", " sad", " i want a refund")
     rates = []
     for ending in endings:

@@ -18,7 +18,7 @@ from rlhf_tasks.data.batches import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import reward_accuracy
 from rlhf_tasks.evaluation.reward_accuracy import Row, accuracies, is_right, read, score
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import load_reward, score_head
 from tests.conftest import CHAT
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_scores_are_the_models_own_of_each_text_alone(
     words.chat_template = template
     words.save_pretrained(folder)
     rows = [Row("the post", ("my cat",), ("a dog", "my"), "s"), Row("my", ("the",), ("one",), "s")]
-    found, model = score(folder, rows, CPU), models.load_reward(folder)
+    found, model = score(folder, rows, CPU), load_reward(folder)
     for row, scores in zip(rows, found, strict=True):
         for answer, value in zip(row.responses, scores, strict=True):
             text = f"<user>{row.prompt}<eos>\n<assistant>{answer}<eos>\n"
@@ -117,7 +117,7 @@ def test_scores_are_the_models_own_of_each_text_alone(
             )
             with torch.no_grad():
                 hidden = model.model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
-                assert value == pytest.approx(float(models.head_of(model.model)(hidden)), abs=1e-5)
+                assert value == pytest.approx(float(score_head(model.model)(hidden)), abs=1e-5)
 
 
 def test_the_command_shows_and_writes_the_accuracies(

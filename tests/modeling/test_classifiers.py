@@ -9,14 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import classifiers, contracts, models
+from rlhf_tasks.modeling import classifiers, contracts
 from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.models import TokenScores
-from rlhf_tasks.stages.reward import Learner, Pairs
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    add_lora,
+    load_causal,
+    load_classifier,
+    load_reward,
+    merge_adapter,
+    save_checkpoint,
+)
 from tests import small
 from tests.small import PAD
 
@@ -29,13 +37,13 @@ MADE_HERE = (*WITHOUT_CLASSIFIER, *WITH_ANOTHER_HEAD)
 
 def policy(family: str, folder: Path) -> Path:
     folder.mkdir()
-    models.save(small.other(family), small.tokenizer(), folder, identity={"kind": "policy"}, card="")
+    save_checkpoint(small.other(family), small.tokenizer(), folder, identity={"kind": "policy"}, card="")
     return folder
 
 
 def saved(scores: TokenScores, folder: Path) -> Path:
     folder.mkdir()
-    models.save(scores.model, small.tokenizer(), folder, identity={"kind": "reward"}, card="")
+    save_checkpoint(scores.model, small.tokenizer(), folder, identity={"kind": "reward"}, card="")
     return folder
 
 
@@ -45,10 +53,10 @@ def fresh(family: str, tmp_path: Path) -> TokenScores:
 
 def step(scores: TokenScores) -> None:
     """One step of the pair loss, after which every weight that has a gradient differs."""
-    task = Pairs(QUERIES, RESPONSES, RESPONSES[::-1], PAD, forked=models.takes_forks(scores.model))
-    assert not task.forked
     optimizer = torch.optim.AdamW([p for p in scores.parameters() if p.requires_grad], lr=1e-2)
-    task.sums(Learner(scores, None), range(6), torch.device("cpu"))["loss"].backward()
+    rejected = collate(QUERIES, RESPONSES[::-1], PAD)
+    lead = scores(BATCH, ends_only=True) - scores(rejected, ends_only=True)
+    (-logsigmoid(lead).sum()).backward()
     optimizer.step()
 
 
@@ -69,7 +77,7 @@ def test_a_trained_reward_model_of_any_family_is_loaded_with_the_same_bytes_of_s
     ours = scores_of(scores)
     assert not torch.allclose(ours, before, atol=1e-2)
     first = saved(scores, tmp_path / "reward")
-    loaded = models.load_reward(first)
+    loaded = load_reward(first)
     assert torch.equal(scores_of(loaded), ours)
     assert contracts.fingerprint(saved(loaded, tmp_path / "again")) == contracts.fingerprint(first)
     alone = small.last_scores_alone(loaded, QUERIES, RESPONSES)
@@ -81,18 +89,18 @@ def test_the_folder_is_the_familys_config_and_plain_safetensors(family: str, tmp
     folder = saved(fresh(family, tmp_path), tmp_path / "reward")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == family
-    assert config["architectures"] == [type(models.load_classifier(folder)).__name__]
+    assert config["architectures"] == [type(load_classifier(folder)).__name__]
     assert config["architectures"][0].endswith("ForTokenScores")
     tensors = load_file(folder / "model.safetensors")
     assert {key.split(".")[0] for key in tensors} == {"model", "score"}
     assert tensors["score.weight"].shape == (1, small.HIDDEN)
 
 
-@pytest.mark.parametrize("family", MADE_HERE)
+@pytest.mark.parametrize("family", [*MADE_HERE, "gemma2"])
 def test_the_trunk_is_the_policys(family: str, tmp_path: Path) -> None:
     scores, model = fresh(family, tmp_path), small.other(family)
     with torch.no_grad():
-        states = classifiers.trunk_of(model)(
+        states = classifiers.find_trunk(model)(
             input_ids=BATCH.query_response, attention_mask=BATCH.attention_mask,
             position_ids=BATCH.position_ids,
         ).last_hidden_state  # fmt: skip
@@ -102,7 +110,7 @@ def test_the_trunk_is_the_policys(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["granite", "codegen", "ctrl", "olmoe"])
 def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path: Path) -> None:
     scores = fresh(family, tmp_path)
-    models.with_lora(scores.model, Lora(r=2, alpha=4.0), seed=1)
+    add_lora(scores.model, Lora(r=2, alpha=4.0), seed=1)
     names = [name for name, p in scores.model.named_parameters() if p.requires_grad]
     assert names[-1] == "score.weight"
     assert all("lora_" in name for name in names[:-1])
@@ -110,8 +118,8 @@ def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path
     for _ in range(3):  # B is zero at first
         step(scores)
     scores.set_mean(0.25)
-    merged = TokenScores(models.merged(scores.model))
-    loaded = models.load_reward(saved(merged, tmp_path / "merged"))
+    merged = TokenScores(merge_adapter(scores.model))
+    loaded = load_reward(saved(merged, tmp_path / "merged"))
     torch.testing.assert_close(scores_of(loaded), scores_of(scores), atol=1e-5, rtol=1e-5)
 
 
@@ -120,7 +128,7 @@ def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path
 def test_it_classifies_whole_texts_as_the_classifiers_of_transformers_do(family: str, tmp_path: Path) -> None:
     """A ranker judge pads on the right and reads the logit of the last real token."""
     folder = saved(fresh(family, tmp_path), tmp_path / "reward")
-    model, scores = models.load_classifier(folder).eval(), models.load_reward(folder).eval()
+    model, scores = load_classifier(folder).eval(), load_reward(folder).eval()
     texts = [torch.tensor(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
     ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
     logits = model(input_ids=ids, attention_mask=(ids != PAD).long()).logits
@@ -132,9 +140,9 @@ def test_it_classifies_whole_texts_as_the_classifiers_of_transformers_do(family:
 def test_a_language_model_is_not_taken_for_a_reward_model_or_the_reverse(family: str, tmp_path: Path) -> None:
     scores = fresh(family, tmp_path)
     with pytest.raises(ContractError, match="sft lacks "):
-        models.load_reward(tmp_path / "sft")
+        load_reward(tmp_path / "sft")
     with pytest.raises(ContractError, match=r"holds score\.weight: it scores or classifies"):
-        models.load_causal(saved(scores, tmp_path / "reward"))
+        load_causal(saved(scores, tmp_path / "reward"))
 
 
 def test_a_trunk_that_no_head_fits_on_is_refused_by_its_family(tmp_path: Path) -> None:
@@ -147,7 +155,7 @@ def test_a_trunk_that_no_head_fits_on_is_refused_by_its_family(tmp_path: Path) -
         eos_token_id=1, forced_eos_token_id=None,
     )  # fmt: skip
     (tmp_path / "bart").mkdir()
-    models.save(BartForCausalLM(config), small.tokenizer(), tmp_path / "bart", identity={}, card="")
+    save_checkpoint(BartForCausalLM(config), small.tokenizer(), tmp_path / "bart", identity={}, card="")
     with pytest.raises(
         ContractError, match=r"BartDecoderWrapper \(family bart\).*use a decoder of another family"
     ):
@@ -168,7 +176,7 @@ def test_a_reward_model_whose_head_is_no_linear_map_of_states_is_refused_by_its_
     with pytest.raises(
         ContractError, match=r"\(family bert\) has no linear head `score`.*use a decoder of another family"
     ):
-        models.load_reward(tmp_path / "bert")
+        load_reward(tmp_path / "bert")
 
 
 def test_a_family_without_any_classifier_is_refused(tmp_path: Path) -> None:
@@ -179,4 +187,4 @@ def test_a_family_without_any_classifier_is_refused(tmp_path: Path) -> None:
     )
     ViTModel(config).save_pretrained(tmp_path / "vit")
     with pytest.raises(ContractError, match="vit is a vit model, which has no classifier"):
-        models.load_classifier(tmp_path / "vit")
+        load_classifier(tmp_path / "vit")

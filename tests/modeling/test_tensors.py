@@ -46,18 +46,6 @@ def test_whitening_without_a_shift_keeps_the_mean() -> None:
     torch.testing.assert_close(white, torch.tensor([[2 - side, 2.0, 0.0], [2 + side, 0.0, 0.0]]))
 
 
-def test_whitening_is_over_the_tokens_of_all_processes() -> None:
-    other = torch.tensor([5.0, 9.0])  # with 1, 2, 3: mean 4, squares 9 + 4 + 1 + 1 + 25 = 40, variance 8
-    answers = iter([torch.tensor([14.0, 2.0]), torch.tensor([float(((other - 4) ** 2).sum()), 2.0])])
-    white = whiten(X, MASK, reduce=lambda sums: sums + next(answers))
-    expected = torch.tensor([[-3.0, -2.0, 0.0], [-1.0, 0.0, 0.0]]) / 8**0.5
-    torch.testing.assert_close(white, expected)
-
-
-def test_the_mean_over_processes_weights_tokens_not_processes() -> None:
-    assert masked_mean(X, MASK, lambda sums: sums + torch.tensor([4.0, 1.0])) == 2.5  # (1 + 2 + 3 + 4) / 4
-
-
 def test_distinct_ngrams_by_hand() -> None:
     # a b a b: 2 of 4 words differ, ab ba ab: 2 of 3 pairs; one word has no pair
     found = [[5, 6, 5, 6], [7]]

@@ -54,7 +54,7 @@ class Model:
     """Samples of softmax(logits / temperature) of the model in the folder."""
 
     def load(self, folder: Path) -> None:
-        from rlhf_tasks.modeling.models import load_causal
+        from rlhf_tasks.modeling.load import load_causal
 
         self.model = load_causal(folder)
 
@@ -75,7 +75,7 @@ class Model:
         import torch
 
         from rlhf_tasks.data.batches import collate
-        from rlhf_tasks.modeling import generation
+        from rlhf_tasks.modeling.sampling import _decode
 
         rows = [(one, one["seed"] + i) for one in requests for i in range(one["n"])]
         first = rows[0][0]
@@ -87,7 +87,7 @@ class Model:
         )
         batch = collate([one["prompt"] for one, _ in rows], [[]] * len(rows), 0)
         with torch.no_grad():
-            tokens, logprobs = generation._decoded(
+            tokens, logprobs = _decode(
                 self.model, batch, torch.arange(len(rows)), uniform, first["temperature"],
                 first["stop_token_ids"][0],
             )  # fmt: skip

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.data.columns import NONE, Columns
-from tests.ppo.toy import share_of_token_5, shared, trainer, with_lora, without_critic
+from tests.ppo.toy import share_of_token_5, shared, toy, with_lora, without_critic
 
 Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 
@@ -19,7 +18,7 @@ Score = Callable[[Sequence[Ids], Sequence[Ids]], Tensor]
 def near(length: int) -> Score:
     """1 for a response of `length` tokens, EOS included; each token more or less costs 1 / length."""
 
-    def score(queries: Sequence[Ids], responses: Sequence[Ids], columns: Columns = NONE) -> Tensor:
+    def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         return torch.tensor([1 - abs(len(response) - length) / length for response in responses])
 
     return score
@@ -28,10 +27,15 @@ def near(length: int) -> Score:
 def learned(score: Score, num_updates: int = 24, **changes: Any) -> tuple[float, float]:
     """The mean raw score of the first two updates, and of the last three."""
     settings: dict[str, Any] = {
-        "total_episodes": num_updates * 64, "rollout_batch_size": 64, "learning_rate": 1e-2, "kl_coef": 0.0,
-        "num_ppo_epochs": 4, "temperature": 1.0, "missing_eos_score": -0.2,
-    }  # fmt: skip
-    scores = [m["objective/raw_scores"] for m in trainer(score, **(settings | changes)).updates()]
+        "total_episodes": num_updates * 64,
+        "rollout_batch_size": 64,
+        "learning_rate": 1e-2,
+        "kl_coef": 0.0,
+        "num_ppo_epochs": 4,
+        "temperature": 1.0,
+        "missing_eos_score": -0.2,
+    }
+    scores = [m["objective/raw_scores"] for m in toy(score, **(settings | changes)).updates]
     return sum(scores[:2]) / 2, sum(scores[-3:]) / 3
 
 
@@ -39,14 +43,14 @@ TRUNCATIONS = ("eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstra
 
 
 def models_of(value: str, adapter: bool) -> dict[str, Any]:
-    """The trainer's models: a separate critic or a value head on the trunk, with adapters or without."""
+    """The models of a training: a separate critic or a value head on the trunk, with adapters or without."""
     changes: dict[str, Any] = {"value_model": value}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(value)
-        changes["lora"] = {"r": 16, "alpha": 64.0, "value": False}
+        changes["lora"] = {"r": 16, "alpha": 64.0}
     elif value == "shared":
         changes["actor_critic"] = shared()
-    return changes | ({"critic_init": "sft"} if value == "shared" else {})
+    return changes
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
@@ -58,13 +62,13 @@ def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
     num_updates = 28 if adapter else 32
     if not adapter:
         changes["learning_rate"] = 5e-3
-    first, last = learned(share_of_token_5, num_updates, truncation=truncation, **changes)
+    first, last = learned(share_of_token_5, num_updates, truncation__kind=truncation, **changes)
     # with an adapter the embeddings and the head stay random, and few weights are trained
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
 
 
-KL_IN_LOSS = {"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.01}
+KL_IN_LOSS = {"kl.kind": "in_loss", "kl.estimator": "k3", "kl_coef": 0.01}
 
 
 @pytest.mark.parametrize("advantages", ["rloo", "group"])
@@ -73,7 +77,7 @@ def test_a_token_is_learned_without_a_critic(advantages: str, adapter: bool, kl:
     changes: dict[str, Any] = without_critic(advantages) | kl | {"schedule": "linear"}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(None)
-        changes["lora"] = {"r": 16, "alpha": 64.0, "value": False}
+        changes["lora"] = {"r": 16, "alpha": 64.0}
     first, last = learned(share_of_token_5, 36, **changes)
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
@@ -87,7 +91,7 @@ def test_a_length_is_learned_without_a_critic(advantages: str) -> None:
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 def test_a_length_is_learned(truncation: str) -> None:
-    first, last = learned(near(4), truncation=truncation)
+    first, last = learned(near(4), truncation__kind=truncation)
     assert last > first + 0.25, f"from {first:.2f} to {last:.2f} only"
 
 
@@ -103,6 +107,10 @@ def test_a_length_of_twelve_is_learned(truncation: str, value: str, adapter: boo
     never end can have the highest value.
     """
     gamma = 0.97 if truncation.startswith("bootstrap") else 1.0
-    changes = models_of(value, adapter) | {"truncation": truncation, "response_length": 26, "gamma": gamma}
+    changes = models_of(value, adapter) | {
+        "truncation.kind": truncation,
+        "response_length": 26,
+        "advantages.gamma": gamma,
+    }
     first, last = learned(near(12), num_updates=40, schedule="linear", **changes)
     assert last > first + 0.1, f"from {first:.2f} to {last:.2f} only"

@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 
-from rlhf_tasks.config.ppo_options import ScoreScaling
-from rlhf_tasks.ppo.rewards import ScoreScaler, Truncation, token_rewards, truncated_scores, values_beyond
+from rlhf_tasks.config.ppo import ScoreScaling
+from rlhf_tasks.ppo.rewards import ScoreScaler, Truncation, bootstrap_values, token_rewards, truncated_scores
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 KL = torch.tensor([[1.0, -2.0, 0.5], [3.0, torch.nan, 9.0]])
@@ -31,7 +31,7 @@ def test_rewards_sum_to_score_and_non_score_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "unfinished", "beyond"),
+    ("rule", "unfinished", "bootstrapped"),
     [
         ("none", 5.0, 0.0),
         ("eos_trick_replace", -1.0, 0.0),
@@ -41,12 +41,12 @@ def test_rewards_sum_to_score_and_non_score_reward() -> None:
     ],
 )
 def test_the_rule_applies_only_to_responses_that_did_not_end(
-    rule: Truncation, unfinished: float, beyond: float
+    rule: Truncation, unfinished: float, bootstrapped: float
 ) -> None:
     ended = torch.tensor([True, False, True])
     scores = truncated_scores(torch.tensor([2.0, 5.0, -3.0]), ended, rule, missing_eos_score=-1.0)
     assert scores.tolist() == [2.0, unfinished, -3.0]
-    assert values_beyond(torch.tensor([7.0, 3.0, 7.0]), ended, rule).tolist() == [0.0, beyond, 0.0]
+    assert bootstrap_values(torch.tensor([7.0, 3.0, 7.0]), ended, rule).tolist() == [0.0, bootstrapped, 0.0]
 
 
 def test_eos_trick_replace_ignores_the_scorers_number() -> None:

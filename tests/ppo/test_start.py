@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlhf_tasks.config import PpoView
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import models
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling.load import TokenScores, load_causal, load_reward, save_checkpoint, score_head
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.project.paths import Paths
@@ -25,11 +24,12 @@ from tests.ppo import toy
 from tests.small import PAD
 
 Start = Callable[..., ActorCritic]
-LORA = {"r": 4, "alpha": 8.0, "value": False}
+LORA = {"r": 4, "alpha": 8.0}
 
 
 def view(**changes: Any) -> PpoView:
-    result: PpoView = small.view("ppo", {f"ppo.{key}": value for key, value in changes.items()})
+    keys = {f"ppo.{key.replace('__', '.')}": value for key, value in changes.items()}
+    result: PpoView = small.view("ppo", keys)
     return result
 
 
@@ -55,9 +55,9 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("source", ["sft", "base"])
 def test_a_critic_from_a_language_model_has_its_trunk_and_a_head_of_zeros(source: str, start: Start) -> None:
     critic = critic_of(start(critic_init=source))
-    trunks = {name: models.load_causal(Path("models") / name).base_model for name in ("sft", "base")}
+    trunks = {name: load_causal(Path("models") / name).base_model for name in ("sft", "base")}
     assert [name for name, trunk in trunks.items() if same(critic.model.base_model, trunk)] == [source]
-    assert not models.head_of(critic.model).weight.any()
+    assert not score_head(critic.model).weight.any()
 
 
 def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start: Start) -> None:
@@ -68,37 +68,38 @@ def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start
     )
     queries, responses = small.rows(6)
     batch = collate(queries, responses, PAD)
-    reward, one = models.load_reward("models/reward"), start(critic_init="reward")
+    reward, one = load_reward("models/reward"), start(critic_init="reward")
     assert reward.mean == 0.7
     with torch.no_grad():
-        scores: Tensor = reward(batch)[:, -batch.num_response_columns - 1 :]
-        assert torch.equal(one.eval().state_values(batch), scores)
+        scores, values = reward(batch)[:, -batch.num_response_columns - 1 :], one.eval().values(batch)
+    for row, n in enumerate(map(len, responses)):
+        assert torch.equal(values[row, : n + 1], scores[row, -n - 1 :])
     assert scores.std() > 0.01
     assert same(critic_of(one), reward)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama4_text", "cohere", "minicpm3"])
-@pytest.mark.parametrize("value_model", ["shared", "separate"])
-def test_a_critic_of_any_family_and_width_learns(family: str, value_model: str, models_here: Path) -> None:
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_a_critic_of_any_family_and_width_learns(family: str, kind: str, models_here: Path) -> None:
     """OPT-350m's head reads states that are narrower than its layers; Llama 4 hides its trunk."""
-    models.save(small.other(family), small.tokenizer(), Paths().sft, identity={}, card="")
+    save_checkpoint(small.other(family), small.tokenizer(), Paths().sft, identity={}, card="")
     rewards = {"ppo.scorers": [{"kind": "dummy"}], "reward.train": False, "judge.judges": [small.GOLD]}
-    config = small.view("ppo", rewards | {"ppo.value_model": value_model, "ppo.critic_init": "sft"})
+    critic = {"kind": kind} if kind == "shared" else {"kind": kind, "init": "sft"}
+    config = small.view("ppo", rewards | {"ppo.advantages.critic": critic})
     one, reference, _ = ppo.load_models(small.runtime(), config, Paths())
-    critic = one.value if isinstance(one.value, ValueHead) else models.head_of(critic_of(one).model)
+    critic = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
     assert not critic.weight.any()
     changes = {"value_model": value_model, "critic_init": "sft", **toy.ONE_STEP}
-    trainer = toy.trainer(actor_critic=one, reference=reference, **changes)
-    metrics = next(trainer.updates())
+    metrics = next(toy.toy(actor_critic=one, reference=reference, **changes).updates)
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-4)  # of the only step, before which nothing moved
     assert metrics["objective/kl_k1"] == pytest.approx(0, abs=1e-4)
-    assert critic.weight.all()
+    assert head.weight.all()
 
 
 @pytest.mark.parametrize("source", ["reward", "sft", "base"])
 def test_all_weights_of_policy_and_critic_are_trained(source: str, start: Start) -> None:
     """The reward model itself is frozen; the critic that starts as its copy must not be."""
-    assert all(p.requires_grad for p in start(critic_init=source).parameters())
+    assert all(p.requires_grad for p in start(advantages__critic__init=source).parameters())
 
 
 # ---------------------------------------------------------------------------- adapters, checkpointing
@@ -112,18 +113,23 @@ def trained(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("source", ["reward", "sft"])
 @pytest.mark.parametrize(
-    ("lora", "of_policy", "of_critic"),
+    ("lora", "critic_lora", "of_policy", "of_critic"),
     [
-        (None, {"trunk"}, {"trunk", "head"}),
-        (LORA, {"adapter"}, {"trunk", "head"}),
-        (LORA | {"value": True}, {"adapter"}, {"adapter", "head"}),
+        (None, None, {"trunk"}, {"trunk", "head"}),
+        (LORA, None, {"adapter"}, {"trunk", "head"}),
+        (LORA, LORA, {"adapter"}, {"adapter", "head"}),
     ],
     ids=["none", "policy", "policy-and-critic"],
 )
 def test_lora_puts_adapters_into_the_policy_and_on_demand_into_the_critic(
-    lora: dict[str, Any] | None, of_policy: set[str], of_critic: set[str], source: str, start: Start
+    lora: dict[str, Any] | None,
+    critic_lora: dict[str, Any] | None,
+    of_policy: set[str],
+    of_critic: set[str],
+    source: str,
+    start: Start,
 ) -> None:
-    one = start(lora=lora, critic_init=source)
+    one = start(lora=lora, advantages__critic={"init": source, "lora": critic_lora})
     assert trained(one.policy) == of_policy
     assert trained(critic_of(one)) == of_critic
 
@@ -136,8 +142,8 @@ def test_gradient_checkpointing_passes_policy_and_critic_twice(on: bool, start: 
     for name, module in one.named_modules():
         if name.endswith(".mlp"):
             module.register_forward_pre_hook(lambda *_, name=name: passes.update([name]))
-    stats, values = one(collate(*small.rows(3), PAD), loss=lambda logprobs, *_: logprobs.sum())
-    (stats.loss + values.mean()).backward()
+    stats, values = one(collate(*small.rows(3), PAD))
+    (stats.logprobs.sum() + values.mean()).backward()
     assert {name.split(".")[0] for name in passes} == {"policy", "value"}
     assert set(passes.values()) == {2 if on else 1}
 
@@ -145,37 +151,26 @@ def test_gradient_checkpointing_passes_policy_and_critic_twice(on: bool, start: 
 # ------------------------------------------------------------------------------------------- warnings
 
 
+WARMUP = {"max_updates": 1, "settled": 0.1}
+
+
 @pytest.mark.parametrize(
-    ("truncation", "warmup", "warned"),
+    ("truncation", "warmup", "gamma", "warnings"),
     [
-        ("bootstrap", None, True),
-        ("bootstrap_add", None, True),
-        ("bootstrap", {"max_updates": 1, "settled": 0.1}, False),
-        ("eos_trick_replace", None, False),
+        ("bootstrap", None, 1.0, ["set ppo.critic_warmup", "set ppo.gamma below 1"]),
+        ("bootstrap_add", WARMUP, 1.0, ["set ppo.gamma below 1"]),
+        ("bootstrap", None, 0.99, ["set ppo.critic_warmup"]),
+        ("eos_trick_replace", None, 1.0, []),
     ],
 )
-def test_bootstrapping_from_a_critic_without_warm_up_gives_a_warning(
+def test_bootstrapping_without_a_warm_up_or_a_discount_gives_a_warning(
     truncation: str,
     warmup: dict[str, float] | None,
-    warned: bool,
+    gamma: float,
+    warnings: list[str],
     models_here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    preconditions.check(view(truncation=truncation, critic_warmup=warmup), Paths())
-    assert ("set ppo.critic_warmup" in capsys.readouterr().out) is warned
-
-
-@pytest.mark.parametrize(
-    ("truncation", "gamma", "warned"),
-    [
-        ("bootstrap", 1.0, True),
-        ("bootstrap_add", 1.0, True),
-        ("bootstrap", 0.99, False),
-        ("none", 1.0, False),
-    ],
-)
-def test_bootstrapping_without_a_discount_gives_a_warning(
-    truncation: str, gamma: float, warned: bool, models_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    preconditions.check(view(truncation=truncation, gamma=gamma), Paths())
-    assert ("set ppo.gamma below 1" in capsys.readouterr().out) is warned
+    preconditions.check(view(truncation=truncation, critic_warmup=warmup, gamma=gamma), Paths())
+    said = capsys.readouterr().out
+    assert [text for text in ("set ppo.critic_warmup", "set ppo.gamma below 1") if text in said] == warnings

@@ -26,18 +26,17 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks.config import Scratch
 from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.ppo.engines.protocol import EngineGone, check
 from rlhf_tasks.ppo.engines.vllm import VllmEngine
-from rlhf_tasks.ppo.reference import OwnModel
-from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy
 from rlhf_tasks.project.processes import Daemon
 from tests import small, toy
 from tests.ppo import test_engines
 from tests.ppo.test_engines import LIMITS, QUERIES, SEEDS, alive, of_servers, until
-from tests.ppo.toy import ENGINE, trainer
+from tests.ppo.toy import ENGINE, Toy
+from tests.ppo.toy import toy as training
 from tests.stages.test_ppo import POLICY, SETTINGS
 from tests.training import stages
 
@@ -51,7 +50,7 @@ SHAPE = Scratch(family="llama", hidden_size=64, num_layers=2, num_heads=2, vocab
 
 def causal(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return models.from_scratch(SHAPE, small.tokenizer(), max_positions=128).eval()
+    return from_scratch(SHAPE, small.tokenizer(), max_positions=128).eval()
 
 
 def command() -> list[str]:
@@ -76,20 +75,27 @@ def start(tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
     until(lambda: not alive(running))
 
 
-def learner(engine: VllmEngine, ahead: int, **changes: Any) -> Trainer:
+def learner(engine: VllmEngine, ahead: int, **changes: Any) -> Toy:
     policy = causal()
     reference = copy.deepcopy(policy).requires_grad_(False)
-    return trainer(
-        engine=engine, engine_section=ENGINE | {"ahead": ahead}, truncation="none",
-        actor_critic=ActorCritic(policy, small.scores(seed=3)), reference=OwnModel(reference, moves=False),
-        rollout_batch_size=64, num_ppo_epochs=4, kl_coef=0.0, schedule="linear", **changes,
-    )  # fmt: skip
+    return training(
+        engine=engine,
+        engine_section=ENGINE | {"ahead": ahead},
+        truncation="none",
+        actor_critic=ActorCritic(policy, small.scores(seed=3)),
+        reference=FrozenCopy(reference, moves=False),
+        rollout_batch_size=64,
+        num_ppo_epochs=4,
+        kl_coef=0.0,
+        schedule="linear",
+        **changes,
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_token_is_learned_through_vllm(ahead: int, start: Callable[..., VllmEngine]) -> None:
     engine = start(ahead=ahead)
-    history = list(learner(engine, ahead, total_episodes=20 * 64, learning_rate=5e-3).updates())
+    history = list(learner(engine, ahead, total_episodes=20 * 64, learning_rate=5e-3).updates)
     for name in ("logprob_diff", "logprob_diff_max", "kl", "load_seconds"):
         values = [m[f"engine/{name}"] for m in history]
         first, low, high = values[0], min(values[1:]), max(values[1:])
@@ -158,15 +164,15 @@ def project(models_here: Path) -> Path:
     shutil.copy(small.ROOT / "dvc.yaml", models_here)
     words, parents = load_tokenizer(models_here / "models/sft"), dict[str, Any]()
     for name in ("sft", "reward", "reward_heldout"):
-        made = models.from_scratch(SHAPE, words, max_positions=256)
+        made = from_scratch(SHAPE, words, max_positions=256)
         if name != "sft":
             made = TokenScores.from_policy(models_here / "models/sft", torch.Generator()).model
             parents = {"parents": {"sft": contracts.fingerprint(models_here / "models/sft")}}
         shutil.rmtree(models_here / "models" / name)
-        models.save(made, words, models_here / "models" / name, identity=parents, card="a card")
+        save_checkpoint(made, words, models_here / "models" / name, identity=parents, card="a card")
     section = {"url": None, "command": command(), "start_seconds": START_SECONDS, "timeout_seconds": 120.0}
     changes = {
-        "ppo.engine": ENGINE | section, "data.max_completion_tokens": 64, "ppo.response_length": 64,
+        "ppo.sampler": ENGINE | section, "data.max_completion_tokens": 64, "ppo.response_length": 64,
         "ppo.rollout_batch_size": 32, "ppo.total_episodes": 96, "tracking.enabled": False,
         "resume.every_seconds": 1e-6,
     }  # fmt: skip
@@ -236,7 +242,7 @@ def test_two_processes_that_share_the_weights_learn_from_one_server(
     for stage in ("prepare", "base", "sft", "preferences", "reward"):
         toy.run(stage, settings)
     engine = ENGINE | {"url": None, "command": command(), "start_seconds": 240.0, "timeout_seconds": 120.0}
-    toy.write_params(launch={"num_processes": 2, "layout": "fsdp2"}, ppo={"engine": engine})
+    toy.write_params(launch={"num_processes": 2, "parallelism": "fsdp2"}, ppo={"sampler": engine})
     stages.rlhf("ppo")
     rows = [row for row in stages.curve("ppo") if row["engine/logprob_diff_max"]]
     print("logprob_diff_max:", *(row["engine/logprob_diff_max"] for row in rows))

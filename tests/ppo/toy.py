@@ -1,29 +1,50 @@
-"""A PPO trainer of models with a few thousand weights, and what the tests of PPO make of it."""
+"""PPO of models with a few thousand weights, and what the tests of PPO make of it."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlhf_tasks.config.training import Lora
-from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.modeling import models
-from rlhf_tasks.ppo.batch import PPOBatch
+from rlhf_tasks.config import Lora, Ppo
+from rlhf_tasks.data.batches import Ids, TokenBudget
+from rlhf_tasks.data.columns import NONE
+from rlhf_tasks.modeling.load import add_lora
+from rlhf_tasks.ppo import train as loop
+from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.engines.protocol import Answers, Engine
-from rlhf_tasks.ppo.reference import AdapterOff, OwnModel, Reference
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic, Rollout, ValueHead, lengths_mask, pad_rows
-from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.ppo.evaluate import Evaluator
+from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
+from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.rollout import (
+    ActorCritic,
+    AdapterOff,
+    FrozenCopy,
+    NoCritic,
+    Reference,
+    Rollout,
+    ValueHead,
+    pad_rows,
+    score_rollout,
+)
+from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
+from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.tracking import NullTracker, Tracker
+from rlhf_tasks.training.checkpoint import Checkpoint, Nowhere
 from rlhf_tasks.training.runtime import Runtime
-from rlhf_tasks.training.supervised import LanguageModelling
+from rlhf_tasks.training.state import State
+from rlhf_tasks.training.supervised import LanguageModeling
 from tests import small
 from tests.ppo import standin
 from tests.small import EOS, PAD
@@ -34,7 +55,7 @@ QUERIES, _ = small.rows(16, longest=6)
 ONE_STEP: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
 
 
-DEMONSTRATIONS = LanguageModelling(*small.rows(24, seed=5), pad=PAD)
+DEMONSTRATIONS = LanguageModeling(*small.rows(24, seed=5), pad=PAD)
 
 
 def share_of_token_5(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
@@ -54,11 +75,26 @@ class Planted:
         return parts["planted"]
 
 
+class NoEvaluation(Evaluator):
+    """Evaluates nothing, and keeps no weights."""
+
+    def __init__(self) -> None:
+        pass
+
+    def evaluate(self, *_: Any, **__: Any) -> Metrics:
+        return {}
+
+    def show(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        return []
+
+
 ENGINE: dict[str, Any] = {
-    "kind": "vllm", "url": "http://127.0.0.1:8000", "command": None, "weights_folder": None,
-    "transfer": "folder", "ahead": 0, "importance_cap": 2.0, "max_logprob_diff": 1e-3,
-    "start_seconds": 60.0, "timeout_seconds": 60.0,
-}  # fmt: skip
+    "kind": "vllm",
+    "url": "http://127.0.0.1:8000",
+    "max_logprob_diff": 1e-3,
+    "start_seconds": 60.0,
+    "timeout_seconds": 60.0,
+}
 
 
 class InMemory:
@@ -84,38 +120,225 @@ class InMemory:
         pass
 
 
-def trainer(
+class Memory(Nowhere):
+    """Snapshots in memory, by their step; `load` gives the newest of those that it was made with."""
+
+    def __init__(self, saved: dict[int, State] | None = None) -> None:
+        self.saved = dict(saved or {})
+
+    def load(self) -> State | None:
+        return copy.deepcopy(self.saved[max(self.saved)]) if self.saved else None
+
+    def due(self) -> bool:
+        return True
+
+    def save(self, step: int, state: State) -> None:
+        self.saved[step] = copy.deepcopy(state)
+
+
+class EstimateEnds(Exception):
+    """Ends an update between its advantages and its epochs."""
+
+
+@contextmanager
+def given(rollout: Rollout) -> Iterator[None]:
+    """Within the block every update has this rollout of all ranks, whatever was sampled."""
+
+    def score(rt: Runtime, *_: Any, **__: Any) -> Rollout:
+        return share(rollout, rt)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "score_rollout", score)
+        yield
+
+
+def share(rollout: Rollout, rt: Runtime) -> Rollout:
+    """The rows of one rank."""
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: rows(part) for name, part in value.items()}
+        return value if isinstance(value, int) else value[rt.rank :: rt.world_size]
+
+    return replace(rollout, **{field.name: rows(getattr(rollout, field.name)) for field in fields(Rollout)})
+
+
+@dataclass
+class Toy:
+    """A training that the tests look into between its updates."""
+
+    rt: Runtime
+    config: Ppo
+    actor_critic: ActorCritic
+    scorers: Planted
+    pad: int
+    state: TrainState
+    ptx: LanguageModeling | None
+    loss: PolicyLoss
+    estimator: Estimator
+    clock: Callable[[], float]
+    evaluator: Evaluator
+    tracker: Tracker
+    snapshots: Checkpoint
+    faults: Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all tests, with the padding of this one."""
+        words = copy.deepcopy(small.tokenizer())
+        words.pad_token_id = self.pad
+        return words
+
+    @property
+    def updates(self) -> Iterator[Metrics]:
+        """The updates that remain."""
+        return loop.train(
+            self.rt,
+            self.config,
+            self.state,
+            self.actor_critic,
+            prompts=QUERIES,
+            columns=NONE,
+            scorers=self.scorers,
+            loss=self.loss,
+            estimator=self.estimator,
+            evaluator=self.evaluator,
+            ptx=self.ptx,
+            tokenizer=self.tokenizer,
+            stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
+            tracker=self.tracker,
+            snapshots=self.snapshots,
+            faults=self.faults,
+            clock=self.clock,
+        )
+
+    @property
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.actor_critic.parameters()])
+
+    def sample(self) -> Rollout:
+        """The scored responses to QUERIES, without advantages."""
+        sampler, num_samples = self.state.sampler, self.config.samples_per_prompt
+        queries = QUERIES[: len(QUERIES) // num_samples]
+        sampler.submit(queries, 0)
+        return score_rollout(
+            self.rt,
+            self.config,
+            self.actor_critic,
+            self.state.reference,
+            self.scorers,
+            queries * num_samples,
+            sampler.collect(0),
+            NONE,
+            tokenizer=self.tokenizer,
+            stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
+            budget=TokenBudget(self.config.micro_batch_tokens),
+            is_on_policy=sampler.name is None,
+        )
+
+    def estimate(self, rollout: Rollout | None = None) -> tuple[Rollout, Metrics]:
+        """A rollout (by default `sample`) with its advantages, and what an update measures of it.
+
+        No weight changes.
+        """
+        found = list[tuple[Rollout, Metrics]]()
+
+        def end(metrics: Metrics, rollout: Rollout) -> None:
+            found.append((rollout, metrics))
+            raise EstimateEnds
+
+        rollout = rollout or self.sample()
+        with given(rollout), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "require_finite", end)
+            with pytest.raises(EstimateEnds):
+                next(self._for(rollout).updates)
+        return found[0]
+
+    def learn(self, rollout: Rollout) -> Metrics:
+        """One update on a rollout, by its own advantages and returns."""
+        own = {"whiten_advantages": False, "advantage_clip": None}
+        one = replace(
+            self._for(rollout, own),
+            estimator=lambda rewards, given, config: (given.advantages, given.returns),
+        )
+        with given(rollout):
+            return next(one.updates)
+
+    def _for(self, rollout: Rollout, changes: dict[str, Any] | None = None) -> Toy:
+        """This training, with updates of so many episodes and at least one more of them."""
+        size = len(rollout.queries)
+        episodes = max(self.config.total_episodes, size * (self.state.update + 1))
+        sizes = {"rollout_batch_size": size, "total_episodes": episodes}
+        return replace(self, config=self.config.model_copy(update=sizes | (changes or {})))
+
+
+def toy(
     reward: Callable[[Sequence[Ids], Sequence[Ids]], Tensor] = share_of_token_5,
     reference_seed: int = 0,
     actor_critic: ActorCritic | None = None,
     reference: Reference | None = None,
-    demonstrations: LanguageModelling | None = None,
+    text: LanguageModeling | None = None,
     rt: Runtime | None = None,
-    tokenizer: Tokenizer | None = None,
+    pad: int = PAD,
     engine: Engine | None = None,
     engine_section: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    loss: PolicyLoss = ppo_clip,
+    estimator: Estimator | None = None,
+    evaluator: Evaluator | None = None,
+    tracker: Tracker | None = None,
+    snapshots: Checkpoint | None = None,
+    faults: Path = Path("faults"),
+    seed: int = 1,
     **changes: Any,
-) -> Trainer:
-    """A trainer with the same weights, prompts and random numbers each time."""
+) -> Toy:
+    """A training with the same weights, prompts and random numbers each time."""
     rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
-    settings = small.ppo(**changes, **({"engine": engine_section} if engine_section else {}))
-    critic = small.scores(seed=3) if settings.value_model else NoCritic()
+    config = small.ppo(**changes, **({"sampler": engine_section} if engine_section else {}))
+    critic = small.scores(seed=3) if config.critic else NoCritic()
     rt.freeze(frozen)
-    return Trainer(
-        rt, settings,
-        actor_critic or ActorCritic(small.causal(), critic),
-        reference or OwnModel(frozen, moves="reference_sync" in changes),
-        Planted(reward), tokenizer or small.tokenizer(), QUERIES,
-        seed=1, demonstrations=demonstrations, engine=engine, clock=clock,
-    )  # fmt: skip
+    actor_critic = actor_critic or ActorCritic(small.causal(), critic)
+
+    def make_sampler(generator: torch.Generator) -> Sampler:
+        stop = EOS if config.stop_token == "eos" else config.stop_token
+        if engine is None:
+            return PolicySampler(rt, config, actor_critic.policy, generator, stop=stop, pad=pad)
+        return VllmSampler(rt, config, actor_critic.policy, generator, engine, stop=stop)
+
+    state = begin(
+        rt,
+        config,
+        actor_critic,
+        reference or FrozenCopy(frozen, moves="reference_sync" in changes),
+        make_sampler,
+        num_prompts=len(QUERIES),
+        num_demonstrations=len(text.queries) if text else 0,
+        seed=1,
+    )
+    return Toy(
+        rt=rt,
+        config=config,
+        actor_critic=actor_critic,
+        scorers=Planted(reward),
+        pad=pad,
+        state=state,
+        ptx=text,
+        loss=loss,
+        estimator=estimator or ESTIMATORS[config.advantages.kind],
+        clock=clock,
+        evaluator=evaluator or NoEvaluation(),
+        tracker=tracker or NullTracker("ppo"),
+        snapshots=snapshots or Nowhere(),
+        faults=faults,
+    )
 
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:
     """The changes for an estimator that needs no critic; advantages are not whitened."""
-    nulls = dict.fromkeys(("value_model", "critic_init", "cliprange_value", "vf_coef", "lam"))
-    own = {"advantages": advantages, "samples_per_prompt": num_samples, "whiten_advantages": False}
-    return own | nulls
+    return {
+        "advantages": {"kind": advantages, "samples_per_prompt": num_samples},
+        "whiten_advantages": False,
+    }
 
 
 def shared() -> ActorCritic:
@@ -123,51 +346,47 @@ def shared() -> ActorCritic:
 
 
 def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
-    policy = models.with_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
+    policy = add_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
     if value is None:
         return ActorCritic(policy, NoCritic()), AdapterOff(policy)
     critic = small.scores(seed=3) if value == "separate" else ValueHead(small.HIDDEN)
     return ActorCritic(policy, critic), AdapterOff(policy)
 
 
-def parameters(one: Trainer) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in one.actor_critic.parameters()])
-
-
-def sampled_rollout(one: Trainer) -> Rollout:
-    """The responses to QUERIES, scored."""
-    return one.collector.score(QUERIES, one.collector.sample(QUERIES))
-
-
-def sampled_batch(one: Trainer) -> PPOBatch:
-    return one.estimator.estimate(sampled_rollout(one))[0]
-
-
-def without_gains(ppo_batch: PPOBatch) -> PPOBatch:
-    """The batch with advantages of zero and a critic that is right: only the other losses have a gradient."""
-    zero = torch.zeros_like(ppo_batch.advantages)
-    return PPOBatch(ppo_batch.rollout, zero, ppo_batch.rollout.values, ppo_batch.kl_coef)
-
-
-def from_older_policy(ppo_batch: PPOBatch) -> PPOBatch:
-    """The same batch as if an older policy and critic, farther away, had made it."""
-    rollout = ppo_batch.rollout
-    return replace(
-        ppo_batch, rollout=replace(rollout, logprobs=rollout.ref_logprobs, values=rollout.values / 2)
-    )
-
-
 def hand_made_rollout() -> Rollout:
     """Two responses: 2 tokens with EOS, and 3 tokens without."""
+    zeros = torch.zeros(2, 4)
     return Rollout(
         queries=[[4], [5, 6]],
         responses=[[7, EOS], [8, 9, 10]],
         ended=torch.tensor([True, False]),
-        mask=lengths_mask([2, 3], 4),
+        mask=torch.tensor([[True, True, False, False], [True, True, True, False]]),
         logprobs=pad_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])], 4),
         ref_logprobs=pad_rows([torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])], 4),
-        values=torch.zeros(2, 4),
-        last_values=torch.zeros(2),
+        values=zeros,
+        bootstrap_values=torch.zeros(2),
         scores=torch.tensor([2.0, 6.0]),
         parts={"planted": torch.tensor([2.0, 6.0])},
+        importance=torch.ones(2, 4),
+        advantages=zeros,
+        returns=zeros,
+        pad=PAD,
     )
+
+
+def without_gains(rollout: Rollout) -> Rollout:
+    """With advantages of zero and a critic that is right: only the other losses have a gradient."""
+    return replace(rollout, advantages=torch.zeros_like(rollout.advantages), returns=rollout.values)
+
+
+def from_older_policy(rollout: Rollout) -> Rollout:
+    """The same rollout as if an older policy and critic, farther away, had made it."""
+    return replace(rollout, logprobs=rollout.ref_logprobs, values=rollout.values / 2)
+
+
+def untimed(history: Sequence[Metrics]) -> list[Metrics]:
+    """Without what a clock has measured."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "eps")) and "seconds" not in k}
+        for row in history
+    ]

@@ -13,7 +13,7 @@ from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.responses import sample
 from rlhf_tasks.evaluation.results import EvaluationResults
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import cost
 from tests import small, toy
@@ -38,7 +38,7 @@ def test_the_kl_and_its_standard_error_equal_those_of_a_slow_loop(models_here: P
         POLICY, prompts, paths=paths, max_new_tokens=8, temperature=0.7, seed=given.seed, device=CPU
     ).ids
     queries = encode(load_tokenizer(SFT), prompts)
-    policy, sft = (models.load_causal(folder).eval() for folder in (POLICY, SFT))
+    policy, sft = (load_causal(folder).eval() for folder in (POLICY, SFT))
     sums = []
     for query, response in zip(queries, responses, strict=True):
         ours, theirs = (

@@ -15,7 +15,8 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import config, console
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import save_checkpoint
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.promotion.record import verdict_file
 from rlhf_tasks.tracking.store import embedded_uri
@@ -38,7 +39,7 @@ def judged(folder: Path, seed: int) -> str:
     with torch.no_grad():
         for weight in policy.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-4)
-    models.save(policy, words, folder / "models/policy", identity=identity, card="a")
+    save_checkpoint(policy, words, folder / "models/policy", identity=identity, card="a")
     atomic.write_json(folder / "metrics/ppo.json", {"selected_kl": 1.25, "selected_kl_standard_error": 0.1})
     atomic.write_json(folder / "models/lineage/ppo.json", {"rlhf.run": f"ppo-{seed}"})
     toy.run("judge", config.load())

@@ -17,7 +17,7 @@ from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.tables import Chat, Message
 from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import TokenScores, load_classifier, save_checkpoint, score_head
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
@@ -181,10 +181,10 @@ def foreign(tmp_path: Path) -> Path:
     """A reward model of another family, with a byte-level tokenizer."""
     words, folder = bytes_tokenizer(), tmp_path / "foreign"
     causal = small.causal("qwen2", 3, words)
-    models.save(causal, words, tmp_path / "base", identity={}, card="")
-    made = models.TokenScores.from_policy(tmp_path / "base", torch.Generator().manual_seed(5))
+    save_checkpoint(causal, words, tmp_path / "base", identity={}, card="")
+    made = TokenScores.from_policy(tmp_path / "base", torch.Generator().manual_seed(5))
     made.set_mean(0.125)
-    models.save(made.model, words, folder, identity={}, card="")
+    save_checkpoint(made.model, words, folder, identity={}, card="")
     return folder
 
 
@@ -203,14 +203,14 @@ def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alon
     queries, responses = small.rows(9)
     found = load(foreign, max_tokens)(given(queries, responses))
     policy, own = small.tokenizer(), bytes_tokenizer()
-    loaded = models.load_classifier(foreign)
+    loaded = load_classifier(foreign)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
         end = [int(own.eos_token_id)] if response[-1] == small.EOS else []
         text = policy.decode([token for token in response if token != small.EOS])
         ids = own(policy.decode(query))["input_ids"] + own(text)["input_ids"] + end
         with torch.no_grad():
             hidden = loaded.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
-            alone = float(models.head_of(loaded)(hidden)) - 0.125
+            alone = float(score_head(loaded)(hidden)) - 0.125
         assert float(found[row]) == pytest.approx(alone, abs=1e-5)
 
 
@@ -233,10 +233,10 @@ def test_the_start_of_a_query_is_cut_where_the_model_cannot_read_all(
     found = [float(scorer(given([query], [response]))[0]) for _ in range(2)]
     policy, own = small.tokenizer(), bytes_tokenizer()
     ids = own(policy.decode(query))["input_ids"] + own(policy.decode(response))["input_ids"]
-    loaded = models.load_classifier(foreign)
+    loaded = load_classifier(foreign)
     with torch.no_grad():
         hidden = loaded.base_model(torch.tensor([ids[-128:]])).last_hidden_state[0, -1]
-        alone = float(models.head_of(loaded)(hidden)) - 0.125
+        alone = float(score_head(loaded)(hidden)) - 0.125
     assert len(ids) > 128
     assert found == pytest.approx([alone, alone], abs=1e-5)
     assert capsys.readouterr().out.count("foreign can read 128 tokens") == 1
@@ -260,14 +260,14 @@ def test_a_conversation_loses_its_start_and_its_answer_never() -> None:
 def test_a_reward_model_that_answers_otherwise_in_a_batch_is_refused(
     foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_reward = models.load_reward
+    load_reward = load_reward
 
-    def unmasked(folder: Path) -> models.TokenScores:
+    def unmasked(folder: Path) -> TokenScores:
         scores = load_reward(folder)
         wrap(scores.model.base_model, unmask)
         return scores
 
-    monkeypatch.setattr(models, "load_reward", unmasked)
+    monkeypatch.setattr("rlhf_tasks.modeling.scorers.load_reward", unmasked)
     with pytest.raises(UserError, match=r"foreign fails the check before training[^√]*padded batch"):
         load(foreign)
 

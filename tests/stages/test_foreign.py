@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.modeling.load import load_causal, load_reward
 from tests import toy
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
@@ -62,7 +63,7 @@ def test_a_foreign_base_goes_through_every_stage(family: str) -> None:
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values()), stage
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
     assert identity("models/sft")["parents"] == {"base": contracts.fingerprint(Path("models/base"))}
-    assert models.load_causal("models/policy").config.model_type == family
+    assert load_causal("models/policy").config.model_type == family
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "qwen2"])
@@ -70,7 +71,7 @@ def test_other_families_take_a_step_of_sft_reward_and_ppo(family: str) -> None:
     settings = prepared(family)
     for stage in ("sft", "preferences", "reward", "ppo"):
         toy.run(stage, settings)
-    assert models.load_reward("models/reward").model.config.model_type == family
+    assert load_reward("models/reward").model.config.model_type == family
 
 
 def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() -> None:
@@ -80,7 +81,7 @@ def test_a_family_without_a_classifier_goes_through_every_stage_that_scores() ->
     for stage in ("sft", "preferences", "reward", "ppo", "judge"):
         metrics = toy.run(stage, settings)
     assert 0 <= metrics["reward_model/policy_vs_sft/win_rate"] <= 1
-    found = models.load_reward("models/reward").model.config
+    found = load_reward("models/reward").model.config
     assert (found.architectures, found.logits_scaling) == (["GraniteForTokenScores"], 3.0)
 
 
@@ -109,10 +110,10 @@ def assert_same_weights(first: str, second: str) -> None:
 
 def test_weights_stored_in_bf16_are_read_as_float32() -> None:
     toy.foreign("foreign/base", "llama", dtype=torch.bfloat16)
-    model = models.load_causal("foreign/base")
+    model = load_causal("foreign/base")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     toy.foreign("foreign/reward", "llama", dtype=torch.bfloat16, labels=1)
-    assert {p.dtype for p in models.load_reward("foreign/reward").parameters()} == {torch.float32}
+    assert {p.dtype for p in load_reward("foreign/reward").parameters()} == {torch.float32}
 
 
 def test_a_different_pad_token_is_the_same_tokenizer() -> None:
@@ -179,13 +180,17 @@ def test_another_eos_token_is_refused() -> None:
     words = toy.tokenizer()
     words.eos_token = "now"
     toy.foreign("foreign/sft", "gpt2", words=words)
-    refused("sft", with_sft(), "foreign/sft ends responses with 'now', but data/tokenizer with '<eos>'")
+    refused("sft", with_sft(), "tokenizer than .*data/tokenizer: responses end with '<eos>' and 'now'")
 
 
 def test_another_chat_template_is_refused() -> None:
     prepared("gpt2")
     toy.foreign("foreign/sft", "gpt2", words=toy.tokenizer(chat_template=toy.CHAT))
-    refused("sft", with_sft(), "foreign/sft has another chat template than data/tokenizer")
+    refused(
+        "sft",
+        with_sft(),
+        "foreign/sft has another tokenizer than .*data/tokenizer: their chat templates differ",
+    )
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused() -> None:
@@ -216,22 +221,22 @@ def test_a_reward_model_is_refused_as_sft_model(family: str) -> None:
     """GPT-2's LM head is its embedding: nothing would be missing, only the score head be left over."""
     toy.foreign("foreign/sft", family, labels=1)
     with pytest.raises(ContractError, match="give a language model"):
-        models.load_causal("foreign/sft")
+        load_causal("foreign/sft")
 
 
 @pytest.mark.parametrize("family", toy.FAMILIES)
 def test_a_reward_model_without_its_trained_head_is_refused(family: str) -> None:
     toy.foreign("foreign/reward", family)
     with pytest.raises(
-        ContractError, match=r"lacks its trained head: score\.weight would be newly initialised"
+        ContractError, match=r"lacks its trained head: score\.weight would be newly initialized"
     ):
-        models.load_reward("foreign/reward")
+        load_reward("foreign/reward")
 
 
 def test_a_classifier_of_several_labels_is_refused_as_reward_model() -> None:
     toy.foreign("foreign/reward", "llama", labels=3)
     with pytest.raises(ContractError, match="has 3 labels, and a reward model has one score"):
-        models.load_reward("foreign/reward")
+        load_reward("foreign/reward")
 
 
 def test_a_missing_weight_is_an_error() -> None:
@@ -242,7 +247,7 @@ def test_a_missing_weight_is_an_error() -> None:
     with pytest.raises(
         ContractError, match=r"lacks weights: model.layers.1.mlp.up_proj.weight would be newly"
     ):
-        models.load_causal("foreign/base")
+        load_causal("foreign/base")
 
 
 def test_the_reward_model_is_checked_before_anything_is_trained() -> None:

@@ -20,7 +20,8 @@ from rlhf_tasks.evaluation.human_labels import Label, Pair
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.evaluation.results import EvaluationResults, Interval
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker
@@ -241,8 +242,8 @@ def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = Path("models/policy")
-    models.save(
-        models.load_causal(policy), load_tokenizer(policy), policy, card="a card",
+    save_checkpoint(
+        load_causal(policy), load_tokenizer(policy), policy, card="a card",
         identity=contracts.identity("policy", {"reward": contracts.fingerprint(Path("models/reward"))}),
     )  # fmt: skip
     console.set_quiet(False)

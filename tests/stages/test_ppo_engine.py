@@ -17,10 +17,11 @@ import torch
 from ruamel.yaml import YAML
 
 from rlhf_tasks.cli import main as cli
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.ppo.engines import ipc
 from rlhf_tasks.ppo.engines.protocol import EngineGone
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import State
 from tests import small
 from tests.ppo import standin
@@ -33,7 +34,7 @@ from tests.stages.test_ppo_guards import Killed
 def section(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts, with options of the stand-in."""
     words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"ppo.engine": ENGINE | {"url": None, "command": words, **changes}}
+    return {"ppo.sampler": ENGINE | {"url": None, "command": words, **changes}}
 
 
 def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Path) -> None:
@@ -103,25 +104,25 @@ def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself
 ) -> None:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(small.ROOT / name, Path())
-    save = resume.Snapshots.save
+    save = checkpoint.Checkpoint.save
 
-    def saved(self: resume.Snapshots, step: int, state: State) -> None:
+    def saved(self: checkpoint.Checkpoint, step: int, state: State) -> None:
         save(self, step, state)
         if step == 2:
             raise Killed
 
     with standin.serving() as server:
-        changes = {"ppo.engine": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
+        changes = {"ppo.sampler": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
         monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
         run(**changes)
-        weights = models.load_causal(POLICY).state_dict()
+        weights = load_causal(POLICY).state_dict()
         monkeypatch.setenv("RLHF_STATE_DIR", "killed")
         with monkeypatch.context() as patch:
-            patch.setattr(resume.Snapshots, "save", saved)
+            patch.setattr(checkpoint.Checkpoint, "save", saved)
             with pytest.raises(Killed):
                 run(**changes)
         run(**changes)
-    resumed = models.load_causal(POLICY).state_dict()
+    resumed = load_causal(POLICY).state_dict()
     # a server rounds by what it samples together, so that the bytes may differ
     assert max(float((resumed[name] - weights[name]).abs().max()) for name in weights) < 1e-5
 

@@ -12,12 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import State
 from tests import small
 from tests.stages.test_ppo import POLICY, SAMPLES, SETTINGS, run
@@ -30,7 +31,7 @@ def plain(series: list[dict[str, float]]) -> list[dict[str, float]]:
 EVERYTHING = {
     "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2}, "ppo.ptx": {"coef": 0.1, "text": None},
     "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
-    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
+    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9},
     "ppo.reference_sync": {"every": 1, "alpha": 0.5}, "resume.every_seconds": 1e-6,
 }  # fmt: skip
 
@@ -106,9 +107,9 @@ def assert_a_kill_changes_nothing(
         patch.setenv("RLHF_STATE_DIR", "uninterrupted")
         metrics, series = run(**changes)
     weights, samples = contracts.fingerprint(POLICY), pq.read_table(SAMPLES / "samples.parquet")
-    save = resume.Snapshots.save
+    save = checkpoint.Checkpoint.save
 
-    def saved(self: resume.Snapshots, step: int, state: State) -> None:
+    def saved(self: checkpoint.Checkpoint, step: int, state: State) -> None:
         save(self, step, state)
         if step == after:
             raise Killed
@@ -117,7 +118,7 @@ def assert_a_kill_changes_nothing(
         fault(patch)
         patch.setenv("RLHF_STATE_DIR", "killed")
         with patch.context() as inner:
-            inner.setattr(resume.Snapshots, "save", saved)
+            inner.setattr(checkpoint.Checkpoint, "save", saved)
             with pytest.raises(Killed):
                 run(**changes)
         again, series_again = run(**changes)
@@ -132,8 +133,8 @@ def assert_a_kill_changes_nothing(
     [
         {},
         EVERYTHING,
-        {"ppo.lora": {"r": 4, "alpha": 8.0, "value": True}},
-        {"ppo.value_model": "shared", "ppo.critic_init": "sft"},
+        {"ppo.lora": {"r": 4, "alpha": 8.0}, "ppo.advantages.critic.lora": {"r": 4, "alpha": 8.0}},
+        {"ppo.advantages.critic.kind": "shared"},
     ],
     ids=["default", "everything", "lora", "shared"],
 )
@@ -213,7 +214,7 @@ def roll_back() -> dict[str, Any]:
         "eos_share_min": 0.0,
     }
     planted = guards(action="roll_back", kl_max=50.0, kl_coef_factor=10.0, **calm)
-    return {"ppo.truncation": "none", "ppo.guards": planted}
+    return {"ppo.truncation.kind": "none", "ppo.guards": planted}
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_the_second_update_is_repeated_after_each_roll_back(
     )
     coefs = [history[row]["objective/kl_coef"] for row in tries]
     assert coefs == pytest.approx([0.03, 0.3, 3.0])
-    weights = models.load_causal(POLICY).state_dict().values()
+    weights = load_causal(POLICY).state_dict().values()
     assert all(bool(value.isfinite().all()) for value in weights)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import TokenScores, load_causal, load_reward, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
@@ -26,15 +26,17 @@ def run_with(family: str, value_model: str = "separate", **changes: Any) -> None
     shutil.rmtree(folder)
     folder.mkdir()
     model = families.causal(family, vocab_size=len(words), eos_token_id=words.eos_token_id, **changes)
-    models.save(model, words, folder, identity={}, card="a card")
-    settings = small.view("ppo", SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.value_model": value_model})
+    save_checkpoint(model, words, folder, identity={}, card="a card")
+    settings = small.view(
+        "ppo", SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.advantages.critic.kind": value_model}
+    )
     ppo.run(settings, Paths(), NullTracker("ppo"))
 
 
 @pytest.mark.parametrize("family", ["gpt_bigcode", "qwen3_next"])
 def test_ppo_trains_families_of_other_kinds(family: str, models_here: Path) -> None:
     run_with(family)
-    assert models.load_causal(models_here / "models/policy").config.model_type == family
+    assert load_causal(models_here / "models/policy").config.model_type == family
 
 
 def test_a_family_whose_state_keeps_rows_that_have_ended_is_refused(models_here: Path) -> None:
@@ -47,15 +49,15 @@ def test_a_family_whose_state_keeps_rows_that_have_ended_is_refused(models_here:
 def test_a_held_out_reward_model_that_answers_otherwise_in_a_batch_is_refused(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = models.load_reward
+    load = load_reward
 
-    def load_unmasked(folder: Path) -> models.TokenScores:
+    def load_unmasked(folder: Path) -> TokenScores:
         scores = load(folder)
         if folder == Paths().reward_heldout:
             wrap(scores.model.base_model, unmask)
         return scores
 
-    monkeypatch.setattr(models, "load_reward", load_unmasked)
+    monkeypatch.setattr(ppo, "load_reward", load_unmasked)
     with pytest.raises(UserError, match="models/reward_heldout fails the check before training"):
         ppo.run(small.view("ppo", SETTINGS), Paths(), NullTracker("ppo"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,22 @@ def test_no_pairs_are_an_error(models_here: Path) -> None:
     assert len(run()[1]["train"]) > 0
 
 
+def test_given_pairs_alone_load_no_model(models_here: Path) -> None:
+    shutil.rmtree(Paths().sft)
+    metrics, found = run(**{"preferences.num_prompts": 0})
+    assert [len(found[s]) for s in SPLITS] == [len(read_table(Paths(), "preferences", s)) for s in SPLITS]
+    assert metrics["pairs/train/sft_samples"] == 0
+
+
+def test_progress_counts_the_responses(models_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    assert (
+        "preferences: 72/72 responses" in capsys.readouterr().out
+    )  # two samples, (12 + 3 + 3) prompts, twice
+
+
 def test_without_reward_training_nothing_is_sampled(models_here: Path) -> None:
-    (Paths().sft / "model.safetensors").unlink()  # nothing loads it
+    shutil.rmtree(Paths().sft)  # nothing loads it
     metrics, tables = run(**small.WITHOUT_REWARD)
     assert tables == {"train": [], "validation": [], "test": []}
     assert set(metrics.values()) == {0}

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids, encode, encode_answers, fork, load_tokenizer, read_table
-from rlhf_tasks.modeling import contracts, models
-from rlhf_tasks.modeling.models import TokenScores
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import (
+    TokenScores,
+    load_causal,
+    load_reward,
+    save_checkpoint,
+    score_head,
+    supports_shared_prefix,
+)
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.reward_model import RewardModel
@@ -78,9 +85,9 @@ def test_the_lm_term_is_the_mean_nll_of_each_chosen_answer(pad: int) -> None:
 @pytest.mark.parametrize("family", [*small.CHANGING, "opt", "olmoe"])
 def test_the_lm_term_is_that_of_the_policys_own_logits_in_float64(family: str, tmp_path: Path) -> None:
     """Also where the policy changes the states before its head or the logits after it."""
-    models.save(small.other(family), small.tokenizer(), tmp_path, identity={}, card="")
+    save_checkpoint(small.other(family), small.tokenizer(), tmp_path, identity={}, card="")
     scores = TokenScores.from_policy(tmp_path, torch.Generator().manual_seed(1))
-    learner, exact = Learner(scores, models.load_causal(tmp_path)), small.in_float64(family)
+    learner, exact = Learner(scores, load_causal(tmp_path)), small.in_float64(family)
     plain = pairs().sums(learner, range(6), torch.device("cpu"))["loss"]
     found = pairs(lm_coef=0.3).sums(learner, range(6), torch.device("cpu"))["loss"]
     nlls = []
@@ -109,7 +116,7 @@ def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Fa
         gradients = [p.grad.flatten() for p in learner.parameters() if p.grad is not None]
         return {key: value.item() for key, value in sums.items()}, torch.cat(gradients)
 
-    assert models.takes_forks(small.scores(family).model)
+    assert supports_shared_prefix(small.scores(family).model)
     (twice, expected), (once, gradient) = found(False, QUERIES), found(True, QUERIES)
     assert once == pytest.approx(twice, rel=1e-4, abs=1e-5)
     torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
@@ -153,7 +160,7 @@ def test_responses_in_one_row_do_not_see_each_other() -> None:
 def test_a_model_with_a_sliding_window_reads_each_prompt_twice() -> None:
     model = small.scores("qwen2").model
     model.config.sliding_window = 4
-    assert not models.takes_forks(model)
+    assert not supports_shared_prefix(model)
 
 
 def test_micro_batches_change_no_sum_of_pairs() -> None:
@@ -190,13 +197,13 @@ def mean_score_of_demonstrations(folder: Path) -> float:
     words, rows = load_tokenizer(folder), read_table(Paths(), "sft", "train")
     queries = encode(words, [row["prompt"] for row in rows])
     answers = encode_answers(words, [row["completion"] for row in rows])
-    return small.last_scores_alone(models.load_reward(folder).eval(), queries, answers).mean().item()
+    return small.last_scores_alone(load_reward(folder).eval(), queries, answers).mean().item()
 
 
 def test_demonstrations_score_zero_on_average_and_still_do_after_loading(models_here: Path) -> None:
     reward.run(small.view("reward", SMALL), Paths(), NullTracker())
     for name, folder in OUTS.items():
-        assert models.load_reward(folder).mean != 0, name
+        assert load_reward(folder).mean != 0, name
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
 
 
@@ -206,7 +213,7 @@ def test_the_stage_measures_both_models_and_names_its_parent(models_here: Path) 
     assert {f"{prefix}{key}" for prefix in ("", "heldout/") for key in keys} <= set(metrics)
     assert 0 <= metrics["accuracy/low"] <= metrics["accuracy"] <= metrics["accuracy/high"] <= 1
     parent = {"sft": contracts.fingerprint(Path("models/sft"))}
-    assert [contracts.identity_of(out)["parents"] for out in OUTS.values()] == [parent, parent]
+    assert [contracts.read_identity(out)["parents"] for out in OUTS.values()] == [parent, parent]
     first, second = (contracts.fingerprint(out) for out in OUTS.values())
     assert first != second
 
@@ -219,22 +226,6 @@ def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
     assert trained() == trained()
 
 
-def test_two_processes_make_what_one_makes(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(pairs_worth_a_process: int) -> tuple[dict[str, float], list[dict[str, float]], list[bytes]]:
-        monkeypatch.setattr(reward, "PAIRS_WORTH_A_PROCESS", pairs_worth_a_process)
-        tracker = NullTracker("reward")
-        metrics = reward.run(small.view("reward", SMALL), Paths(), tracker)
-        return metrics, tracker.history(), [(out / "model.safetensors").read_bytes() for out in OUTS.values()]
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert made(0) == made(10**9)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_an_existing_reward_model_without_its_head_is_an_error(models_here: Path) -> None:
     with pytest.raises(contracts.ContractError, match="models/base lacks its trained head"):
         reward.run(small.view("reward", {"reward.from": "models/base"}), Paths(), NullTracker())
@@ -243,9 +234,9 @@ def test_an_existing_reward_model_without_its_head_is_an_error(models_here: Path
 def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here: Path) -> None:
     lora = {"reward.lora": {"r": 2, "alpha": 4.0}}
     reward.run(small.view("reward", SMALL | lora), Paths(), NullTracker())
-    start = models.load_causal(Paths().sft).base_model.state_dict()
+    start = load_causal(Paths().sft).base_model.state_dict()
     for name, folder in OUTS.items():
-        found = models.load_reward(folder)  # a plain model, or keys would be missing
+        found = load_reward(folder)  # a plain model, or keys would be missing
         changed = {
             key for key, weight in found.model.base_model.state_dict().items()
             if not torch.equal(weight, start[key])
@@ -259,7 +250,7 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here:
             )
         seed = 1 + 1000 * (name == "reward_heldout")
         fresh = TokenScores.from_policy(Paths().sft, torch.Generator().manual_seed(seed))
-        assert not torch.equal(models.head_of(found.model).weight, models.head_of(fresh.model).weight)
+        assert not torch.equal(score_head(found.model).weight, score_head(fresh.model).weight)
         assert mean_score_of_demonstrations(folder) == pytest.approx(0, abs=1e-4)
     assert OUTS["reward"].joinpath("README.md").read_text(encoding="utf-8").count("reward.lora.r") == 1
 
@@ -267,9 +258,9 @@ def test_adapters_are_trained_and_merged_and_the_trunk_alone_is_not(models_here:
 def test_without_reward_training_the_outs_hold_only_a_readme(models_here: Path) -> None:
     (Paths().sft / "model.safetensors").unlink()  # nothing loads it
     for out in OUTS.values():
-        assert contracts.is_made(out)
+        assert contracts.has_model(out)
     assert reward.run(small.view("reward", small.WITHOUT_REWARD), Paths(), NullTracker()) == {}
     for out in OUTS.values():
         assert [file.name for file in out.iterdir()] == ["README.md"]
         assert "reward.train" in (out / "README.md").read_text(encoding="utf-8")
-        assert not contracts.is_made(out)
+        assert not contracts.has_model(out)

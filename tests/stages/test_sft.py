@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.modeling import contracts, models
+from rlhf_tasks.modeling import contracts
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, sft
 from rlhf_tasks.tracking import NullTracker
@@ -23,7 +24,7 @@ SMALL = {
 
 def validation_loss(folder: Path) -> float:
     """Mean −log p of completion tokens, every row alone."""
-    model, words = models.load_causal(folder), load_tokenizer(folder)
+    model, words = load_causal(folder), load_tokenizer(folder)
     losses: list[float] = []
     for row in read_table(Paths(), "sft", "validation"):
         query = words.encode(row["prompt"], add_special_tokens=False)
@@ -37,7 +38,7 @@ def validation_loss(folder: Path) -> float:
 def test_a_base_is_trained_from_scratch_on_prompts(family: small.Family, models_here: Path) -> None:
     before = contracts.fingerprint(Paths().base)
     metrics = base.run(small.view("base", SMALL | {"model.scratch.family": family}), Paths(), NullTracker())
-    model = models.load_causal(Paths().base)
+    model = load_causal(Paths().base)
     assert model.config.model_type == family
     assert contracts.fingerprint(Paths().base) != before
     assert metrics["parameters"] == sum(p.numel() for p in model.parameters())
@@ -48,7 +49,7 @@ def test_the_metrics_are_those_of_the_weights_written(models_here: Path) -> None
     metrics = sft.run(small.view("sft", SMALL), Paths(), NullTracker())
     assert metrics["loss"] == pytest.approx(validation_loss(Paths().sft), rel=1e-4)
     assert metrics["loss"] < validation_loss(Paths().base)
-    assert contracts.identity_of(Paths().sft)["parents"] == {"base": contracts.fingerprint(Paths().base)}
+    assert contracts.read_identity(Paths().sft)["parents"] == {"base": contracts.fingerprint(Paths().base)}
 
 
 def test_sft_keeps_the_weights_with_the_lowest_validation_loss(models_here: Path) -> None:

@@ -22,7 +22,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.project.processes import free_port
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training import launch
+from rlhf_tasks.training import failures, launch, stopping
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def section(**values: Any) -> Launch:
     shipped = {
         "num_processes": 1,
         "num_machines": 1,
-        "layout": "ddp",
+        "parallelism": "ddp",
         "offload": False,
         "precision": "fp32",
         "compile": False,
@@ -54,7 +54,7 @@ def test_one_process_needs_no_launcher() -> None:
     assert not launch.is_needed("ppo", section(precision="bf16"))
 
 
-@pytest.mark.parametrize("values", [{"num_processes": 2}, {"layout": "zero2"}, {"num_machines": 2}])
+@pytest.mark.parametrize("values", [{"num_processes": 2}, {"parallelism": "zero2"}, {"num_machines": 2}])
 def test_only_training_stages_are_launched(values: dict[str, Any]) -> None:
     needed = [stage for stage in STAGES if launch.is_needed(stage, section(**values))]
     assert needed == ["base", "sft", "reward", "ppo"]
@@ -69,7 +69,7 @@ def test_processes_of_one_machine() -> None:
     words = launch.command(
         Paths(), "sft", section(num_processes=4, precision="bf16"), {"OMP_NUM_THREADS": "3"}
     )
-    assert words[:3] == [sys.executable, "-m", "rlhf_tasks.training.launcher"]
+    assert words[:3] == [sys.executable, "-m", "rlhf_tasks.training.launch"]
     assert "--multi_gpu" in words
     assert option(words, "--num_processes") == "4"
     assert option(words, "--num_cpu_threads_per_process") == "3"
@@ -79,7 +79,7 @@ def test_processes_of_one_machine() -> None:
 
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3)])
 def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
-    words = launch.command(Paths(), "sft", section(num_processes=2, layout=name), {})
+    words = launch.command(Paths(), "sft", section(num_processes=2, parallelism=name), {})
     assert "--use_deepspeed" in words
     assert "--multi_gpu" not in words
     settings = json.loads(Path(option(words, "--deepspeed_config_file")).read_text(encoding="utf-8"))
@@ -119,58 +119,58 @@ def test_an_impossible_launch_is_an_error_with_advice(
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "fsdp2"])
 def test_every_layout_runs_every_training_stage(layout: str) -> None:
     for stage in launch.TRAINING:
-        words = launch.command(Paths(), stage, section(num_processes=2, layout=layout), {})
+        words = launch.command(Paths(), stage, section(num_processes=2, parallelism=layout), {})
         assert words[-1] == stage
         assert ("--use_deepspeed" in words) == (layout != "fsdp2")
 
 
 def test_fsdp2_needs_two_processes() -> None:
-    with pytest.raises(UserError, match=r"and 2 with launch\.layout=fsdp2"):
-        launch.command(Paths(), "ppo", section(layout="fsdp2"), {})
+    with pytest.raises(UserError, match=r"and 2 with launch\.parallelism=fsdp2"):
+        launch.command(Paths(), "ppo", section(parallelism="fsdp2"), {})
 
 
 def test_variables_turn_cuda_off_in_the_libraries_without_a_gpu() -> None:
     assert launch.variables(section(num_processes=2), cuda=False) == {"ACCELERATE_USE_CPU": "true"}
-    assert launch.variables(section(layout="zero2"), cuda=False) == {"DS_ACCELERATOR": "cpu"}
-    assert launch.variables(section(layout="zero2"), cuda=True) == {}
+    assert launch.variables(section(parallelism="zero2"), cuda=False) == {"DS_ACCELERATOR": "cpu"}
+    assert launch.variables(section(parallelism="zero2"), cuda=True) == {}
 
 
 def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
+    monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     monkeypatch.setenv("RANK", "1")
-    assert launch.reported() is None
-    launch.report(MemoryError("full"))
-    launch.report(UserError("later"))
+    assert failures.reported() is None
+    failures.report(MemoryError("full"))
+    failures.report(UserError("later"))
     failure = {"kind": "fault", "message": "rank 1: MemoryError: full", "process": str(os.getpid())}
-    assert launch.reported() == failure
-    assert not launch.has_failed_elsewhere()
+    assert failures.reported() == failure
+    assert not failures.has_failed_elsewhere()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert not launch.has_failed_elsewhere()
+    assert not failures.has_failed_elsewhere()
     (tmp_path / "failure.json").write_text(json.dumps(failure | {"process": "1"}), encoding="utf-8")
-    assert launch.has_failed_elsewhere()
+    assert failures.has_failed_elsewhere()
 
 
 def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
-    launch.report(PermissionError(errno.EACCES, "Permission denied", "models"))
-    report = launch.reported()
+    monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
+    failures.report(PermissionError(errno.EACCES, "Permission denied", "models"))
+    report = failures.reported()
     assert report is not None
     assert report["kind"] == "user"
     assert report["message"].endswith("'models'; give this user the right to read and write there")
     read_only = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "models/sft/.partial"))
-    assert str(launch.mistake(read_only)).startswith(f"{tmp_path} is read-only ([Errno 30] Read-only file")
+    assert str(failures.mistake(read_only)).startswith(f"{tmp_path} is read-only ([Errno 30] Read-only file")
     read_only.filename = None
-    assert str(launch.mistake(read_only)).startswith("a file system is read-only (")
+    assert str(failures.mistake(read_only)).startswith("a file system is read-only (")
     no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
-    assert str(launch.mistake(no_memory)).startswith("the GPU is out of memory (CUDA out of memory. Tried to")
+    assert str(failures.mistake(no_memory)).startswith("the GPU is out of memory (CUDA out of memory. Tried")
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert str(launch.mistake(full)).startswith(
+    assert str(failures.mistake(full)).startswith(
         "a disk is full ([Errno 28] No space left on device). Make room"
     )
     full.filename = "models/sft"
-    assert str(launch.mistake(full)).startswith(f"the disk of {Path.cwd() / 'models'} is full: ")
+    assert str(failures.mistake(full)).startswith(f"the disk of {Path.cwd() / 'models'} is full: ")
 
 
 @pytest.mark.parametrize(
@@ -198,17 +198,17 @@ def test_machines_that_the_launch_does_not_know_are_refused(
 def test_a_workers_message_reaches_the_launcher(kind: str) -> None:
     body = {"user": "UserError('fix it')", "fault": "ValueError('boom')", "none": "None"}[kind]
     code = (
-        "import sys; from rlhf_tasks.errors import UserError; from rlhf_tasks.training import launch\n"
+        "import sys; from rlhf_tasks.errors import UserError; from rlhf_tasks.training import failures\n"
         f"error = {body}\n"
-        "error and launch.report(error); sys.exit(1 if error else 0)"
+        "error and failures.report(error); sys.exit(1 if error else 0)"
     )
     words = [sys.executable, "-c", code]
     if kind == "user":
         with pytest.raises(UserError, match=r"^fix it$"):
-            launch.supervise(words, os.environ)
+            launch.supervise("sft", words, os.environ)
     else:
-        assert launch.supervise(words, os.environ) == (1 if kind == "fault" else 0)
-    assert launch.FAILURE not in os.environ
+        assert launch.supervise("sft", words, os.environ) == (1 if kind == "fault" else 0)
+    assert failures.FAILURE not in os.environ
 
 
 def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path: Path) -> None:
@@ -220,18 +220,19 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     nobody = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), "RANK": "0", "LOCAL_RANK": "0",
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "ACCELERATE_USE_CPU": "true", launch.LAUNCHER: name,
+        "ACCELERATE_USE_CPU": "true", stopping.LAUNCHER: name,
     }  # fmt: skip
     code = (
         "from rlhf_tasks.config import Launch; from rlhf_tasks.training.runtime import Runtime\n"
-        "values = dict(num_processes=2, num_machines=1, layout='ddp', offload=False, precision='fp32')\n"
-        "Runtime(Launch(**values, compile=False), 1)"
+        "from rlhf_tasks.training import stopping\n"
+        "values = dict(num_processes=2, num_machines=1, parallelism='ddp', offload=False, precision='fp32')\n"
+        "with stopping.listening('sft'): Runtime(Launch(**values, compile=False), 1)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | nobody, check=False, timeout=300,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 143
     assert "Traceback" not in done.stderr, "it ended for another reason"
 
 
@@ -255,7 +256,7 @@ def test_workers_are_started_with_the_time_to_save_unless_the_user_sets_another(
     name = next(iter(launch.STOPPING))
     for given, expected in (({}, launch.STOPPING[name]), ({name: "7"}, "7")):
         script = f"import os, sys; sys.exit(os.environ[{name!r}] != {expected!r})"
-        assert launch.supervise([sys.executable, "-c", script], given) == 0
+        assert launch.supervise("sft", [sys.executable, "-c", script], given) == 0
 
 
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(35.0, marks=pytest.mark.slow)])

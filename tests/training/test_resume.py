@@ -26,6 +26,7 @@ import torch
 from filelock import FileLock
 from ruamel.yaml import YAML
 
+from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
@@ -33,11 +34,9 @@ from rlhf_tasks.project import lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
-from rlhf_tasks.training import launch, resume
-from rlhf_tasks.training.resume.manifests import state_folder
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
-from tests.benchmarks import layouts
 from tests.ppo.toy import without_critic
 
 SMALL: Mapping[str, Any] = {
@@ -53,7 +52,7 @@ SMALL: Mapping[str, Any] = {
     "tracking.enabled": False, "resume.every_seconds": 1e-6,
 }  # fmt: skip
 WARM_UP: Mapping[str, Any] = {
-    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
 }  # fmt: skip
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
@@ -167,13 +166,13 @@ def view(project: Path) -> SftView:
 
 
 def kept(view: SftView, *steps: int) -> None:
-    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
         for step in steps:
             snapshots.save(step, {"step": step, "shared": {"weights": torch.full((3,), float(step))}})
 
 
 def loaded(view: SftView) -> State | None:
-    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
         return snapshots.load()
 
 
@@ -200,19 +199,19 @@ def test_a_run_is_resumed_from_the_newest_of_the_last_k_snapshots(project: Path,
 def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parameters(
     project: Path, view: SftView
 ) -> None:
-    assert resume.point(Paths(), "sft") is None
+    assert checkpoint.point(Paths(), "sft") is None
     kept(view, 3, 7)
-    assert resume.point(Paths(), "sft") == "step 7 of loop"
-    assert resume.point(Paths(), "ppo") is resume.point(Paths(), "report") is None
+    assert checkpoint.point(Paths(), "sft") == "step 7 of loop"
+    assert checkpoint.point(Paths(), "ppo") is checkpoint.point(Paths(), "report") is None
     snapshots = snapshots_of(project)
     os.utime(snapshots[0], (time.time() + 9, time.time() + 9))
-    assert resume.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
+    assert checkpoint.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
     yaml = YAML()
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
     params["sft"]["learning_rate"] *= 2
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         yaml.dump(params, file)
-    assert resume.point(Paths(), "sft") is None
+    assert checkpoint.point(Paths(), "sft") is None
 
 
 def _cut_short(snapshot: Path) -> None:
@@ -263,7 +262,7 @@ def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftVie
     def write(folder: Path) -> None:
         (folder / "part.bin").write_bytes(b"own")
 
-    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
         snapshots.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
         found = snapshots.load()
     assert found is not None
@@ -275,7 +274,7 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     object.__setattr__(view.resume, "every_seconds", 60.0)
-    with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
         seen = []
         for now[0] in (159.0, 160.0, 161.0):
             seen.append(snapshots.due())
@@ -329,7 +328,7 @@ def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, vi
     assert loaded(changed) is None
     identity = lineage.identity(Paths(), "sft", changed.declared)
     assert identity is not None
-    snapshot.parents[1].rename(state_folder(Paths(), "sft", identity))
+    snapshot.parents[1].rename(checkpoint.state_folder(Paths(), "sft", identity))
     with pytest.raises(UserError, match=rf"sft\.learning_rate \({was} → 0\.5\), data/sft;"):
         loaded(changed)
 
@@ -337,10 +336,10 @@ def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, vi
 def test_a_change_starts_from_the_beginning_and_prints_the_differences(
     project: Path, view: SftView, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with resume.claim(Paths(), view, main=True):
+    with checkpoint.claim(Paths(), view, main=True):
         kept(view, 1)
     (project / "code.py").write_text("changed = True\n", encoding="utf-8")
-    with resume.claim(Paths(), view, main=True):
+    with checkpoint.claim(Paths(), view, main=True):
         assert loaded(view) is None
     shown = capsys.readouterr().out
     assert "sft starts from the beginning. The snapshots of an unfinished run differ in code.py" in shown
@@ -351,17 +350,17 @@ def test_a_change_starts_from_the_beginning_and_prints_the_differences(
 
 def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: SftView) -> None:
     """Another stage starts only after that; DVC that is killed earlier runs the same stage again."""
-    with resume.claim(Paths(), view, main=True) as first:
+    with checkpoint.claim(Paths(), view, main=True) as first:
         pass
-    with resume.claim(Paths(), view, main=True) as second:
+    with checkpoint.claim(Paths(), view, main=True) as second:
         kept(view, 1)
     for _ in range(2):
-        with resume.claim(Paths(), view, main=True) as third:
+        with checkpoint.claim(Paths(), view, main=True) as third:
             assert loaded(view) is not None
             third.finish()
-    with resume.claim(Paths(), VIEWS["report"].of(config.load()), main=True):
+    with checkpoint.claim(Paths(), VIEWS["report"].of(config.load()), main=True):
         assert loaded(view) is None
-    with resume.claim(Paths(), view, main=True) as fourth:
+    with checkpoint.claim(Paths(), view, main=True) as fourth:
         pass
     assert first.key != second.key, "the first saved no snapshot"
     assert second.key == third.key != fourth.key
@@ -373,7 +372,7 @@ def claimed_elsewhere(view: SftView, order: list[str]) -> Iterator[threading.Eve
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with resume.claim(Paths(), view, main=True):
+        with checkpoint.claim(Paths(), view, main=True):
             entered.set()
             leave.wait(10)
             order.append("other")
@@ -394,94 +393,10 @@ def test_a_second_process_with_the_same_training_waits_for_the_first(
     order: list[str] = []
     with claimed_elsewhere(view, order) as leave:
         threading.Timer(0.3, leave.set).start()
-        with resume.claim(Paths(), view, main=True):
+        with checkpoint.claim(Paths(), view, main=True):
             order.append("this")
     assert order == ["other", "this"]
     assert "another process trains with the same parameters, code and inputs" in capsys.readouterr().out
-
-
-def test_a_launched_worker_does_not_wait_for_the_same_training(
-    view: SftView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with (
-        claimed_elsewhere(view, []),
-        pytest.raises(UserError, match="another process trains sft with the same parameters"),
-        resume.claim(Paths(), view, main=True, worker_wait_seconds=0.0),
-    ):
-        pass
-
-
-# ------------------------------------------------------------------------------------- signals
-
-
-class Ended(Exception):
-    pass
-
-
-@pytest.fixture
-def handled() -> Iterator[None]:
-    """SIGTERM raises Ended; the command line has another handler."""
-
-    def end(number: int, frame: object) -> None:
-        raise Ended
-
-    before = signal.signal(signal.SIGTERM, end)
-    yield
-    assert signal.getsignal(signal.SIGTERM) is end, "the handler is restored"
-    signal.signal(signal.SIGTERM, before)
-
-
-def loop_with_signals(view: SftView, *at: int) -> list[str]:
-    """Runs three steps; SIGTERM arrives in the middle of the steps in `at`."""
-    seen = []
-    object.__setattr__(view.resume, "every_seconds", 1e6)
-    try:
-        with resume.open(small.runtime(), Paths(), view, "loop") as snapshots:
-            for step in (1, 2, 3):
-                for _ in range(at.count(step)):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                seen.append(f"step {step}")
-                if snapshots.due():
-                    seen.append(f"save {step}")
-                    snapshots.save(step, {"step": step})
-    except Ended:
-        seen.append("ended")
-    return seen
-
-
-def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(view: SftView, handled: None) -> None:
-    assert loop_with_signals(view, 2) == ["step 1", "step 2", "save 2", "ended"]
-    assert step_of(view) == 2
-
-
-def test_the_second_signal_does_not_wait(view: SftView, handled: None) -> None:
-    assert loop_with_signals(view, 2, 2) == ["step 1", "ended"]
-    assert loaded(view) is None
-
-
-def test_a_worker_ignores_the_second_copy_of_a_signal(
-    view: SftView, handled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert loop_with_signals(view, 2, 2) == ["step 1", "step 2", "save 2", "ended"]
-
-
-def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
-    view: SftView, handled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(launch.FAILURE, str(tmp_path / "failure.json"))
-    launch.report(RuntimeError("another worker failed"))
-    assert loop_with_signals(view, 2) == ["step 1", "ended"]
-
-
-def test_a_signal_after_the_last_step_ends_the_stage(view: SftView, handled: None) -> None:
-    def ended_between() -> None:
-        with resume.open(small.runtime(), Paths(), view, "loop"):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(Ended):
-        ended_between()
 
 
 # ------------------------------------------------------------------------------ whole programs
@@ -602,7 +517,7 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     stage: Stage, layout: str, trained: Path, tmp_path: Path
 ) -> None:
     def made(name: str) -> Path:
-        changes = {"launch.num_processes": 2, "launch.layout": layout}
+        changes = {"launch.num_processes": 2, "launch.parallelism": layout}
         folder = workspace(trained, tmp_path / name, **changes)
         shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
         layouts.partition_small_weights(folder)
@@ -629,14 +544,14 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     "features",
     [
         WARM_UP,
-        {**WARM_UP, "launch.layout": "zero2"},
-        {**WARM_UP, "launch.layout": "zero3"},
-        {**WARM_UP, "launch.layout": "zero3", "launch.offload": True},
-        {**WARM_UP, "launch.layout": "fsdp2"},
-        {**WARM_UP, "launch.layout": "fsdp2", "launch.offload": True},
+        {**WARM_UP, "launch.parallelism": "zero2"},
+        {**WARM_UP, "launch.parallelism": "zero3"},
+        {**WARM_UP, "launch.parallelism": "zero3", "launch.offload": True},
+        {**WARM_UP, "launch.parallelism": "fsdp2"},
+        {**WARM_UP, "launch.parallelism": "fsdp2", "launch.offload": True},
         {
-            "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
-            "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
+            "ppo.advantages.critic.kind": "shared", "ppo.gradient_checkpointing": True,
+            "ppo.lora": {"r": 2, "alpha": 4.0}, "ppo.reference_sync": None,
         },
         {f"ppo.{key}": value for key, value in without_critic("rloo").items()},
     ],

@@ -21,7 +21,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import prompt_templates
 from rlhf_tasks.evaluation.judges.pairwise import Question, Reply
 from rlhf_tasks.evaluation.judges.prompt_templates import LETTERS
-from rlhf_tasks.modeling import models
+from rlhf_tasks.modeling.load import fetch_tokenizer, load_causal, load_classifier, place
 
 
 class LocalComparer:
@@ -39,8 +39,8 @@ class LocalComparer:
         self._max_tokens = settings.micro_batch_tokens
         self._prompt = prompt_templates.load(settings.prompt, key, root)
         source = _source(settings, root)
-        self._tokenizer = load_tokenizer(models.local_tokenizer(source, settings.revision))
-        self._model = models.place(models.load_causal(source, settings.revision), device).eval()
+        self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
+        self._model = place(load_causal(source, settings.revision), device).eval()
         self._letters = [_single_tokens(self._tokenizer, letter) for letter in LETTERS]
         if not all(self._letters) or self._letters[0] == self._letters[1]:
             raise UserError(
@@ -97,8 +97,8 @@ class RankerComparer:
         self._max_tokens = settings.micro_batch_tokens
         self._prompt = prompt_templates.load(settings.prompt, key, root)
         source = _source(settings, root)
-        self._tokenizer = load_tokenizer(models.local_tokenizer(source, settings.revision))
-        model = models.load_classifier(source, settings.revision)
+        self._tokenizer = load_tokenizer(fetch_tokenizer(source, settings.revision))
+        model = load_classifier(source, settings.revision)
         if model.config.num_labels not in (1, 2):
             raise UserError(
                 f"judge {settings.name}: {settings.path} has {model.config.num_labels} labels; a ranker has "
@@ -106,7 +106,7 @@ class RankerComparer:
             )
         # Decoders that classify find the last token of a row by its pad token.
         model.config.pad_token_id = self._tokenizer.pad_token_id
-        self._model = models.place(model, device).eval()
+        self._model = place(model, device).eval()
 
     def __call__(
         self, questions: Sequence[Question], max_failures: float, columns: Columns = NONE

@@ -26,13 +26,13 @@ def optimised_judges(
     model, whatever its folder is called. Empty for a policy whose rlhf.json names no reward model.
     """
     required = required_judges(settings, names)
-    rewards = contracts.rewards_of(policy)
+    rewards = contracts.optimized_rewards(policy)
     return {
         judge.name: judge.path
         for judge in settings.judges
         if rewards
         and isinstance(judge, config.RewardModelJudge)
         and judge.name in required
-        and contracts.is_made(root / judge.path)
+        and contracts.has_model(root / judge.path)
         and contracts.fingerprint(root / judge.path) in rewards
     }

@@ -1,0 +1,111 @@
+"""Faster float32 matmuls on the CPUs where torch's own library for them is slow.
+
+torch multiplies float32 matrices by Intel's MKL. On a processor of AMD, MKL uses registers of 256 bits, also
+where there are 512; oneDNN takes half of the time. torch contains oneDNN: the operator that is called here is
+the one to which `torch.compile` gives linear layers.
+
+in, out: the two sizes of a linear layer.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+SMALLEST = 2**24
+"""oneDNN compiles code for each shape: matmuls of fewer multiplications stay with torch's library."""
+NUM_KEPT = 64
+"""Compiled matmuls that oneDNN keeps, for each thread and for the process; each takes 0.5 MB."""
+
+
+def accelerate(model: nn.Module) -> nn.Module:
+    """Let the linear layers of a float32 model on a CPU use oneDNN where that is faster; in place.
+
+    This is the one place where speed changes a model. Results differ by rounding.
+    """
+    if _onednn_is_faster():
+        for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+            os.environ.setdefault(variable, str(NUM_KEPT))
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = OneDnnLinear
+            elif type(module) is Conv1D:
+                module.__class__ = OneDnnConv1D
+    return model
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch has none
+    return (
+        str(features.get("cpu_name")).startswith("AMD")
+        and bool(features.get("avx512_f"))
+        and torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+class OneDnnLinear(nn.Linear):
+    """`nn.Linear` by oneDNN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _linear(x, self.weight, self.bias)
+
+
+class OneDnnConv1D(Conv1D):
+    """GPT-2's linear layer by oneDNN; its weight is (in, out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _linear(x, self.weight.t(), self.bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(…, in), (out, in) and (out,) → (…, out)."""
+    fits = (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == weight.device.type == "cpu"
+        and x.numel() * len(weight) >= SMALLEST
+        and not torch.compiler.is_compiling()  # torch then chooses the library
+        and not torch.is_autocast_enabled("cpu")
+    )
+    if not fits:
+        return F.linear(x, weight, bias)
+    result: Tensor = _Linear.apply(x.contiguous(), weight, bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    own = None if bias is None else bias.contiguous()  # its strides would not be read
+    result: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, own, "none", [], "")
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """torch gives oneDNN's operator no backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _matmul(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows, inputs = grad.reshape(-1, grad.shape[-1]).contiguous(), x.view(-1, x.shape[-1])
+        grad_weight: Tensor | None = None
+        if needs_weight and rows.shape[1] > inputs.shape[1]:  # oneDNN is faster with long rows of the result
+            grad_weight = _matmul(inputs.t(), rows.t()).t().contiguous()
+        elif needs_weight:
+            grad_weight = _matmul(rows.t(), inputs.t())
+        grad_x = _matmul(rows, weight.t()).view_as(x) if needs_x else None
+        return grad_x, grad_weight, rows.sum(0) if needs_bias else None

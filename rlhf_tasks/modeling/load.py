@@ -1,0 +1,405 @@
+"""Creates, loads, adapts and saves the models of the pipeline.
+
+A checkpoint is a Hugging Face folder (safetensors, config, tokenizer, model card) with the rlhf.json of
+contracts.py. Its bytes do not change from run to run. Weights that would be newly initialized at load are
+an error: PPO would train on the noise of a new reward head.
+
+Every model is in eval mode, and trains in it: PPO's ratio must be 1 before the first step. So dropout, layer
+drop and the router's noise are off in every family, whatever its config calls them.
+
+B batch · R response · V vocabulary · H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_tasks.config import Lora, Scratch, is_hub_id
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.modeling.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
+from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
+from rlhf_tasks.modeling.fast_cpu import accelerate
+from rlhf_tasks.project import disk
+
+ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"
+"""Set to 1, the environment variable that allows weights in other formats than safetensors."""
+SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
+
+
+# ------------------------------------------------------------------------------------ creating
+
+
+def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
+    """A randomly initialized causal LM of one of the known families; weights from torch's global RNG."""
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "max_position_embeddings": max_positions,
+        # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
+        "initializer_range": shape.hidden_size**-0.5,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if shape.family == "gpt2":
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    elif shape.family == "gpt_neox":
+        sizes["intermediate_size"] = 4 * shape.hidden_size
+    else:
+        # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
+        sizes |= {
+            "intermediate_size": 8 * round(shape.hidden_size / 3),
+            "num_key_value_heads": shape.num_heads,
+        }
+    config = AutoConfig.for_model(shape.family, **sizes)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """The model on a device. The type annotations of transformers do not allow `model.to(device)`."""
+    nn.Module.to(model, device)
+    if device.type == "cpu":
+        accelerate(model)
+    return model
+
+
+# ------------------------------------------------------------------------------------- loading
+
+
+def load_config(source: str | Path, revision: str | None = None) -> PretrainedConfig:
+    """The config of a folder or the hub.
+
+    Raises:
+        ContractError: if it cannot be read.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(source, error) from error
+    return config
+
+
+def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A causal LM from a folder or the hub, in float32 and eval mode.
+
+    Raises:
+        ContractError: if it cannot be read, or weights are missing from it.
+    """
+    return _load(AutoModelForCausalLM, source, revision)
+
+
+def load_classifier(source: str | Path, revision: str | None = None) -> PreTrainedModel:
+    """A sequence classifier with its trained head, in float32 and eval mode.
+
+    Raises:
+        ContractError: if it cannot be read, or weights are missing from it.
+    """
+    return _load(classifier_class(load_config(source, revision), source), source, revision)
+
+
+def load_reward(source: str | Path, revision: str | None = None) -> TokenScores:
+    """A reward model, or a value model, with its **trained** head.
+
+    Raises:
+        ContractError: if it has no trained one-score head, or cannot be read.
+    """
+    model = load_classifier(source, revision)
+    if model.config.num_labels != 1:
+        raise ContractError(
+            f"{source} is not a reward model: it has {model.config.num_labels} labels, and a reward model "
+            "has one score"
+        )
+    score_head(model)
+    return TokenScores(model)
+
+
+def _load(auto: Any, source: str | Path, revision: str | None) -> PreTrainedModel:
+    formats: dict[str, bool] = {} if os.environ.get(ANY_WEIGHTS) == "1" else {"use_safetensors": True}
+    try:
+        model, info = auto.from_pretrained(
+            source, revision=revision, dtype=torch.float32, output_loading_info=True, **formats
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _cannot_load(source, error) from error
+    heads = sorted(key for key in map(str, info["unexpected_keys"]) if key.split(".")[0] in SCORE_HEADS)
+    if heads:
+        raise ContractError(
+            f"{source} holds {', '.join(heads)}: it scores or classifies texts; give a language model"
+        )
+    missing = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
+    if missing:
+        part = "its trained head" if any("score" in key for key in missing) else "weights"
+        raise ContractError(
+            f"{source} lacks {part}: {', '.join(missing[:5])} would be newly initialized; "
+            "give a checkpoint that holds every weight"
+        )
+    return cast(PreTrainedModel, model.eval())
+
+
+def _cannot_load(source: str | Path, error: Exception) -> ContractError:
+    hint = "is it a checkpoint folder?"
+    if is_hub_id(str(source)):
+        hint = "a hub id needs network access or a filled cache"
+    if "safetensors" in str(error) and os.environ.get(ANY_WEIGHTS) != "1":
+        hint = (
+            "weights of other formats may be pickles, which can run code: save the model as safetensors, or "
+            f"set the environment variable {ANY_WEIGHTS}=1 if you trust it"
+        )
+    return ContractError(f"cannot load a model from {source}: {str(error).splitlines()[0]} ({hint})")
+
+
+def fetch_tokenizer(source: str, revision: str | None) -> Path:
+    """The folder of a source's tokenizer, config and identity: the source, or the hub's cached snapshot.
+
+    Raises:
+        ContractError: if the hub does not provide it.
+    """
+    if not is_hub_id(source):
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    kinds = ["*.json", "*.txt", "*.jinja", "*.model"]
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=kinds))
+    except (OSError, ValueError) as error:
+        raise ContractError(
+            f"cannot fetch {source} at {revision}: {error} (a hub id needs network access or a filled cache)"
+        ) from error
+
+
+# ------------------------------------------------------------------------ reward and value models
+
+
+class TokenScores(nn.Module):
+    """A scalar for every token: a reward model uses that of the last real token, a value model uses all.
+
+    `mean` is subtracted from every score, so that demonstrations score zero on average. It is stored in the
+    model's config; a value model starts with it too.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.mean: float = getattr(model.config, "score_mean", 0.0)
+
+    @classmethod
+    def from_policy(cls, policy_folder: Path, generator: torch.Generator) -> TokenScores:
+        """The policy's trunk under a new head drawn from N(0, 1/√(H+1)) (arXiv 2403.17031).
+
+        Raises:
+            ContractError: naming a family on whose trunk no head can be put.
+        """
+        config = AutoConfig.from_pretrained(policy_folder, num_labels=1)
+        model = build_classifier(find_trunk(load_causal(policy_folder)), config)
+        std = 1 / (score_head(model).in_features + 1) ** 0.5
+        with torch.no_grad():
+            score_head(model).weight.normal_(0.0, std, generator=generator)
+        return cls(model.eval())
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """(B, R + 1, H) of the last layer: before each response token, and after the last."""
+        return self._all_states(batch)[:, -batch.num_response_columns - 1 :]
+
+    def _all_states(self, batch: Batch) -> Tensor:
+        """(B, T, H)."""
+        out = self.model.base_model(
+            input_ids=batch.query_response,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        )
+        states: Tensor = out.last_hidden_state
+        return states
+
+    def forward(self, batch: Batch, *, ends_only: bool = False) -> Tensor:
+        """(B, R + 1) float32: a score before each response token, and after the last.
+
+        With `ends_only`, (B, N): the score after the last token of each of a row's N responses.
+        """
+        if ends_only:
+            return self.scored(self._all_states(batch).take_along_dim(batch.ends[:, :, None], 1))
+        return self.scored(self.hidden_states(batch))
+
+    def scored(self, hidden: Tensor) -> Tensor:
+        """(B, N, H) → (B, N) float32, minus the stored mean."""
+        head = score_head(self.model)
+        with torch.autocast(hidden.device.type, enabled=False):  # 16 bits would round scores to 3 digits
+            scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
+        return scores - self.mean
+
+    def set_mean(self, mean: float) -> None:
+        """Store the constant that is subtracted from every score."""
+        self.mean = self.model.config.score_mean = mean
+
+
+def score_head(model: PreTrainedModel) -> nn.Linear:
+    """The score head of a sequence classifier.
+
+    Raises:
+        ContractError: naming the family, if its head is not the linear map `score` of a token's state.
+    """
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ContractError(
+            f"{type(model).__name__} (family {model.config.model_type}) has no linear head `score` of single "
+            f"tokens; {INSTEAD}"
+        )
+    return head
+
+
+def supports_shared_prefix(model: PreTrainedModel) -> bool:
+    """Whether the model gives each response of a `Forked` row the score that it has alone.
+
+    It must follow a mask and positions that are given to it, in every layer. The families that
+    `from_scratch` makes do, and are tested for it, except with a sliding window.
+    """
+    config = model.config
+    return (
+        config.model_type in ("gpt_neox", "gpt2", "llama", "qwen2")
+        and config._attn_implementation == "sdpa"
+        and getattr(config, "sliding_window", None) is None
+    )
+
+
+# ---------------------------------------------------------------------------------- adapters
+
+
+def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedModel:
+    """Put low-rank adapters into every linear layer but the head, in place; returns the same model.
+
+    W x becomes W x + alpha / r · B A x. A is drawn with `seed` and B is zero, so that the model is unchanged
+    at first (arXiv 2106.09685, 4.1). Only the adapters and the head of a scoring model are trained. Experts
+    that a mixture holds as one tensor, and their router, get none.
+    """
+    from peft import LoraConfig, TaskType, inject_adapter_in_model
+
+    scores = model.get_output_embeddings() is None
+    head = score_head(model) if scores else model.get_output_embeddings()
+    # by their names: for "all-linear" peft adapts experts too, in a form that could not be merged
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        target_modules=linear,
+        task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
+    )
+    with torch.random.fork_rng(devices=[]):  # adapters change no other random draw
+        torch.manual_seed(seed)
+        inject_adapter_in_model(settings, model)
+    if scores:
+        head.requires_grad_(True)
+    model.eval()
+    return model
+
+
+@contextmanager
+def disable_adapters(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model without its adapters: PPO's reference without a copy.
+
+    A trained head stays as it is. Afterwards the same parameters are trainable as before.
+    """
+    layers = _adapted_layers(model).values()
+    were_trainable = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, was_trainable in were_trainable:
+            parameter.requires_grad_(was_trainable)
+
+
+@torch.no_grad()
+def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy on the CPU with the adapters merged into the weights, for saving.
+
+    The model itself does not change, since merging and unmerging would round its weights. A model without
+    adapters is returned as it is.
+    """
+    layers = _adapted_layers(model)
+    if not layers:
+        return model
+    weights: dict[str, Tensor] = {}
+    for key, value in model.state_dict().items():
+        layer, inside, rest = key.partition(".base_layer.")
+        if inside:
+            delta = layers[layer].get_delta_weight("default") if rest == "weight" else 0
+            weights[f"{layer}.{rest}"] = (value + delta).to(value).cpu()
+        elif ".lora_" not in key:
+            weights[key] = value.cpu()
+    with no_init_weights():
+        merged: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    merged.tie_weights()
+    merged.load_state_dict(weights)
+    if model.can_generate():
+        merged.generation_config = copy.deepcopy(model.generation_config)
+    merged.eval()
+    return merged
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that carry an adapter, by name; recognized without peft, which takes long to import."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+# -------------------------------------------------------------------------------------- saving
+
+
+def save_checkpoint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    identity: Mapping[str, Any],
+    card: str,
+    stop: int | None = None,
+) -> None:
+    """Write a checkpoint into `folder`: weights, config, tokenizer, README.md, rlhf.json.
+
+    `stop`, by default EOS, is the token that ends responses; the generation config holds it.
+    The same weights, tokenizer, identity and card give the same bytes.
+
+    Raises:
+        DiskFullError: if the weights do not fit on the disk.
+    """
+    # the source folder would change the bytes but not the model
+    model.config._name_or_path = ""
+    if model.can_generate():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id if stop is None else stop
+    size = sum(weights.nbytes for weights in model.state_dict().values())
+    with disk.room(folder.parent, lambda: size):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        text = json.dumps(dict(identity), indent=2, sort_keys=True) + "\n"
+        (folder / IDENTITY).write_text(text, encoding="utf-8")

@@ -1,0 +1,165 @@
+"""Log-probs and entropies of response tokens, with gradients, without all of a model's logits at once.
+
+With 50,000 tokens in the vocabulary the logits are by far the largest tensor of a pass. So the output layer
+is called for some tokens at a time, and what is kept of their logits is two numbers each. In the backward
+pass every chunk's logits are computed again (`torch.utils.checkpoint`).
+
+The model itself runs as ever, wrapped for data parallelism or not: only the `forward` of its output layer is
+replaced while it runs. So the hooks of DDP, ZeRO and FSDP2 find the layer's weights where they expect them.
+
+B batch · R longest response · N response tokens of all rows, without padding · H hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.modeling.contracts import ContractError
+
+CPU_LOGITS, GPU_LOGITS = 2**22, 2**27
+"""Logits of one chunk: 16 MB in float32 on a CPU, 512 MB on a GPU."""
+
+Forward = Callable[[Tensor], Tensor]
+_ADJUSTED: WeakSet[nn.Module] = WeakSet()
+"""Output layers whose model changes their logits: softcapping (Gemma 2), scaling (Cohere, Granite)."""
+
+
+class TokenStats(NamedTuple):
+    """Statistics of the response tokens; a row starts with its first one and is zero on padding."""
+
+    logprobs: Tensor  # (B, R)
+    entropy: Tensor  # (B, R), of the distribution that the token was drawn from
+    is_top: Tensor  # (B, R), 1 where no other token is more likely, else 0; no gradient
+    states: Tensor  # (B, R + 1, H), the output layer's input; its columns are those of `Batch`
+
+
+def token_stats(
+    model: nn.Module, batch: Batch, temperature: float = 1.0, *, entropy_grad: bool = False
+) -> TokenStats:
+    """The response tokens' statistics under softmax(logits / temperature) of a causal LM.
+
+    With `entropy_grad` the entropy has a gradient too. Where the model changes its logits after the output
+    layer, all of them are made.
+
+    Raises:
+        ContractError: if the model does not call its output layer.
+    """
+    inner = cast(PreTrainedModel, getattr(model, "module", model))  # without DDP's or DeepSpeed's wrapper
+    head: nn.Module = inner.get_output_embeddings()
+    mask, labels = batch.response_mask, batch.responses[batch.response_mask]  # (B, R), (N,)
+    width, call_head = mask.shape[1] + 1, head.forward
+    states: list[Tensor] = []
+    given: list[tuple[Tensor, int]] = []  # what the head returned; its version counts changes in place
+
+    def packed_stats(hidden: Tensor) -> Tensor:
+        """(B, T, H) → (B, R + 1, 3) in place of logits."""
+        states.append(hidden[:, -width:])
+        hidden = states[0][:, :-1][mask]  # (N, H)
+        stats = _chunked(head, call_head, hidden, labels, temperature, entropy_grad)  # (N, 3)
+        found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
+        found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
+        given.append((found.detach(), found._version))
+        return found
+
+    def plain_logits(hidden: Tensor) -> Tensor:
+        states.append(hidden[:, -width:])
+        logits: Tensor = call_head(hidden)
+        return logits
+
+    with _forward_replaced(head, plain_logits if head in _ADJUSTED else packed_stats):
+        out = model(
+            input_ids=batch.query_response,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=width,
+        )
+    if not states:
+        raise ContractError(
+            f"{type(inner).__name__} (family {inner.config.model_type}) makes its logits without its output "
+            "layer's forward pass, and cannot be trained here; use a model of another family"
+        )
+    if head in _ADJUSTED:
+        logits = out.logits[:, -width:-1][mask]  # (N, V)
+        return _left_aligned(_stats(logits, labels, temperature, entropy_grad), batch, states[0])
+    own, version = given[0]
+    if out.logits.data_ptr() != own.data_ptr() or out.logits._version > version:  # the model changed them
+        _ADJUSTED.add(head)
+        return token_stats(model, batch, temperature, entropy_grad=entropy_grad)
+    return _left_aligned(out.logits[:, :-1][mask], batch, states[0])
+
+
+def response_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """(B, R) log-probs of the response tokens; zero on padding."""
+    return token_stats(model, batch, temperature).logprobs
+
+
+def head_width(model: PreTrainedModel) -> int:
+    """H of `TokenStats.states`; it may differ from the config's `hidden_size` (OPT-350m)."""
+    return cast(nn.Linear, model.get_output_embeddings()).in_features
+
+
+def _chunked(
+    head: nn.Module, forward: Forward, hidden: Tensor, labels: Tensor, temperature: float, entropy_grad: bool
+) -> Tensor:
+    """`_stats` of (N, H) states, (N, 3), from as many logits at a time as one chunk may have."""
+    weight = next(head.parameters())  # (V, H)
+    dtype, vocab = weight.dtype, len(weight)
+
+    def stats_of(hidden: Tensor, labels: Tensor) -> Tensor:
+        # logits of 16 bits would round by more than an update moves a log-prob
+        with torch.autocast(hidden.device.type, enabled=False):
+            return _stats(forward(hidden.to(dtype)), labels, temperature, entropy_grad)
+
+    most = CPU_LOGITS if hidden.device.type == "cpu" else GPU_LOGITS
+    count = max(1, -(-len(hidden) * vocab // most))
+    if count == 1:
+        return stats_of(hidden, labels)
+    chunks = zip(hidden.chunk(count), labels.chunk(count), strict=True)
+    return torch.cat(
+        [checkpoint(stats_of, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    )
+
+
+def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: bool) -> Tensor:
+    """(N, V) logits, (N,) labels → (N, 3): log-prob, entropy, and 1 if no token is more likely.
+
+    H = log Σ e^z − Σ p · z, with z = logits / temperature. At least in float32.
+    """
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    total = z.logsumexp(-1)
+    chosen = z.gather(1, labels[:, None]).squeeze(1)
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy = total - ((z - total[:, None]).exp() * z).sum(-1)
+    return torch.stack([chosen - total, entropy, (chosen >= z.amax(-1)).to(z.dtype)], dim=1)
+
+
+def _left_aligned(stats: Tensor, batch: Batch, states: Tensor) -> TokenStats:
+    """(N, 3), row after row → (B, R) each."""
+    mask = batch.mask
+    logprobs, entropy, is_top = (
+        stats.new_zeros(mask.shape).masked_scatter(mask, column) for column in stats.unbind(1)
+    )
+    return TokenStats(logprobs, entropy, is_top.detach(), states)
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
+    """Within the block the module computes `forward` instead; its hooks stay."""
+    own: Any = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own

@@ -1,0 +1,278 @@
+"""Pure sampling that keeps the log-probs; used by PPO, the judge and `rlhf generate`.
+
+There is no top-k, top-p, minimum length or repetition penalty. With them the responses would not be
+samples of the distribution that the log-probs describe, and the KL estimate would turn negative.
+
+B batch · Q query · R response · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rlhf_tasks import console
+from rlhf_tasks.console import Meter
+from rlhf_tasks.data.batches import Batch, Ids, collate, encode, load_tokenizer, text_of
+from rlhf_tasks.modeling.load import load_causal, place
+from rlhf_tasks.modeling.tensors import NonFiniteError
+
+CPU_CHECK, GPU_CHECK = 1, 8
+"""Tokens from one check of which rows have ended to the next: a check waits for the GPU."""
+SILENT = Meter()
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Responses cut after the stop token, and the log-prob of each of their tokens under the sampler."""
+
+    responses: list[Ids]
+    logprobs: list[Tensor]
+    """One (length,) float32 tensor per response."""
+
+
+class Share(NamedTuple):
+    """Which responses a rank samples: numbers first, first + step, … of all ranks' `total`."""
+
+    first: int
+    step: int
+    total: int
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel,
+    queries: Sequence[Ids],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop: int,
+    pad: int,
+    generator: torch.Generator,
+    batch_size: int | None = None,
+    num_samples: int = 1,
+    share: Share | None = None,
+    meter: Meter = SILENT,
+) -> Samples:
+    """Sample responses to each query from softmax(logits / temperature), by default all at once.
+
+    The responses to the n queries are followed by the next response to each, until there are `num_samples`. A
+    query whose responses share a batch is computed once for them. `meter` counts the responses.
+
+    A row ends when it draws `stop`, which is kept as its last token, or reaches `max_new_tokens`. Each token
+    takes one uniform number, and all of them are drawn here: a response depends on no other row, and on
+    `batch_size` by rounding only. With `share` the numbers of all ranks are drawn, from generators of the
+    same state: a response does not depend on the rank that samples it either. Queries of similar length
+    share a batch, so that little is padded.
+
+    Raises:
+        NonFiniteError: if the model's logits are NaN or infinite.
+    """
+    num_queries, num_rows = len(queries), len(queries) * num_samples
+    first, step, total = share or Share(0, 1, num_rows)
+    uniform = torch.rand((total, max_new_tokens), generator=generator, device=model.device)[first::step]
+    by_length = sorted(range(num_queries), key=lambda i: (len(queries[i]), i))
+    order = [row for i in by_length for row in range(i, num_rows, num_queries)]
+    result = Samples([[] for _ in order], [torch.empty(0) for _ in order])
+    for start in range(0, len(order), batch_size or len(order)):
+        rows = order[start : start + (batch_size or len(order))]
+        number_of = {query: i for i, query in enumerate(dict.fromkeys(row % num_queries for row in rows))}
+        batch = collate([queries[i] for i in number_of], [[] for _ in number_of], pad).to(model.device)
+        query_of = torch.tensor([number_of[row % num_queries] for row in rows], device=model.device)
+        tokens, logprobs = _decode(model, batch, query_of, uniform[rows], temperature, stop, meter)
+        for i, ids, log_p in zip(rows, tokens.tolist(), logprobs.cpu(), strict=True):
+            length = ids.index(stop) + 1 if stop in ids else len(ids)
+            result.responses[i], result.logprobs[i] = ids[:length], log_p[:length]
+    return result
+
+
+def _decode(
+    model: PreTrainedModel,
+    batch: Batch,
+    query_of: Tensor,
+    uniform: Tensor,
+    temperature: float,
+    stop: int,
+    meter: Meter = SILENT,
+) -> tuple[Tensor, Tensor]:
+    """(B, R) tokens and log-probs; what follows a row's first `stop` means nothing.
+
+    `batch` holds the queries, and `query_of` (B,) is the query of each row.
+    Rows that have ended are computed with the others until a quarter of the rows has ended.
+    """
+    num_rows, limit = uniform.shape
+    tokens = torch.full((num_rows, limit), stop, device=uniform.device)
+    logprobs = torch.zeros((num_rows, limit), device=uniform.device)
+    width = batch.query_response.shape[1]
+    cache = _make_cache(model, width + limit)
+    # without attention, as in Mamba, the cache has another name, and only the query has a mask
+    is_recurrent = "cache_params" in inspect.signature(model.forward).parameters
+    cache_argument = {"cache_params" if is_recurrent else "past_key_values": cache}
+    mask = F.pad(batch.attention_mask, (0, limit), value=1)  # (B, Q + R)
+    ids, positions = batch.query_response, batch.position_ids
+    rows = torch.arange(num_rows, device=uniform.device)
+    alive = torch.ones_like(rows, dtype=torch.bool)
+    check = CPU_CHECK if uniform.device.type == "cpu" else GPU_CHECK
+    for t in range(limit):
+        # 1. The logits of the next token, (B, V). Only the first pass reads whole queries.
+        logits = model(
+            input_ids=ids,
+            attention_mask=None if is_recurrent and t else mask[:, : width + t],
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **cache_argument,
+        ).logits[:, -1]
+        if t == 0 and len(query_of) > len(logits):  # several samples of a query
+            logits, positions, mask = (x[query_of] for x in (logits, positions, mask))
+            cache.reorder_cache(query_of)  # type: ignore[arg-type]
+        # 2. One token for each row.
+        ids, log_p = sample_token(logits.float() / temperature, uniform[rows, t])
+        tokens[rows, t], logprobs[rows, t] = ids, log_p
+        meter.advance(num_rows / limit)
+        alive &= ids != stop
+        ids, positions = ids[:, None], positions[:, -1:] + 1
+        # 3. Rows that have ended leave the batch, once they are enough.
+        if (t + 1) % check and t + 1 < limit:
+            continue
+        left = alive.nonzero().squeeze(1)
+        if bool(logprobs.isnan().any()):
+            raise NonFiniteError("the model's logits are NaN or infinite")
+        if len(left) == 0:
+            meter.advance(num_rows * (limit - t - 1) / limit)
+            break
+        if len(left) <= 0.75 * len(rows):
+            rows, alive, ids, positions, mask = (x[left] for x in (rows, alive, ids, positions, mask))
+            cache.reorder_cache(left)  # type: ignore[arg-type]
+    return tokens, logprobs
+
+
+def sample_token(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF sampling: the first token whose cumulative probability exceeds the row's uniform number.
+
+    (B, V) logits, (B,) numbers in [0, 1) → (B,) tokens and their log-probs. A token of probability 0 is never
+    drawn. The log-prob is NaN where a row's logits are NaN or infinite.
+    """
+    p = logits.softmax(-1)
+    cumulative = p.cumsum(-1)
+    total = cumulative[:, -1:]
+    # rounding must not put the product at the total itself, which no cumulative probability exceeds
+    below = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, below, right=True).clamp_max(logits.shape[-1] - 1)
+    return tokens.squeeze(1), p.gather(1, tokens).squeeze(1).log()
+
+
+class _PreallocatedLayer(DynamicLayer):
+    """One layer's keys and values, with room for all tokens from the start: nothing is copied to add one."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_tokens, self._length = num_tokens, 0
+        self._buffers: tuple[Tensor, ...] | None = None  # keys and values, (B, heads, num_tokens, width)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add the new states; all so far, as views."""
+        # under autocast, keys are rotated in float32, and attention takes them in the values' bfloat16
+        new = (key_states.to(value_states.dtype), value_states)
+        if self._buffers is None:
+            self.lazy_initialization(*new)
+            self._buffers = tuple(x.new_empty(*x.shape[:2], self._num_tokens, x.shape[3]) for x in new)
+        start, self._length = self._length, self._length + key_states.shape[-2]
+        for buffer, states in zip(self._buffers, new, strict=True):
+            buffer[:, :, start : self._length] = states
+        self.keys, self.values = (buffer[:, :, : self._length] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows. Of two methods for it, only this one keeps a linear-attention layer's states."""
+        if self._buffers is not None:
+            self._buffers = tuple(buffer[beam_idx] for buffer in self._buffers)
+
+
+def _make_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
+    """The model's cache, with its attention layers preallocated; the mask alone enforces a sliding window."""
+    cache = DynamicCache(config=model.config)
+    for i, layer in enumerate(cache.layers):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            cache.layers[i] = _PreallocatedLayer(num_tokens)
+    return cache
+
+
+def sample_responses(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    stop: int | None = None,
+    batch_size: int = 256,
+    share: Share | None = None,
+    meter: Meter = SILENT,
+) -> list[Ids]:
+    """Sample one response to each prompt, in the prompts' order; `seed` decides all draws.
+
+    A response ends with its stop token, or at `max_new_tokens` without it. `stop` is by default the token
+    that the checkpoint's generation config names, else EOS. `meter` counts the responses. If the GPU is
+    out of memory, they are sampled again, half as many at a time.
+
+    Raises:
+        torch.OutOfMemoryError: if the memory does not suffice for one row.
+    """
+    while True:
+        try:
+            return sample(
+                model,
+                encode(tokenizer, prompts),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                stop=find_stop_token(model, tokenizer) if stop is None else stop,
+                pad=tokenizer.pad_token_id,
+                generator=torch.Generator(model.device).manual_seed(seed),
+                batch_size=batch_size,
+                share=share,
+                meter=meter,
+            ).responses
+        except torch.OutOfMemoryError:
+            if batch_size == 1:
+                raise
+        torch.cuda.empty_cache()
+        batch_size //= 2
+        console.say(f"out of memory: {batch_size} responses are sampled at a time now")
+
+
+def find_stop_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends this model's responses."""
+    config = model.generation_config
+    named = None if config is None else config.eos_token_id
+    return named if isinstance(named, int) else int(tokenizer.eos_token_id)
+
+
+def sample_texts(
+    model_path: Path,
+    prompts: list[str],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    num_samples: int,
+    seed: int,
+) -> list[list[str]]:
+    """Sample `num_samples` texts from a checkpoint for each prompt."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = place(load_causal(model_path), device), load_tokenizer(model_path)
+    repeated = [p for p in prompts for _ in range(num_samples)]
+    responses = sample_responses(
+        model, tokenizer, repeated, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
+    texts = [text_of(tokenizer, response) for response in responses]
+    return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]

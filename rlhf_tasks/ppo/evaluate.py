@@ -1,0 +1,256 @@
+"""Evaluation of the policy on fixed validation prompts: which weights to keep, and which samples to show.
+
+B prompts · R response length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.data import columns
+from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
+from rlhf_tasks.modeling.logprobs import response_logprobs
+from rlhf_tasks.modeling.sampling import Share, sample_responses
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.kl import k1
+from rlhf_tasks.ppo.metrics import Metrics, standard_error
+from rlhf_tasks.ppo.rewards import truncated_scores
+from rlhf_tasks.ppo.rollout import Reference, Scorers, interleave, raise_on_all_ranks
+from rlhf_tasks.ppo.sampler import Sampler
+from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.scoring.protocol import Responses, Scorer
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.runtime import Runtime
+
+NUM_SAMPLE_PROMPTS = 4
+SELECTED_NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}
+
+
+@dataclass
+class Selection:
+    """The weights that scored best so far, and the responses of all evaluations."""
+
+    best: float = -float("inf")
+    metrics: Metrics = field(default_factory=lambda: {"selected_episode": 0.0})
+    """`selected_…`: episode, KL to the reference and score of the weights that are kept."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """What training changes, on the CPU; of a sharded model only on the first rank."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """The samples shown so far, rows of samples.parquet."""
+    responses: list[dict[str, Any]] = field(default_factory=list)
+    """The responses of each evaluation, rows of answers.parquet, from which the judge's curve is made."""
+
+
+class Scored(NamedTuple):
+    """Responses to some prompts, of all ranks; scores are under the EOS rule."""
+
+    queries: list[Ids]
+    ids: list[Ids]
+    scores: Tensor  # (B,)
+    heldout: Tensor | None  # (B,)
+    parts: dict[str, Tensor]  # (B,) by scorer, unweighted
+
+
+class Evaluator:
+    """Evaluates the policy by the selection judge, else by models/reward_heldout.
+
+    The checkpoint is never chosen by the reward that is optimized, by the gold judge or on test data.
+    The KL is to the reference in use: with `reference_sync` that one has moved from the SFT model.
+    """
+
+    def __init__(
+        self,
+        rt: Runtime,
+        config: Ppo,
+        policy: PreTrainedModel,
+        reference: Reference,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        stop: int,
+        scorers: Scorers,
+        heldout: Scorer | None,
+        judge: SelectionJudge | None,
+        seed: int,
+    ) -> None:
+        """`rows` are of data/prompts; the first `num_selection_prompts` of them are used."""
+        self._rt, self._config, self._policy, self._reference = rt, config, policy, reference
+        self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
+        self._stop, self._seed = stop, seed
+        rows = rows[: config.num_selection_prompts]
+        self._prompts = [row["prompt"] for row in rows]
+        self._references = [row["reference"] for row in rows]
+        self._columns = columns.of_rows(rows)
+
+    @property
+    def selection_metric(self) -> str | None:
+        """The metric by which weights are kept; None keeps those of the last evaluation."""
+        if self._judge is not None:
+            return "eval/win_rate"
+        return None if self._heldout is None else "eval/heldout_scores"
+
+    def evaluate(self, selection: Selection, sampler: Sampler, *, episode: int, update: int) -> Metrics:
+        """Sample a response to each selection prompt, score them, and keep the weights if they are best.
+
+        Raises:
+            NonFiniteError: on all ranks, if a number is NaN or infinite.
+        """
+        result = self._respond(len(self._prompts), sampler, update)
+        kl = self._kl(result.queries, result.ids)  # (B,)
+        texts = [text_of(self._tokenizer, ids) for ids in result.ids]
+        rows = zip(self._prompts, self._references, texts, strict=True)
+        selection.responses += [
+            {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
+            | columns.encoded(columns.of_row(self._columns, i))
+            for i, (prompt, reference, text) in enumerate(rows)
+        ]
+        metrics = {
+            "eval/scores": float(result.scores.mean()),
+            "eval/response_length": sum(map(len, result.ids)) / len(result.ids),
+            "eval/kl": float(kl.mean()),
+        }
+        if result.heldout is not None:
+            metrics["eval/heldout_scores"] = float(result.heldout.mean())
+            metrics["eval/reward_gap"] = metrics["eval/scores"] - metrics["eval/heldout_scores"]
+        if self._judge is not None:
+            metrics["eval/win_rate"] = self._judge.win_rate(
+                self._prompts, texts, self._references, self._columns
+            )
+        name = self.selection_metric
+        if name is None or metrics[name] > selection.best:
+            frozen = {name for name, p in self._policy.named_parameters() if not p.requires_grad}
+            selection.weights = sharding.weights_of(self._policy, but=frozen)
+            error = standard_error(metrics["eval/kl"], float((kl**2).sum()), len(kl))
+            selection.metrics = {
+                "selected_episode": float(episode),
+                "selected_kl": metrics["eval/kl"],
+                "selected_kl_standard_error": error,
+            }
+            if name is not None:
+                selection.best = selection.metrics[SELECTED_NAMES[name]] = metrics[name]
+        return metrics
+
+    def show(
+        self, selection: Selection, sampler: Sampler, *, episode: int, update: int
+    ) -> list[dict[str, Any]]:
+        """Responses to the first few prompts with their scores, rows of samples.parquet."""
+        prompts = self._prompts[:NUM_SAMPLE_PROMPTS]
+        result = self._respond(len(prompts), sampler, update)
+        scores = {"score": result.scores, **(result.parts if len(result.parts) > 1 else {})}
+        if result.heldout is not None:
+            scores["reward_heldout"] = result.heldout
+        rows = [
+            {"episode": episode, "prompt": prompt, "response": text_of(self._tokenizer, ids)}
+            | columns.shown(columns.of_row(self._columns, i))
+            | {name: float(values[i]) for name, values in scores.items()}
+            for i, (prompt, ids) in enumerate(zip(prompts, result.ids, strict=True))
+        ]
+        selection.samples += rows
+        return rows
+
+    # ----------------------------------------------------------------------- sampling and scoring
+
+    @torch.no_grad()
+    def _respond(self, count: int, sampler: Sampler, update: int) -> Scored:
+        """Responses to the first prompts: each rank has and scores a share, and all receive the whole.
+
+        Raises:
+            NonFiniteError: on all ranks, if a number is NaN or infinite; the responses are its `batch`.
+        """
+        rt, own = self._rt, self._rt.share(self._prompts[:count])
+        queries = encode(self._tokenizer, self._prompts[:count])
+        ids = sampler.respond(queries, self._seed, update)
+        if ids is None:
+            sampled = raise_on_all_ranks(rt, lambda: self._sample(own, count), {"prompts": own})
+            ids = interleave(rt.each(sampled))
+        batch = {"prompts": own, "responses": rt.share(ids)}
+        parts = self._score(queries, ids, columns.take(self._columns, range(count)), batch)
+        ended = torch.tensor([response[-1] == self._stop for response in ids])
+        rule = self._config.truncation.kind
+        if rule.startswith("bootstrap"):  # there is no critic here to value an unfinished response
+            rule = "none"
+
+        def under_eos_rule(scores: Tensor) -> Tensor:
+            return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
+
+        heldout = None
+        if self._heldout is not None:
+            shares = rt.share(queries), rt.share(ids)
+            own_scores = raise_on_all_ranks(rt, lambda: self._score_heldout(*shares), batch)
+            heldout = under_eos_rule(interleave(rt.each(own_scores)))
+        return Scored(queries, ids, under_eos_rule(self._scorers.total(parts)), heldout, parts)
+
+    def _sample(self, prompts: list[str], total: int) -> list[Ids]:
+        with self._rt.whole(self._policy) as policy, self._rt.autocast():
+            return sample_responses(
+                policy,
+                self._tokenizer,
+                prompts,
+                max_new_tokens=self._config.response_length,
+                temperature=self._config.temperature,
+                seed=self._seed,
+                stop=self._stop,
+                share=Share(self._rt.rank, self._rt.world_size, total),
+            )
+
+    @torch.no_grad()
+    def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        """(B,) float64: Σ_t log π − log π_ref of each response, in nats; each rank measures its share.
+
+        Raises:
+            NonFiniteError: on all ranks, if a KL is NaN or infinite.
+        """
+        rt = self._rt
+        own, own_responses = rt.share(queries), rt.share(responses)
+        result = torch.zeros(len(own), dtype=torch.float64)
+
+        def measure(rows: list[int]) -> None:
+            batch = picked(own, own_responses, rows, self._tokenizer.pad_token_id).to(rt.device)
+            with rt.autocast():
+                logprobs = response_logprobs(self._policy, batch, self._config.temperature).float()
+                ref_logprobs = self._reference.logprobs(batch, self._config.temperature).float()
+            kl = k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
+            result[rows] = kl.cpu()[: len(rows)]
+
+        rt.run_batches(TokenBudget(self._config.micro_batch_tokens), sizes(own, own_responses), measure)
+        if rt.max(int(not bool(result.isfinite().all()))):
+            raise NonFiniteError(
+                "the KL to the reference is NaN or infinite at the selection prompts",
+                {"prompts": rt.share(self._prompts), "responses": own_responses},
+            )
+        whole: Tensor = interleave(rt.each(result))
+        return whole
+
+    def _score(
+        self,
+        queries: Sequence[Ids],
+        responses: Sequence[Ids],
+        kept: columns.Columns,
+        batch: Mapping[str, Any],
+    ) -> dict[str, Tensor]:
+        """(B,) by scorer of all rows, on all ranks; the first rank alone sends requests."""
+        rt = self._rt
+        rows = Responses.of_ids(queries, responses, self._tokenizer, kept)
+        # but passes of a sharded reward model need all ranks
+        if any(scorer.kind == "http" for scorer in self._config.scorers) and not rt.shards:
+            parts = raise_on_all_ranks(rt, lambda: self._scorers.parts(rows) if rt.is_main else {}, batch)
+            result: dict[str, Tensor] = rt.from_main(parts)
+            return result
+        shares = {name: rt.share(values) for name, values in kept.items()}
+        own = Responses.of_ids(rt.share(queries), rt.share(responses), self._tokenizer, shares)
+        result = interleave(rt.each(raise_on_all_ranks(rt, lambda: self._scorers.parts(own), batch)))
+        return result
+
+    def _score_heldout(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        assert self._heldout is not None
+        scores = self._heldout(Responses.of_ids(queries, responses, self._tokenizer))
+        if not bool(scores.isfinite().all()):
+            raise NonFiniteError("models/reward_heldout gave NaN or infinity")
+        return scores

@@ -1,0 +1,193 @@
+"""What is measured of a rollout and of the losses: means over real response tokens, or over responses.
+
+They are of all ranks. Where a rank has only a part of them, `reduce` adds the ranks' sums up.
+B responses · R response length.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlhf_tasks.modeling.tensors import Reduce, alone, distinct, masked_moments, masked_sum
+from rlhf_tasks.ppo.advantages import group_deviations
+from rlhf_tasks.ppo.kl import k1, k3
+
+if TYPE_CHECKING:
+    from rlhf_tasks.ppo.rollout import Rollout
+
+Metrics = dict[str, float]
+COUNT, PADDED, REAL, OFF_SQUARED = "num_tokens", "padded_tokens", "real_tokens", "ratio_off_squared"
+LARGEST_NATS = math.log(sys.float_info.max)
+
+
+def objective_metrics(
+    rollout: Rollout, scores: Tensor, kl: Tensor, *, kl_coef: float, reward_kl_coef: float
+) -> Metrics:
+    """Metrics `objective/…`, means over the responses.
+
+    `scores` (B,) are under the EOS rule; `kl` (B, R) is by the chosen estimator. `kl_coef` is the current
+    coefficient, `reward_kl_coef` the one in the reward: 0 where the KL is in the loss.
+    """
+    mask = rollout.mask
+    kl_k1 = torch.where(mask, k1(rollout.logprobs, rollout.ref_logprobs), 0).sum(1)
+    sums = {
+        "count": torch.tensor(float(len(scores))),
+        "tokens": mask.sum(),
+        "kl": masked_sum(kl, mask),
+        "k1": kl_k1.sum(),
+        "k1_squared": (kl_k1**2).sum(),
+        "nll": -masked_sum(rollout.logprobs, mask),
+        "ref_nll": -masked_sum(rollout.ref_logprobs, mask),
+        "scores": scores.sum(),
+        "raw": rollout.scores.sum(),
+        **{f"part/{name}": part.sum() for name, part in rollout.parts.items()},
+    }
+    total = _floats(sums)
+    count, tokens, mean_kl = total["count"], total["tokens"], total["kl"] / total["count"]
+    mean_k1 = total["k1"] / count
+    metrics = {
+        "objective/kl": mean_kl,
+        "objective/kl_k1": mean_k1,
+        "objective/kl_k1_standard_error": standard_error(mean_k1, total["k1_squared"], count),
+        "objective/kl_coef": kl_coef,
+        "objective/entropy": total["nll"] / count,
+        "objective/perplexity": perplexity(total["nll"] / tokens),
+        "objective/ref_perplexity": perplexity(total["ref_nll"] / tokens),
+        "objective/non_score_reward": -reward_kl_coef * mean_kl,
+        "objective/scores": total["scores"] / count,
+        "objective/raw_scores": total["raw"] / count,
+    }
+    metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
+    if len(rollout.parts) > 1:
+        metrics |= {f"objective/scores/{name}": total[f"part/{name}"] / count for name in rollout.parts}
+    return metrics
+
+
+def response_metrics(rollout: Rollout) -> Metrics:
+    """Metrics `val/…` of the responses: how many end, how long they are, how much they repeat."""
+    sums = {
+        "count": torch.tensor(float(len(rollout.responses))),
+        "tokens": rollout.mask.sum(),
+        "ended": rollout.ended.sum(),
+        **{f"distinct_{n}": distinct(rollout.responses, n).sum() for n in (1, 2, 3)},
+    }
+    total = _floats(sums)
+    count = total["count"]
+    return {
+        "val/num_eos_tokens": total["ended"],
+        "val/truncated_share": 1 - total["ended"] / count,
+        "val/response_length": total["tokens"] / count,
+        "val/distinct_1": total["distinct_1"] / count,
+        "val/distinct_2": total["distinct_2"] / count,
+        "val/repetition": 1 - total["distinct_3"] / count,
+    }
+
+
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor) -> float:
+    """1 − Var(returns − values) / Var(returns) over tokens, of (B, R); 0 where all returns are equal."""
+    rest, whole = masked_moments(returns - values, mask)[1], masked_moments(returns, mask)[1]
+    return 1 - float(rest / whole) if whole > 0 else 0.0
+
+
+def group_metrics(returns: Tensor, num_samples: int) -> Metrics:
+    """`val/group_deviation` of returns (B,): the mean over prompts of their responses' standard deviation."""
+    return {"val/group_deviation": float(group_deviations(returns, num_samples).mean())}
+
+
+def perplexity(nats: float) -> float:
+    """exp of the mean −log p of a token; infinite above some 700 nats, where no float holds it."""
+    return math.exp(nats) if nats < LARGEST_NATS else math.inf
+
+
+def standard_error(mean: float, squares: float, count: float) -> float:
+    """The standard error of a mean of `count` numbers with that sum of squares; |mean| for a single one."""
+    return abs(mean) if count == 1 else (max(0.0, squares / count - mean**2) / count) ** 0.5
+
+
+def _floats(sums: dict[str, Tensor], reduce: Reduce = alone) -> Metrics:
+    values = reduce(torch.stack([value.float() for value in sums.values()])).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def sampler_metrics(
+    rollout: Rollout,
+    sampler_logprobs: Tensor,
+    cap: float | None,
+    reduce: Reduce,
+    largest: Callable[[float], float],
+) -> Metrics:
+    """Metrics `engine/…` of (B, R) log-probs by a sampler beside the policy's own.
+
+    `largest` gives the largest number of all processes. The KL is that of the sampler's distribution from the
+    policy's, by k3, in nats per token.
+    """
+    mask = rollout.mask
+    log_ratio = (rollout.logprobs - sampler_logprobs)[mask]
+    sums = {
+        "tokens": mask.sum(),
+        "engine/logprob_diff": log_ratio.abs().sum(),
+        "engine/kl": k3(sampler_logprobs[mask], rollout.logprobs[mask]).sum(),
+    }
+    if cap is not None:
+        sums["engine/capped_share"] = (log_ratio > math.log(cap)).sum()
+    total = _floats(sums, reduce)
+    count = total.pop("tokens")
+    means = {name: value / count for name, value in total.items()}
+    return means | {"engine/logprob_diff_max": largest(float(log_ratio.abs().max()))}
+
+
+@dataclass
+class TokenSums:
+    """Sums of numbers per token, and the count of tokens: means over micro-batches of different sizes."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """By metric, scalars in float64 on the device."""
+
+    def add(self, values: Mapping[str, Tensor], mask: Tensor, scale: float = 1.0) -> None:
+        """Add (b, R) numbers at the real tokens of one micro-batch; those elsewhere do not matter."""
+        for name, value in {**values, COUNT: mask}.items():
+            part = scale * masked_sum(value.detach(), mask).double()
+            self.sums[name] = self.sums[name] + part if name in self.sums else part
+
+    def count_padding(self, attention_mask: Tensor, scale: float) -> None:
+        """Count the tokens of a pass, (b, T), and those of them that are padding."""
+        for name, part in {PADDED: attention_mask.numel(), REAL: attention_mask.bool().sum()}.items():
+            one = scale * torch.as_tensor(part, device=attention_mask.device).double()
+            self.sums[name] = self.sums[name] + one if name in self.sums else one
+
+    @staticmethod
+    def means(parts: Sequence[TokenSums], reduce: Reduce) -> Metrics:
+        """The means over the tokens of several minibatches and of all ranks."""
+        names = list(parts[0].sums)
+        stacked = torch.stack([torch.stack([part.sums[name] for part in parts]).sum() for name in names])
+        total = dict(zip(names, reduce(stacked).tolist(), strict=True))
+        count, padded, real = total.pop(COUNT), total.pop(PADDED, None), total.pop(REAL, None)
+        means = {name: value / count for name, value in total.items()}
+        return means if padded is None else means | {"time/padding_share": 1 - real / padded}
+
+
+def ratio_sums(logprobs: Tensor, old_logprobs: Tensor) -> dict[str, Tensor]:
+    """What `ratio_metrics` needs of each token, (b, R) each: approximate KL, ratio, distance from 1."""
+    log_ratio = (logprobs - old_logprobs).detach()
+    ratio = log_ratio.exp()
+    return {
+        "policy/approxkl_avg": 0.5 * log_ratio**2,
+        "val/ratio": ratio,
+        OFF_SQUARED: (ratio - 1) ** 2,  # Σ ratio² would lose the variance to rounding
+    }
+
+
+def ratio_metrics(means: Metrics, first: Metrics) -> Metrics:
+    """The means over an update's tokens with `val/ratio_var`, and how far the first ratio was from 1.
+
+    `first` are the means of the first minibatch: before any step, the policy is still the old one.
+    """
+    variance = means.pop(OFF_SQUARED) - (means["val/ratio"] - 1) ** 2
+    return means | {"val/ratio_var": variance, "val/first_ratio_error": max(first[OFF_SQUARED], 0.0) ** 0.5}

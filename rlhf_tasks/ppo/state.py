@@ -1,0 +1,274 @@
+"""The state of PPO's training between two updates, and what brings it back: snapshots and roll backs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.evaluate import Selection
+from rlhf_tasks.ppo.guards import (
+    BF16_RATIO_ERROR,
+    FLOAT32_RATIO_ERROR,
+    Guards,
+    GuardTrip,
+    GuardTripped,
+)
+from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.rewards import ScoreScaler
+from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
+from rlhf_tasks.ppo.sampler import Sampler
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.optim import adamw
+from rlhf_tasks.training.runtime import Runtime
+
+
+class Queue:
+    """Row numbers in shuffled passes: every row comes once before any comes again."""
+
+    def __init__(self, num_rows: int, generator: torch.Generator) -> None:
+        self._num_rows, self._generator = num_rows, generator
+        self.waiting: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        while len(self.waiting) < count:
+            self.waiting += torch.randperm(self._num_rows, generator=self._generator).tolist()
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken
+
+
+@dataclass
+class TrainState:
+    """All that one update leaves to the next. A snapshot holds this, and a roll back returns to it."""
+
+    model: nn.Module
+    """The actor-critic as it is trained, wrapped for DDP, ZeRO or FSDP2."""
+    optimizer: torch.optim.Optimizer
+    num_policy_groups: int
+    """The optimizer's first groups; the others are the critic's."""
+    reference: Reference
+    sampler: Sampler
+    shuffling: torch.Generator
+    """Draws prompts, demonstrations and minibatches; on the CPU, of the same state on all ranks."""
+    sampling: torch.Generator
+    """Draws tokens; on the device, of the same state on all ranks."""
+    prompts: Queue
+    ptx: Queue | None
+    scaler: ScoreScaler
+    guards: Guards | None
+    kl_coef: float
+    penalty_beta: float
+    budget: TokenBudget
+    """Of the passes that train; out-of-memory lowers it."""
+    scoring_budget: TokenBudget
+    selection: Selection = field(default_factory=Selection)
+    update: int = 0
+    """Finished updates."""
+    warmup_losses: list[float] = field(default_factory=list)
+    """The critic's loss, one for each update of its warm-up."""
+    submitted: list[int] = field(default_factory=list)
+    """Rows of the prompts whose responses are sampled ahead."""
+    has_begun: bool = False
+    """Whether the policy was evaluated before training."""
+    metrics: Metrics = field(default_factory=dict)
+    """The last update's."""
+    roll_backs: int = 0
+    num_rollouts: int = 0
+    """All rollouts, those of updates that were rolled back included: it never falls."""
+    undone: int = 0
+    """Episodes that were rolled back: curves continue behind them, so that no point is overwritten."""
+    trips: list[dict[str, Any]] = field(default_factory=list)
+    """The guards' trips with the episode of the curves, those before a roll back included."""
+    good: dict[str, Any] = field(default_factory=dict)
+    """The training state that `guards.action: roll_back` returns to."""
+    newest: dict[str, Any] = field(default_factory=dict)
+    """The newest training state; it is good too if the next rollout passes all guards."""
+
+    def training(self, rt: Runtime) -> dict[str, Any]:
+        """What a roll back returns to. `shared` is equal on all ranks; the generators are each rank's own."""
+        moving = self.reference if isinstance(self.reference, FrozenCopy) and self.reference.moves else None
+        shared = {
+            "weights": rt.training_state(self.model, self.optimizer),
+            "reference": sharding.weights_of(moving.model) if moving else {},
+            "sampler": self.sampler.state_dict(),
+            "prompts": list(self.prompts.waiting),
+            "ptx": list(self.ptx.waiting) if self.ptx else [],
+            "shuffling": self.shuffling.get_state(),
+            "scaler": self.scaler.state_dict(),
+            "guards": self.guards.state_dict() if self.guards else {},
+            "budgets": [self.budget.state_dict(), self.scoring_budget.state_dict()],
+            "selection": vars(self.selection) | {"responses": list(self.selection.responses)},
+            "plain": {name: getattr(self, name) for name in PLAIN} | {"metrics": dict(self.metrics)},
+        }
+        return {"shared": shared, "sampling": self.sampling.get_state(), "rng": rt.rng_state()}
+
+    def load_training(self, rt: Runtime, state: dict[str, Any], policy: nn.Module) -> None:
+        """Restore `training`; `policy` is the model whose weights the selection has kept."""
+        shared = state["shared"]
+        rt.load_training_state(self.model, self.optimizer, shared["weights"])
+        if isinstance(self.reference, FrozenCopy) and self.reference.moves:
+            sharding.load_weights(self.reference.model, shared["reference"])
+        self.sampler.load_state_dict(shared["sampler"])
+        self.prompts.waiting = list(shared["prompts"])
+        if self.ptx:
+            self.ptx.waiting = list(shared["ptx"])
+        self.shuffling.set_state(shared["shuffling"])
+        self.scaler.load_state_dict(shared["scaler"])
+        if self.guards:
+            self.guards.load_state_dict(shared["guards"])
+        for budget, own in zip((self.budget, self.scoring_budget), shared["budgets"], strict=True):
+            budget.load_state_dict(own)
+        self.selection = Selection(**shared["selection"])
+        self.selection.weights = sharding.kept(policy, self.selection.weights)
+        for name, value in shared["plain"].items():
+            setattr(self, name, value)
+        self.sampling.set_state(state["sampling"])
+        rt.set_rng_state(state["rng"])
+
+    def state_dict(self, rt: Runtime) -> dict[str, Any]:
+        """The content of a snapshot, but for the tracker's."""
+        return self.training(rt) | {name: getattr(self, name) for name in (*COUNTED, "good", "newest")}
+
+    def load_state_dict(self, rt: Runtime, state: dict[str, Any], policy: nn.Module) -> None:
+        """Restore `state_dict`."""
+        self.load_training(rt, state, policy)
+        for name in (*COUNTED, "good", "newest"):
+            setattr(self, name, state[name])
+
+
+PLAIN = ("kl_coef", "penalty_beta", "update", "warmup_losses", "submitted", "has_begun", "roll_backs")
+"""Fields that a roll back returns to, and that are numbers or lists of numbers."""
+COUNTED = ("num_rollouts", "undone", "trips")
+"""Fields that a roll back leaves as they are."""
+
+
+def begin(
+    rt: Runtime,
+    config: Ppo,
+    actor_critic: ActorCritic,
+    reference: Reference,
+    sampler: Callable[[torch.Generator], Sampler],
+    *,
+    num_prompts: int,
+    num_demonstrations: int,
+    seed: int,
+) -> TrainState:
+    """The state before training. `sampler` makes the sampler, from the generator of its draws."""
+    optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
+    num_policy_groups = len(optimizer.param_groups)
+    if not isinstance(actor_critic.value, NoCritic):
+        # one AdamW for both; the critic's groups may have a learning rate of their own
+        own_rate: float | None = getattr(config.critic, "learning_rate", None)
+        scale = (own_rate or config.learning_rate) / config.learning_rate
+        for group in adamw(actor_critic.value, config).param_groups:
+            optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
+    model, optimizer = rt.prepare(actor_critic, optimizer, config.max_grad_norm)
+    shuffling, sampling = torch.Generator().manual_seed(seed), rt.generator(seed)
+    guards = None
+    if config.guards is not None:
+        ratio_error = FLOAT32_RATIO_ERROR if rt.is_float32 else BF16_RATIO_ERROR
+        guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
+    return TrainState(
+        model=model,
+        optimizer=optimizer,
+        num_policy_groups=num_policy_groups,
+        reference=reference,
+        sampler=sampler(sampling),
+        shuffling=shuffling,
+        sampling=sampling,
+        prompts=Queue(num_prompts, shuffling),
+        ptx=Queue(num_demonstrations, shuffling) if num_demonstrations else None,
+        scaler=ScoreScaler(config.score_scaling),
+        guards=guards,
+        kl_coef=config.kl_coef,
+        penalty_beta=config.kl_penalty.beta if config.kl_penalty else 0.0,
+        budget=TokenBudget(config.micro_batch_tokens),
+        scoring_budget=TokenBudget(config.micro_batch_tokens),
+    )
+
+
+# -------------------------------------------------------------------------------- roll backs and faults
+
+
+def keep_good_state(rt: Runtime, config: Ppo, state: TrainState) -> None:
+    """Keep what a roll back returns to: the start, then states after which the next rollout passed."""
+    guards = config.guards
+    if guards is None or state.guards is None or guards.action != "roll_back":
+        return
+    if state.update == 0:
+        state.good = on_cpu(state.training(rt))
+        return
+    passed = state.guards.all_passed
+    if passed and state.newest:
+        state.good = state.newest
+    is_due = passed and state.update % guards.checkpoint_every == 0
+    state.newest = on_cpu(state.training(rt)) if is_due else {}
+
+
+def handle_trip(
+    rt: Runtime,
+    config: Ppo,
+    state: TrainState,
+    actor_critic: ActorCritic,
+    trip: GuardTrip,
+    tracker: Tracker,
+) -> bool:
+    """Whether the trip was answered by a roll back.
+
+    Raises:
+        GuardTripped: if training is to stop.
+    """
+    guards, update, batch_size = config.guards, state.update, config.rollout_batch_size
+    step = update * batch_size + state.undone
+    tracker.event(f"guard.{trip.name}", str(trip), step=step)
+    state.trips.append({"episode": step, "guard": trip.name, "message": str(trip)})
+    action = "stop" if guards is None else guards.action
+    if action == "warn" and trip.name != "non_finite":
+        console.say(f"guard {trip}")
+        return False
+    if guards is None or action != "roll_back" or not state.good or not trip.can_be_undone:
+        raise GuardTripped(f"PPO was stopped at update {update} by the guard {trip}")
+    if state.roll_backs == guards.max_roll_backs:
+        raise GuardTripped(
+            f"PPO was stopped at update {update} after {state.roll_backs} roll backs by the guard {trip}"
+        )
+    count, kl_coef = state.roll_backs + 1, state.kl_coef * guards.kl_coef_factor
+    state.load_training(rt, on_cpu(state.good), actor_critic.policy)
+    state.newest, state.roll_backs, state.kl_coef = {}, count, kl_coef
+    state.undone += (update - state.update) * batch_size
+    console.say(
+        f"guard {trip}. Rolled back from update {update} to {state.update}; kl_coef is now {kl_coef:g}"
+    )
+    return True
+
+
+def write_fault(rt: Runtime, state: TrainState, error: NonFiniteError, folder: Path) -> GuardTrip:
+    """The guard `non_finite`; what the error was computed from is written out for inspection."""
+    folder.mkdir(parents=True, exist_ok=True)
+    when = f"{state.num_rollouts}-{time.time_ns()}"  # several runs share the folder
+    file = folder / f"ppo-after-update-{state.update}-rank-{rt.rank}-{when}.pt"
+    torch.save(error.batch, file)
+    return GuardTrip(
+        "non_finite",
+        f"{error} (after update {state.update}; see {file})",
+        "steps are too big, or a scorer gives extreme numbers",
+    )
+
+
+def on_cpu(part: Any) -> Any:
+    """A copy of a state, its tensors on the CPU."""
+    if isinstance(part, Tensor):
+        return part.detach().cpu().clone()
+    if isinstance(part, dict):
+        return {key: on_cpu(value) for key, value in part.items()}
+    return [on_cpu(value) for value in part] if isinstance(part, list) else part

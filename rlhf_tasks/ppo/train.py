@@ -1,0 +1,461 @@
+"""PPO, from the first prompt to the last snapshot: `train` is the whole of it, from top to bottom.
+
+What it calls are leaves: they compute something and return it, and none of them calls back. The arithmetic
+is in `rewards`, `advantages`, `losses` and `kl`, all pure functions.
+
+B responses of a rollout, of all ranks · k responses to each prompt · R longest response
+b rows of a micro-batch · r its longest response. A tensor's row starts with the first token of a response.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import CriticWarmup
+from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.data.columns import Columns, take
+from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs
+from rlhf_tasks.modeling.tensors import NonFiniteError, whiten
+from rlhf_tasks.ppo.advantages import Estimator, response_returns
+from rlhf_tasks.ppo.evaluate import Evaluator
+from rlhf_tasks.ppo.guards import (
+    GuardTrip,
+)
+from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
+from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
+from rlhf_tasks.ppo.losses import MicroBatch, PolicyLoss, token_weights, value_loss
+from rlhf_tasks.ppo.metrics import (
+    Metrics,
+    TokenSums,
+    explained_variance,
+    group_metrics,
+    objective_metrics,
+    ratio_metrics,
+    ratio_sums,
+    response_metrics,
+)
+from rlhf_tasks.ppo.rewards import token_rewards, truncated_scores
+from rlhf_tasks.ppo.rollout import (
+    ActorCritic,
+    FrozenCopy,
+    NoCritic,
+    Rollout,
+    Scorers,
+    gather_rollout,
+    score_rollout,
+)
+from rlhf_tasks.ppo.state import TrainState, handle_trip, keep_good_state, write_fault
+from rlhf_tasks.tracking import Tracker
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training.layouts import reset_moments
+from rlhf_tasks.training.optim import learning_rate, set_learning_rate
+from rlhf_tasks.training.runtime import MicroRows, Runtime
+from rlhf_tasks.training.supervised import LanguageModeling, budget_metrics
+
+SHOWN = {"score": "objective/scores", "kl": "objective/kl", "clipfrac": "policy/clipfrac_avg"}
+"""Metrics beside the progress bar; a loss of one's own may have no clip."""
+
+
+def train(
+    rt: Runtime,
+    config: Ppo,
+    state: TrainState,
+    actor_critic: ActorCritic,
+    *,
+    prompts: Sequence[Ids],
+    columns: Columns,
+    scorers: Scorers,
+    loss: PolicyLoss,
+    estimator: Estimator,
+    evaluator: Evaluator,
+    ptx: LanguageModeling | None,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: int,
+    tracker: Tracker,
+    snapshots: Checkpoint,
+    faults: Path,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Metrics]:
+    """Train to the end; each update's metrics are yielded when all of it is done, snapshot included.
+
+    `actor_critic` is what `state.model` wraps; `columns` are those of the `prompts`; `ptx` is
+    PPO-ptx's text, or None without it. What a number that is not finite came from is written to `faults`.
+
+    Raises:
+        GuardTripped: a guard stopped the training.
+    """
+    num_updates, batch_size = config.total_episodes // config.rollout_batch_size, config.rollout_batch_size
+    num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
+    minibatch_size = batch_size // config.num_mini_batches
+    has_critic = not isinstance(actor_critic.value, NoCritic)
+    kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
+    selections = selection_updates(config.num_selections, num_updates)
+    showings = sample_updates(config.num_sample_generations, num_updates)
+
+    with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
+        snapshot = snapshots.load()
+        if snapshot is not None:
+            state.load_state_dict(rt, snapshot, actor_critic.policy)
+            tracker.load_state_dict(snapshot["tracker"])
+            bar.skip(state.update * batch_size)
+
+        while state.update < num_updates:
+            try:
+                # 0. The policy before training: what its weights would be worth.
+                if not state.has_begun:
+                    state.metrics = _evaluate(rt, state, evaluator, tracker, select=True, show=0 in showings)
+                    state.has_begun = True
+                    keep_good_state(rt, config, state)
+
+                # 1. The learning rate. At first the critic may train alone: arXiv 2307.04964, section 5.3.4.
+                start = clock()
+                is_warmup = has_critic and not _is_warm(config, state.warmup_losses)
+                rate = config.learning_rate
+                if not is_warmup:
+                    rate = learning_rate(config, state.update, num_updates)
+                if not is_warmup and state.update == 0 and state.warmup_losses:
+                    # data parallelism has given the policy gradients of zero: counted as steps they would
+                    # make its first real ones too small, or too large where the moments are slow
+                    reset_moments(state.optimizer, state.num_policy_groups)
+                set_learning_rate(state.optimizer, rate)
+
+                # 2. Responses: k to each of n prompts, in the order p_1 … p_n, again p_1 … p_n, and so on.
+                # A server may sample the next ones while the policy learns from these.
+                rows = state.submitted or state.prompts.take(num_prompts)
+                if not state.sampler.is_busy:
+                    state.sampler.submit([prompts[i] for i in rows], state.update)
+                samples = state.sampler.collect(state.update)  # of this rank
+                state.submitted = []
+                if state.sampler.ahead and (is_warmup or state.update + 1 < num_updates):
+                    state.submitted = state.prompts.take(num_prompts)
+                    state.sampler.submit([prompts[i] for i in state.submitted], state.update)
+                generated = clock()
+
+                # 3. Scores, log-probs of policy and reference, and the critic's values, of this rank's rows.
+                own = rt.share(rows) * num_samples
+                rollout = score_rollout(
+                    rt,
+                    config,
+                    actor_critic,
+                    state.reference,
+                    scorers,
+                    [prompts[i] for i in own],
+                    samples,
+                    take(columns, own),
+                    tokenizer=tokenizer,
+                    stop=stop,
+                    budget=state.scoring_budget,
+                    is_on_policy=state.sampler.name is None,
+                )
+                rollout, measured = state.sampler.correct(rollout, samples)
+                rollout = gather_rollout(rt, rollout)  # from here on the B rows of all ranks, on each of them
+                mask = rollout.mask  # (B, R)
+                scored = clock()
+
+                # 4. Scores become token rewards: scaled, under the rule for responses without an end, and
+                # on the last token; the KL penalty is on every token.
+                scores = truncated_scores(
+                    state.scaler(rollout.scores),
+                    rollout.ended,
+                    config.truncation.kind,
+                    missing_eos_score=config.missing_eos_score,
+                )  # (B,)
+                kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
+                reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
+                rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
+                if config.whiten_rewards:
+                    rewards = whiten(rewards, mask, shift_mean=False)
+
+                # 5. Advantages and returns, (B, R) each, whitened over the rollout of all ranks.
+                advantages, returns = estimator(rewards, rollout, config)
+                if config.whiten_advantages:
+                    advantages = whiten(advantages, mask)
+                if config.advantage_clip is not None:
+                    advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+                metrics = objective_metrics(
+                    rollout,
+                    scores + config.gamma * rollout.bootstrap_values,
+                    kl,
+                    kl_coef=state.kl_coef,
+                    reward_kl_coef=reward_kl_coef,
+                )
+                metrics |= response_metrics(rollout)
+                if has_critic:
+                    metrics["val/explained_variance"] = explained_variance(returns, rollout.values, mask)
+                elif num_samples > 1:
+                    metrics |= group_metrics(response_returns(rewards, mask), num_samples)
+                rollout = replace(rollout, advantages=advantages, returns=returns)
+                require_finite(metrics, rollout)
+
+                # 6. Epochs over the rollout, in shuffled minibatches; each is one step.
+                steps, ptx_steps, grad_norms = list[TokenSums](), list[TokenSums](), list[float]()
+                num_epochs = 0
+                while num_epochs < config.num_ppo_epochs:
+                    order: list[int] = torch.randperm(batch_size, generator=state.shuffling).tolist()
+                    for first_row in range(0, batch_size, minibatch_size):
+                        mini = order[first_row : first_row + minibatch_size]  # of all ranks
+                        ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
+
+                        # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
+                        for attempt in rt.attempts(state.budget, state.optimizer):
+                            with attempt:
+                                sums, ptx_sums = accumulate_gradients(
+                                    rt, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
+                                )
+
+                        # 8. The optimizer step, with the norm of the gradient clipped.
+                        try:
+                            norm = rt.step(state.model, state.optimizer, config.max_grad_norm)
+                        except NonFiniteError as error:
+                            error.batch = vars(rollout) | {"rows": mini}
+                            raise
+                        grad_norms.append(norm)
+                        steps.append(sums)
+                        ptx_steps += [ptx_sums] if ptx_rows else []
+                    num_epochs += 1
+                    if config.target_kl is not None:
+                        epoch = TokenSums.means(steps[-config.num_mini_batches :], rt.sum)
+                        if epoch["policy/approxkl_avg"] > config.target_kl:
+                            break
+
+                # 9. What the epochs have measured, in means over the tokens of all minibatches.
+                training = ratio_metrics(
+                    TokenSums.means(steps, rt.sum), first=TokenSums.means(steps[:1], rt.sum)
+                )
+                if ptx_steps:
+                    training |= TokenSums.means(ptx_steps, rt.sum)
+                training |= {
+                    "train/grad_norm": sum(grad_norms) / len(grad_norms),
+                    "train/num_epochs": num_epochs,
+                } | budget_metrics(state.budget)
+                if config.kl_penalty is not None and not is_warmup:
+                    divergence = _divergence(rt, config, state, actor_critic, rollout)
+                    training |= {
+                        "policy/penalty_beta": state.penalty_beta,
+                        "policy/penalty_kl_avg": divergence,
+                    }
+                    state.penalty_beta = adapt_penalty(
+                        state.penalty_beta, divergence, config.kl_penalty.target
+                    )
+                require_finite(training, rollout)
+                trips: list[GuardTrip] = []
+                if is_warmup:  # which has an axis of its own
+                    state.warmup_losses.append(training["loss/value_avg"])
+                    metrics = {
+                        "warmup/value_loss": training["loss/value_avg"],
+                        "warmup/explained_variance": metrics["val/explained_variance"],
+                    }
+                    tracker.metrics(metrics, step=len(state.warmup_losses) * batch_size)
+                else:
+                    # 10. The update is done: kl_coef adapts, and the reference may follow the policy.
+                    state.update += 1
+                    state.kl_coef = adapt_kl_coef(
+                        state.kl_coef, metrics["objective/kl_k1"], batch_size, config.adaptive_kl
+                    )
+                    sync = config.reference_sync
+                    if sync is not None and state.update % sync.every == 0:
+                        assert isinstance(state.reference, FrozenCopy)
+                        sharding.move_towards(state.reference.model, actor_critic.policy, sync.alpha)
+
+                    # 11. Metrics, an evaluation and samples when they are due, and the guards.
+                    end = clock()
+                    metrics |= training | measured
+                    metrics |= {
+                        "time/generate_seconds": generated - start,
+                        "time/score_seconds": scored - generated,
+                        "time/train_seconds": end - scored,
+                        "time/tokens_per_second": metrics["val/response_length"] * batch_size / (end - start),
+                        "eps": batch_size / (end - start),
+                        "episode": float(state.update * batch_size + state.undone),
+                        "lr": rate,
+                    }
+                    state.metrics = metrics
+                    tracker.metrics(metrics, step=int(metrics["episode"]))
+                    state.metrics = metrics | _evaluate(
+                        rt,
+                        state,
+                        evaluator,
+                        tracker,
+                        select=state.update in selections,
+                        show=state.update in showings,
+                    )
+                    bar.advance(
+                        batch_size, **{key: metrics[name] for key, name in SHOWN.items() if name in metrics}
+                    )
+                    if state.guards is not None:
+                        trips = state.guards.check(metrics)
+            except NonFiniteError as error:
+                metrics, trips = {}, [write_fault(rt, state, error, faults)]
+            state.num_rollouts += 1
+
+            # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
+            if not any(handle_trip(rt, config, state, actor_critic, trip, tracker) for trip in trips):
+                keep_good_state(rt, config, state)
+
+            # 13. A snapshot, when one is due.
+            if snapshots.due():
+                snapshot = state.state_dict(rt) | {"tracker": tracker.state_dict()}
+                snapshots.save(state.num_rollouts, snapshot)
+            if metrics:
+                yield metrics
+
+
+def accumulate_gradients(
+    rt: Runtime,
+    config: Ppo,
+    state: TrainState,
+    rollout: Rollout,
+    rows: Sequence[int],
+    loss: PolicyLoss,
+    ptx: LanguageModeling | None,
+    ptx_rows: Sequence[int],
+    is_warmup: bool,
+) -> tuple[TokenSums, TokenSums]:
+    """Add the gradients of one minibatch, micro-batch by micro-batch; returns the metrics' sums.
+
+    `rows` are the minibatch's rows of the `rollout`, of all ranks; `ptx_rows` are those of PPO-ptx's text,
+    whose sums are the second result.
+    """
+    sums, ptx_sums = TokenSums(), TokenSums()
+    weights = torch.zeros(rollout.mask.shape)  # (B, R), of each token in the loss of the whole minibatch
+    weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
+    work: list[tuple[Rollout | LanguageModeling, MicroRows]]
+    work = [(rollout, part) for part in rt.split(rollout.sizes, rt.share(rows), state.budget)]
+    if ptx is not None and ptx_rows:
+        work += [(ptx, part) for part in rt.split(ptx.sizes, rt.share(ptx_rows), state.budget)]
+    for source, part in rt.passes(state.model, work):
+        batch = source.batch(part.rows).to(rt.device)
+        width = batch.num_response_columns  # r
+        temperature = config.temperature if source is rollout else 1.0
+        with rt.autocast():
+            stats, values = state.model(batch, temperature, entropy_grad=config.entropy_coef > 0)
+            # (b, r) each, and (b, r + 1)
+        if isinstance(source, Rollout):
+            given = rollout.micro_batch(part.rows, width, rt.device)
+            losses, metrics = token_losses(
+                stats, values, given, config, loss, state, is_warmup=is_warmup
+            )  # (b, r)
+            sums.add(metrics, given.mask, part.scale)
+            sums.count_padding(batch.attention_mask, part.scale)
+            total = (weights[part.rows, :width].to(rt.device) * losses).sum()
+        else:  # PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2)
+            assert config.ptx is not None
+            ptx_sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, part.scale)
+            total = -config.ptx.coef * stats.logprobs.sum() / source.weight(ptx_rows)
+            total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
+        rt.backward(state.model, part.scale * total)
+    return sums, ptx_sums
+
+
+def token_losses(
+    stats: TokenStats,
+    values: Tensor,
+    given: MicroBatch,
+    config: Ppo,
+    loss: PolicyLoss,
+    state: TrainState,
+    *,
+    is_warmup: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's loss of each token and its metrics, (b, r) each; the loss is zero on padding.
+
+    `values` (b, r + 1) are the critic's. With `is_warmup` only the critic learns.
+    """
+    logprobs, entropy = stats.logprobs, stats.entropy
+    policy, metrics = loss(logprobs, given, config)
+    policy = policy * given.importance
+    metrics = metrics | ratio_sums(logprobs, given.logprobs)
+    metrics |= {"loss/policy_avg": policy, "policy/entropy_avg": entropy}
+    losses = policy
+    if config.kl.kind == "in_loss":
+        metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, given.ref_logprobs)
+        losses = losses + state.kl_coef * metrics["loss/kl_avg"]
+    if config.kl_penalty is not None:
+        metrics["policy/penalty_kl_avg"] = k3(given.logprobs, logprobs)
+        losses = losses + state.penalty_beta * metrics["policy/penalty_kl_avg"]
+    if config.entropy_coef:
+        losses = losses - config.entropy_coef * entropy
+    if is_warmup:  # under data parallelism every weight needs a gradient
+        losses = 0 * losses
+    critic = config.critic
+    if critic is not None:
+        value, is_clipped = value_loss(values[:, :-1], given.values, given.returns, critic.cliprange_value)
+        metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
+        losses = losses + critic.vf_coef * value
+    return torch.where(given.mask, losses, 0), metrics
+
+
+def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
+    """Whether the critic's loss has settled, or there is no warm-up."""
+    warmup: CriticWarmup | None = getattr(config.critic, "warmup", None)
+    if warmup is None or len(losses) >= warmup.max_updates:
+        return True
+    return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])
+
+
+@torch.no_grad()
+def _divergence(
+    rt: Runtime, config: Ppo, state: TrainState, actor_critic: ActorCritic, rollout: Rollout
+) -> float:
+    """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
+    sums = TokenSums()
+    for part in rt.split(rollout.sizes, rt.share(range(len(rollout.queries))), state.budget):
+        batch = rollout.batch(part.rows).to(rt.device)
+        with rt.autocast():
+            logprobs = response_logprobs(actor_critic.policy, batch, config.temperature)  # (b, r)
+        given = rollout.micro_batch(part.rows, batch.num_response_columns, rt.device)
+        sums.add({"divergence": k3(given.logprobs, logprobs)}, given.mask, part.scale)
+    return TokenSums.means([sums], rt.sum)["divergence"]
+
+
+def _evaluate(
+    rt: Runtime, state: TrainState, evaluator: Evaluator, tracker: Tracker, *, select: bool, show: bool
+) -> Metrics:
+    """An evaluation that may choose the weights, and samples that are shown and kept."""
+    episode = int(state.metrics.get("episode", 0))
+    metrics: Metrics = {}
+    if select:
+        metrics = evaluator.evaluate(state.selection, state.sampler, episode=episode, update=state.update)
+        tracker.metrics(metrics, step=episode)
+    if show:  # on all ranks: NaN must stop all of them
+        rows = evaluator.show(state.selection, state.sampler, episode=episode, update=state.update)
+        if rt.is_main:
+            tracker.table("samples", rows)
+            console.table(
+                f"samples at episode {episode}",
+                ["query", "response", "score"],
+                [(row["prompt"], row["response"], f"{row['score']:.2f}") for row in rows],
+            )
+    return metrics
+
+
+def require_finite(metrics: Metrics, rollout: Rollout) -> None:
+    """Check metrics that are the same on all ranks; their sums overflow where nothing else does.
+
+    Raises:
+        NonFiniteError: naming those that are NaN or infinite; the rollout is its `batch`.
+    """
+    wrong = [f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value)]
+    if wrong:
+        raise NonFiniteError(", ".join(wrong), vars(rollout))
+
+
+def selection_updates(count: int, num_updates: int) -> set[int]:
+    """`count` update numbers, evenly spaced; the last update is one of them."""
+    return {max(1, round((i + 1) * num_updates / count)) for i in range(count)}
+
+
+def sample_updates(count: int, num_updates: int) -> set[int]:
+    """`count` update numbers, evenly spaced from 0, before training, to the last."""
+    return {num_updates} if count == 1 else {round(i * num_updates / (count - 1)) for i in range(count)}

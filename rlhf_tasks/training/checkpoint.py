@@ -1,0 +1,359 @@
+"""Exact resume: after a kill, the same command continues from the last snapshot of a training loop.
+
+    $RLHF_STATE_DIR/STAGE/DIGEST/        by default under .rlhf/state of the main checkout
+      run                                the key of the run that is resumed
+      LOOP/step-000000120/               a snapshot: fsynced, then renamed; the last K are kept
+        manifest.json                    the sha256 of every file, and the settings of the run
+        shared.pt  rank-0.pt  files-0/   the state that all processes share, that of each, DeepSpeed's files
+
+The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
+line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
+is outside the outs, which DVC deletes before a stage runs. The next stage that starts removes it: until then,
+DVC may be killed before it has stored the complete outs. With several machines it must be on a disk that all
+of them share. No torch at import.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+from rlhf_tasks import config, console
+from rlhf_tasks.config import VIEWS, StageView
+from rlhf_tasks.config.stages import PRECISION
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import launch, stopping
+from rlhf_tasks.training.state import State, find_files, write_files
+
+if TYPE_CHECKING:
+    from rlhf_tasks.training.runtime import Runtime
+
+FINISHED, MANIFEST = "finished", "manifest.json"
+SHARE_A_DISK = "snapshots must be on a disk that all machines share: set RLHF_STATE_DIR to a folder there"
+
+
+# ------------------------------------------------------------------------------------ the folder of a stage
+
+
+def states(paths: Paths) -> Path:
+    """The folder of all snapshots: $RLHF_STATE_DIR, by default .rlhf/state."""
+    given = os.environ.get("RLHF_STATE_DIR")
+    return Path(given).absolute() if given else paths.home / "state"
+
+
+def state_folder(paths: Paths, stage: str, identity: Mapping[str, Any]) -> Path:
+    """The folder of a stage's snapshots, by the digest of all that decides what the stage writes."""
+    return states(paths) / stage / hashing.json_sha256(identity)[:32]
+
+
+def point(paths: Paths, stage: str) -> str | None:
+    """Where a run of the stage resumes, such as `update 12`, by its newest snapshot; None without one."""
+    view = next((view for name, view in VIEWS.items() if name == stage), None)
+    if view is None or not any(states(paths).glob(f"{stage}/*/*/step-*")):
+        return None
+    settings = inputs.in_force(paths, view.stage, config.load(paths.params), check=False)
+    identity = lineage.identity(paths, stage, view.of(settings).declared)
+    newest = None if identity is None else _newest(state_folder(paths, stage, identity))
+    return None if newest is None else newest[0]
+
+
+def _newest(folder: Path) -> tuple[str, float] | None:
+    """The newest snapshot of a stage, as `update 12` or `step 7 of LOOP`, and its age in seconds."""
+    snapshots = list(folder.glob("*/step-*"))
+    snapshot = max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    manifest = None if snapshot is None else read_manifest(snapshot)
+    if snapshot is None or manifest is None:
+        return None
+    stage, loop = folder.parent.name, snapshot.parent.name
+    name = f"{'update' if stage == 'ppo' else 'step'} {manifest['step']}" + f" of {loop}" * (loop != stage)
+    return name, time.time() - snapshot.stat().st_mtime
+
+
+def read_manifest(snapshot: Path) -> dict[str, Any] | None:
+    try:
+        manifest: dict[str, Any] = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest
+
+
+# ------------------------------------------------------------------------------------------------ the claim
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The locked snapshots of a stage; `key` names the run, which is the earlier one if it is resumed."""
+
+    key: str
+    folder: Path | None = None
+
+    def finish(self) -> None:
+        """Let the next stage that starts remove the snapshots: only then has DVC stored the complete outs."""
+        if self.folder is not None:
+            (self.folder / FINISHED).touch()
+
+    def next_run(self) -> str:
+        """What a run begins with that follows on one which ends now."""
+        try:
+            newest = None if self.folder is None else _newest(self.folder)
+        except OSError:  # a snapshot was removed for a newer one meanwhile
+            return ""
+        if newest is None:
+            return "; the next run starts it from the beginning"
+        return f"; the next run resumes from {newest[0]} (saved {console.duration(newest[1])} ago)"
+
+
+@contextmanager
+def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
+    """Lock the stage's snapshots within the block; waits for another process that holds them.
+
+    Only the first process of a training stage locks them.
+    """
+    stage, holds = view.stage, main and view.stage in launch.TRAINING
+    identity = lineage.identity(paths, stage, view.declared) if holds else None
+    folder = None if identity is None else state_folder(paths, stage, identity)
+    for marker in states(paths).glob(f"*/*/{FINISHED}") if main else ():
+        if marker.parent != folder:  # DVC has not stored the outs of this one
+            shutil.rmtree(marker.parent, ignore_errors=True)
+    if identity is None or folder is None:
+        yield Claim(lineage.new_key(stage))
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        console.say(
+            f"{stage}: another process trains with the same parameters, code and inputs; waiting for its end"
+        )
+        lock.acquire(poll_interval=0.5)
+    try:
+        folder.mkdir(exist_ok=True)  # another stage may have removed it
+        (folder / FINISHED).unlink(missing_ok=True)
+        run = folder / "run"
+        if not (run.exists() and any(folder.glob("*/step-*"))):
+            _show_others(folder, identity, config.load(paths.params).launch.precision == "auto")
+            atomic.write_text(run, lineage.new_key(stage))
+        yield Claim(run.read_text(encoding="utf-8"), folder)
+    finally:
+        lock.release()
+
+
+def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> None:
+    """Print why unfinished runs with other parameters, code or inputs are not resumed.
+
+    Raises:
+        UserError: if only the precision differs, which `auto` stands for here and stood for there.
+    """
+    for other in sorted(path for path in folder.parent.iterdir() if path.is_dir() and path != folder):
+        with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):  # none trains there now
+            manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
+            old = {} if manifest is None else manifest["identity"]
+            if is_auto and old and {**old, PRECISION: identity.get(PRECISION)} == identity:
+                raise UserError(
+                    f"{PRECISION}: auto is {identity[PRECISION]} on this machine, and an unfinished run of "
+                    f"{folder.parent.name} computed in {old[PRECISION]} (it is in {other}); set {PRECISION} "
+                    f"to {old[PRECISION]} to resume it, or to {identity[PRECISION]} to start from the beginning"
+                )
+            if manifest is not None:
+                what = lineage.differences(manifest["identity"], identity)
+                console.say(
+                    f"{folder.parent.name} starts from the beginning. The snapshots of an unfinished run "
+                    f"differ in {what}; if you do not need them, remove {other}"
+                )
+
+
+# -------------------------------------------------------------------------------------------- the snapshots
+
+
+@contextmanager
+def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Checkpoint]:
+    """The snapshots of the loop `name` of a stage, within the block; outside a project none are saved.
+
+    Raises:
+        Stopped: at the end of the block, if a signal came too late for a snapshot.
+    """
+    identity = rt.from_main(lineage.identity(paths, view.stage, view.declared) if rt.is_main else None)
+    if identity is None:
+        yield Nowhere()
+        return
+    folder = rt.from_main(state_folder(paths, view.stage, identity) / name if rt.is_main else None)
+    made_by = {
+        "launch.num_processes": rt.world_size,
+        "launch.parallelism": view.launch.parallelism,
+        "launch.offload": view.launch.offload,
+        "launch.precision": "fp32" if rt.is_float32 else "bf16",
+        "device": rt.device.type,
+    }
+    with stopping.listening(view.stage) as listener:
+        checkpoint = Checkpoint(rt, folder, identity, made_by, view.resume, listener)
+        with listener.deferring(checkpoint.plan):
+            yield checkpoint
+
+
+class Checkpoint:
+    """The last K snapshots of one training loop, in one folder. All processes call each method."""
+
+    def __init__(
+        self,
+        rt: Runtime,
+        folder: Path,
+        identity: Mapping[str, Any],
+        made_by: Mapping[str, Any],
+        settings: config.Resume,
+        listener: stopping.Listener,
+    ) -> None:
+        self._rt, self.folder, self._settings, self._listener = rt, folder, settings, listener
+        self._identity, self._made_by = identity, made_by
+        self._saved_at = self._step_began_at = time.monotonic()
+        self._step_seconds = self._save_seconds = 0.0  # what the last ones took
+        self._ended_by = 0  # the signal that all processes have agreed on
+
+    def load(self) -> State | None:
+        """The newest whole state, each process its own part; None to begin at the beginning.
+
+        Raises:
+            UserError: if it was saved with other processes, parameters or inputs.
+        """
+        import torch
+
+        snapshot = self._rt.from_main(self._newest_whole() if self._rt.is_main else None)
+        if snapshot is None:
+            return None
+        manifest = read_manifest(snapshot)
+        if manifest is None:
+            raise UserError(f"process {self._rt.rank} cannot read {snapshot}; {SHARE_A_DISK}")
+        old, new = {**manifest["identity"], **manifest["made_by"]}, {**self._identity, **self._made_by}
+        if old != new:
+            raise UserError(
+                f"cannot resume from {snapshot}: it differs in {lineage.differences(old, new)}; undo this "
+                f"change, or remove {self.folder.parent} to start from the beginning"
+            )
+        if (threads := torch.get_num_threads()) != manifest["threads"]:
+            console.say(
+                f"{self.folder.name}: resumed with {threads} threads instead of {manifest['threads']}; the "
+                "last bits of the result will differ (OMP_NUM_THREADS sets the number)"
+            )
+        own = torch.load(snapshot / f"rank-{self._rt.rank}.pt", map_location="cpu", weights_only=True)
+        shared = torch.load(snapshot / "shared.pt", map_location="cpu", weights_only=True)
+        console.say(f"{self.folder.name}: resumed from the snapshot after step {manifest['step']}")
+        self._saved_at = self._step_began_at = time.monotonic()
+        return find_files(own | {"shared": shared}, snapshot)
+
+    def _newest_whole(self) -> Path | None:
+        """The newest snapshot whose files are as they were written; damaged ones are reported and removed."""
+        for snapshot in sorted(self.folder.glob("step-*"), reverse=True):
+            manifest, damage = read_manifest(snapshot), f"no readable {MANIFEST}"
+            if manifest is not None:
+                sums = hashing.sha256_of_files(snapshot)
+                wrong = [name for name, digest in manifest["files"].items() if sums.get(name) != digest]
+                if not wrong:
+                    return snapshot
+                damage = f"{', '.join(wrong)} changed or missing"
+            console.say(
+                f"{self.folder.name}: {snapshot} is damaged ({damage}) and is removed; the one before is used"
+            )
+            shutil.rmtree(snapshot)
+        return None
+
+    def due(self) -> bool:
+        """True if a snapshot is due after this step: by the time, or because a signal ends the stage."""
+        now = time.monotonic()
+        self._step_seconds, self._step_began_at = now - self._step_began_at, now
+        is_late = now - self._saved_at >= self._settings.every_seconds
+        agreed = self._rt.max(2 * self._listener.received + is_late)  # one process may have the signal first
+        self._ended_by = agreed // 2
+        return agreed > 0
+
+    def save(self, step: int, state: State) -> None:
+        """Save the state after a step; ends the stage if it has received a signal.
+
+        Raises:
+            DiskFullError: if it does not fit on the disk; the snapshots before it stand.
+            UserError: if the machines do not share a disk.
+            Stopped: after a signal.
+        """
+        import torch
+
+        rt, snapshot, began_at = self._rt, self.folder / f"step-{step:09d}", time.monotonic()
+        partial = self.folder / f".{snapshot.name}.partial"
+        if rt.is_main:
+            for stale in self.folder.glob(".step-*"):
+                shutil.rmtree(stale)
+            partial.mkdir(parents=True)
+        rt.barrier()
+        blind = rt.max(0 if partial.exists() else rt.rank + 1)  # all have looked before one writes and fails
+        if blind:
+            raise UserError(f"process {blind - 1} cannot read {partial}; {SHARE_A_DISK}")
+        try:
+            with disk.room(self.folder, lambda: _num_bytes(state)):
+                own = write_files(state, partial)
+                shared = own.pop("shared", {})
+                parts = {f"rank-{rt.rank}.pt": own} | ({"shared.pt": shared} if rt.is_main else {})
+                for name, part in parts.items():
+                    torch.save(part, partial / name)
+                    atomic.fsync(partial / name)  # another machine cannot do it for this one
+                rt.barrier()
+                if rt.is_main:
+                    made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
+                    sums = hashing.sha256_of_files(partial)
+                    manifest = {"step": step, **made, "identity": self._identity, "files": sums}
+                    atomic.write_json(partial / MANIFEST, manifest)
+                    atomic.finish(partial, snapshot)
+                    for old in sorted(self.folder.glob("step-*"), reverse=True)[self._settings.keep :]:
+                        shutil.rmtree(old)
+        except disk.DiskFullError:
+            for file in filter(Path.is_file, partial.rglob("*")):  # others may still be writing there
+                with suppress(OSError):
+                    os.truncate(file, 0)  # or nothing else could be written
+            raise
+        rt.barrier()
+        self._saved_at = self._step_began_at = time.monotonic()
+        self._save_seconds = self._saved_at - began_at
+        if self._ended_by:
+            console.say(
+                f"{self.folder.name}: saved a snapshot after step {step}; the same command resumes from it"
+            )
+            self._listener.act(self._ended_by)
+
+    def plan(self) -> str:
+        """What a signal is answered with, and how long it takes by the last step and the last snapshot."""
+        left = max(0.0, self._step_began_at + self._step_seconds - time.monotonic())
+        seconds = math.ceil(left + self._save_seconds)
+        about = f" (about {console.duration(seconds)})" if self._step_seconds else ""
+        return f"finishing this step and saving a snapshot{about}"
+
+
+class Nowhere(Checkpoint):
+    """Saves no snapshots: every run starts from the beginning."""
+
+    def __init__(self) -> None:
+        pass
+
+    def load(self) -> State | None:
+        return None
+
+    def due(self) -> bool:
+        return False
+
+    def save(self, step: int, state: State) -> None:
+        pass
+
+
+def _num_bytes(part: Any) -> int:
+    """The bytes of the tensors in a state."""
+    if isinstance(part, Mapping | list | tuple):
+        return sum(map(_num_bytes, part.values() if isinstance(part, Mapping) else part))
+    return int(getattr(part, "nbytes", 0))

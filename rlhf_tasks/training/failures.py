@@ -1,0 +1,91 @@
+"""The failure file: why a stage ended, for the launcher or the flow that started it. No torch here.
+
+The first process that fails writes its reason there. What then fails in the others is a consequence.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from rlhf_tasks.errors import LESS_MEMORY, UserError
+from rlhf_tasks.project import disk
+from rlhf_tasks.tracking import context
+
+FAILURE = "RLHF_FAILURE_FILE"
+UNWRITABLE = (errno.EACCES, errno.EPERM)
+
+
+def mistake(error: BaseException) -> str | None:
+    """The message for a mistake that the user can fix; None for a fault of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and disk.is_full(error):
+        return disk.explained(error)
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        advice = "mount it for writing, and run the same command again"
+        return f"{_folder_of(error)} is read-only ({error}); {advice}"
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        return f"{error}; give this user the right to read and write there"
+    if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
+        return f"the GPU is out of memory ({str(error).splitlines()[0]}); {LESS_MEMORY}"
+    return None
+
+
+def _folder_of(error: OSError) -> Path | str:
+    """The nearest folder that exists of the file that could not be written."""
+    if not isinstance(error.filename, str) or not error.filename:
+        return "a file system"
+    parents = Path(error.filename).absolute().parents
+    return next((folder for folder in parents if folder.exists()), "a file system")
+
+
+def report(error: BaseException) -> None:
+    """Write why this stage fails, for the program that started it; only the first report is kept."""
+    kind, message = "user", mistake(error)
+    if message is None:
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        kind, message = "fault", f"{rank}{type(error).__name__}: {error}"
+    write({"kind": kind, "message": message, "process": str(os.getpid())})
+
+
+def report_killed(message: str) -> None:
+    """Write that a worker was killed; the fault of another one is its consequence, and is replaced."""
+    before = reported()
+    if before is None or before["kind"] == "fault":
+        write({"kind": "fault", "message": message, "process": str(os.getpid())}, replace=True)
+
+
+def write(failure: Mapping[str, str], *, replace: bool = False) -> None:
+    """Write a report in one step, because other processes read the file."""
+    if FAILURE not in os.environ:
+        return
+    where = Path(os.environ[FAILURE])
+    whole = where.with_name(f"{where.name}.{os.getpid()}")
+    whole.write_text(json.dumps(failure), encoding="utf-8")
+    if replace:
+        whole.replace(where)
+        return
+    with suppress(FileExistsError):
+        where.hardlink_to(whole)
+    whole.unlink()
+
+
+def reported(failure: Path | None = None) -> dict[str, str] | None:
+    """The failure file: `kind` (user or fault), `message` and `process`; None if nothing has failed."""
+    where = failure or (Path(os.environ[FAILURE]) if FAILURE in os.environ else None)
+    if where is None or not where.exists():
+        return None
+    report: dict[str, str] = json.loads(where.read_text(encoding="utf-8"))
+    return report
+
+
+def has_failed_elsewhere() -> bool:
+    """True in a worker if another one failed first: what fails here then is a consequence."""
+    failure = reported() if context.is_worker() else None
+    return failure is not None and failure["process"] != str(os.getpid())

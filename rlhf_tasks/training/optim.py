@@ -1,0 +1,44 @@
+"""AdamW, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from rlhf_tasks.config import Optimization, Ppo
+
+
+def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
+    """AdamW with eps 1e-5 (arXiv 2403.17031); in supervised training betas .9/.98 (arXiv 1706.03762).
+
+    Biases and norms have no weight decay; nothing has in PPO.
+    """
+    if isinstance(settings, Optimization):
+        decay, betas = settings.weight_decay, (0.9, 0.98)
+    else:
+        decay, betas = 0.0, settings.adam_betas
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5, fused=True)
+
+
+def learning_rate(settings: Optimization | Ppo, step: int, num_steps: int) -> float:
+    """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero."""
+    warmup = math.ceil(settings.warmup_fraction * num_steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    done = (step - warmup) / max(1, num_steps - warmup)
+    factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    return settings.learning_rate * factor[settings.schedule]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of all groups; a group with a `scale` gets that multiple."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("scale", 1.0)

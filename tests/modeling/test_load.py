@@ -1,0 +1,312 @@
+"""Checkpoints: what goes in comes out, byte for byte; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from rlhf_tasks.config import Lora
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.modeling.load import (
+    ANY_WEIGHTS,
+    TokenScores,
+    add_lora,
+    disable_adapters,
+    load_causal,
+    load_reward,
+    merge_adapter,
+    save_checkpoint,
+    score_head,
+)
+from tests import small
+from tests.small import EOS, FAMILIES, HIDDEN, PAD, Family
+
+QUERIES, RESPONSES = small.rows(6, longest=7)
+
+
+def save(model: Any, folder: Path, identity: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(parents=True)
+    save_checkpoint(
+        model, small.tokenizer(), folder, identity=identity or {"kind": "policy"}, card="# card\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(small.causal(), tmp_path_factory.mktemp("models") / "policy")
+
+
+# ------------------------------------------------------------------------------------ forward
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_rows_scores_are_the_heads_products_with_its_own_states(family: Family) -> None:
+    scores = small.scores(family)
+    batch = collate(QUERIES, RESPONSES, PAD)
+    with torch.no_grad():
+        together = scores(batch)
+    for row, (query, response) in enumerate(zip(QUERIES, RESPONSES, strict=True)):
+        with torch.no_grad():
+            alone = scores.model.base_model(torch.tensor([query + response])).last_hidden_state
+            alone = alone[0] @ score_head(scores.model).weight[0]
+        last = slice(-len(response) - 1, None)
+        torch.testing.assert_close(together[row, last], alone[last], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pad_may_equal_eos(family: Family) -> None:
+    model, scores = small.causal(family), small.scores(family)
+    apart, same = collate(QUERIES, RESPONSES, PAD), collate(QUERIES, RESPONSES, EOS)
+    mask = apart.response_mask
+    with torch.no_grad():
+        logits = [small.response_logits(model, batch)[mask] for batch in (apart, same)]
+        assert torch.equal(*logits)
+        assert torch.equal(scores(apart)[:, -1], scores(same)[:, -1])
+
+
+# -------------------------------------------------------------------------------- reward heads
+
+
+def test_a_new_reward_head_is_drawn_from_a_normal_of_std_1_over_root_of_width_plus_1(policy: Path) -> None:
+    scores = TokenScores.from_policy(policy, torch.Generator().manual_seed(5))
+    drawn = torch.empty(1, HIDDEN).normal_(
+        0.0, (HIDDEN + 1) ** -0.5, generator=torch.Generator().manual_seed(5)
+    )
+    assert torch.equal(score_head(scores.model).weight, drawn)
+    many = [
+        score_head(TokenScores.from_policy(policy, torch.Generator().manual_seed(seed)).model).weight
+        for seed in range(30)
+    ]
+    assert torch.cat(many).std().item() == pytest.approx(0.2425, rel=0.12)  # 480 draws: 3.2% standard error
+
+
+def test_a_causal_model_without_a_trained_head_is_not_a_reward_model(policy: Path) -> None:
+    with pytest.raises(ContractError, match=r"policy lacks its trained head: score\.weight"):
+        load_reward(policy)
+
+
+def test_a_classifier_of_two_labels_is_not_a_reward_model(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**{**small.causal().config.to_dict(), "num_labels": 2})
+    folder = save(AutoModelForSequenceClassification.from_config(config), tmp_path / "two")
+    with pytest.raises(ContractError, match="2 labels"):
+        load_reward(folder)
+
+
+def test_the_score_mean_is_stored_and_subtracted_after_loading(tmp_path: Path) -> None:
+    scores = small.scores()
+    raw = small.last_scores_alone(scores, QUERIES, RESPONSES)
+    scores.set_mean(0.75)
+    loaded = load_reward(save(scores.model, tmp_path / "reward")).eval()
+    torch.testing.assert_close(small.last_scores_alone(loaded, QUERIES, RESPONSES), raw - 0.75)
+
+
+# ------------------------------------------------------------------------------------- loading
+
+
+def test_missing_weights_are_an_error(policy: Path, tmp_path: Path) -> None:
+    folder = save(small.causal(), tmp_path / "part")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(key for key in tensors if "layers.1" in key)
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ContractError, match=r"part lacks weights: .*would be newly initialized"):
+        load_causal(folder)
+
+
+def test_pickled_weights_are_loaded_only_if_the_user_trusts_them(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ANY_WEIGHTS, raising=False)
+    shutil.copytree(policy, tmp_path / "pickled")
+    model = load_causal(policy)
+    (tmp_path / "pickled/model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pickled/pytorch_model.bin")
+    with pytest.raises(ContractError, match=r"can run code.* RLHF_PICKLED_WEIGHTS=1 if you trust it"):
+        load_causal(tmp_path / "pickled")
+    monkeypatch.setenv(ANY_WEIGHTS, "1")
+    loaded = load_causal(tmp_path / "pickled").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def test_what_is_no_checkpoint_or_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+    weights = save(small.causal(), tmp_path / "torn") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    for folder in (tmp_path, tmp_path / "torn"):
+        with pytest.raises(ContractError, match=f"cannot load a model from {folder}"):
+            load_causal(folder)
+
+
+def test_from_pretrained_loads_a_saved_checkpoint(policy: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(policy)
+    assert torch.equal(
+        small.logits_alone(theirs, QUERIES[0], RESPONSES[0]),
+        small.logits_alone(small.causal(), QUERIES[0], RESPONSES[0]),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_weights_are_saved_as_the_same_bytes_wherever_they_come_from(
+    family: Family, tmp_path: Path
+) -> None:
+    first = save(small.causal(family), tmp_path / "a/one")
+    second = save(load_causal(first), tmp_path / "b/another")
+    names = sorted(file.name for file in first.iterdir())
+    assert names == sorted(file.name for file in second.iterdir())
+    assert {"config.json", "README.md", "rlhf.json", "model.safetensors", "tokenizer.json"} <= set(names)
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+        assert str(tmp_path).encode() not in (first / name).read_bytes()
+
+
+# ----------------------------------------------------------------------------------- adapters
+
+LORA = Lora(r=3, alpha=6.0)
+LINEAR: dict[Family, int] = {"gpt_neox": 4, "llama": 7, "qwen2": 7, "gpt2": 4}  # of each of the two layers
+
+
+def add_active_lora(model: PreTrainedModel, seed: int = 3) -> PreTrainedModel:
+    """With adapters that do something: B is zero until it is trained."""
+    found = add_lora(model, LORA, seed=seed)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return found
+
+
+def trained_names(model: PreTrainedModel) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    batch = collate(QUERIES, RESPONSES, PAD)
+    with torch.no_grad():
+        logits = small.response_logits(model, batch)
+    return logits[batch.response_mask]
+
+
+def scores_of(model: PreTrainedModel) -> torch.Tensor:
+    batch = collate(QUERIES, RESPONSES, PAD)
+    with torch.no_grad():
+        found: torch.Tensor = TokenScores(model).eval()(batch)
+    return found[:, 1:][batch.response_mask]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_layer_but_the_head_gets_an_adapter(family: Family) -> None:
+    policy = add_lora(small.causal(family), LORA, seed=1)
+    names = trained_names(policy)
+    assert len(names) == 2 * 2 * LINEAR[family]  # A and B in each layer's linear ones
+    assert all("lora_" in name for name in names)
+    assert not [name for name, _ in policy.named_parameters() if "lm_head.lora" in name]
+    scores = add_lora(small.scores(family).model, LORA, seed=1)
+    assert len(trained_names(scores)) == 2 * 2 * LINEAR[family] + 1
+    assert trained_names(scores)[-1] == "score.weight"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_adapters_change_nothing_and_draw_nothing_of_the_global_rng(family: Family) -> None:
+    plain, model = small.causal(family), small.causal(family)
+    before = torch.get_rng_state()
+    add_lora(model, LORA, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(logits_of(model), logits_of(plain))
+    same, other = (add_lora(small.causal(family), LORA, seed=seed) for seed in (1, 2))
+    drawn = [
+        torch.cat([p.flatten() for n, p in m.named_parameters() if "lora_A" in n])
+        for m in (model, same, other)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapted_layer_computes_w_plus_alpha_over_r_b_a(family: Family) -> None:
+    """In a plain model with the products added to its weights by hand."""
+    by_hand, model = small.causal(family), add_active_lora(small.causal(family))
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in by_hand.named_parameters():
+            a = theirs.get(name.replace(".weight", ".lora_A.default.weight"))
+            b = theirs.get(name.replace(".weight", ".lora_B.default.weight"))
+            if name.endswith(".weight") and a is not None and b is not None:
+                delta = 2.0 * b @ a  # alpha / r = 6 / 3
+                weight.add_(delta.T if family == "gpt2" else delta)
+    assert not torch.allclose(logits_of(small.causal(family)), logits_of(by_hand), atol=1e-2)
+    torch.testing.assert_close(logits_of(model), logits_of(by_hand), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_without_its_adapters_is_bit_for_bit_the_one_before(family: Family) -> None:
+    model = add_active_lora(small.causal(family))
+    names, ours = trained_names(model), logits_of(model)
+    with disable_adapters(model):
+        assert torch.equal(logits_of(model), logits_of(small.causal(family)))
+    assert torch.equal(logits_of(model), ours)
+    assert trained_names(model) == names
+    model.requires_grad_(False)
+    with pytest.raises(KeyError), disable_adapters(model):
+        raise KeyError
+    assert torch.equal(logits_of(model), ours)
+    assert trained_names(model) == [], "what was frozen stays frozen"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_model_is_plain_and_gives_the_same_logits(family: Family, tmp_path: Path) -> None:
+    model = add_active_lora(small.causal(family))
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = 5
+    before, ours = torch.get_rng_state(), logits_of(model)
+    plain = merge_adapter(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(plain) is type(model)
+    assert plain.generation_config is not None
+    assert plain.generation_config.eos_token_id == 5
+    assert plain.state_dict().keys() == small.causal(family).state_dict().keys()
+    torch.testing.assert_close(logits_of(plain), ours, atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits_of(model), ours), "the adapted one goes on as it was"
+    loaded = load_causal(save(plain, tmp_path / "merged"))
+    assert torch.equal(logits_of(loaded), logits_of(plain))
+    assert [f.name for f in (tmp_path / "merged").iterdir() if "adapter" in f.name] == []
+
+
+def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path: Path) -> None:
+    model = add_active_lora(small.other("olmoe"))
+    names = trained_names(model)
+    assert {name.split(".")[3] for name in names} == {"self_attn"}
+    assert len(names) == 2 * 2 * 4
+    loaded = load_causal(save(merge_adapter(model), tmp_path / "merged"))
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(logits_of(model), logits_of(small.other("olmoe")), atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_reward_model_keeps_its_head_and_its_mean(family: Family, tmp_path: Path) -> None:
+    scores = small.scores(family)
+    add_active_lora(scores.model)
+    scores.set_mean(0.5)
+    ours = scores_of(scores.model)
+    loaded = load_reward(save(merge_adapter(scores.model), tmp_path / "merged"))
+    assert loaded.mean == 0.5
+    torch.testing.assert_close(scores_of(loaded.model), ours, atol=1e-5, rtol=1e-5)
+
+
+def test_merging_a_model_without_adapters_returns_it() -> None:
+    model = small.causal()
+    assert merge_adapter(model) is model
+    with disable_adapters(model):
+        assert torch.equal(logits_of(model), logits_of(small.causal()))

@@ -1,0 +1,254 @@
+"""Pure sampling: the log-probs kept are the training forward's, whatever left the batch and when."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from rlhf_tasks.console import Meter
+from rlhf_tasks.data.batches import Ids, collate, text_of
+from rlhf_tasks.modeling import sampling
+from rlhf_tasks.modeling.sampling import Samples, Share, sample, sample_responses, sample_token
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from tests import small
+from tests.small import EOS, FAMILIES, PAD, Family
+
+QUERIES, _ = small.rows(24, longest=7)
+
+
+def draw(
+    model: PreTrainedModel | Family = "llama", queries: list[Ids] = QUERIES, seed: int = 4, **changes: Any
+) -> Samples:
+    settings = {"max_new_tokens": 12, "temperature": 0.7, "stop": EOS, "pad": PAD} | changes
+    if isinstance(model, str):
+        model = small.causal(model)
+    return sample(model, queries, generator=torch.Generator().manual_seed(seed), **settings)
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def logprobs_alone(model: PreTrainedModel, samples: Samples) -> list[Tensor]:
+    """Each response's log-probs in a pass without a cache, padding or other rows."""
+    rows = zip(QUERIES, samples.responses, strict=True)
+    return [
+        (small.logits_alone(model, query, response) / 0.7).log_softmax(-1)[range(len(response)), response]
+        for query, response in rows
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_a_row_are_those_of_the_row_alone_whenever_others_ended(family: Family) -> None:
+    found = draw(family)
+    assert len(set(map(len, found.responses))) > 3, "rows must leave at different times to show anything"
+    assert_close(found.logprobs, logprobs_alone(small.causal(family), found))
+
+
+def test_a_sliding_window_hides_the_same_tokens_as_in_training() -> None:
+    torch.manual_seed(0)
+    sizes = {**small.SIZES, "sliding_window": 4, "num_key_value_heads": 1}
+    config = AutoConfig.for_model("mistral", **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    found = draw(model, seed=1)
+    assert max(map(len, found.responses)) > 8
+    assert_close(found.logprobs, logprobs_alone(model, found))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_caches_keys_as_they_are_attended_to(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotation makes them float32; in bfloat16 they take half of the memory and give the same log-probs."""
+    caches, make = list[DynamicCache](), sampling._make_cache
+
+    def spy(*args: Any) -> DynamicCache:
+        caches.append(make(*args))
+        return caches[-1]
+
+    monkeypatch.setattr(sampling, "_make_cache", spy)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = draw(family)
+    layers: list[Any] = [layer for cache in caches for layer in cache.layers]
+    assert {x.dtype for layer in layers for x in (layer.keys, layer.values)} == {torch.bfloat16}
+    monkeypatch.setattr(sampling, "_make_cache", lambda model, _: DynamicCache(config=model.config))
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = draw(family)
+    assert ours.responses == theirs.responses
+    torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-6, rtol=0)
+
+
+def test_a_response_ends_at_its_first_eos_or_at_the_limit() -> None:
+    responses = draw().responses
+    assert {r[-1] == EOS for r in responses} == {True, False}
+    for response in responses:
+        assert EOS not in response[:-1]
+        assert response[-1] == EOS or len(response) == 12
+
+
+def test_pad_may_equal_eos_while_sampling() -> None:
+    assert draw(pad=EOS).responses == draw(pad=PAD).responses
+
+
+# ------------------------------------------------------------------------------------ one token
+
+
+def test_the_first_token_whose_cumulative_probability_exceeds_the_number_is_drawn() -> None:
+    logits = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0]).log().expand(7, 6)
+    almost = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)).item()
+    tokens, logprobs = sample_token(logits, torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 0.99, almost]))
+    assert tokens.tolist() == [1, 1, 3, 3, 4, 4, 4], "a token of probability 0 is never drawn"
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]))
+
+
+def test_cumulative_probabilities_of_a_large_vocabulary_do_not_drift() -> None:
+    """The token that a number draws is the one that float64 gives, but for a millionth of the probability."""
+    size, rows = 50_000, 100
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(5))
+    numbers = torch.arange(rows) / rows
+    tokens, logprobs = sample_token(logits.expand(rows, size), numbers)
+    exact = logits.double().softmax(-1)
+    above = exact.cumsum(0)[tokens]
+    assert (numbers < above + 1e-6).all()
+    assert (numbers >= above - exact[tokens] - 1e-6).all()
+    torch.testing.assert_close(logprobs, exact[tokens].log().float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_token_frequencies_are_the_softmax_at_the_temperature(temperature: float) -> None:
+    count, query = 4000, [4, 9, 5]
+    found = draw(queries=[query] * count, seed=2, max_new_tokens=1, temperature=temperature)
+    seen = torch.bincount(torch.tensor(found.responses).flatten(), minlength=small.VOCAB) / count
+    p = (small.logits_alone(small.causal(), query, [4])[0] / temperature).softmax(-1)
+    assert ((seen - p).abs() <= 4.5 * (p * (1 - p) / count).sqrt() + 1e-3).all()
+    assert (p.max() - p.min()) > 0.05, "a flat distribution would show no temperature"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_without_a_distribution_are_an_error(bad: float) -> None:
+    model = small.causal()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5, 0] = bad
+    with pytest.raises(NonFiniteError, match="logits"):
+        draw(model)
+
+
+# ------------------------------------------------------------------- rows, batches, ranks, samples
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_a_response_depends_on_no_other_row(family: Family, batch_size: int) -> None:
+    """Each row alone, or in batches in which rows end at other times, gives the same response."""
+    assert draw(family, batch_size=batch_size).responses == draw(family).responses
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_response_does_not_depend_on_the_rank_that_samples_it(rank: int) -> None:
+    found = draw(queries=QUERIES[rank::3], share=Share(rank, 3, len(QUERIES)))
+    assert found.responses == draw().responses[rank::3]
+
+
+def test_the_draw_is_checked_seldom_on_a_gpu_to_the_same_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = draw()
+    monkeypatch.setattr(sampling, "CPU_CHECK", sampling.GPU_CHECK)
+    assert draw().responses == usual.responses
+
+
+def test_the_seed_decides_the_responses() -> None:
+    assert draw(seed=1).responses == draw(seed=1).responses != draw(seed=2).responses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [7, None])
+def test_samples_of_a_query_that_is_computed_once_are_those_of_repeated_queries(
+    family: Family, batch_size: int | None
+) -> None:
+    """The same numbers draw the same tokens; log-probs differ by rounding."""
+    found, again = draw(family, num_samples=3, batch_size=batch_size), draw(family, QUERIES * 3)
+    assert found.responses == again.responses
+    assert len({tuple(response) for response in found.responses[:: len(QUERIES)]}) > 1
+    assert_close(found.logprobs, again.logprobs)
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size", "times"), [(1, None, 1), (4, None, 1), (4, 2, 2)])
+def test_a_query_is_computed_once_for_all_of_its_samples_in_a_batch(
+    num_samples: int, batch_size: int | None, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def spy(queries: list[list[int]], *rest: Any) -> Any:
+        lengths.extend(map(len, queries))
+        return collate(queries, *rest)
+
+    monkeypatch.setattr(sampling, "collate", spy)
+    found = draw(num_samples=num_samples, batch_size=batch_size)
+    assert len(found.responses) == num_samples * len(QUERIES)
+    assert sum(lengths) == times * sum(map(len, QUERIES)), f"not {num_samples} times"
+
+
+# ------------------------------------------------------------------------------------------ texts
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 256])
+def test_responses_are_in_the_order_of_their_prompts(batch_size: int) -> None:
+    model, words = small.causal(), small.tokenizer()
+    prompts = [str(words.decode(query)) for query in QUERIES]
+    found = sample_responses(
+        model, words, prompts, max_new_tokens=6, temperature=1e-4, seed=1, batch_size=batch_size
+    )  # so cold that the likeliest token always comes
+    for query, response in zip(QUERIES, found, strict=True):
+        assert response == small.logits_alone(model, query, response).argmax(-1).tolist()
+
+
+def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["w1 w2", "w3", "w4 w5 w6", "w7", "w8"]
+    respond = partial(
+        sample_responses,
+        small.causal(),
+        small.tokenizer(),
+        prompts,
+        max_new_tokens=4,
+        temperature=1.0,
+        seed=3,
+    )
+    expected, decode, tried, largest = respond(), sampling._decode, list[int](), 2
+
+    def hungry(model: Any, batch: Any, query_of: Tensor, *rest: Any) -> Any:
+        tried.append(len(query_of))
+        if len(query_of) > largest:
+            raise torch.OutOfMemoryError("planted")
+        return decode(model, batch, query_of, *rest)
+
+    monkeypatch.setattr(sampling, "_decode", hungry)
+    assert respond(batch_size=8) == expected
+    assert tried == [5, 4, 2, 2, 1]
+    largest = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        respond()
+
+
+def test_the_meter_has_counted_every_response_at_the_end() -> None:
+    class Count(Meter):
+        done = 0.0
+
+        def advance(self, n: float = 1, **metrics: float) -> None:
+            self.done += n
+
+    meter = Count()
+    draw(batch_size=5, num_samples=2, meter=meter)
+    assert meter.done == pytest.approx(2 * len(QUERIES))
+
+
+def test_text_excludes_only_the_final_eos() -> None:
+    words = small.tokenizer()
+    first, second = (str(words.decode([token])) for token in (3, 4))
+    assert text_of(words, [3, 4, EOS]) == f"{first} {second}"
+    assert text_of(words, [3, EOS, 4]) == f"{first} <eos> {second}"
+    assert text_of(words, [EOS]) == ""

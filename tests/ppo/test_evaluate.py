@@ -1,0 +1,313 @@
+"""The evaluator: responses to selection prompts, their scores, their KL, and the weights that are kept."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_tasks.config import Lora
+from rlhf_tasks.config.judge import Selection as Section
+from rlhf_tasks.data.batches import Ids, encode
+from rlhf_tasks.modeling.load import add_lora
+from rlhf_tasks.modeling.sampling import sample_responses
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.evaluate import Evaluator, Selection
+from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference
+from rlhf_tasks.ppo.sampler import PolicySampler
+from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.protocol import Responses
+from rlhf_tasks.training.runtime import Runtime
+from tests import small
+from tests.ppo.ranks import run_ranks
+from tests.ppo.toy import Planted
+
+PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
+ROWS = [{"prompt": prompt, "reference": "w1 w2"} for prompt in PROMPTS]
+TEMPERATURE = 0.8
+HTTP = {"kind": "http", "weight": 1.0, "url": "http://127.0.0.1:9/", "timeout_seconds": 1.0, "batch_size": 4}
+
+
+def length(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    return torch.tensor([float(len(response)) for response in responses])
+
+
+class Recorder(Planted):
+    """A scorer by length that records what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__(length)
+        self.__dict__["calls"] = list[list[Ids]]()
+
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        self.__dict__["calls"].append(list(rows.given[1]))
+        return super().parts(rows)
+
+    @property
+    def calls(self) -> list[list[Ids]]:
+        calls: list[list[Ids]] = self.__dict__["calls"]
+        return calls
+
+
+class Falling:
+    """A held-out model whose mean score is 4, 3, 2, …: every evaluation is worse than the one before."""
+
+    def __init__(self) -> None:
+        self._next = 5.0
+
+    def __call__(self, rows: Responses) -> Tensor:
+        self._next -= 1
+        return torch.full((len(rows),), self._next)
+
+
+class Evaluations:
+    """An evaluator with the selection and the sampler that the loop gives it."""
+
+    def __init__(
+        self,
+        policy: Any = None,
+        reference: Reference | None = None,
+        *,
+        rt: Runtime | None = None,
+        scorer: Planted | None = None,
+        heldout: Any = None,
+        judge: Callable[[Runtime], SelectionJudge] | None = None,
+        **changes: Any,
+    ) -> None:
+        config = small.ppo(num_selection_prompts=len(PROMPTS), temperature=TEMPERATURE, **changes)
+        rt, self.policy, self.selection = rt or small.runtime(), policy or small.causal(), Selection()
+        stop = small.EOS if config.stop_token == "eos" else config.stop_token
+        generator = torch.Generator().manual_seed(1)
+        self._sampler = PolicySampler(rt, config, self.policy, generator, stop=stop, pad=small.PAD)
+        self._evaluator = Evaluator(
+            rt,
+            config,
+            self.policy,
+            reference or copy_of(7),
+            small.tokenizer(),
+            ROWS,
+            stop=stop,
+            scorers=scorer or Planted(length),
+            heldout=heldout,
+            judge=judge and judge(rt),
+            seed=1,
+        )
+
+    def evaluate(self, episode: int) -> Metrics:
+        return self._evaluator.evaluate(self.selection, self._sampler, episode=episode, update=0)
+
+    def show(self, episode: int) -> list[dict[str, Any]]:
+        return self._evaluator.show(self.selection, self._sampler, episode=episode, update=0)
+
+
+def copy_of(seed: int) -> FrozenCopy:
+    return FrozenCopy(small.causal(seed=seed), moves=False)
+
+
+def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[float]:
+    """Σ log π − log π_ref of each response, each row alone in the models."""
+    result = []
+    for query, response in zip(encode(small.tokenizer(), PROMPTS), responses, strict=True):
+        new, old = (
+            (small.logits_alone(model, query, response) / TEMPERATURE).log_softmax(-1)[
+                range(len(response)), response
+            ]
+            for model in (policy, reference)
+        )
+        result.append(float((new.double() - old.double()).sum()))
+    return result
+
+
+# ------------------------------------------------------------------------------------------- the KL
+
+
+def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
+    """Its standard error is the deviation of the responses' KL over the root of their number."""
+    policy, scorers = small.causal(), Recorder()
+    one = Evaluations(policy, scorer=scorers)
+    metrics = one.evaluate(16)
+    (responses,) = scorers.calls
+    expected = kl_of_rows(policy, small.causal(seed=7), responses)
+    assert max(expected) - min(expected) > 0.1, "the responses differ in their KL"
+    assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
+    assert one.selection.metrics == {
+        "selected_episode": 16,
+        "selected_kl": metrics["eval/kl"],
+        "selected_kl_standard_error": pytest.approx(
+            statistics.pstdev(expected) / math.sqrt(len(expected)), abs=1e-4
+        ),
+    }
+
+
+def test_the_kl_of_an_unchanged_policy_is_zero() -> None:
+    one = Evaluations(reference=copy_of(0))
+    assert one.evaluate(0)["eval/kl"] == 0
+    assert one.selection.metrics["selected_kl"] == one.selection.metrics["selected_kl_standard_error"] == 0
+
+
+def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
+    policy = add_lora(small.causal(), Lora(r=16, alpha=64.0), seed=1)
+    with torch.no_grad():
+        for name, weights in policy.named_parameters():
+            if "lora_B" in name:
+                weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    scorers = Recorder()
+    metrics = Evaluations(policy, AdapterOff(policy), scorer=scorers).evaluate(0)
+    expected = kl_of_rows(policy, small.causal(), scorers.calls[0])
+    assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
+    assert metrics["eval/kl"] > 0.01
+    assert {n.split(".")[-3] for n, p in policy.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def responses_alone() -> list[Ids]:
+    """What one process samples."""
+    return sample_responses(
+        small.causal(),
+        small.tokenizer(),
+        PROMPTS,
+        max_new_tokens=8,
+        temperature=TEMPERATURE,
+        seed=1,
+        stop=small.EOS,
+    )
+
+
+def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
+    scorers, expected = Recorder(), responses_alone()
+    one, before = Evaluations(scorer=scorers), torch.get_rng_state()
+    one.evaluate(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert scorers.calls == [expected]
+
+
+class Impossible(FrozenCopy):
+    def logprobs(self, batch: Any, temperature: float) -> Tensor:
+        return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
+
+
+def test_samples_to_show_need_no_log_probs_of_the_reference() -> None:
+    assert len(Evaluations(reference=Impossible(small.causal(), moves=False)).show(0)) == 4
+
+
+def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
+    with pytest.raises(NonFiniteError, match="the KL to the reference is NaN or infinite") as caught:
+        Evaluations(reference=Impossible(small.causal(), moves=False)).evaluate(0)
+    assert len(caught.value.batch["responses"]) == len(PROMPTS)
+
+
+# ----------------------------------------------------------------------------------- which are kept
+
+
+def changed(policy: Any, by: float) -> None:
+    with torch.no_grad():
+        for weights in policy.parameters():
+            weights += by
+
+
+def test_the_best_weights_are_kept_with_their_own_kl() -> None:
+    """Each evaluation scores worse than the first one, whose weights are therefore restored."""
+    policy = small.causal()
+    one = Evaluations(policy, heldout=Falling(), truncation="none")
+    start = {name: p.clone() for name, p in policy.named_parameters()}
+    first = one.evaluate(0)
+    for episode in (16, 32):
+        changed(policy, 0.05)
+        metrics = one.evaluate(episode)
+    assert metrics["eval/kl"] != first["eval/kl"]
+    assert one.selection.metrics["selected_episode"] == 0
+    assert one.selection.metrics["selected_heldout_score"] == 4
+    assert one.selection.metrics["selected_kl"] == first["eval/kl"]
+    kept = one.selection.weights
+    assert all(torch.equal(kept[name], value) for name, value in start.items())
+
+
+def test_without_a_judge_or_a_heldout_model_the_last_weights_are_kept_with_their_kl() -> None:
+    policy = small.causal()
+    one = Evaluations(policy)
+    one.evaluate(0)
+    changed(policy, 0.05)
+    metrics = one.evaluate(16)
+    assert one.selection.metrics["selected_episode"] == 16
+    assert one.selection.metrics["selected_kl"] == metrics["eval/kl"]
+
+
+STOP = 9
+"""A token that some responses of a random model draw."""
+
+
+@pytest.mark.parametrize(
+    ("truncation", "unfinished"),
+    [
+        ({"kind": "eos_trick_replace", "missing_eos_score": -1.5}, [-1.5, -1.5]),
+        ({"kind": "bootstrap"}, [8.0, 4.0]),
+    ],
+)
+def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: list[float]) -> None:
+    """The optimised score is the length of a response, the held-out one is half of it."""
+    scorers = Recorder()
+    rule = {"truncation": truncation, "missing_eos_score": -1.5, "stop_token": STOP}
+    one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given) / 2, **rule)
+    metrics, (responses,) = one.evaluate(16), scorers.calls
+    ended = [len(response) for response in responses if response[-1] == STOP]
+    num_cut = len(responses) - len(ended)
+    assert 0 < num_cut < len(responses), "some of both"
+    expected = [
+        (share * sum(ended) + num_cut * score) / len(responses)
+        for share, score in zip((1, 0.5), unfinished, strict=True)
+    ]
+    assert metrics["eval/scores"] == pytest.approx(expected[0])
+    assert metrics["eval/heldout_scores"] == pytest.approx(expected[1])
+    assert metrics["eval/reward_gap"] == pytest.approx(expected[0] - expected[1])
+    assert metrics["eval/response_length"] == pytest.approx((sum(ended) + 8 * num_cut) / len(responses))
+
+
+def test_a_heldout_score_that_is_nan_is_an_error_with_the_responses() -> None:
+    with pytest.raises(NonFiniteError, match="models/reward_heldout gave NaN") as caught:
+        Evaluations(heldout=lambda rows: length(*rows.given) * math.nan).evaluate(0)
+    assert len(caught.value.batch["responses"]) == len(PROMPTS)
+
+
+# ------------------------------------------------------------------------------------------- two ranks
+
+
+def shorter(prompts: list[str], responses: list[str]) -> list[float]:
+    JUDGED.append(len(prompts))
+    return [-float(len(response)) for response in responses]
+
+
+JUDGED: list[int] = []
+FUNCTION = {"kind": "function", "name": "shorter", "function": f"{__name__}:shorter"}
+SECTION = Section.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> None:
+    """An http scorer and the judge are called by the first rank alone."""
+    JUDGED.clear()
+    scorers, changes = [Recorder(), Recorder()], {"scorers": [HTTP]} if outside else {}
+
+    def make(rt: Runtime) -> Evaluations:
+        judge = lambda rt: SelectionJudge(rt, SECTION, Paths())  # noqa: E731
+        return Evaluations(rt=rt, scorer=scorers[rt.rank], heldout=length, judge=judge, **changes)
+
+    def evaluate(one: Evaluations) -> tuple[Metrics, Selection]:
+        return one.evaluate(16), one.selection
+
+    (first, selection), (second, other) = run_ranks(make, evaluate)
+    assert first == second
+    assert selection.responses == other.responses
+    assert selection.metrics == other.metrics
+    assert [row["prompt"] for row in selection.responses] == PROMPTS
+    everything = responses_alone()
+    own = [everything[rank::2] for rank in range(2)]
+    assert [one.calls for one in scorers] == ([[everything], []] if outside else [[own[0]], [own[1]]])
+    kl = kl_of_rows(small.causal(), small.causal(seed=7), everything)
+    assert first["eval/kl"] == pytest.approx(statistics.fmean(kl), abs=1e-4)
+    assert [len(PROMPTS)] * 2 == JUDGED, "responses and references, once each"

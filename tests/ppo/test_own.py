@@ -1,0 +1,176 @@
+"""Losses and estimators of one's own, and how the losses of tokens become one number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.estimator import batch_mean
+from examples.gspo import gspo
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.ppo.losses import MicroBatch, ppo_clip, token_weights
+from rlhf_tasks.ppo.rollout import Rollout
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
+from tests import small
+from tests.ppo.ranks import run_ranks
+from tests.ppo.toy import (
+    ONE_STEP,
+    QUERIES,
+    Toy,
+    given,
+    hand_made_rollout,
+    toy,
+    without_critic,
+)
+
+WITHOUT_CRITIC = without_critic("examples.estimator:batch_mean", 1)
+
+# ----------------------------------------------------------------------------------------- examples/gspo.py
+
+S1, S2 = math.exp((0.2 - 0.1) / 2), math.exp(0.5)
+"""The ratios of two responses, of two tokens and of one."""
+
+
+@pytest.mark.parametrize(
+    ("advantages", "losses", "clipped", "gradient"),
+    [
+        # d(½ L₁ + ½ L₂) / d log-prob, with L = −A·s and d s / d log-prob = s / length
+        ((1.0, -2.0), (-S1, 2 * S2), (0, 0), (-S1 / 4, -S1 / 4, S2)),
+        ((-1.0, 2.0), (S1, -2 * 1.2), (0, 1), (S1 / 4, S1 / 4, 0.0)),
+    ],
+)
+def test_gspo_equals_numbers_worked_out_by_hand(
+    advantages: tuple[float, float],
+    losses: tuple[float, float],
+    clipped: tuple[int, int],
+    gradient: tuple[float, float, float],
+) -> None:
+    mask, zeros = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2)
+    old = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    logprobs = torch.tensor([[-0.8, -2.1], [-2.5, 0.0]], requires_grad=True)
+    given = torch.tensor(advantages)[:, None] * mask
+    batch = MicroBatch(mask, old, zeros, zeros, given, zeros, torch.ones(2, 2))
+    loss, metrics = gspo(logprobs, batch, small.ppo(cliprange=0.2))
+    tokens = [losses[0], losses[0], losses[1]]
+    assert loss[mask].tolist() == pytest.approx(tokens, rel=1e-5)
+    assert metrics["policy/clipfrac_avg"][mask].tolist() == [clipped[0], clipped[0], clipped[1]]
+    total = (token_weights(mask, "response_mean") * loss).sum()
+    assert total.item() == pytest.approx(sum(losses) / 2, rel=1e-5)
+    total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[mask].tolist() == pytest.approx(gradient, rel=1e-5)
+    assert logprobs.grad[1, 1] == 0, "padding"
+
+
+# --------------------------------------------------------------------------------- examples/estimator.py
+
+
+def test_the_examples_estimator_equals_numbers_worked_out_by_hand() -> None:
+    """Returns 3 and −1, whose mean is 1."""
+    rewards = torch.tensor([[1.0, 2.0, 9.0, 9.0], [0.5, -2.0, 0.5, 9.0]])
+    advantages, returns = batch_mean(rewards, hand_made_rollout(), small.ppo())
+    assert returns.tolist() == [[3, 2, 0, 0], [-1, -1.5, 0.5, 0]]
+    assert advantages.tolist() == [[2, 1, 0, 0], [-2, -2.5, -0.5, 0]]
+
+
+# ---------------------------------------------------------------------------------------- import paths
+
+
+def test_a_name_with_a_colon_is_a_function_of_ones_own() -> None:
+    root = Paths(small.ROOT).root
+    assert policy_loss_of(small.ppo(), root) is ppo_clip
+    assert policy_loss_of(small.ppo(loss="examples.gspo:gspo"), root).__name__ == "gspo"
+    assert estimator_of(small.ppo(**WITHOUT_CRITIC), root).__name__ == "batch_mean"
+    with pytest.raises(UserError, match=r"^ppo\.loss: nowhere:f cannot be imported: ModuleNotFoundError"):
+        policy_loss_of(small.ppo(loss="nowhere:f"), root)
+    with pytest.raises(
+        UserError, match=r"^ppo\.advantages: examples\.gspo:no: .*gspo.py has no such function"
+    ):
+        estimator_of(small.ppo(**without_critic("examples.gspo:no")), root)
+
+
+def test_a_loss_may_have_other_metrics_and_anything_on_padding() -> None:
+    def unclipped(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = (logprobs - batch.logprobs).exp() / batch.mask
+        return -batch.advantages * ratio, {"policy/own_avg": ratio.detach()}
+
+    one = toy(loss=unclipped, learning_rate=1e-2)
+    before, metrics = one.weights, next(one.updates)
+    assert metrics["policy/own_avg"] == pytest.approx(metrics["val/ratio"], rel=1e-5)
+    assert "policy/clipfrac_avg" not in metrics
+    assert one.weights.isfinite().all()
+    assert (one.weights - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, WITHOUT_CRITIC], ids=["with a critic", "without"])
+def test_an_estimator_sees_the_rollout_of_all_ranks(changes: dict[str, Any]) -> None:
+    """So a mean over it is the same on one rank and on two, and so is the step."""
+    settings = changes | {"whiten_advantages": False, "learning_rate": 1e-2}
+
+    def update(rt: Any = None) -> Toy:
+        return toy(rt=rt, estimator=batch_mean, loss=gspo, **settings)
+
+    def run(one: Toy) -> tuple[Tensor, float]:
+        norms = [metrics["train/grad_norm"] for metrics in one.updates]
+        return one.weights, norms[0]
+
+    before, alone = update().weights, update()
+    _, norm = run(alone)
+    for weights, own_norm in run_ranks(update, run):
+        torch.testing.assert_close(weights, alone.weights, atol=1e-4, rtol=0)
+        assert own_norm == pytest.approx(norm, rel=1e-4)
+    assert (alone.weights - before).abs().max() > 1e-2
+
+
+# ------------------------------------------------------------------------------------ ppo.loss_reduction
+
+
+def negative(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each token's −A · log-prob, whose gradient weights every token differently."""
+    return -batch.advantages * logprobs, {}
+
+
+def norm_by_rows(rollout: Rollout, reduction: str | int) -> float:
+    """The norm of the reduced loss's gradient, each row in a pass of its own."""
+    policy, sums = small.causal(), []
+    for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
+        n = len(response)
+        logits = policy(torch.tensor([query + response])).logits[0, len(query) - 1 : -1] / 0.8
+        losses = -rollout.advantages[row, :n] * logits.log_softmax(-1)[range(n), response]
+        sums.append(losses.sum() / (n if reduction == "response_mean" else 1))
+    divisor = rollout.mask.sum() if reduction == "token_mean" else 16
+    total = torch.stack(sums).sum() / divisor / (reduction if isinstance(reduction, int) else 1)
+    total.backward()
+    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).norm().item()
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "response_mean", 5])
+def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(reduction: str | int) -> None:
+    """The mean over all tokens of all ranks; over responses of their means; or each sum by a constant."""
+    rollout, _ = toy(reference_seed=7).estimate()
+    expected = norm_by_rows(rollout, reduction)
+    settings: dict[str, Any] = {"loss": negative, "loss_reduction": reduction, "vf_coef": 0.0, **ONE_STEP}
+    settings |= {"whiten_advantages": False, "estimator": lambda *_: (rollout.advantages, rollout.returns)}
+
+    def norm(one: Toy) -> float:
+        return next(one.updates)["train/grad_norm"]
+
+    with given(rollout):
+        for max_tokens in (16384, 25):
+            sizes = settings | {"micro_batch_tokens": max_tokens}
+            found = [norm(toy(**sizes)), *run_ranks(lambda rt, sizes=sizes: toy(rt=rt, **sizes), norm)]
+            assert found == pytest.approx([expected] * 3, rel=1e-3)
+
+
+def test_the_weights_of_a_reduction_equal_numbers_worked_out_by_hand() -> None:
+    """Two responses of two tokens and of one; padding weighs nothing."""
+    mask = torch.tensor([[True, True], [True, False]])
+    assert token_weights(mask, "token_mean").flatten().tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert token_weights(mask, "response_mean").flatten().tolist() == [0.25, 0.25, 0.5, 0]
+    assert token_weights(mask, 5).flatten().tolist() == pytest.approx([0.1, 0.1, 0.1, 0])

@@ -1,0 +1,272 @@
+"""Two ranks learn what one does, from the policy's samples or a server's, and fail together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.ppo.engines.build import Elsewhere
+from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone
+from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.rollout import Rollout, raise_on_all_ranks
+from tests import small
+from tests.ppo.ranks import OneOfTwo, run_ranks
+from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, Toy, given, toy, without_critic
+from tests.small import EOS, PAD
+
+NUM_ROWS, WIDTH = 16, 8
+
+
+def uneven_rollout() -> Rollout:
+    """Every other response has one or two tokens, so that one rank has three times as many tokens."""
+    queries, long = small.rows(NUM_ROWS, seed=4, longest=WIDTH - 1)
+    responses = [[*r[:1], EOS][: 1 + i % 4 // 2] if i % 2 else (r + r)[:WIDTH] for i, r in enumerate(long)]
+    mask = torch.arange(WIDTH) < torch.tensor([len(r) for r in responses])[:, None]
+    random = torch.Generator().manual_seed(2)
+
+    def numbers(mean: float, std: float) -> Tensor:
+        return (mean + std * torch.randn(NUM_ROWS, WIDTH, generator=random)) * mask
+
+    scores = 1.0 + 2.0 * torch.randn(NUM_ROWS, generator=random)
+    return Rollout(
+        queries=queries,
+        responses=responses,
+        ended=torch.tensor([r[-1] == EOS for r in responses]),
+        mask=mask,
+        logprobs=numbers(-3.0, 0.2),
+        ref_logprobs=numbers(-3.0, 0.5),
+        values=numbers(0.0, 1.0),
+        bootstrap_values=torch.zeros(NUM_ROWS),
+        scores=scores,
+        parts={"planted": scores},
+        importance=torch.ones(NUM_ROWS, WIDTH),
+        advantages=torch.zeros(NUM_ROWS, WIDTH),
+        returns=torch.zeros(NUM_ROWS, WIDTH),
+        pad=PAD,
+    )
+
+
+UNEQUAL = (
+    "eps",
+    "engine/load_seconds",
+    "time/generate_seconds",
+    "time/score_seconds",
+    "time/train_seconds",
+    "time/tokens_per_second",
+    "time/padding_share",  # each rank cuts its own rows
+    "val/first_ratio_error",
+)
+
+
+def assert_alike(found: Metrics, expected: Metrics, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name in set(expected) - set(UNEQUAL):
+        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance), name
+
+
+PENALTY = {"kl_penalty": {"beta": 1.0, "target": 1e-6}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        PENALTY
+        | {
+            "whiten_rewards": True,
+            "score_scaling": {"subtract_mean": True, "clip": 1.0},
+            "entropy_coef": 0.1,
+            "micro_batch_tokens": 20,
+        },
+        {"num_mini_batches": 4, "loss_reduction": "response_mean"},
+        PENALTY | {"num_mini_batches": 16},
+        without_critic("rloo") | {"num_mini_batches": 4, "loss_reduction": 8},
+        without_critic("group", 8) | {"whiten_advantages": True, "micro_batch_tokens": 20},
+    ],
+    ids=[
+        "one minibatch",
+        "everything that sums",
+        "four minibatches",
+        "minibatches that leave one without",
+        "rloo",
+        "group",
+    ],
+)
+def test_two_ranks_learn_what_one_does(changes: dict[str, Any]) -> None:
+    """Moments, token means, minibatches and the loss's denominator are those of all ranks together."""
+
+    def update(one: Toy) -> tuple[Metrics, Tensor]:
+        return next(one.updates), one.weights
+
+    settings = {"num_mini_batches": 1} | changes
+    start = toy(**settings).weights
+    with given(uneven_rollout()):
+        metrics, weights = update(toy(**settings))
+        for own_metrics, own_weights in run_ranks(lambda rt: toy(rt=rt, **settings), update):
+            assert_alike(own_metrics, metrics, 1e-4)
+            torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
+    assert (weights - start).abs().max() > 1e-3, "the epochs change the weights"
+
+
+@pytest.mark.parametrize("changes", [{}, without_critic("rloo")], ids=["gae", "rloo"])
+def test_two_ranks_sample_what_one_does(changes: dict[str, Any]) -> None:
+    """The whole training: the prompts are shared out, and their samples stay together."""
+    settings = changes | {"learning_rate": 1e-2}
+    alone = toy(**settings)
+    history = list(alone.updates)
+    both = run_ranks(lambda rt: toy(rt=rt, **settings), lambda one: (list(one.updates), one.weights))
+    for own_history, own_weights in both:
+        torch.testing.assert_close(own_weights, alone.weights, atol=1e-4, rtol=0)
+        for own, other in zip(own_history, history, strict=True):
+            assert_alike(own, other, 1e-3)
+
+
+def test_each_rank_has_equally_many_rows_of_every_minibatch() -> None:
+    taken: list[list[int]] = [[], []]
+
+    class Counting(OneOfTwo):
+        def share(self, rows: Sequence[Any]) -> list[Any]:
+            own = super().share(rows)
+            taken[self.rank].append(len(own))
+            return own
+
+    def make(rt: OneOfTwo) -> Toy:
+        return toy(rt=Counting(rt.rank, rt.meeting), num_mini_batches=4)
+
+    run_ranks(make, lambda one: next(one.updates))
+    assert taken[0][-8:] == taken[1][-8:] == [NUM_ROWS // 4 // 2] * 8
+
+
+def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
+    def message(rt: OneOfTwo) -> str:
+        def compute() -> int:
+            if rt.rank:
+                raise NonFiniteError("a scorer gave nan")
+            return 1
+
+        with pytest.raises(NonFiniteError) as caught:
+            raise_on_all_ranks(rt, compute, {"prompts": ["p"]})
+        assert caught.value.batch == {"prompts": ["p"]}
+        return str(caught.value)
+
+    assert run_ranks(lambda rt: rt, message) == ["NaN on another rank", "a scorer gave nan"]
+    assert raise_on_all_ranks(small.runtime(), lambda: 7, {}) == 7
+
+    def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+        return torch.tensor([float("nan") if query == QUERIES[1] else 0.0 for query in queries])
+
+    def trip(one: Toy) -> str:
+        with pytest.raises(Exception, match="PPO was stopped at update 0 by the guard non_finite") as caught:
+            next(one.updates)
+        return str(caught.value)
+
+    first, second = run_ranks(lambda rt: toy(score, rt=rt, faults=tmp_path / str(rt.rank)), trip)
+    assert {"numbers on another rank" in first, "numbers on another rank" in second} == {True, False}
+    assert "infinite scores" in first + second
+
+
+# ------------------------------------------------------------------------------- a server for two ranks
+
+
+class Counted(InMemory):
+    """The first rank has this engine, which fails in rollout `fails_in`."""
+
+    def __init__(self, fails_in: int = 0) -> None:
+        super().__init__()
+        self.num_queries, self._fails_in = list[int](), fails_in
+
+    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
+        self.num_queries.append(len(queries))
+        if len(self.num_queries) == self._fails_in:
+            raise EngineGone("the engine has gone")
+        return super().sample(queries, n, seeds)
+
+
+def with_engine(engine: InMemory, ahead: int = 0, **changes: Any) -> Any:
+    """What makes the training of a rank, of which the first has the engine."""
+    section = ENGINE | {"ahead": ahead}
+
+    def make(rt: OneOfTwo) -> Toy:
+        own = Elsewhere() if rt.rank else engine
+        return toy(rt=rt, engine=own, engine_section=section, snapshots=Memory(), **changes)
+
+    return make
+
+
+def history(one: Toy) -> tuple[list[Metrics], list[Ids] | None, dict[str, Any], Tensor]:
+    """All metrics, the responses to an evaluation after the first update, the last state, and the weights."""
+    updates, found = one.updates, list[Metrics]()
+    found.append(next(updates))
+    responses = one.state.sampler.respond(QUERIES[:5], 3, one.state.update)
+    found += updates
+    return found, responses, one.state.sampler.state_dict(), one.weights
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("changes", [{}, without_critic("rloo")], ids=["gae", "rloo"])
+def test_two_ranks_with_a_server_learn_what_one_does(ahead: int, changes: dict[str, Any]) -> None:
+    """The server samples the same requests, once, however many ranks share its responses."""
+    settings: dict[str, Any] = {"learning_rate": 1e-2} | changes
+    alone, engine = Counted(), Counted()
+    one = toy(engine=alone, engine_section=ENGINE | {"ahead": ahead}, **settings)
+    metrics, responses, state, weights = history(one)
+    for own_metrics, own_responses, own_state, own_weights in run_ranks(
+        with_engine(engine, ahead, **settings), history
+    ):
+        assert own_responses == responses
+        assert own_state == state
+        torch.testing.assert_close(own_weights, weights, atol=1e-4, rtol=0)
+        for own, other in zip(own_metrics, metrics, strict=True):
+            assert_alike(own, other, 1e-3)
+    assert engine.num_queries == alone.num_queries
+    assert len(engine.loads) == len(alone.loads)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_failure_of_the_server_is_the_same_error_on_both(ahead: int) -> None:
+    def failure(one: Toy) -> str:
+        with pytest.raises(EngineGone) as caught:
+            list(one.updates)
+        return f"update {one.state.update}: {caught.value}"
+
+    found = run_ranks(with_engine(Counted(fails_in=2), ahead), failure)
+    assert found == ["update 1: the engine has gone"] * 2
+
+
+def test_a_snapshot_beside_a_failed_rollout_is_the_same_on_both() -> None:
+    def state(one: Toy) -> dict[str, Any]:
+        next(one.updates)
+        assert isinstance(one.snapshots, Memory)
+        shared: dict[str, Any] = one.snapshots.saved[1]["shared"]
+        return {"sampler": shared["sampler"], "submitted": shared["plain"]["submitted"]}
+
+    first, second = run_ranks(with_engine(Counted(fails_in=2), 1), state)
+    assert first == second
+    assert first["sampler"]["answers"] is None
+    assert len(first["submitted"]) == 16, "the rows of both"
+
+
+def test_log_probs_that_are_wrong_on_one_rank_end_both() -> None:
+    """Those of the second row, which the second rank has; the mean is that of all 16."""
+
+    class Wrong(InMemory):
+        def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
+            answers = super().sample(queries, n, seeds)
+            moved = [[x - (i == 1) for x in row] for i, row in enumerate(answers.logprobs)]
+            return replace(answers, logprobs=moved)
+
+    def failure(one: Toy) -> str:
+        with pytest.raises(EngineError, match="log-probs differ from the policy's by") as caught:
+            list(one.updates)
+        return str(caught.value)
+
+    first, second = run_ranks(with_engine(Wrong()), failure)
+    assert first == second

@@ -1,0 +1,519 @@
+"""The optimizer steps on one rollout: losses, gradients and means against slow loops over single rows."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_tasks.data.batches import Batch, collate
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling.checkpointing import recompute_activations
+from rlhf_tasks.modeling.logprobs import response_logprobs
+from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, FLOAT32_RATIO_ERROR, GuardTripped
+from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, Rollout, ValueHead
+from tests import families, small
+from tests.ppo.toy import (
+    ONE_STEP,
+    QUERIES,
+    Toy,
+    from_older_policy,
+    toy,
+    without_critic,
+    without_gains,
+)
+from tests.small import EOS, PAD
+
+TOKEN_MEANS = (
+    "loss/policy_avg",
+    "loss/value_avg",
+    "policy/clipfrac_avg",
+    "val/clipfrac_avg",
+    "policy/approxkl_avg",
+    "policy/entropy_avg",
+    "val/ratio",
+    "val/ratio_var",
+)
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Rollout:
+    return toy(reference_seed=7).estimate()[0]
+
+
+# ------------------------------------------------------------------------------------- the first ratio
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, without_critic("rloo"), without_critic("group")], ids=["gae", "rloo", "group"]
+)
+def test_the_ratio_is_1_before_the_first_step(changes: dict[str, Any]) -> None:
+    one = toy(**changes | ONE_STEP)
+    rollout, objective = one.estimate()
+    with torch.no_grad():
+        batch = collate(rollout.queries, rollout.responses, PAD)
+        again = response_logprobs(one.actor_critic.policy, batch, 0.8)  # (B, R), R the longest of them
+    ratio = (again - rollout.logprobs[:, : again.shape[1]])[batch.mask].exp()
+    assert (ratio - 1).abs().max() <= 1e-5
+    assert objective["objective/kl"] == pytest.approx(0, abs=1e-4), "the reference equals the policy"
+    metrics = one.learn(rollout)
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/clipfrac_avg"] == metrics.get("val/clipfrac_avg", 0) == 0
+    assert metrics["policy/approxkl_avg"] == pytest.approx(0, abs=1e-9)
+    mean = (rollout.advantages.sum() / rollout.mask.sum()).item()
+    assert metrics["loss/policy_avg"] == pytest.approx(-mean, abs=1e-5), "−mean of A over tokens"
+
+
+def test_the_error_of_the_first_ratio_is_that_of_the_first_minibatch_alone() -> None:
+    """Later minibatches, whose ratios have moved, have no part in it."""
+    metrics = next(toy(num_mini_batches=4, num_ppo_epochs=2, learning_rate=1e-2).updates)
+    assert metrics["val/ratio_var"] > 1e-4
+    assert metrics["val/first_ratio_error"] < 1e-5
+
+
+def test_the_error_of_the_first_ratio_is_the_root_of_the_mean_square() -> None:
+    """Old log-probs are moved by +δ and −2δ: every ratio is exp(−δ) or exp(2δ)."""
+    one, delta = toy(**ONE_STEP), 0.1
+    rollout, _ = one.estimate()
+    moved = torch.where(torch.arange(8) % 2 == 0, delta, -2 * delta) * rollout.mask
+    expected = ((-moved[rollout.mask].double()).exp() - 1).square().mean().sqrt()
+    error = one.learn(replace(rollout, logprobs=rollout.logprobs + moved))["val/first_ratio_error"]
+    assert error == pytest.approx(float(expected), rel=1e-4)
+
+
+RANDOM_PARTS: dict[str, dict[str, Any]] = {
+    "gpt_bigcode": {},
+    "seed_oss": {},
+    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
+    "falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "bloom": {"hidden_dropout": 0.1},
+    "opt": {"layerdrop": 0.5, "dropout": 0.1},
+    "biogpt": {"activation_dropout": 0.1, "layerdrop": 0.5},
+    "xglm": {"activation_dropout": 0.1},
+    "persimmon": {"hidden_dropout": 0.1},
+    "gpt_neox_japanese": {"hidden_dropout": 0.1},
+    "mixtral": {"router_jitter_noise": 0.5},
+    "phimoe": {"router_jitter_noise": 0.5, "input_jitter_noise": 0.5, "hidden_dropout": 0.1},
+}
+
+
+def first_update(policy: Any, critic: Any = None, **changes: Any) -> dict[str, float]:
+    """The metrics of one update of one optimizer step, the first."""
+    actor_critic = ActorCritic(policy, critic or small.scores(seed=3))
+    return next(toy(actor_critic=actor_critic, **ONE_STEP, **changes).updates)
+
+
+@pytest.mark.parametrize("family", RANDOM_PARTS)
+def test_nothing_in_a_model_is_random_while_it_trains(family: str) -> None:
+    """Each of these has a part that is random in training mode, under the name that its family gives it."""
+    policy = families.causal(family, vocab_size=small.VOCAB, **RANDOM_PARTS[family])
+    policy.train()  # prepared models leave this mode
+    metrics = first_update(policy)
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["val/ratio_var"] < 1e-9
+    assert metrics["val/first_ratio_error"] < 1e-5
+    assert not policy.training
+
+
+def test_neither_a_shared_trunk_nor_gradient_checkpointing_turns_dropout_on() -> None:
+    """transformers itself computes layers again in training mode only, where their dropout is on."""
+    policy = families.causal("bloom", vocab_size=small.VOCAB, hidden_dropout=0.1).train()
+    shared = {"value_model": "shared", "critic_init": "sft"}
+    assert first_update(policy, ValueHead(32), **shared)["val/first_ratio_error"] < 1e-5
+    recompute_activations(policy)
+    assert first_update(policy)["val/first_ratio_error"] < 1e-5
+
+
+class Noisy(nn.Module):
+    """Noise in every mode, as the router's jitter or a dropout that no mode turns off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.1, training=True)
+
+
+def test_a_model_that_is_random_in_every_mode_trips_the_guard() -> None:
+    policy = families.causal("bloom", vocab_size=small.VOCAB)
+    layers: Any = policy.base_model.h
+    for layer in layers:
+        layer.mlp.gelu_impl = nn.Sequential(layer.mlp.gelu_impl, Noisy())
+    assert first_update(policy)["val/first_ratio_error"] > 10 * FLOAT32_RATIO_ERROR
+
+
+def test_a_family_that_cannot_compute_its_layers_again_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"ppo\.gradient_checkpointing: CTRLLMHeadModel does not support it"):
+        recompute_activations(families.causal("ctrl"))
+
+
+ONE_BIT = 0.01
+"""Nats: on a CPU a tensor's place in memory changes the last bit of some sums, which bf16 enlarges."""
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_in_bf16_the_same_micro_batches_give_ratios_of_1_and_a_kl_of_0(family: small.Family) -> None:
+    rt, policy, frozen = small.runtime("bf16"), small.causal(family), small.causal(family)
+    rt.freeze(frozen)
+    actor_critic, reference = ActorCritic(policy, small.scores(seed=3)), FrozenCopy(frozen, moves=False)
+    one = toy(rt=rt, actor_critic=actor_critic, reference=reference, **ONE_STEP)
+    rollout, _ = one.estimate()
+    kl = rollout.logprobs - rollout.ref_logprobs
+    assert kl.abs().max() < ONE_BIT
+    assert (kl == 0).float().mean() > 0.7, "one row at most has another last bit"
+    assert one.learn(rollout)["val/first_ratio_error"] < ONE_BIT / 2
+
+
+def test_in_bf16_another_cut_stays_within_the_guards_bound() -> None:
+    """The rollout is scored in one micro-batch, and trained on in many."""
+    one = toy(rt=small.runtime("bf16"), **ONE_STEP)
+    rollout, _ = one.estimate()
+    one.state.budget.max_tokens = 12
+    assert one.learn(rollout)["val/first_ratio_error"] < BF16_RATIO_ERROR / 4
+
+
+# ------------------------------------------------------------------------------- losses and token means
+
+
+@dataclass(frozen=True)
+class Token:
+    """The old and new numbers of one response token, by the models on single rows."""
+
+    new_logprob: float
+    logprob: float
+    advantage: float
+    entropy: float
+    new_value: float
+    value: float
+    expected_return: float
+
+
+@pytest.fixture(scope="module")
+def tokens(rollout: Rollout) -> list[Token]:
+    """The tokens of `from_older_policy(rollout)`, each row passed through the models alone."""
+    policy, value, old, result = small.causal(), small.scores(seed=3), from_older_policy(rollout), []
+    for row, (query, response) in enumerate(zip(old.queries, old.responses, strict=True)):
+        logits = small.logits_alone(policy, query, response) / 0.8
+        with torch.no_grad():
+            values = value(collate([query], [response], PAD))[0, :-1].tolist()
+        for t, token in enumerate(response):
+            log_p = logits[t].log_softmax(-1)
+            one = Token(
+                log_p[token].item(),
+                old.logprobs[row, t].item(),
+                old.advantages[row, t].item(),
+                -(log_p.exp() * log_p).sum().item(),
+                values[t],
+                old.values[row, t].item(),
+                old.returns[row, t].item(),
+            )
+            result.append(one)
+    return result
+
+
+def token_means_by_loop(
+    tokens: Sequence[Token],
+    *,
+    cliprange: float = 0.2,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+    cliprange_value: float | None = 0.2,
+) -> dict[str, float]:
+    """TOKEN_MEANS of one step on `tokens`."""
+    values: dict[str, list[float]] = {key: [] for key in TOKEN_MEANS}
+    high = 1 + (cliprange if cliprange_high is None else cliprange_high)
+    for token in tokens:
+        change = token.new_logprob - token.logprob
+        ratio, gain = math.exp(change), token.advantage
+        unclipped, bounded = -gain * ratio, -gain * min(max(ratio, 1 - cliprange), high)
+        loss, clipped = max(unclipped, bounded), bounded > unclipped
+        if dual_clip is not None and gain < 0 and loss > -gain * dual_clip:
+            loss, clipped = -gain * dual_clip, True
+        near = token.new_value
+        if cliprange_value is not None:
+            near = token.value + min(max(near - token.value, -cliprange_value), cliprange_value)
+        off, near_off = (token.new_value - token.expected_return) ** 2, (near - token.expected_return) ** 2
+        values["loss/policy_avg"].append(loss)
+        values["loss/value_avg"].append(0.5 * max(off, near_off))
+        values["val/clipfrac_avg"].append(float(near_off > off))
+        values["policy/clipfrac_avg"].append(float(clipped))
+        values["policy/approxkl_avg"].append(0.5 * change**2)
+        values["policy/entropy_avg"].append(token.entropy)
+        values["val/ratio"].append(ratio)
+    means = {key: sum(x) / len(tokens) for key, x in values.items() if x}
+    off_mean = [(ratio - means["val/ratio"]) ** 2 for ratio in values["val/ratio"]]
+    return means | {"val/ratio_var": sum(off_mean) / len(tokens)}
+
+
+@pytest.mark.parametrize(
+    "clips",
+    [
+        {},
+        {"cliprange": 0.1},
+        {"cliprange_high": 0.5},
+        {"dual_clip": 1.1},
+        {"cliprange_value": 0.05},
+        {"cliprange_value": None},
+    ],
+)
+def test_losses_and_token_means_equal_a_slow_loop_over_tokens(
+    clips: dict[str, Any], rollout: Rollout, tokens: list[Token]
+) -> None:
+    """One step on the rollout of an older policy and critic; the loop reads single rows."""
+    expected, shipped = token_means_by_loop(tokens, **clips), token_means_by_loop(tokens)
+    metrics = toy(**ONE_STEP, **clips).learn(from_older_policy(rollout))
+    for key in TOKEN_MEANS:
+        tolerance = 1e-3 if key == "val/ratio_var" else 1e-4
+        assert metrics[key] == pytest.approx(expected[key], rel=tolerance, abs=tolerance / 100), key
+    if clips:
+        loss = "loss/value_avg" if "cliprange_value" in clips else "loss/policy_avg"
+        assert abs(expected[loss] - shipped[loss]) > 0.001 * abs(shipped[loss]), "it applies to some tokens"
+    else:
+        assert 0 < metrics["policy/clipfrac_avg"] < 1, "a policy this far away must clip some tokens"
+        assert 0 < metrics["val/clipfrac_avg"] < 1
+
+
+# -------------------------------------------------------------------------------------------- gradients
+
+
+def test_the_gradient_is_that_of_the_mean_token_loss(rollout: Rollout) -> None:
+    """Adam hides the scale of the loss, the norm of the gradient does not. Computed from single rows."""
+    policy, value = small.causal(), small.scores(seed=3)
+    losses = []
+    for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
+        n, start = len(response), len(query) - 1
+        logits = policy(torch.tensor([query + response])).logits[0, start:-1] / 0.8
+        change = logits.log_softmax(-1)[range(n), response] - rollout.logprobs[row, :n]
+        values = value(collate([query], [response], PAD))[0, :-1]
+        error = (values - rollout.returns[row, :n]) ** 2
+        losses.append(-rollout.advantages[row, :n] * change.exp() + 0.1 * 0.5 * error)
+    torch.cat(losses).mean().backward()
+    expected = norm_of(policy, value)
+    for max_tokens in (16384, 25):
+        one = toy(**ONE_STEP, micro_batch_tokens=max_tokens)
+        assert one.learn(rollout)["train/grad_norm"] == pytest.approx(expected, rel=1e-3)
+
+
+def norm_of(*models: nn.Module) -> float:
+    gradients = [p.grad.flatten() for model in models for p in model.parameters() if p.grad is not None]
+    return torch.cat(gradients).norm().item()
+
+
+PerToken = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A loss per token of (R, V) log-probs, and (R,) new, old and reference log-probs of the tokens."""
+
+OTHER_LOSSES: dict[str, tuple[dict[str, Any], PerToken]] = {
+    "k2 in the loss": (
+        {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.3},
+        lambda log_p, new, old, ref: 0.3 * 0.5 * (new - ref) ** 2,
+    ),
+    "k3 in the loss": (
+        {"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.3},
+        lambda log_p, new, old, ref: 0.3 * ((ref - new).exp() - 1 - (ref - new)),
+    ),
+    "the penalty": (
+        {"kl_penalty": {"beta": 0.7, "target": 0.01}},
+        lambda log_p, new, old, ref: 0.7 * ((new - old).exp() - 1 - (new - old)),
+    ),
+    "the entropy bonus": (
+        {"entropy_coef": 0.2},
+        lambda log_p, new, old, ref: 0.2 * (log_p.exp() * log_p).sum(-1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_the_gradient_of_each_other_loss_is_that_of_its_formula(name: str, rollout: Rollout) -> None:
+    """Advantages are zero and the critic is right; the learning rate is too small to change weights."""
+    changes, formula = OTHER_LOSSES[name]
+    rollout = without_gains(rollout)
+    rollout = replace(rollout, logprobs=torch.where(rollout.mask, rollout.logprobs - 0.3, 0))
+    policy, losses = small.causal(), []
+    for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
+        n = len(response)
+        logits = policy(torch.tensor([query + response])).logits[0, len(query) - 1 : -1]
+        log_p = (logits / 0.8).log_softmax(-1)
+        new = log_p[range(n), response]
+        losses.append(formula(log_p, new, rollout.logprobs[row, :n], rollout.ref_logprobs[row, :n]))
+    torch.cat(losses).mean().backward()
+    one = toy(num_mini_batches=1, num_ppo_epochs=2, learning_rate=1e-12, **changes)
+    assert one.learn(rollout)["train/grad_norm"] == pytest.approx(norm_of(policy), rel=1e-3)
+
+
+def test_micro_batches_change_neither_weights_nor_token_means(rollout: Rollout) -> None:
+    large, many = toy(micro_batch_tokens=16384), toy(micro_batch_tokens=25)
+    start = large.weights
+    first, second = large.learn(rollout), many.learn(rollout)
+    assert (large.weights - start).abs().max() > 1e-3
+    torch.testing.assert_close(large.weights, many.weights, atol=2e-5, rtol=0)
+    for key in TOKEN_MEANS:
+        assert first[key] == pytest.approx(second[key], rel=1e-3, abs=1e-5), key
+
+
+def test_after_out_of_memory_smaller_micro_batches_take_the_same_step(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the failed attempt has added up counts nowhere; the smaller size is kept for later steps."""
+    plain, short = toy(**ONE_STEP), toy(**ONE_STEP, micro_batch_tokens=400)
+    expected = plain.learn(rollout)
+    forward, passes = ActorCritic.forward, list[int]()
+
+    def limited(self: ActorCritic, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        passes.append(batch.query_response.numel())
+        if passes[-1] > 60:
+            raise torch.OutOfMemoryError
+        return forward(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(ActorCritic, "forward", limited)
+    metrics = short.learn(rollout)
+    assert short.state.budget.max_tokens < 100 < max(passes)
+    torch.testing.assert_close(short.weights, plain.weights, atol=2e-5, rtol=0)
+    for key in TOKEN_MEANS:
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
+    passes.clear()
+    short.learn(rollout)
+    assert max(passes) <= 60
+
+
+def test_a_row_that_does_not_fit_alone_is_an_error(rollout: Rollout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(ActorCritic, "forward", full)
+    with pytest.raises(UserError, match="memory"):
+        toy(**ONE_STEP).learn(rollout)
+
+
+@pytest.mark.parametrize("pad", [EOS, 7])
+def test_the_content_of_padding_changes_no_weight(pad: int, rollout: Rollout) -> None:
+    """Neither which token it is, EOS included, nor what the rollout holds there."""
+
+    def dirty(x: Tensor) -> Tensor:
+        return x.where(rollout.mask, 123.0)
+
+    names = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "importance")
+    padded = replace(rollout, pad=pad, **{name: dirty(getattr(rollout, name)) for name in names})
+    clean, other = toy(), toy(pad=pad)
+    first, second = clean.learn(rollout), other.learn(padded)
+    assert torch.equal(clean.weights, other.weights)
+    assert {key: first[key] for key in TOKEN_MEANS} == {key: second[key] for key in TOKEN_MEANS}
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (1, 4), (3, 2)])
+def test_each_minibatch_is_one_optimizer_step(epochs: int, minibatches: int, rollout: Rollout) -> None:
+    one = toy(num_ppo_epochs=epochs, num_mini_batches=minibatches, micro_batch_tokens=25)
+    one.learn(rollout)
+    steps = {int(state["step"]) for state in one.state.optimizer.state.values()}
+    assert steps == {epochs * minibatches}
+
+
+def test_without_advantages_only_the_critic_changes_and_only_with_vf_coef(rollout: Rollout) -> None:
+    def changed_parts(**changes: Any) -> set[str]:
+        one = toy(**changes)
+        before = copy.deepcopy(one.actor_critic.state_dict())
+        one.learn(replace(rollout, advantages=torch.zeros_like(rollout.advantages)))
+        after = one.actor_critic.state_dict()
+        return {key.split(".")[0] for key in after if not torch.equal(after[key], before[key])}
+
+    assert changed_parts(vf_coef=0.1) == {"value"}
+    assert changed_parts(vf_coef=0.0) == set()
+
+
+def test_without_a_critic_the_step_is_that_of_the_policy_loss_alone() -> None:
+    """A critic whose loss has no weight leaves the same policy, given the same advantages."""
+    with_critic = toy(**ONE_STEP, vf_coef=0.0, max_grad_norm=None)
+    alone = toy(**without_critic("rloo") | ONE_STEP, max_grad_norm=None)
+    rollout, _ = alone.estimate()
+    for one in (with_critic, alone):
+        one.learn(rollout)
+    policies = [list(one.actor_critic.policy.parameters()) for one in (with_critic, alone)]
+    for a, b in zip(*policies, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------- optimizer
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "shares"),
+    [
+        ("constant", 0.0, [1, 1, 1, 1]),
+        ("linear", 0.0, [1, 0.75, 0.5, 0.25]),
+        ("cosine", 0.5, [0.5, 1, 1, 0.5]),
+    ],
+)
+def test_every_update_has_the_learning_rate_of_the_schedule(
+    schedule: str, warmup: float, shares: list[float]
+) -> None:
+    sizes = {"total_episodes": 64, "response_length": 2, "learning_rate": 1e-3, "value_learning_rate": 3e-3}
+    one = toy(schedule=schedule, warmup_fraction=warmup, **sizes, **ONE_STEP)
+    for metrics, share in zip(one.updates, shares, strict=True):
+        assert metrics["lr"] == pytest.approx(1e-3 * share)
+        rates = {group["lr"] for group in one.state.optimizer.param_groups}
+        assert sorted(rates) == pytest.approx([1e-3 * share, 3e-3 * share]), "policy's and critic's"
+
+
+def largest_changes(one: Toy, rollout: Rollout) -> list[float]:
+    """Of the weights of policy and critic, in one update."""
+    parts = [one.actor_critic.policy, one.actor_critic.value]
+    before = copy.deepcopy(parts)
+    one.learn(rollout)
+    pairs = [zip(p.parameters(), q.parameters(), strict=True) for p, q in zip(parts, before, strict=True)]
+    return [max(float((p - q).detach().abs().max()) for p, q in pair) for pair in pairs]
+
+
+def test_the_critic_can_have_a_learning_rate_of_its_own(rollout: Rollout) -> None:
+    one_rate = largest_changes(toy(learning_rate=1e-3, **ONE_STEP), rollout)
+    two_rates = largest_changes(toy(learning_rate=1e-3, value_learning_rate=1e-2, **ONE_STEP), rollout)
+    assert two_rates[0] == one_rate[0]
+    assert two_rates[1] == pytest.approx(10 * one_rate[1], rel=0.05)  # Adam's first step is the rate
+
+
+def test_gradients_are_scaled_down_to_max_grad_norm(rollout: Rollout) -> None:
+    """Adam's first step is lr · g / (|g| + 1e-5): a gradient of norm 1e-6 gives none above lr / 10."""
+    old = from_older_policy(rollout)
+    free = largest_changes(toy(max_grad_norm=None, learning_rate=1e-3, **ONE_STEP), old)
+    clipped = largest_changes(toy(max_grad_norm=1e-6, learning_rate=1e-3, **ONE_STEP), old)
+    assert max(free) == pytest.approx(1e-3, rel=0.05)
+    assert 1e-6 < max(clipped) < 1e-4
+
+
+def test_adams_moments_decay_by_its_betas(rollout: Rollout) -> None:
+    """After one step its moments are (1 − β₁) g and (1 − β₂) g²."""
+    one = toy(adam_betas=[0.6, 0.9], **ONE_STEP)
+    one.learn(rollout)
+    moments = [(state["exp_avg"], state["exp_avg_sq"]) for state in one.state.optimizer.state.values()]
+    assert len(moments) == len(list(one.actor_critic.parameters()))
+    for first, second in moments:
+        torch.testing.assert_close(second, 0.1 * (first / 0.4) ** 2)
+
+
+# ------------------------------------------------------------------------------------------------- NaN
+
+
+def test_no_step_is_taken_on_a_loss_that_is_nan(tmp_path: Path) -> None:
+    one = toy(**ONE_STEP, faults=tmp_path)
+    rollout, _ = one.estimate()
+    rollout.advantages[0, 0] = math.nan
+    before = one.weights
+    with pytest.raises(GuardTripped, match="non_finite: the gradient is NaN or infinite"):
+        one.learn(rollout)
+    assert torch.equal(one.weights, before)
+    (file,) = tmp_path.iterdir()
+    written = torch.load(file, weights_only=False)
+    assert len(written["responses"]) == 16
+    assert written["advantages"].isnan().sum() == 1
+    assert torch.equal(written["returns"], rollout.returns)
+    assert sorted(written["rows"]) == list(range(16))
+
+
+def test_a_ratio_whose_square_is_infinite_is_an_error(tmp_path: Path) -> None:
+    """The loss takes its ratio from the reference: there it is small, and the step is finite."""
+    one = toy(ratio_from="reference", faults=tmp_path)
+    rollout, _ = one.estimate()
+    with pytest.raises(GuardTripped, match="val/ratio_var = inf, val/first_ratio_error = inf"):
+        one.learn(replace(rollout, logprobs=rollout.logprobs - 60))

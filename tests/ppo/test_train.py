@@ -1,0 +1,235 @@
+"""Whole updates: what they learn and measure, the critic's warm-up, snapshots, and guards that stop them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.ppo.guards import GuardTripped
+from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.train import sample_updates, selection_updates
+from tests.ppo.toy import DEMONSTRATIONS, QUERIES, Memory, Toy, toy, untimed, without_critic
+
+NAMES = ["rloo", "group"]
+
+
+def test_an_update_measures_the_seconds_of_its_steps() -> None:
+    """The clock is read at the start, and after sampling, scoring and optimizing."""
+    readings = iter([0.0, 2.0, 6.0, 30.0])
+    metrics = next(toy(clock=lambda: next(readings)).updates)
+    seconds = [metrics[f"time/{part}_seconds"] for part in ("generate", "score", "train")]
+    assert seconds == [2.0, 4.0, 24.0]
+    assert metrics["eps"] == pytest.approx(16 / 30)
+    assert metrics["time/tokens_per_second"] == pytest.approx(16 * metrics["val/response_length"] / 30)
+
+
+def test_the_share_of_padding_is_that_of_the_epochs_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, padded = toy(total_episodes=16, micro_batch_tokens=40), list[int]()
+    forward = ActorCritic.forward
+
+    def counted(self: ActorCritic, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        padded.append(batch.query_response.numel())
+        return forward(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(ActorCritic, "forward", counted)
+    metrics = next(one.updates)
+    queries = 2 * sum(len(query) for query in QUERIES)  # two epochs
+    real = queries + 2 * 16 * metrics["val/response_length"]
+    assert metrics["time/padding_share"] == pytest.approx(1 - real / sum(padded))
+    assert 0 < metrics["time/padding_share"] < 0.5
+
+
+def test_the_same_seed_trains_the_same_policy() -> None:
+    first, second = toy(total_episodes=32), toy(total_episodes=32)
+    assert untimed(list(first.updates)) == untimed(list(second.updates))
+    assert torch.equal(first.weights, second.weights)
+
+
+def test_samples_and_evaluations_are_evenly_spaced_last_update_included() -> None:
+    assert [sorted(sample_updates(n, 8)) for n in (0, 1, 2, 3)] == [[], [8], [0, 8], [0, 4, 8]]
+    assert sample_updates(9, 8) == set(range(9))
+    assert [sorted(selection_updates(n, 8)) for n in (1, 2, 3)] == [[8], [4, 8], [3, 5, 8]]
+    assert selection_updates(9, 8) == set(range(1, 9))
+
+
+# -------------------------------------------------------------------------------------- without a critic
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_prompt_of_a_rollout_has_all_of_its_samples_and_comes_once(name: str) -> None:
+    seen = list[list[Any]]()
+
+    def score(queries: Any, responses: Any) -> torch.Tensor:
+        seen.append(list(queries))
+        return torch.zeros(len(queries))
+
+    list(toy(score, total_episodes=64, **without_critic(name)).updates)
+    assert [queries == queries[:4] * 4 for queries in seen] == [True] * 4
+    assert sorted(query for queries in seen for query in queries[:4]) == sorted(QUERIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_is_no_critic_in_weights_snapshots_or_metrics(name: str) -> None:
+    one, usual = (toy(total_episodes=32, snapshots=Memory(), **c) for c in (without_critic(name), {}))
+    history = list(one.updates)
+    of_critic = ("loss/value_avg", "val/clipfrac_avg", "val/explained_variance")
+    assert all(key not in metrics for metrics in history for key in of_critic)
+    assert all("val/group_deviation" in metrics for metrics in history)
+    assert all(key.startswith("policy.") for key in saved_by(one)["model"])
+    assert len(list(usual.updates)) == 2
+
+    def size(part: Any) -> int:
+        if isinstance(part, torch.Tensor):
+            return part.numel()
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return sum(map(size, parts))
+
+    assert size(saved_by(one)) < 0.55 * size(saved_by(usual)), "half of what a snapshot holds"
+
+
+def saved_by(one: Toy) -> Any:
+    assert isinstance(one.snapshots, Memory)
+    return one.snapshots.saved[2]["shared"]["weights"]
+
+
+def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
+    history = list(toy(total_episodes=32, samples_per_prompt=4).updates)
+    assert all("loss/value_avg" in metrics and "val/group_deviation" not in metrics for metrics in history)
+
+
+# ----------------------------------------------------------------------------------------- critic warm-up
+
+
+def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled() -> None:
+    changes = {"learning_rate": 3e-3, "num_ppo_epochs": 4, "truncation": "none", "total_episodes": 16}
+    one = toy(critic_warmup={"max_updates": 12, "settled": 0.3}, **changes)
+    policy, losses = copy.deepcopy(one.actor_critic.policy.state_dict()), []
+    for metrics in one.updates:
+        if "lr" in metrics:
+            break
+        losses.append(metrics["warmup/value_loss"])
+        after = one.actor_critic.policy.state_dict()
+        assert all(torch.equal(after[key], policy[key]) for key in policy)
+    assert losses == one.state.warmup_losses
+    assert 3 <= len(losses) <= 12
+    assert losses[-1] < losses[0]
+    settled = [n for n in range(3, len(losses) + 1) if min(losses[n - 2 : n]) > 0.7 * min(losses[: n - 2])]
+    assert len(losses) == next(iter(settled), 12)
+    assert one.state.update == 1, "the first update follows the warm-up"
+
+
+def test_the_policys_first_steps_after_a_warm_up_are_adams_first_steps() -> None:
+    """Gradients of zero must not count as steps: Adam would correct the moments for too many."""
+    one = toy(critic_warmup={"max_updates": 3, "settled": 0.01}, total_episodes=16)
+    before = copy.deepcopy(one.actor_critic.policy)
+    assert [("lr" in metrics) for metrics in one.updates] == [False, False, False, True]
+    moments = one.state.optimizer.state
+    assert {float(moments[p]["step"]) for p in one.actor_critic.policy.parameters()} == {4.0}
+    assert {float(moments[p]["step"]) for p in one.actor_critic.value.parameters()} == {16.0}
+    pairs = zip(one.actor_critic.policy.parameters(), before.parameters(), strict=True)
+    largest = max(float((p - q).detach().abs().max()) for p, q in pairs)
+    assert 1e-3 < largest <= 4 * 1e-3 * 1.3, "each of Adam's first steps is about the rate"
+
+
+# ----------------------------------------------------------------------------------------------- snapshots
+
+EVERYTHING: dict[str, Any] = {
+    "total_episodes": 80,
+    "adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
+    "kl_penalty": {"beta": 0.5, "target": 0.001},
+    "reference_sync": {"every": 2, "alpha": 0.5},
+    "score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "ptx": {"coef": 0.1, "text": None},
+    "schedule": "linear",
+    "entropy_coef": 0.01,
+    "dual_clip": 3.0,
+    "target_kl": 1.0,
+}
+WITH_CRITIC: dict[str, Any] = EVERYTHING | {
+    "critic_warmup": {"max_updates": 2, "settled": 0.9},
+    "truncation": "bootstrap",
+    "value_learning_rate": 2e-3,
+    "cliprange_high": 0.3,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [WITH_CRITIC, *(without_critic(name) | EVERYTHING for name in NAMES)],
+    ids=["gae", *NAMES],
+)
+def test_a_resumed_training_ends_with_the_same_bytes(changes: dict[str, Any]) -> None:
+    """From every snapshot, those of the warm-up included."""
+    whole = toy(text=DEMONSTRATIONS, snapshots=(memory := Memory()), **changes)
+    series = untimed(list(whole.updates))
+    assert list(memory.saved) == list(range(1, len(series) + 1))
+    for step, state in memory.saved.items():
+        resumed = toy(text=DEMONSTRATIONS, snapshots=Memory({step: state}), **changes)
+        assert untimed(list(resumed.updates)) == series[step:]
+        assert torch.equal(resumed.weights, whole.weights)
+
+
+# -------------------------------------------------------------------------------------------------- guards
+
+CALM = {"patience": 1, "kl_min": -99.0, "perplexity_min": 1e-9, "ratio_min": 1e-9, "ratio_max": 1e9}
+ROLL_BACK: dict[str, Any] = CALM | {
+    "kl_max": 50.0,
+    "eos_share_min": 0.0,
+    "action": "roll_back",
+    "checkpoint_every": 1,
+    "kl_coef_factor": 10.0,
+    "max_roll_backs": 3,
+}
+
+
+class NanIn:
+    """A scorer that gives NaN in the n-th rollout."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.count, self._numbers = 0, numbers
+
+    def __call__(self, queries: Any, responses: Any) -> torch.Tensor:
+        self.count += 1
+        scores = torch.tensor([r.count(5) / len(r) for r in responses])
+        return scores * math.nan if self.count in self._numbers else scores
+
+
+def test_a_roll_back_returns_to_the_state_before_the_fault(tmp_path: Path) -> None:
+    """The third update is sampled again with the same weights and random numbers, at a higher kl_coef."""
+    one = toy(NanIn(3), guards=ROLL_BACK, faults=tmp_path, total_episodes=64, reference_seed=7)
+    history = list(one.updates)
+    plain = list(toy(guards=ROLL_BACK, total_episodes=64, reference_seed=7).updates)
+    assert [trip["guard"] for trip in one.state.trips] == ["non_finite"]
+    assert one.state.roll_backs == 1
+    assert [m["objective/kl_coef"] for m in history] == pytest.approx([0.05, 0.05, 0.5, 0.5, 0.5])
+    back = 1  # to the state after the first update: the second one's rollout alone had passed
+    assert [m["episode"] for m in history] == [16, 32, 48, 64, 80]
+    for name in ("objective/raw_scores", "objective/entropy", "val/response_length"):
+        assert history[2][name] == plain[back][name]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_training_stops_after_max_roll_backs(tmp_path: Path) -> None:
+    one = toy(NanIn(2, 3, 4, 5), guards=ROLL_BACK | {"max_roll_backs": 2}, faults=tmp_path)
+    with pytest.raises(GuardTripped, match=r"after 2 roll backs by the guard non_finite: .*scores"):
+        list(one.updates)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_run_resumed_after_a_roll_back_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    changes = {"guards": ROLL_BACK, "faults": tmp_path, "reference_seed": 7}
+    whole = toy(NanIn(3), snapshots=(memory := Memory()), **changes)
+    series = untimed(list(whole.updates))
+    assert whole.state.roll_backs == 1
+    assert list(memory.saved) == [1, 2, 3, 4, 5, 6], "the third has no metrics"
+    for step, state in list(memory.saved.items())[2:]:
+        resumed = toy(snapshots=Memory({step: state}), **changes)
+        assert untimed(list(resumed.updates)) == series[step - 1 :]
+        assert torch.equal(resumed.weights, whole.weights)
+        assert resumed.state.trips == whole.state.trips

@@ -1,0 +1,62 @@
+"""The examples by `rlhf ppo`, named in params.yaml, on one and two processes and with two micro-batches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from tests import small
+from tests.ppo.toy import without_critic
+from tests.stages.test_ppo import POLICY, SETTINGS
+from tests.training import stages
+
+SCORER = """
+def length(prompts, responses):
+    return [len(response) / 10 for response in responses]
+"""
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "gspo": without_critic("group")
+    | {"loss": "examples.gspo:gspo", "loss_reduction": "response_mean", "cliprange": 0.01},
+    "estimator": without_critic("examples.estimator:batch_mean", 1),
+}
+
+
+def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict[str, torch.Tensor]:
+    """The policy's weights after training without anything that would select others."""
+    ppo = example | {
+        "scorers": [{"kind": "function", "weight": 1.0, "function": "scorer:length"}],
+        "micro_batch_tokens": max_tokens,
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+    }
+    changes = SETTINGS | dict(small.WITHOUT_REWARD) | {f"ppo.{key}": value for key, value in ppo.items()}
+    changes |= {"launch.num_processes": processes, "tracking.enabled": False}
+    with Path("params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(small.params(changes), file)
+    command = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
+    environment = os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return stages.weights(str(POLICY))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_takes_the_same_steps_however_its_batch_is_cut(name: str, models_here: Path) -> None:
+    shutil.copy(small.ROOT / "dvc.yaml", Path())
+    shutil.copytree(small.ROOT / "examples", "examples")
+    Path("scorer.py").write_text(SCORER, encoding="utf-8")
+    start = stages.weights("models/sft")
+    expected = trained_by(EXAMPLES[name], 1, 16384)
+    assert max(float((expected[key] - start[key]).abs().max()) for key in start) > 1e-3
+    for processes, max_tokens in ((1, 64), (2, 16384), (2, 64)):
+        for key, value in trained_by(EXAMPLES[name], processes, max_tokens).items():
+            torch.testing.assert_close(value, expected[key], atol=5e-5, rtol=0)

@@ -1,0 +1,272 @@
+"""Ctrl-C and SIGTERM in every phase of a stage: what it says within two seconds, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import psutil
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_tasks import config
+from rlhf_tasks.config import SftView
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import checkpoint, failures, stopping
+from tests import small, toy
+
+HEARD_SECONDS = 2.0
+PASSED_ON_SECONDS = 6.0  # until the processes that were launched hear it, on a busy machine
+AT_ONCE_SECONDS = 4.0
+PYTHON_SECONDS = 15.0  # for the end of Python itself after torch, on a busy machine
+
+
+# ------------------------------------------------------------------------------------------ in this process
+
+
+def loop_with_signals(*at: int) -> list[str]:
+    """Runs three steps of a loop of stage sft; SIGTERM arrives in the middle of the steps in `at`."""
+    seen: list[str] = []
+    view = SftView.of(config.load())
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
+            for step in (1, 2, 3):
+                for _ in range(at.count(step)):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                seen.append(f"step {step}")
+                if snapshots.due():
+                    seen.append(f"save {step}")
+                    snapshots.save(step, {"step": step})
+    except (stopping.Stopped, stopping.PeerFailed) as error:
+        seen.append(type(error).__name__)
+    assert signal.getsignal(signal.SIGTERM) == before
+    return seen
+
+
+def test_the_first_signal_waits_for_the_end_of_the_step_and_a_snapshot(project: Path) -> None:
+    assert loop_with_signals(2) == ["step 1", "step 2", "save 2", "Stopped"]
+    assert checkpoint.point(Paths(), "sft") == "step 2 of loop"
+
+
+def test_the_second_signal_does_not_wait(project: Path) -> None:
+    assert loop_with_signals(2, 2) == ["step 1", "Stopped"]
+    assert checkpoint.point(Paths(), "sft") is None
+
+
+def test_a_worker_ignores_the_second_copy_of_a_signal(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert loop_with_signals(2, 2) == ["step 1", "step 2", "save 2", "Stopped"]
+
+
+def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
+    failures.report(RuntimeError("another worker failed"))
+    assert loop_with_signals(2) == ["step 1", "PeerFailed"]
+
+
+def test_a_signal_after_the_last_step_ends_the_stage(project: Path) -> None:
+    view = SftView.of(config.load())
+    with pytest.raises(stopping.Stopped), checkpoint.open(small.runtime(), Paths(), view, "loop"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_estimate_is_the_rest_of_a_step_like_the_last_one_and_a_snapshot_like_the_last_one(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with checkpoint.open(small.runtime(), Paths(), SftView.of(config.load()), "loop") as snapshots:
+        assert snapshots.plan() == "finishing this step and saving a snapshot"
+        now[0] = 100.0
+        snapshots.due()
+        now[0] = 130.0
+        assert snapshots.plan().endswith("(about 1m10s)")
+        snapshots._save_seconds = 5.0
+        assert snapshots.plan().endswith("(about 1m15s)")
+        now[0] = 999.0
+        assert snapshots.plan().endswith("(about 5s)")
+
+
+# -------------------------------------------------------------------------------------------- real programs
+
+PROGRAM = Path(__file__).with_name("slow_stage.py")
+
+
+class Stage:
+    """A stage whose phase takes minutes, and what it has printed."""
+
+    def __init__(self, *words: str, command: list[str] | None = None) -> None:
+        environment = os.environ | {"PYTHONPATH": str(toy.ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command or [sys.executable, str(PROGRAM), *words],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._queue: Queue[str | None] = Queue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self._queue.put(line.rstrip())
+        self._queue.put(None)
+
+    def wait_for(self, words: str, seconds: float) -> str:
+        """The next line with these words."""
+        deadline = time.monotonic() + seconds
+        while True:
+            line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            assert line is not None, "\n".join([f"it ended without {words!r}", *self.lines])
+            self.lines.append(line)
+            if words in line:
+                return line
+
+    def end(self, seconds: float) -> int:
+        """The exit status. Nothing that the stage has started lives longer than a moment."""
+        status = self.process.wait(seconds)
+        deadline = time.monotonic() + 5
+        while left := [one for one in psutil.process_iter() if _session(one) == self.process.pid]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        return status
+
+
+def _session(process: psutil.Process) -> int:
+    """The session of a living process, else -1."""
+    try:
+        return -1 if process.status() == psutil.STATUS_ZOMBIE else os.getsid(process.pid)
+    except (psutil.Error, OSError):
+        return -1
+
+
+def write_params(**changes: Any) -> None:
+    with Path("params.yaml").open("w", encoding="utf-8") as file:
+        YAML().dump(small.params({"tracking.enabled": False, **changes}), file)
+
+
+@pytest.fixture
+def begin(project: Path) -> Iterator[Callable[..., Stage]]:
+    """Starts a stage and waits until it is in its phase."""
+    started = []
+    write_params()
+
+    def start(*words: str, command: list[str] | None = None) -> Stage:
+        stage = Stage(*words, command=command)
+        started.append(stage)
+        stage.wait_for("reached", 120)
+        return stage
+
+    yield start
+    for stage in started:
+        if stage.process.poll() is None:
+            for process in psutil.Process(stage.process.pid).children(recursive=True):
+                process.kill()
+            stage.process.kill()
+        stage.process.wait()
+        stage.reader.join(10)
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_outside_a_loop_a_signal_ends_the_stage_at_once(
+    begin: Callable[..., Stage], number: signal.Signals, name: str
+) -> None:
+    stage = begin("load")
+    stage.process.send_signal(number)
+    said = stage.wait_for("ending", HEARD_SECONDS)
+    assert said == f"rlhf: {name}: ending stage sft now; the next run starts it from the beginning"
+    assert stage.end(AT_ONCE_SECONDS) == 128 + number
+
+
+def test_a_signal_is_heard_in_a_long_call_of_c_and_the_second_one_ends_it(
+    begin: Callable[..., Stage],
+) -> None:
+    stage = begin("load-in-c")
+    stage.process.send_signal(signal.SIGINT)
+    stage.wait_for("Ctrl-C: ending stage sft now", HEARD_SECONDS)
+    stage.process.send_signal(signal.SIGINT)
+    stage.wait_for("ending stage sft at once", HEARD_SECONDS)
+    assert stage.end(AT_ONCE_SECONDS) == 130
+
+
+def test_one_signal_alone_ends_a_long_call_of_c_too(begin: Callable[..., Stage]) -> None:
+    stage = begin("load-in-c")
+    stage.process.send_signal(signal.SIGTERM)
+    stage.wait_for("SIGTERM: ending stage sft now", HEARD_SECONDS)
+    assert stage.end(stopping.CLOSING_SECONDS + AT_ONCE_SECONDS) == 143
+
+
+def test_in_a_loop_a_signal_waits_for_the_step_and_the_next_run_resumes(begin: Callable[..., Stage]) -> None:
+    stage = begin("loop")
+    stage.process.send_signal(signal.SIGINT)
+    said = stage.wait_for("Ctrl-C", HEARD_SECONDS)
+    assert "stage sft is finishing this step and saving a snapshot (about " in said
+    assert "; Ctrl-C again ends it at once; the next run resumes from step " in said
+    saved = stage.wait_for("saved a snapshot after step", 10)
+    assert stage.end(PYTHON_SECONDS) == 130
+    step = saved.partition("step ")[2].partition(";")[0]
+    again = begin("loop")
+    assert any(f"resumed from the snapshot after step {step}" in line for line in again.lines)
+    again.process.send_signal(signal.SIGTERM)
+    assert again.end(PYTHON_SECONDS) == 143
+
+
+def test_a_second_signal_ends_a_step_that_hangs_in_a_call_of_c(begin: Callable[..., Stage]) -> None:
+    stage = begin("loop-in-c")
+    stage.process.send_signal(signal.SIGINT)
+    stage.wait_for("finishing this step", HEARD_SECONDS)
+    time.sleep(stopping.AT_ONCE_SECONDS + 1)
+    assert stage.process.poll() is None, "the first signal waits for the step"
+    stage.process.send_signal(signal.SIGINT)
+    stage.wait_for("ending stage sft at once", HEARD_SECONDS)
+    assert stage.end(AT_ONCE_SECONDS) == 130
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("phase", ["load", "loop", "loop-in-c"])
+def test_launched_workers_are_stopped_in_the_same_way(begin: Callable[..., Stage], phase: str) -> None:
+    write_params(**{"launch.num_processes": 2})
+    stage = begin(phase)
+    started = psutil.Process(stage.process.pid).children(recursive=True)
+    workers = [one for one in started if "LOCAL_RANK" in one.environ()]
+    assert len(workers) >= 2
+    os.killpg(stage.process.pid, signal.SIGINT)  # as a terminal does, and DVC lets it
+    stage.wait_for("Ctrl-C: stage sft is stopping its processes", HEARD_SECONDS)
+    if phase == "loop-in-c":
+        stage.wait_for("finishing this step", PASSED_ON_SECONDS)
+        os.killpg(stage.process.pid, signal.SIGINT)
+    elif phase == "loop":
+        stage.wait_for("finishing this step and saving a snapshot", PASSED_ON_SECONDS)
+        stage.wait_for("saved a snapshot after step", PYTHON_SECONDS)
+    else:
+        stage.wait_for("ending stage sft now", PASSED_ON_SECONDS)
+    assert stage.end(2 * PYTHON_SECONDS) == 130
+    assert {_session(worker) for worker in workers} == {-1}
+
+
+@pytest.mark.e2e
+def test_a_terminals_ctrl_c_for_dvc_ends_its_stage_in_the_same_way(begin: Callable[..., Stage]) -> None:
+    dvc = [sys.executable, "-m", "dvc"]
+    Path("code.py").touch()
+    subprocess.run([*dvc, "init", "--no-scm", "-q"], check=True)
+    text = Path("dvc.yaml").read_text(encoding="utf-8")
+    Path("dvc.yaml").write_text(text.replace("cmd: rlhf sft", f"cmd: {sys.executable} {PROGRAM} loop"))
+    stage = begin(command=[*dvc, "repro", "--single-item", "sft"])
+    os.killpg(stage.process.pid, signal.SIGINT)
+    stage.wait_for("finishing this step and saving a snapshot", HEARD_SECONDS)
+    stage.wait_for("saved a snapshot after step", 10)
+    assert stage.end(2 * PYTHON_SECONDS) != 0
