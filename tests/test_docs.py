@@ -256,7 +256,7 @@ def test_the_readme_names_every_room() -> None:
     tree = next(block for _, block in FENCE.findall(text_of(ROOT / "README.md")) if "rlhf_tasks/" in block)
     rooms = {path.parent.name for path in (ROOT / "rlhf_tasks").glob("*/__init__.py")}
     named = {word.rstrip("/") for word in re.findall(r"^ *(\w+/)", tree, re.MULTILINE)}
-    assert rooms | {"rlhf_tasks", "flows", "infra", "docs", "tests"} == named
+    assert rooms | {"rlhf_tasks", "flows", "infra", "docs", "tests", "benchmarks", "examples"} == named
 
 
 @pytest.mark.parametrize("table", ["seeds", "ablations", "verifier"])

@@ -260,8 +260,6 @@ def test_a_conversation_loses_its_start_and_its_answer_never() -> None:
 def test_a_reward_model_that_answers_otherwise_in_a_batch_is_refused(
     foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_whole = load_reward
-
     def unmasked(folder: Path) -> TokenScores:
         scores = load_whole(folder)
         wrap(scores.model.base_model, unmask)
