@@ -30,7 +30,7 @@ from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
@@ -160,7 +160,7 @@ def test_a_stage_that_had_stopped_early_is_not_trained_further(here: Path, train
 @pytest.fixture
 def view(project: Path) -> SftView:
     """The view of stage sft, with a snapshot after every step."""
-    settings = config.load()
+    settings = inputs.resolved(config.load())
     quick = settings.resume.model_copy(update={"every_seconds": 1e-6, "keep": 2})
     return SftView.of(settings.model_copy(update={"resume": quick}))
 
@@ -322,7 +322,7 @@ def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, vi
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
     (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
-    settings = config.load()
+    settings = inputs.resolved(config.load())
     other = settings.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
     changed = SftView.of(other)
     assert loaded(changed) is None
