@@ -156,7 +156,7 @@ def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
 
 def test_a_function_of_config_is_found_however_it_is_imported() -> None:
     assert "rlhf_tasks.config.types" in config_values("rlhf_tasks.project.dvc_files")  # from … import flatten
-    assert "rlhf_tasks.config.params" in config_values("rlhf_tasks.presets.overlays")  # config.load
+    assert "rlhf_tasks.config.load" in config_values("rlhf_tasks.presets.overlays")  # config.load
 
 
 def test_a_stage_depends_on_texts_only_if_its_code_reads_them() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import EosTrick, Gae, OwnEstimator
 from rlhf_tasks.modeling.tensors import Reduce, whiten
 from rlhf_tasks.ppo.advantages import WITHOUT_CRITIC, gae, response_returns
 from rlhf_tasks.ppo.batch import PPOBatch
@@ -45,13 +46,13 @@ class AdvantageEstimator:
             self.scaler(rollout.scores, reduce),
             rollout.ended,
             rule.kind,
-            missing_eos_score=getattr(rule, "missing_eos_score", 0.0),
+            missing_eos_score=rule.missing_eos_score if isinstance(rule, EosTrick) else 0.0,
         )
         beyond = values_beyond(rollout.last_values, rollout.ended, rule.kind)
         kl = ESTIMATORS[settings.kl.estimator](rollout.logprobs, rollout.ref_logprobs)
         reward_kl_coef = self.kl.coef if settings.kl.kind == "in_reward" else 0.0
         rewards = token_rewards(scores, kl, mask, reward_kl_coef)
-        if getattr(settings.advantages, "whiten_rewards", False):
+        if isinstance(settings.advantages, Gae | OwnEstimator) and settings.advantages.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
         advantages, returns, measured = self._advantages(rewards, rollout, beyond)
         if settings.whiten_advantages:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import EosTrick
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
 from rlhf_tasks.data.columns import Columns
@@ -264,7 +265,7 @@ class Evaluator:
             scores,
             torch.tensor([ids[-1] == stop for ids in responses]),
             "none" if is_bootstrapped else rule.kind,
-            missing_eos_score=getattr(rule, "missing_eos_score", 0.0),
+            missing_eos_score=rule.missing_eos_score if isinstance(rule, EosTrick) else 0.0,
         )
 
     # --------------------------------------------------------------------------------------- state

@@ -113,8 +113,8 @@ class Optimiser:
         s, critic, kl_in_loss = self._settings, self._settings.critic, self._settings.kl.kind == "in_loss"
         return Coefficients(
             cliprange=s.cliprange, cliprange_high=s.cliprange_high, dual_clip=s.dual_clip,
-            cliprange_value=critic and critic.cliprange_value, ratio_from=s.ratio_from,
-            vf_coef=critic and critic.vf_coef,
+            cliprange_value=None if critic is None else critic.cliprange_value, ratio_from=s.ratio_from,
+            vf_coef=None if critic is None else critic.vf_coef,
             entropy_coef=s.entropy_coef, kl_coef=batch.kl_coef if kl_in_loss else 0.0,
             kl_estimator=s.kl.estimator if kl_in_loss else None,
             beta=None if s.kl_penalty is None else self.penalty.beta,

@@ -212,7 +212,7 @@ LARGE_TEXT = """
 ### 70B, with an engine
 
 Without an engine each GPU gathers the whole policy to sample, 141 GB in bf16. An H100 cannot hold that,
-however many there are. With a vLLM sampler a pass gathers some layers at a time. What is left is divided by the
+however many there are. With a vLLM sampler a pass gathers some layers at a time. The rest is divided by the
 number of GPUs, or `launch.offload` moves it into the memory of the machines. No such run was made: the page
 [several GPUs](../how-to/several-gpus.md) names what was not run on a GPU.
 

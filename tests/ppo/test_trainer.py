@@ -149,7 +149,8 @@ ALL_ON: dict[str, Any] = {
     "score_scaling": {"subtract_mean": True, "clip": 2.0},
     "advantages.critic.warmup": {"max_updates": 2, "settled": 0.9}, "ptx": {"coef": 0.1, "text": None},
     "schedule": "linear",
-    "truncation.kind": "bootstrap", "advantages.critic.learning_rate": 2e-3, "entropy_coef": 0.01, "dual_clip": 3.0,
+    "truncation.kind": "bootstrap", "advantages.critic.learning_rate": 2e-3, "entropy_coef": 0.01,
+    "dual_clip": 3.0,
     "cliprange_high": 0.3, "target_kl": 1.0,
 }  # fmt: skip
 

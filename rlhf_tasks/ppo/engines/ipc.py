@@ -49,8 +49,8 @@ def check(weights: PreTrainedModel, names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(
-            f"ppo.sampler.transfer=ipc: {type(weights).__name__} is saved with weights that it does not name, "
-            f"such as {unknown[0]}; set it to folder"
+            f"ppo.sampler.transfer=ipc: {type(weights).__name__} is saved with weights that it does not "
+            f"name, such as {unknown[0]}; set it to folder"
         )
 
 
