@@ -90,11 +90,9 @@ def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
     assert set(code) == readers | texts, "the stage imports nothing below the others"
 
 
-def test_dvc_reads_no_value_of_params_yaml() -> None:
-    """A section may be missing there, and a default that is written out changes nothing."""
-    text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
-    assert "${" not in text
-    assert not any("params" in dvc_stage(stage) for stage in STAGES)
+def test_a_function_of_config_is_found_however_it_is_imported() -> None:
+    assert "rlhf_tasks.config.types" in config_values("rlhf_tasks.project.dvc_files")  # from … import flatten
+    assert "rlhf_tasks.config.load" in config_values("rlhf_tasks.presets.overlays")  # config.load
 
 
 def test_every_stage_depends_on_its_inputs_file() -> None:

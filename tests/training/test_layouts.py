@@ -149,15 +149,22 @@ def test_of_two_machines_the_first_one_has_the_engine(toy_project: Path) -> None
 
 FEATURES: dict[str, dict[str, Any]] = {
     "sampler": engine(),
-    "engine-ahead-lora": engine(ahead=1) | {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}},
+    "engine-ahead-lora": engine(ahead=1)
+    | {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}},
     "warm-up-penalty-ptx-sync-checkpointing": {
-        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
-        "ptx": {"coef": 0.1, "text": None}, "reference_sync": {"every": 2, "alpha": 0.5},
+        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1},
+        "kl_penalty": {"beta": 1.0, "target": 1e-3},
+        "ptx": {"coef": 0.1, "text": None},
+        "reference_sync": {"every": 2, "alpha": 0.5},
         "gradient_checkpointing": True,
     },
-    "lora": {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}, "gradient_checkpointing": True},
+    "lora": {
+        "lora": {"r": 2, "alpha": 4.0},
+        "advantages.critic.lora": {"r": 2, "alpha": 4.0},
+        "gradient_checkpointing": True,
+    },
     "shared": {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -223,9 +230,12 @@ def processes_of(folder: Path) -> Iterator[psutil.Process]:
 def failed(toy_project: Path) -> subprocess.CompletedProcess[str]:
     """Stage ppo, which must fail, and leave no process."""
     done = subprocess.run(
-        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], capture_output=True, text=True, timeout=SECONDS,
+        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode != 0, done.stdout
     assert not list(processes_of(toy_project)), "no process is left"
     assert not Path("models/policy").exists()
