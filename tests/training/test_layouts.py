@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import layouts
+from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.runtime import Runtime
@@ -150,15 +151,22 @@ def test_of_two_machines_the_first_one_has_the_engine(toy_project: Path) -> None
 
 FEATURES: dict[str, dict[str, Any]] = {
     "sampler": engine(),
-    "engine-ahead-lora": engine(ahead=1) | {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}},
+    "engine-ahead-lora": engine(ahead=1)
+    | {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}},
     "warm-up-penalty-ptx-sync-checkpointing": {
-        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
-        "ptx": {"coef": 0.1, "text": None}, "reference_sync": {"every": 2, "alpha": 0.5},
+        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1},
+        "kl_penalty": {"beta": 1.0, "target": 1e-3},
+        "ptx": {"coef": 0.1, "text": None},
+        "reference_sync": {"every": 2, "alpha": 0.5},
         "gradient_checkpointing": True,
     },
-    "lora": {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}, "gradient_checkpointing": True},
+    "lora": {
+        "lora": {"r": 2, "alpha": 4.0},
+        "advantages.critic.lora": {"r": 2, "alpha": 4.0},
+        "gradient_checkpointing": True,
+    },
     "shared": {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import logprobs
+from rlhf_tasks.modeling.load import TokenScores, add_lora
 from rlhf_tasks.modeling.logprobs import response_logprobs
 from rlhf_tasks.modeling.sampling import sample
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
