@@ -81,11 +81,13 @@ def test_logits_in_chunks_take_the_steps_of_whole_logits(
     whole, chunked = (torch.load(f"{name}.pt") for name in ("whole", "chunked"))
     alone = chunked_steps.steps(Runtime(toy.write_params().launch, seed=1), chunked_steps.CHUNKED)
     pairs = [(whole, chunked)] + ([(alone, chunked)] if precision == "fp32" else [])
+    # in bfloat16 the gradient of sharded weights is a sum of the chunks' rounded ones; a step is 1e-3 at most
+    norm_error, weight_error = (1e-4, 1e-5) if precision == "fp32" else (5e-3, 5e-3)
     for one, other in pairs:
-        assert other["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert other["norms"] == pytest.approx(one["norms"], rel=norm_error)
         assert other["weights"].keys() == one["weights"].keys()
         for name, value in one["weights"].items():
-            torch.testing.assert_close(other["weights"][name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(other["weights"][name], value, rtol=1e-4, atol=weight_error)
 
 
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
