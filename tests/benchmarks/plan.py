@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_tasks import config
-from rlhf_tasks.benchmark import architecture
 from rlhf_tasks.benchmark.footprint import SLICE, Networks, footprint
 from rlhf_tasks.benchmark.gpus import GPUS, Assumptions, Gpu
 from rlhf_tasks.benchmark.speed import Machine, update_seconds
+
+from rlhf_tasks import config
+from rlhf_tasks.benchmark import architecture
 from rlhf_tasks.cli import plan
 from tests import small
 from tests.ppo.toy import ENGINE

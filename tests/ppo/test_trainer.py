@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_tasks.ppo.reference import OwnModel
+from rlhf_tasks.ppo.trainer import require_finite
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.reference import OwnModel
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.ppo.trainer import require_finite
 from tests import small
 from tests.ppo.toy import (
     DEMONSTRATIONS,
