@@ -90,11 +90,6 @@ def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
     assert set(code) == readers | texts, "the stage imports nothing below the others"
 
 
-def test_a_function_of_config_is_found_however_it_is_imported() -> None:
-    assert "rlhf_tasks.config.types" in config_values("rlhf_tasks.project.dvc_files")  # from … import flatten
-    assert "rlhf_tasks.config.load" in config_values("rlhf_tasks.presets.overlays")  # config.load
-
-
 def test_every_stage_depends_on_its_inputs_file() -> None:
     graph = dvc_files.graph(ROOT)
     assert graph[BEFORE_ALL].outs == tuple(f"inputs/{stage}.json" for stage in STAGES)

@@ -261,7 +261,7 @@ def test_a_reward_model_that_answers_otherwise_in_a_batch_is_refused(
     foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unmasked(folder: Path) -> TokenScores:
-        scores = load_whole(folder)
+        scores = load_reward(folder)
         wrap(scores.model.base_model, unmask)
         return scores
 
