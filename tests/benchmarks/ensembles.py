@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from ruamel.yaml import YAML
 
 from rlhf_tasks import presets
 from rlhf_tasks.data.synthetic import gold_scores
@@ -69,6 +70,7 @@ def workspace(folder: Path, seed: int, settings: Sequence[str], changes: Mapping
     params = folder / "new.yaml"
     shutil.copy("params.yaml", params)
     presets.apply(["over_optimised"], params, [f"seed={seed}", "tracking.enabled=false", *settings])
+    yaml = YAML()
     tree = yaml.load(params.read_text(encoding="utf-8"))
     tree["ppo"].update(changes)
     yaml.dump(tree, params)
