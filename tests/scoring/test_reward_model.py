@@ -17,7 +17,7 @@ from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.tables import Chat, Message
 from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import TokenScores, load_classifier, save_checkpoint, score_head
+from rlhf_tasks.modeling.load import TokenScores, load_classifier, load_reward, save_checkpoint, score_head
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
