@@ -62,7 +62,10 @@ class Outcome:
     def tags(self, folder: Path) -> dict[str, str]:
         """The tags by which the run in MLflow, DVC and git refer to each other."""
         locked = dvc_files.locked(folder)
-        outs = [out for node in dvc_files.graph(folder).values() for out in node.outs if out in locked]
+        stages = dvc_files.graph(folder).items()
+        outs = [
+            out for stage, node in stages if stage != dvc_files.INPUTS for out in node.outs if out in locked
+        ]
         return {
             "git.rev": self.revision,
             **({"dvc.exp": self.name, "dvc.exp_rev": self.experiment} if self.experiment else {}),

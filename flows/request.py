@@ -56,7 +56,7 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
         text, values, changes = request.resolve(git.committed(root, "params.yaml", commit))
         stages = dvc_files.graph_in(git.committed(root, "dvc.yaml", commit), text)
     else:
-        if request.overlays():
+        if not request.is_empty:
             raise UserError(
                 "preset, seed and overrides change params.yaml; a run in the checkout does not change it: "
                 "set `where` to workspace, or edit params.yaml"

@@ -165,6 +165,7 @@ def _stages(outcome: Outcome, folder: Path, pages: Mapping[str, str]) -> list[di
             "outs": ", ".join(f"{out} `{locked[out]}`" for out in node.outs if out in locked),
         }
         for stage, node in dvc_files.graph(folder).items()
+        if stage != dvc_files.INPUTS
     ]
 
 

@@ -2,7 +2,7 @@
 
 LESS_MEMORY = (
     "lower the lengths (data.max_prompt_tokens, data.max_completion_tokens, ppo.response_length) or the size "
-    "of the model, or set launch.precision to bf16, lora, ppo.gradient_checkpointing or launch.layout"
+    "of the model, or set launch.precision to bf16, lora, ppo.gradient_checkpointing or launch.parallelism"
 )
 """What to do where smaller micro-batches do not help."""
 

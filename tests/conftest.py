@@ -15,13 +15,11 @@ SMALL_DVC = """\
 stages:
   prepare:
     cmd: rlhf prepare
-    params: [seed]
-    deps: ["${data.path}"]
+    deps: [given]
     outs: [data/sft, models/lineage/prepare.json]
     metrics: [{metrics/prepare.json: {cache: false}}]
   sft:
     cmd: rlhf sft
-    params: [seed, sft]
     deps: [data/sft, code.py]
     outs: [models/sft, models/lineage/sft.json]
     metrics: [{metrics/sft.json: {cache: false}}]
@@ -47,8 +45,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "dvc.yaml").write_text(SMALL_DVC, encoding="utf-8")
     (tmp_path / "data/sft").mkdir(parents=True)
     (tmp_path / "data/sft/train.txt").write_text("rows\n", encoding="utf-8")
-    (tmp_path / "rlhf_tasks/data/examples").mkdir(parents=True)
-    (tmp_path / "rlhf_tasks/data/examples/a.txt").write_text("given\n", encoding="utf-8")
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given/a.txt").write_text("given\n", encoding="utf-8")
     console.set_quiet(False)
     return tmp_path
 

@@ -1,13 +1,11 @@
-"""Reads the imports of our modules from their source; nothing is executed but `config`."""
+"""Reads the imports of our modules from their source; nothing is executed."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_origin
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "rlhf_tasks.config"
@@ -85,59 +83,3 @@ def _reached(module: str) -> set[str]:
             seen.add(name)
             todo += imports(name, for_types=True) - {name}
     return seen
-
-
-# ---------------------------------------------------------------------------------------- config
-
-
-def config_values(module: str) -> set[str]:
-    """The modules of `config` whose functions and constants a module uses; its types do not count."""
-    used: set[str] = set()
-    nodes = [n for n in _imports_in(tree_of(module), for_types=False) if isinstance(n, ast.ImportFrom)]
-    for source, name in ((_source(module, node), name) for node in nodes for name in node.names):
-        part = f"{source}.{name.name}"
-        if not f"{part}.".startswith(f"{CONFIG}."):
-            continue
-        if file_of(part) is not None:
-            attributes = _attributes_of(module, name.asname or name.name)
-            used |= {_home(part, attribute) for attribute in attributes if _is_value(part, attribute)}
-        elif _is_value(source, name.name):
-            used.add(_home(source, name.name))
-    return used
-
-
-def _is_value(module: str, name: str) -> bool:
-    """True for a function or a constant; a section or another type only names what a view holds."""
-    value = getattr(importlib.import_module(module), name, None)
-    return value is not None and not isinstance(value, type) and get_origin(value) is None
-
-
-def _home(module: str, name: str) -> str:
-    """The module that defines a name, where `module` may only import it."""
-    for node in tree_of(module).body:
-        if isinstance(node, ast.ImportFrom) and name in {each.name for each in node.names}:
-            source = _source(module, node)
-            return _home(source, name) if source.startswith(CONFIG) else module
-    return module
-
-
-def _attributes_of(module: str, alias: str) -> set[str]:
-    """The attributes of an imported module that the code of another reads."""
-    nodes = ast.walk(tree_of(module))
-    return {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == alias
-    }
-
-
-def modules_of_types(annotations: Mapping[str, Any]) -> set[str]:
-    """The modules of `config` that define the sections named anywhere in some types."""
-    used: set[str] = set()
-    todo = list(annotations.values())
-    while todo:
-        annotation = todo.pop()
-        if isinstance(annotation, type) and annotation.__module__.startswith(CONFIG):
-            used.add(annotation.__module__)
-        todo += getattr(annotation, "__args__", ())
-    return used

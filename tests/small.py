@@ -17,13 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from accelerate.state import AcceleratorState
-from ruamel.yaml import YAML
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks import config
-from rlhf_tasks.config import Launch, Optimisation, Ppo, Scratch
+from rlhf_tasks.config import Launch, Optimization, Ppo, Scratch
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.data.synthetic import generate
@@ -44,7 +43,7 @@ HELDOUT = {"kind": "reward_model", "name": "reward_model", "path": "models/rewar
 WITHOUT_REWARD: Mapping[str, Any] = {
     "reward.train": False,
     "ppo.scorers": [{"kind": "dummy"}],
-    "ppo.critic_init": "sft",
+    "ppo.advantages.critic.init": "sft",
     "judge.judges": [GOLD],
 }
 """Changes to params.yaml that leave nobody who would ask for a reward model."""
@@ -165,48 +164,51 @@ def runtime(precision: Literal["fp32", "bf16"] = "fp32", *, compiles: bool = Fal
     wanted = "no" if precision == "fp32" else "bf16"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
         AcceleratorState._reset_state()
-    launch = {
-        "num_processes": 1, "num_machines": 1, "layout": "ddp", "offload": False,
-        "precision": precision, "compile": compiles,
-    }  # fmt: skip
-    return Runtime(Launch.model_validate(launch), seed=1)
+    return Runtime(Launch(precision=precision, compile=compiles), seed=1)
 
 
-def optimisation(**changes: Any) -> Optimisation:
-    given = {
-        "learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0, "weight_decay": 0.0,
-        "max_grad_norm": 1.0, "batch_size": 8, "micro_batch_tokens": 16384, "num_epochs": 1.0,
-    }  # fmt: skip
-    return Optimisation.model_validate(given | changes)
+def optimization(**changes: Any) -> Optimization:
+    given = {"learning_rate": 1e-2, "warmup_fraction": 0.0, "weight_decay": 0.0, "batch_size": 8}
+    return Optimization.model_validate(given | {"micro_batch_tokens": 16384} | changes)
 
 
 def ppo(**changes: Any) -> Ppo:
-    """The shipped section in small, without what ends or shows a run."""
+    """The shipped section in small, without what ends or shows a run; `advantages__lam` is `advantages.lam`."""
     sizes = {
-        "total_episodes": 64, "rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2,
-        "learning_rate": 1e-3, "schedule": "constant", "response_length": 8, "temperature": 0.8,
-        "kl_coef": 0.05, "guards": None, "num_sample_generations": 1, "num_selections": 1,
+        "total_episodes": 64,
+        "rollout_batch_size": 16,
+        "num_mini_batches": 2,
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+        "response_length": 8,
+        "temperature": 0.8,
+        "kl_coef": 0.05,
+        "guards": None,
+        "num_sample_generations": 1,
+        "num_selections": 1,
         "num_selection_prompts": 8,
-    }  # fmt: skip
-    return Ppo.model_validate(params()["ppo"] | sizes | changes)
+    }
+    given = {f"ppo.{key.replace('__', '.')}": value for key, value in (sizes | changes).items()}
+    return Ppo.model_validate(params(given)["ppo"])
 
 
 # -------------------------------------------------------------------------- parameters, workspaces
 
 
 def params(changes: Mapping[str, Any] | None = None, *, gate: bool = False) -> dict[str, Any]:
-    """The shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed; its gate only if that is asked for."""
-    tree: dict[str, Any] = YAML(typ="safe", pure=True).load(
-        (ROOT / "params.yaml").read_text(encoding="utf-8")
-    )
+    """All values of the shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed; its gate only if asked for."""
+    tree = config.load(ROOT / "params.yaml").model_dump(mode="json", by_alias=True)
     if not gate and not any(key.startswith("promotion") for key in changes or {}):
         tree["promotion"] = None
-    for key, value in (changes or {}).items():
-        *path, last = key.split(".")
-        section = tree
-        for part in path:
-            section = section[part]
-        section[last] = value
+    config.merge(tree, together(changes or {}))
+    return tree
+
+
+def together(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes by dotted key as one tree."""
+    tree: dict[str, Any] = {}
+    for key, value in changes.items():
+        config.merge(tree, config.nested(key, value), None)
     return tree
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import faults
+from benchmarks import faults
 
 ROOT = Path(__file__).parents[1]
 CITED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")

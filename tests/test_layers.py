@@ -54,7 +54,7 @@ TORCH_FREE = (
     "evaluation.results",
     "report.comparison",
     "report.comparison_page",
-    "benchmark.gpus",
+    "cli.plan",
     "benchmark.shapes",
     "cli.main",
     "stages.prepare",

@@ -21,11 +21,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_tasks import config, presets
+from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, Stage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import NullTracker
+from tests import small
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["red", "blue", "green", "grey", "pink", "gold", "black", "white"]
@@ -63,8 +64,9 @@ SMALL: Mapping[str, Any] = {
 def write_params(**changes: Mapping[str, Any]) -> config.Config:
     """params.yaml of this folder: the shipped one, SMALL, and `section={key: value}` on top."""
     tree = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    presets.overlay_onto(tree, SMALL)
-    presets.overlay_onto(tree, changes)
+    config.merge(tree, SMALL)
+    for section, values in changes.items():
+        config.merge(tree, small.together({f"{section}.{key}": value for key, value in values.items()}))
     text = io.StringIO()
     YAML().dump(tree, text)
     Path("params.yaml").write_text(text.getvalue(), encoding="utf-8")

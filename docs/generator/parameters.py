@@ -6,7 +6,7 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
@@ -15,85 +15,84 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from docs.generator.text import Lines, load_yaml, prose, sentence
+from docs.generator.text import Lines, prose, sentence
 from rlhf_tasks.config import Config, Section
-from rlhf_tasks.config.types import Between
+from rlhf_tasks.config.types import Between, kinds, sections
 
 BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", "≥"), (Lt, "lt", "<"), (Le, "le", "≤"))
 
 
 def parameters() -> Lines:
-    values = load_yaml("params.yaml")
     yield "# Parameters"
     yield ""
     yield (
-        "`params.yaml` holds every value of the pipeline, one section per stage. Each key below has its "
-        "type, its value in the shipped `params.yaml`, and its meaning. A section that may be `null` is an "
-        "optional feature, and `null` turns it off. Unknown keys, missing keys and wrong types are errors."
+        "`params.yaml` has a section per stage and holds what a run sets. Each key below has its type, its "
+        "default, and its meaning. A key that `params.yaml` does not have is at its default; `rlhf params` "
+        "prints all values in force. A section that may be `null` is an optional feature, and `null` turns "
+        "it off. A section of several kinds has the keys of its `kind` and no others. Unknown keys and wrong "
+        "types are errors."
     )
     for name, field in Config.model_fields.items():
-        section = next(_sections(field.annotation), None)
+        section = next(iter(sections(field.annotation)), None)
         yield ""
         yield f"## {name}"
         yield ""
         if section is None:
-            yield from _entry(Config, name, values[name])
+            yield from _entry(Config, name)
             continue
         yield prose(section)
         if NoneType in get_args(field.annotation):
             yield ""
             yield _described(Config, name)
         for key, inner in section.model_fields.items():
-            shown = inner.alias or key
             yield ""
-            yield f"### `{name}.{shown}`"
+            yield f"### `{name}.{inner.alias or key}`"
             yield ""
-            yield from _entry(section, key, (values[name] or {}).get(shown))
+            yield from _entry(section, key)
 
 
-def _entry(owner: type[Section], key: str, value: Any) -> Lines:
-    """One parameter: meaning, type, shipped value, and what is inside it."""
+def _entry(owner: type[Section], key: str) -> Lines:
+    """One parameter: meaning, type, default, and what is inside it."""
     field = owner.model_fields[key]
     yield _described(owner, key)
-    inside = [*_sections(field.annotation)]
+    inside = sections(field.annotation)
     if field.annotation not in inside:
-        shipped = f" Shipped value: `{_value(value)}`." if value is None or not inside else ""
         yield ""
-        yield f"Type: {_type(field.annotation, field.metadata)}.{shipped}"
+        yield f"Type: {_type(field.annotation, field.metadata)}.{_default(field)}"
     for section in inside:
-        kinds = [f"**`kind: {kind}`**" for kind in _kinds(section)]
+        names = " or ".join(f"**`kind: {kind}`**" for kind in kinds(section))
         yield ""
-        yield f"{' or '.join(kinds)}: {prose(section)}" if kinds else prose(section)
+        yield f"{names}: {prose(section)}" if names else prose(section)
         yield ""
-        yield from _bullets(section, value if not kinds and isinstance(value, Mapping) else {})
+        yield from _bullets(section)
 
 
-def _bullets(section: type[Section], values: Mapping[str, Any]) -> Lines:
+def _bullets(section: type[Section]) -> Lines:
     """The fields of a nested section, one bullet each."""
     for key, field in section.model_fields.items():
-        if key == "kind" and len(_kinds(section)) == 1:
+        if key == "kind" and len(kinds(section)) == 1:
             continue
-        shipped = f" Shipped value: `{_value(values[key])}`." if key in values else ""
         kind = f"Type: {_type(field.annotation, field.metadata)}."
-        yield f"- `{key}`: {_described(section, key)} {kind}{shipped}"
-        for inner in _sections(field.annotation):
-            if not _kinds(inner):
-                yield from (f"  {line}" for line in _bullets(inner, values.get(key) or {}))
+        yield f"- `{key}`: {_described(section, key)} {kind}{_default(field)}"
+        for inner in sections(field.annotation):
+            names = " or ".join(f"`kind: {name}`" for name in kinds(inner))
+            if not names:
+                yield from (f"  {line}" for line in _bullets(inner))
+            elif not field.is_required():  # a judge of another list is described there
+                yield f"  - {names}: {prose(inner)}"
+                yield from (f"    {line}" for line in _bullets(inner))
 
 
-def _kinds(section: type[Section]) -> Sequence[str]:
-    """The values of `kind` that identify this section in a list; empty for other sections."""
-    field = section.model_fields.get("kind")
-    return () if field is None else get_args(field.annotation)
-
-
-def _sections(annotation: Any) -> Iterator[type[Section]]:
-    """The section types directly in a type, in order."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    else:
-        for inner in get_args(annotation):
-            yield from _sections(inner)
+def _default(field: FieldInfo) -> str:
+    """The default as a sentence; a section's is its kind, or follows below."""
+    if field.is_required():
+        return " It has no default."
+    if isinstance(field.default, Section):
+        return f" Default: `kind: {field.default.kind}`." if hasattr(field.default, "kind") else ""
+    if isinstance(field.default, tuple) and any(isinstance(one, Section) for one in field.default):
+        given = [one.model_dump(exclude_defaults=True) for one in field.default]
+        return f" Default: `{_value(given)}`."
+    return f" Default: `{_value(field.default)}`."
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
@@ -104,15 +103,14 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is Literal:
         return _either([f"`{_value(value)}`" for value in arguments])
     if origin in (Union, UnionType):
-        sections = [*_sections(annotation)]
-        others = [part for part in arguments if part is not NoneType and not [*_sections(part)]]
-        parts = ["section"] * bool(sections)
+        others = [part for part in arguments if part is not NoneType and not sections(part)]
+        parts = ["section"] * bool(sections(annotation))
         parts += [f"`{value}`" for part in others for value in get_args(part) if get_origin(part) is Literal]
         parts += [_type(part, metadata) for part in others if get_origin(part) is not Literal]
         return _either(parts + ["`null`"] * (NoneType in arguments))
     if origin is tuple:
         if arguments[-1] is Ellipsis:
-            return "list of sections" if [*_sections(annotation)] else "list of texts"
+            return "list of sections" if sections(annotation) else "list of texts"
         return f"list of {len(arguments)}: {_type(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from docs.generator.text import ROOT, Lines, load_yaml, sentence
-from rlhf_tasks.config import Stage
+from rlhf_tasks.config import VIEWS, Stage
 from rlhf_tasks.tracking import catalogue, curves
 
 CODE = ("rlhf_tasks/", "flows/")
@@ -17,7 +17,8 @@ def stages() -> Lines:
     yield ""
     yield (
         "`dvc.yaml` declares the stages, in the order below. A stage runs again when its parameters, its "
-        "data or its code changed. `dvc repro` runs all stages that have to run."
+        "data or its code changed. `dvc repro` runs all stages that have to run. `inputs` always runs, and "
+        "takes about a second."
     )
     for name, stage in load_yaml("dvc.yaml")["stages"].items():
         yield ""
@@ -27,8 +28,9 @@ def stages() -> Lines:
         yield ""
         yield f"Command: `{stage['cmd']}`"
         parts = {
-            "Parameters": [_parameter_link(key) for key in stage.get("params", [])],
-            "Reads": [f"`{path}`" for path in stage["deps"] if not path.startswith(CODE)],
+            "Parameters": [_parameter_link(key) for key in _parameters(name)],
+            "Reads": [f"`{path}`" for path in stage.get("deps", []) if not path.startswith(CODE)],
+            "Code": [f"`{path}`" for path in stage.get("deps", []) if path.startswith(CODE)],
             "Writes": [f"`{path}`" for path in _outs(stage.get("outs", []))],
             "Metrics": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("metrics", []))],
             "Curves": [f"[`{path}`](metrics.md#{name})" for path in _outs(stage.get("plots", []))],
@@ -37,6 +39,10 @@ def stages() -> Lines:
             if those:
                 yield ""
                 yield f"{title}: {', '.join(those)}"
+
+
+def _parameters(stage: str) -> Sequence[str]:
+    return next((view.reads() for name, view in VIEWS.items() if name == stage), ())
 
 
 def _parameter_link(key: str) -> str:
@@ -65,8 +71,5 @@ def _plots(stage: Stage) -> Lines:
         shipped = [one for one in panel.metrics if one.shipped and not one.placeholders]
         names = [name for one in shipped for name in ([one.name, f"heldout/{one.name}"][: 1 + one.heldout])]
         if names:
-            yield f"  - {panel.title}:"
-            yield "      template: linear"
-            yield f"      x: {curves.axis(stage)}"
-            yield "      y:"
-            yield f"        plots/{stage}.csv: [{', '.join(names)}]"
+            curves_shown = f"plots/{stage}.csv: [{', '.join(names)}]"
+            yield (f"  - {panel.title}: {{template: linear, x: {curves.axis(stage)}, y: {{{curves_shown}}}}}")

@@ -53,25 +53,24 @@ class Measurement:
 
 
 def measure(workload: Workload) -> Measurement:
-    """Take all updates of a workload's trainer; the first one warms up and does not count."""
-    trainer = workload.trainer
-    updates = []
-    with console.progress("bench", trainer.num_updates, unit="updates") as bar:
-        for metrics in trainer.updates():
+    """Take all updates of a workload; the first one warms up and does not count."""
+    rt, updates = workload.rt, []
+    with console.progress("bench", workload.num_updates, unit="updates") as bar:
+        for metrics in workload.updates():
             updates.append(metrics)
             bar.advance(1, eps=metrics["eps"])
     always = set.intersection(*map(set, updates[1:]))  # some metrics appear when memory has run out
     medians = {key: statistics.median(update[key] for update in updates[1:]) for key in always}
-    memory = _peak_bytes(trainer.rt.device) / 1e9
-    seconds = trainer.settings.rollout_batch_size / medians["eps"]
-    query = statistics.fmean(map(len, trainer.prompts))
+    memory = _peak_bytes(rt.device) / 1e9
+    seconds = workload.settings.rollout_batch_size / medians["eps"]
+    query = statistics.fmean(map(len, workload.prompts))
     work = update_flops(workload, query, medians["val/response_length"])
-    rate = matrix_rate(trainer.rt.device, torch.float32 if trainer.rt.is_float32 else torch.bfloat16)
+    rate = matmul_rate(rt.device, torch.float32 if rt.is_float32 else torch.bfloat16)
     return Measurement(
         models=workload.description,
-        device=_device_name(trainer.rt.device),
+        device=_device_name(rt.device),
         threads=torch.get_num_threads(),
-        precision="fp32" if trainer.rt.is_float32 else "bf16",
+        precision="fp32" if rt.is_float32 else "bf16",
         episodes_per_second=medians["eps"],
         response_tokens_per_second=medians["time/tokens_per_second"],
         seconds_per_update=seconds,
@@ -120,27 +119,28 @@ def update_flops(workload: Workload, query: float, response: float) -> float:
 
     A reward model of another tokenizer is counted with the policy's tokens.
     """
-    trainer = workload.trainer
-    settings, actor_critic = trainer.settings, trainer.actor_critic
+    settings, actor_critic = workload.settings, workload.actor_critic
     policy = forward_flops(actor_critic.policy, query, response, logits=True)
     critic = 0.0
     if isinstance(actor_critic.value, TokenScores):
         critic = forward_flops(actor_critic.value.model, query, response, logits=False)
-    reward = sum(forward_flops(one.model, query, response, logits=False) for one in workload.rewards)
+    reward = sum(
+        forward_flops(one.model, query, response, logits=False) for one in workload.scorers.reward_models
+    )
     row = 2 * policy + critic + reward + 3 * settings.num_ppo_epochs * (policy + critic)
     return settings.rollout_batch_size * row
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP per second of a product of square matrices: the best of five."""
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP per second of a matmul of square matrices: the best of five."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds = []
     for _ in range(6):  # the first one warms up
-        _synchronise(device)
+        _synchronize(device)
         start = time.perf_counter()
         a @ b
-        _synchronise(device)
+        _synchronize(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds[1:])
 
@@ -148,7 +148,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 # ------------------------------------------------------------------------------------------ machine
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

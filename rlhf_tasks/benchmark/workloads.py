@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.benchmark import shapes
-from rlhf_tasks.benchmark.architecture import positions
-from rlhf_tasks.benchmark.shapes import Shape
+from rlhf_tasks.benchmark.shapes import Shape, positions
 from rlhf_tasks.config import Config, Ppo, PpoView
+from rlhf_tasks.config.ppo import Advantages, Critic, SeparateCritic
 from rlhf_tasks.config.scorers import RewardModelScorer
 from rlhf_tasks.data import columns
 from rlhf_tasks.data import tokenizer as tokenizers
@@ -27,37 +28,104 @@ from rlhf_tasks.modeling.load import (
     place,
     save_checkpoint,
 )
-from rlhf_tasks.ppo.reference import OwnModel
-from rlhf_tasks.ppo.rollout import ActorCritic, NoCritic
-from rlhf_tasks.ppo.trainer import Trainer
+from rlhf_tasks.ppo.evaluate import Evaluator
+from rlhf_tasks.ppo.metrics import Metrics
+from rlhf_tasks.ppo.preconditions import stop_token
+from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
+from rlhf_tasks.ppo.sampler import PolicySampler
+from rlhf_tasks.ppo.state import begin
+from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.build import build as build_scorers
-from rlhf_tasks.stages.ppo import load_models, ptx_text
+from rlhf_tasks.scoring.combine import WeightedSum
+from rlhf_tasks.stages.ppo import estimator_of, load_models, policy_loss_of, ptx_text
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training.checkpoint import Nowhere
 from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.supervised import LanguageModeling
 
 NUM_PROMPTS = 2048
 """Random prompts where there are no real ones."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A trainer, the reward models that score its responses, and in words what its models are."""
+    """What PPO trains, without evaluations, snapshots and tracking; and in words what its models are."""
 
-    trainer: Trainer
-    rewards: Sequence[TokenScores]
+    rt: Runtime
+    settings: Ppo
+    actor_critic: ActorCritic
+    reference: Reference
+    scorers: WeightedSum
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Ids]
     description: str
+    seed: int = 1
+    columns: Columns = field(default_factory=lambda: NONE)
+    ptx: LanguageModeling | None = None
+    root: Path = Path()
+
+    @property
+    def num_updates(self) -> int:
+        return self.settings.total_episodes // self.settings.rollout_batch_size
+
+    def updates(self) -> Iterator[Metrics]:
+        """Train; the metrics of each update."""
+        rt, settings, policy = self.rt, self.settings, self.actor_critic.policy
+        pad, stop = self.tokenizer.pad_token_id, stop_token(settings, self.tokenizer)
+        state = begin(
+            rt,
+            settings,
+            self.actor_critic,
+            self.reference,
+            partial(PolicySampler, rt, settings, policy, stop=stop, pad=pad),
+            num_prompts=len(self.prompts),
+            num_demonstrations=len(self.ptx.queries) if self.ptx else 0,
+            seed=self.seed,
+        )
+        return train(
+            rt,
+            settings,
+            state,
+            self.actor_critic,
+            prompts=self.prompts,
+            columns=self.columns,
+            scorers=self.scorers,
+            loss=policy_loss_of(settings, self.root),
+            estimator=estimator_of(settings, self.root),
+            evaluator=NoEvaluator(),
+            ptx=self.ptx,
+            tokenizer=self.tokenizer,
+            stop=stop,
+            tracker=NullTracker("ppo"),
+            snapshots=Nowhere(),
+            faults=Paths(self.root).home / "faults",
+        )
+
+
+class NoEvaluator(Evaluator):
+    """Evaluates nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def evaluate(self, *_: object, **__: object) -> Metrics:
+        return {}
+
+    def show(self, *_: object, **__: object) -> list[dict[str, object]]:
+        return []
 
 
 def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
-    """PPO of random models: four epochs of one optimiser step, otherwise by `settings`.
+    """PPO of random models: four epochs of one optimizer step, otherwise by `settings`.
 
     Raises:
         UserError: if `samples_per_prompt` does not divide the shape's batch.
     """
     if shape.batch % settings.samples_per_prompt:
         raise UserError(
-            f"ppo.samples_per_prompt={settings.samples_per_prompt} does not divide the {shape.batch} "
-            "episodes of this shape; set it to a number that does"
+            f"ppo.advantages.samples_per_prompt={settings.samples_per_prompt} does not divide the "
+            f"{shape.batch} episodes of this shape; set it to a number that does"
         )
     changes = {
         "total_episodes": shape.batch * num_updates,
@@ -67,12 +135,12 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
         "learning_rate": 3e-6,
         "temperature": 0.7,
         "response_length": shape.response,
-        "critic_warmup": None,
+        "advantages": _without_warmup(settings, SeparateCritic()),
         "ptx": None,
         "lora": None,
-        "value_model": settings.value_model and "separate",
         "scorers": (RewardModelScorer(kind="reward_model", weight=1.0),),
         "combine_reward_models": "sum",
+        "guards": None,
     }
     settings = settings.model_copy(update=changes)
     tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
@@ -81,17 +149,33 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     for frozen in (made.reference, made.reward):
         rt.freeze(frozen)
     reward = TokenScores(made.reward)
-    critic = TokenScores(made.value) if settings.value_model else NoCritic()
+    critic = TokenScores(made.value) if settings.critic else NoCritic()
     scorer = build_scorers(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
-        root=Path(), placement=rt,
-    )  # fmt: skip
-    trainer = Trainer(
-        rt, settings, ActorCritic(made.policy, critic),
-        OwnModel(made.reference, moves=settings.reference_sync is not None), scorer, tokenizer,
-        shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab), seed=1,
-    )  # fmt: skip
-    return Workload(trainer, scorer.reward_models, "random models of a named shape")
+        settings.scorers,
+        tokenizer,
+        reward_model=reward,
+        max_tokens=settings.micro_batch_tokens,
+        root=Path(),
+        placement=rt,
+    )
+    return Workload(
+        rt=rt,
+        settings=settings,
+        actor_critic=ActorCritic(made.policy, critic),
+        reference=FrozenCopy(made.reference, moves=settings.reference_sync is not None),
+        scorers=scorer,
+        tokenizer=tokenizer,
+        prompts=shapes.random_rows(shape.batch * num_updates, shape.query_min, shape.query, shape.vocab),
+        description="random models of a named shape",
+    )
+
+
+def _without_warmup(settings: Ppo, critic: Critic | None) -> Advantages:
+    """The estimator of `settings`, with this critic if it has one, and without the critic's warm-up."""
+    if settings.critic is None or critic is None:
+        return settings.advantages
+    changed = critic.model_copy(update={"warmup": None}) if critic.kind == "separate" else critic
+    return settings.advantages.model_copy(update={"critic": changed})
 
 
 def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_updates: int) -> Workload:
@@ -104,13 +188,12 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
         UserError: if neither the project nor params.yaml tells what models to train.
     """
     view = PpoView.of(config)
-    if view.ppo.engine is not None:
+    if view.ppo.sampler.kind != "policy":
         raise UserError(
-            "`rlhf bench` measures the sampler of the stage itself; set ppo.engine to null for it"
+            "`rlhf bench` measures the sampler of the stage itself; set ppo.sampler.kind to policy for it"
         )
-    settings = view.ppo.model_copy(
-        update={"total_episodes": view.ppo.rollout_batch_size * num_updates, "critic_warmup": None}
-    )
+    episodes = view.ppo.rollout_batch_size * num_updates
+    settings = view.ppo.model_copy(update={"total_episodes": episodes, "critic_warmup": None, "guards": None})
     random = _fill(config, Paths(root), Paths(scratch))
     paths = Paths(scratch)
     tokenizer = load_tokenizer(paths.sft)
@@ -120,15 +203,22 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
         settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root,
         combine=settings.combine_reward_models, placement=rt, columns=kept,
     )  # fmt: skip
-    trainer = Trainer(
-        rt, settings, actor_critic, reference, scorer, tokenizer, prompts, seed=view.seed,
-        columns=kept,
-        demonstrations=ptx_text(settings, Paths(root), tokenizer, actor_critic.policy),
-    )  # fmt: skip
     if not Paths(root).table("prompts", "train").exists():
         random.append("prompts of the greatest length")
-    words = f"random {', '.join(random)}" if random else "models of this project"
-    return Workload(trainer, scorer.reward_models, words)
+    return Workload(
+        rt=rt,
+        settings=settings,
+        actor_critic=actor_critic,
+        reference=reference,
+        scorers=scorer,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        description=f"random {', '.join(random)}" if random else "models of this project",
+        seed=view.seed,
+        columns=kept,
+        ptx=ptx_text(settings, Paths(root), tokenizer, actor_critic.policy),
+        root=root,
+    )
 
 
 def _fill(config: Config, own: Paths, paths: Paths) -> list[str]:
@@ -150,7 +240,11 @@ def _fill(config: Config, own: Paths, paths: Paths) -> list[str]:
     if "models/reward" in missing:
         generator = torch.Generator().manual_seed(config.seed)
         _save(TokenScores.from_policy(paths.sft, generator).model, load_tokenizer(paths.sft), paths.reward)
-    return [name for name in missing if name != "models/base" or config.ppo.critic_init == "base"]
+    return [
+        name
+        for name in missing
+        if name != "models/base" or getattr(config.ppo.critic, "init", None) == "base"
+    ]
 
 
 def _initial(config: Config, own: Paths) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -31,6 +31,7 @@ from rlhf_tasks.cli import (
     label,
     lineage,
     mlflow,
+    params,
     plan,
     preset,
     promote,
@@ -43,20 +44,21 @@ from rlhf_tasks.cli import (
 )
 from rlhf_tasks.config import STAGES
 from rlhf_tasks.errors import OutsideFault
+from rlhf_tasks.project import dvc_files
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import failures
 from rlhf_tasks.training.stopping import Stopped
 
 MODULES: Sequence[ModuleType] = (
-    preset, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage, mlflow,
-    sync, promote, rollback, export, up, status, down, work, deploy, stage,
+    preset, params, flow, check_model, plan, bench, judge, judge_reward, generate, label, compare, lineage,
+    mlflow, sync, promote, rollback, export, up, status, down, work, deploy, stage,
 )  # fmt: skip
 GROUPS: Mapping[str, Sequence[str]] = {
-    "Run the pipeline": ("preset", "flow", "check-model", "plan", "bench"),
+    "Run the pipeline": ("preset", "params", "flow", "check-model", "plan", "bench"),
     "Review results": ("mlflow", "compare", "lineage", "judge", "judge-reward", "label", "generate", "sync"),
     "Promote a policy": ("promote", "rollback", "export"),
     "Run the service": ("up", "status", "down", "work", "deploy"),
-    "Stages (`dvc repro` runs them in order)": STAGES,
+    "Stages (`dvc repro` runs them in order)": (dvc_files.INPUTS, *STAGES),
 }
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",

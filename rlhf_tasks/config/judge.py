@@ -2,81 +2,65 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from rlhf_tasks.config.types import (
-    Address,
-    Count,
-    Fraction,
-    KeyVariable,
-    PositiveFloat,
-    PositiveInt,
-    Revision,
-    Section,
-    check_source,
-)
-from rlhf_tasks.config.verifier import Check, Format
+from rlhf_tasks.config import types as t
+from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED, Check, Format
+from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
-    "agreement", "calibration", "choice", "distinct_1", "distinct_2", "ended", "human", "kappa", "length",
-    "perplexity", "repetition", "reward_gap", "task", "task_drop",
-)  # fmt: skip
-"""First parts of the names of the other metrics of stage judge; no judge may have such a name."""
-OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
-"""The reward model that a scorer of kind reward_model optimises, and the one that PPO never optimises."""
+    "agreement|calibration|choice|distinct_1|distinct_2|ended|human|kappa|length|perplexity|repetition"
+    "|reward_gap|task|task_drop"
+)
+"""Pattern of the first parts of the names of the other metrics of stage judge, which no judge may have."""
 LISTED = "judge.judges"
 """The key of the judges in params.yaml; only the judge of ppo.select_by has another key."""
 
 
 def _not_reserved(name: str) -> str:
-    if name in RESERVED or name.startswith("rouge"):
+    if re.fullmatch(f"{RESERVED}|rouge.*", name):
         raise ValueError(f"{name!r} is the name of another metric; give the judge another name")
     return name
 
 
-Name = Annotated[
-    str,
-    Field(pattern=r"^[a-z][a-z0-9_]*$"),
-    AfterValidator(_not_reserved),
-]
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_not_reserved)]
 
 
-class GoldJudge(Section):
+class NamedJudge(Section):
+    """What every judge has."""
+
+    name: Name
+    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
+
+
+class GoldJudge(NamedJudge):
     """The judge of the synthetic task, which knows the facts of every post."""
 
     kind: Literal["gold"]
-    """Kind of this judge."""
-    name: Name
-    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
 
 
-class RewardModelJudge(Section):
+class RewardModelJudge(NamedJudge):
     """A reward model that scores each response, such as models/reward_heldout.
 
-    A judge that is the reward model that PPO optimised is marked in the metrics and in the report.
+    A judge that is the reward model that PPO optimized is marked in the metrics and in the report.
     """
 
     kind: Literal["reward_model"]
-    """Kind of this judge."""
-    name: Name
-    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
     path: str
     """Folder of the reward model."""
 
 
-class FunctionJudge(Section):
-    """A Python function that scores each response, or compares two."""
+class FunctionJudge(NamedJudge):
+    """A Python function that scores each response."""
 
     kind: Literal["function"]
-    """Kind of this judge."""
-    name: Name
-    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    function: t.ImportPath
     """`module:function`, called with a list of prompts and a list of responses, and with the columns of
     `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for one that it
     cannot score."""
@@ -85,76 +69,66 @@ class FunctionJudge(Section):
     each order, and returns per prompt the probability that the first response is better, or None."""
 
 
-class VerifierJudge(Section):
+class VerifierJudge(NamedJudge):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
     kind: Literal["verifier"]
-    """Kind of this judge."""
-    name: Name
-    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
     checks: tuple[Check, ...] = Field(strict=False, min_length=1)
     """List of checks by kind; a response is right if it passes all of them."""
-    format: Format | None
+    format: Format | None = None
     """What must stand around the answer; null: the whole response is the answer."""
 
 
 class Budget(Section):
     """The limits of one run of a judge. Requests that are open when a limit is reached are completed."""
 
-    requests: PositiveInt | None
+    requests: t.PositiveInt | None = None
     """Largest number of requests, without retries; null: no limit."""
-    tokens: PositiveInt | None
+    tokens: t.PositiveInt | None = None
     """Largest number of tokens, prompt and completion, as the server counts; null: no limit."""
 
 
-class LlmJudge(Section):
+class LlmJudge(NamedJudge):
     """A language model behind an endpoint with OpenAI's chat completions; it compares two responses."""
 
     kind: Literal["llm"]
-    """Kind of this judge."""
-    name: Name
-    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
-    base_url: Address
-    """Address of the endpoint, such as https://HOST/v1."""
+    base_url: t.Address
+    """t.Address of the endpoint, such as https://HOST/v1."""
     model: str
     """Name of the model on the server."""
-    key_variable: KeyVariable | None
+    key_variable: t.KeyVariable | None = None
     """Environment variable that holds the API key; null: the server needs no key."""
-    prompt: str
+    prompt: str = "tldr"
     """Prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}."""
-    logprobs: bool
+    logprobs: bool = True
     """Whether the request includes log-probabilities, so that the comparison is the probability of A against
     B; if false, or if the server sends none, the reply is parsed."""
-    max_reply_tokens: PositiveInt
+    max_reply_tokens: t.PositiveInt = 4
     """Longest reply, in tokens; its last line must be A or B."""
-    concurrency: PositiveInt
+    concurrency: t.PositiveInt = 8
     """Number of requests open at the same time."""
-    timeout_seconds: PositiveFloat
+    timeout_seconds: t.PositiveFloat = 60.0
     """Longest wait for a connection, or between two parts of a reply, in seconds."""
-    max_retries: Count
+    max_retries: t.Count = 5
     """Retries of one request after status 429 or 5xx, a timeout or a broken connection."""
-    budget: Budget | None
+    budget: Budget | None = None
     """Limits of one run; null: no limits."""
 
 
-class LocalModel(Section):
+class LocalModel(NamedJudge):
     """A model on this machine that compares two responses."""
 
-    name: Name
-    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
     path: str
     """Folder or hub id of the model."""
-    revision: Revision | None
+    revision: t.Revision | None = None
     """Commit hash of a hub id in `path`; null otherwise."""
     prompt: str
     """Prompt of the judge: tldr, hhh, ranker, or a file with {prompt}, {first} and {second}."""
-    micro_batch_tokens: PositiveInt
-    """Most padded tokens per forward pass."""
+    micro_batch_tokens: t.PositiveInt = 4096
+    """Maximum padded tokens per micro-batch."""
 
-    @model_validator(mode="after")
-    def _origin(self) -> Self:
-        check_source(self.path, self.revision, f"path of judge {self.name}")
-        return self
+    def problems(self) -> Iterator[str]:
+        yield from check_source(self.path, self.revision, f"path of judge {self.name}")
 
 
 class LocalJudge(LocalModel):
@@ -164,7 +138,7 @@ class LocalJudge(LocalModel):
     """
 
     kind: Literal["local"]
-    """Kind of this judge."""
+    prompt: str = "tldr"
 
 
 class PairRmJudge(LocalModel):
@@ -174,17 +148,15 @@ class PairRmJudge(LocalModel):
     """
 
     kind: Literal["pair_rm"]
-    """Kind of this judge."""
+    prompt: str = "ranker"
 
 
-class CombinedJudge(Section):
+class CombinedJudge(NamedJudge):
     """Several judges of the list combined into one."""
 
     kind: Literal["all_of", "majority"]
     """`all_of`: a win or loss needs all judges, else it is a tie; `majority`: the side with more judges
     wins."""
-    name: Name
-    """Name of the judge in the metrics: lower-case letters, digits and `_`."""
     judges: tuple[str, ...] = Field(strict=False, min_length=2)
     """Names of the judges of `judge.judges` that are combined."""
 
@@ -202,28 +174,22 @@ Judge = Annotated[
 ]
 
 
-SelectionJudge = Annotated[
-    RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
-]
-"""A judge that may select a checkpoint: not the gold judge, which only judges the final policy."""
-
-
 class Selection(Section):
-    """A judge that selects the checkpoint that PPO keeps."""
+    """A judge that selects the checkpoint that PPO keeps; the gold judge only judges the final policy."""
 
-    judge: SelectionJudge
+    judge: Annotated[
+        RewardModelJudge | FunctionJudge | LlmJudge | LocalJudge | PairRmJudge, Field(discriminator="kind")
+    ]
     """Judge that compares the checkpoint's responses with the references."""
-    max_failure_share: Fraction
+    max_failure_share: t.Fraction = 0.05
     """Largest share of failed comparisons on one checkpoint; above it the stage fails."""
 
-    @model_validator(mode="after")
-    def _is_not_a_pipeline_model(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if isinstance(self.judge, RewardModelJudge) and _is_pipeline_model(self.judge):
-            raise ValueError(
+            yield (
                 f"select_by cannot name {self.judge.path}: set select_by to null to select by "
-                "models/reward_heldout; models/reward, which PPO optimises, never selects"
+                "models/reward_heldout; models/reward, which PPO optimizes, never selects"
             )
-        return self
 
 
 class Tasks(Section):
@@ -231,85 +197,81 @@ class Tasks(Section):
 
     names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(strict=False, min_length=1)
     """Names of tasks, or of groups or tags of tasks."""
-    folder: str | None
+    folder: str | None = None
     """Folder of the tasks' YAML files, whose paths are relative to the project's folder; null: only the tasks
     of the harness, whose data is on a hub."""
-    num_examples: PositiveInt | None
+    num_examples: t.PositiveInt | None = None
     """Largest number of documents per task; null: all of them."""
-    batch_size: PositiveInt
+    batch_size: t.PositiveInt = 32
     """Number of requests per forward pass."""
 
-    @model_validator(mode="after")
-    def _are_different(self) -> Self:
+    def problems(self) -> Iterator[str]:
         twice = sorted(name for name, count in Counter(self.names).items() if count > 1)
         if twice:
-            raise ValueError(f"names: {', '.join(twice)} is there twice; name each task once")
-        return self
+            yield f"names: {', '.join(twice)} is there twice; name each task once"
 
 
 class Retention(Section):
     """What the language model retains: base, SFT and policy on the same texts and questions."""
 
-    num_examples: PositiveInt
+    num_examples: t.PositiveInt = 500
     """Largest number of texts, and of questions."""
-    micro_batch_tokens: PositiveInt
-    """Most padded tokens per forward pass."""
-    general: str | None
+    micro_batch_tokens: t.PositiveInt = 4096
+    """Maximum padded tokens per micro-batch."""
+    general: str | None = None
     """General text for perplexity: `english` (a dozen shipped paragraphs), or a text file with one text per
     paragraph; null: only completions of demonstrations."""
-    questions: str | None
+    questions: str | None = None
     """Multiple-choice questions: `english` (thirty shipped ones, chance is 25%), or a file with one question
     per paragraph (beginning, right ending, wrong endings, one per line); null: which of four completions
     belongs to a prompt."""
-    tasks: Tasks | None
+    tasks: Tasks | None = None
     """Tasks of lm-evaluation-harness; null: none."""
 
 
 class Judging(Section):
     """Win rates of SFT and policy on test prompts, retention and reward diagnostics."""
 
-    judges: tuple[Judge, ...] = Field(strict=False, min_length=1)
+    judges: tuple[Judge, ...] = Field(
+        default=(
+            GoldJudge(kind="gold", name="gold"),
+            RewardModelJudge(kind="reward_model", name="reward_model", path=HELDOUT),
+        ),
+        strict=False,
+        min_length=1,
+    )
     """List of judges by kind."""
-    max_failure_share: Fraction
+    max_failure_share: t.Fraction = 0.05
     """Largest share of failed comparisons of one judge and pair; above it the stage fails."""
-    num_examples: PositiveInt
+    num_examples: t.PositiveInt = 1000
     """Largest number of test prompts."""
-    temperature: PositiveFloat
+    temperature: t.PositiveFloat = 1.0
     """Sampling temperature of SFT and policy."""
-    num_samples_shown: Count
+    num_samples_shown: t.Count = 20
     """Number of prompts whose responses MLflow shows."""
-    num_traces: Count
+    num_traces: t.Count = 100
     """Number of replies per llm judge that MLflow shows as traces, beside those on pairs that people
     labelled; 0: none at all."""
-    labels: str
+    labels: str = "rlhf_tasks/evaluation/no_labels.jsonl"
     """File of human labels; `rlhf label` writes data/labels.jsonl, which DVC then tracks."""
-    retention: Retention | None
+    retention: Retention | None = Retention()
     """Perplexity and multiple-choice accuracy of base, SFT and policy; null: not measured."""
 
-    @model_validator(mode="after")
-    def _names(self) -> Judging:
-        problems = list(self._problems())
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _problems(self) -> Iterator[str]:
-        counts = Counter(judge.name for judge in self.judges)
-        twice = sorted(name for name, count in counts.items() if count > 1)
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the names."""
+        twice = sorted(name for name, n in Counter(judge.name for judge in self.judges).items() if n > 1)
         if twice:
             yield f"judges: several have the name {', '.join(twice)}; give each judge its own name"
-        plain = {judge.name for judge in self.judges if not isinstance(judge, CombinedJudge)}
-        for judge in self.judges:
-            if isinstance(judge, CombinedJudge):
-                unknown = sorted(set(judge.judges) - plain)
-                if unknown:
-                    known = ", ".join(sorted(plain)) or "none"
-                    yield (
-                        f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or "
-                        f"is a combination itself; known: {known}"
-                    )
-                if len(set(judge.judges)) < len(judge.judges):
-                    yield f"judges: {judge.name} names a judge twice"
+        combined = [judge for judge in self.judges if isinstance(judge, CombinedJudge)]
+        plain = {judge.name for judge in self.judges if judge not in combined}
+        for judge in combined:
+            if unknown := sorted(set(judge.judges) - plain):
+                yield (
+                    f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or is a "
+                    f"combination itself; known: {', '.join(sorted(plain)) or 'none'}"
+                )
+            if len(set(judge.judges)) < len(judge.judges):
+                yield f"judges: {judge.name} names a judge twice"
 
     @property
     def scoring(self) -> set[str]:

@@ -1,42 +1,353 @@
-"""The section `ppo`. The names of the parameters are those of the papers."""
+"""The section `ppo`. The names of the parameters are those of the papers.
+
+Alternatives are sections of several kinds (`advantages: {kind: gae, lam: 0.95}`): each kind has only the keys
+that mean something for it. An optional feature is a section that is null when it is off.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from rlhf_tasks.config.critic import critic_conflicts
-from rlhf_tasks.config.engine import Engine, engine_conflicts
+from rlhf_tasks.config import types as t
 from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.config.ppo_options import (
-    AdaptiveKl,
-    CriticWarmup,
-    Guards,
-    KlPenalty,
-    PolicyLora,
-    Ptx,
-    ReferenceSync,
-    ScoreScaling,
-)
-from rlhf_tasks.config.scorers import Combination, Scorer, conflicts, reward_folders
-from rlhf_tasks.config.types import (
-    BatchSize,
-    Between,
-    Count,
-    Decay,
-    FiniteFloat,
-    Fraction,
-    NonNegativeFloat,
-    NumTokens,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from rlhf_tasks.config.scorers import Combination, RewardModelScorer, Scorer, conflicts, reward_folders
+from rlhf_tasks.config.types import Between, Section
 
 BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOWEST_TEMPERATURE = 0.01  # vLLM samples at this temperature where a lower one is given
+SeveralSamples = Annotated[int, Between(2, 2**20)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean, per step
+
+
+class Lora(Section):
+    """Low-rank adapters (arXiv 2106.09685) on every linear layer but the head.
+
+    They are merged into the weights when the model is saved.
+    """
+
+    r: t.Width = 16
+    """Rank of the adapters."""
+    alpha: t.PositiveFloat = 32.0
+    """Scale of the adapters: they are multiplied by alpha / r."""
+
+
+# ------------------------------------------------------------------------------------------- critic
+
+
+class CriticWarmup(Section):
+    """The critic trains alone at first, on rollouts of the frozen policy, until its loss levels off."""
+
+    max_updates: t.PositiveInt = 20
+    """Largest number of warm-up updates."""
+    settled: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """The warm-up ends when two updates in a row lower the value loss by less than this share."""
+
+
+class ValueLoss(Section):
+    """The loss of a critic."""
+
+    vf_coef: t.NonNegativeFloat = 0.1
+    """Weight of the value loss."""
+    cliprange_value: t.PositiveFloat | None = 0.2
+    """Clip range of a value around its value in the rollout; null: no clipping."""
+
+
+class SeparateCritic(ValueLoss):
+    """A model of its own."""
+
+    kind: Literal["separate"] = "separate"
+    init: Literal["reward", "sft", "base"] = "reward"
+    """Initial weights: the reward model, the SFT model or the base model."""
+    learning_rate: t.PositiveFloat | None = None
+    """Peak learning rate of the critic; null: the same as the policy's."""
+    warmup: CriticWarmup | None = None
+    """Training of the critic alone before the first update; null: none."""
+    lora: Lora | None = None
+    """Low-rank adapters for the critic; null: full training."""
+
+    def problems(self) -> Iterator[str]:
+        if self.warmup is not None and self.vf_coef == 0:
+            yield "warmup: with vf_coef=0 the critic learns nothing; raise vf_coef, or set warmup to null"
+
+
+class SharedCritic(ValueLoss):
+    """A value head on the policy's own trunk."""
+
+    kind: Literal["shared"] = "shared"
+
+
+Critic = Annotated[SeparateCritic | SharedCritic, Field(discriminator="kind")]
+
+# --------------------------------------------------------------------------------------- advantages
+
+
+class Gae(Section):
+    """Generalized advantage estimation (arXiv 1506.02438) with a critic."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: t.Fraction = 1.0
+    """Discount γ of rewards; below 1 if `truncation` bootstraps: with 1 an endless response has any value."""
+    lam: t.Fraction = 0.95
+    """λ of generalized advantage estimation; a lower value gives less variance and more bias."""
+    whiten_rewards: bool = False
+    """Whether token rewards are scaled to variance 1, their mean unchanged."""
+    samples_per_prompt: t.PositiveInt = 1
+    """Responses to each prompt of a rollout."""
+    critic: Critic = SeparateCritic()
+    """Model of the values."""
+
+
+class Rloo(Section):
+    """A response's return minus the mean of the other responses to its prompt (arXiv 2402.14740)."""
+
+    kind: Literal["rloo"] = "rloo"
+    samples_per_prompt: SeveralSamples = 4
+    """Responses to each prompt of a rollout."""
+
+
+class Group(Section):
+    """A response's return minus its prompt's mean, in standard deviations: GRPO (arXiv 2402.03300)."""
+
+    kind: Literal["group"] = "group"
+    samples_per_prompt: SeveralSamples = 4
+    """Responses to each prompt of a rollout."""
+
+
+class OwnEstimator(Section):
+    """A Python function that estimates advantages and returns."""
+
+    kind: Literal["function"] = "function"
+    function: t.ImportPath
+    """`module:function`, with the signature of the built-in estimators."""
+    samples_per_prompt: t.PositiveInt = 1
+    """Responses to each prompt of a rollout."""
+    gamma: t.Fraction = 1.0
+    """Discount γ of future rewards."""
+    whiten_rewards: bool = False
+    """Whether token rewards are scaled to variance 1, their mean unchanged."""
+    critic: Critic | None = None
+    """Model of the values; null: the function needs none."""
+
+
+Advantages = Annotated[Gae | Rloo | Group | OwnEstimator, Field(discriminator="kind")]
+
+# ------------------------------------------------------------------------------- responses and scores
+
+
+class EosTrickReplace(Section):
+    """A response without the stop token gets a fixed score."""
+
+    kind: Literal["eos_trick_replace"] = "eos_trick_replace"
+    missing_eos_score: t.FiniteFloat = -1.0
+    """Score in place of the response's own."""
+
+
+class EosTrickSubtract(Section):
+    """A response without the stop token gets a penalty beside its score."""
+
+    kind: Literal["eos_trick_subtract"] = "eos_trick_subtract"
+    missing_eos_score: Annotated[float, Field(le=0, allow_inf_nan=False)] = -1.0
+    """Penalty that is added to the score; a positive one would reward unfinished responses."""
+
+
+class Bootstrap(Section):
+    """Without a stop token γ·V of the last state replaces the score, or is added to it (`bootstrap_add`)."""
+
+    kind: Literal["bootstrap", "bootstrap_add"] = "bootstrap"
+    """`bootstrap`: in place of the score; `bootstrap_add`: added to the score."""
+
+
+class NoTruncation(Section):
+    """A response without the stop token keeps its score."""
+
+    kind: Literal["none"] = "none"
+
+
+Truncation = Annotated[
+    EosTrickReplace | EosTrickSubtract | Bootstrap | NoTruncation, Field(discriminator="kind")
+]
+
+
+def _loopback_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        is_local = parts.scheme == "http" and parts.hostname in LOOPBACK and parts.port is not None
+    except ValueError:
+        is_local = False
+    if not is_local or parts.path.strip("/") or parts.query:
+        raise ValueError(
+            f"{value!r} is not the address of a server on this machine, such as http://127.0.0.1:8000; "
+            "whoever reaches the server can replace its weights, so that PPO uses loopback only"
+        )
+    return value.rstrip("/")
+
+
+class PolicySampler(Section):
+    """The stage samples the responses itself, exactly."""
+
+    kind: Literal["policy"] = "policy"
+    batch_size: t.PositiveInt | None = None
+    """Responses that a process samples at the same time; null: its whole share of the rollout."""
+
+
+class VllmSampler(Section):
+    """A vLLM server, version 0.32 or newer in development mode, that samples rollouts and evaluations. With
+    several processes the first one starts it and talks to it."""
+
+    kind: Literal["vllm"] = "vllm"
+    url: Annotated[str, AfterValidator(_loopback_url)] | None = None
+    """Address of a running server on this machine; null: the stage starts the server and ends it."""
+    command: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """Words that start the server in its own environment, such as `[/opt/vllm/bin/vllm, serve]`; the stage
+    adds the folder of the weights and its options; null: there is a `url`."""
+    weights_folder: str | None = None
+    """Folder, on a disk that the server reads too, in which the stage writes the weights of each version;
+    null: .rlhf/engine."""
+    transfer: Literal["folder", "ipc"] = "folder"
+    """How new weights reach the server: `folder`, in files in `weights_folder`; `ipc`, from the memory of the
+    GPU that training and server share, by vLLM's weight transfer. The first weights are always in files."""
+    ahead: Literal[0, 1] = 0
+    """Number of rollouts that are sampled ahead: 0, or 1 to sample the next rollout while the policy learns
+    from this one, from weights that are one update older (arXiv 2410.18252)."""
+    importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
+    """Cap of the importance weights π_old/π_sampler on each token's policy loss; null: no weights."""
+    max_logprob_diff: t.PositiveFloat = 0.1
+    """Mean |log π_old − log π_sampler| of the same weights, in nats per token, above which the stage ends."""
+    start_seconds: t.PositiveFloat = 600.0
+    """Longest wait for the start of the server, in seconds."""
+    timeout_seconds: t.PositiveFloat = 600.0
+    """Longest wait for one rollout or evaluation, or for the server to load weights, in seconds."""
+
+    def problems(self) -> Iterator[str]:
+        if (self.url is None) == (self.command is None):
+            yield "give either `url`, of a server that runs, or `command`, which starts one"
+
+
+Sampler = Annotated[PolicySampler | VllmSampler, Field(discriminator="kind")]
+
+
+class ScoreScaling(Section):
+    """Scores are divided by their running standard deviation, then clipped: PPO-max, eq. 18."""
+
+    subtract_mean: bool = True
+    """Whether the running mean is subtracted first."""
+    clip: t.PositiveFloat | None = 0.8
+    """Largest absolute value of a scaled score, in standard deviations; null: no clipping."""
+
+
+# ------------------------------------------------------------------------------------------------ KL
+
+
+class InReward(Section):
+    """The KL penalty is part of each token's reward."""
+
+    kind: Literal["in_reward"] = "in_reward"
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of a token's KL: `k1` = log π/π_ref, `k2` = ½·k1², `k3` = π_ref/π − 1 + k1."""
+
+
+class InLoss(Section):
+    """The KL penalty is a term of the loss; `k1` is not offered, because its expected gradient is zero."""
+
+    kind: Literal["in_loss"] = "in_loss"
+    estimator: Literal["k2", "k3"] = "k3"
+    """Estimator of a token's KL: `k2` = ½·(log π/π_ref)², `k3` = π_ref/π − 1 + log π/π_ref."""
+
+
+Kl = Annotated[InReward | InLoss, Field(discriminator="kind")]
+
+
+class AdaptiveKl(Section):
+    """kl_coef ← kl_coef · (1 + clip(KL / target − 1, ±clip) · episodes / horizon).
+
+    Ziegler et al. 2019, 2.2.
+    """
+
+    target: t.PositiveFloat = 6.0
+    """KL that the controller aims at, in nats per response."""
+    horizon: t.PositiveInt = 10_000
+    """Episodes over which the correction is spread."""
+    clip: t.PositiveFloat = 0.2
+    """Largest relative error KL / target − 1 that counts."""
+
+
+class KlPenalty(Section):
+    """PPO-penalty in addition to the clip: + beta · KL(π_old ‖ π) in the loss.
+
+    beta doubles above 1.5 · target and halves below target / 1.5: Schulman et al. 2017, eq. 8.
+    """
+
+    beta: t.PositiveFloat = 1.0
+    """Weight of the penalty in the first update."""
+    target: t.PositiveFloat = 0.01
+    """KL that beta aims at, in nats per token."""
+
+
+class ReferenceSync(Section):
+    """The reference model follows the policy: ref ← (1 − alpha) · ref + alpha · policy."""
+
+    every: t.PositiveInt = 512
+    """Number of updates between two steps of the reference."""
+    alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """Share of the policy's weights in the new reference."""
+
+
+# ------------------------------------------------------------------------------------ loss and guards
+
+
+class Constant(Section):
+    """The sum over the tokens of a minibatch, divided by its number of responses and by a constant."""
+
+    constant: t.PositiveInt
+    """Number of tokens by which the sum over a response is divided, such as response_length."""
+
+
+class Ptx(Section):
+    """InstructGPT's PPO-ptx: + coef · language-model loss on other text, as many rows as a minibatch has."""
+
+    coef: t.PositiveFloat = 0.1
+    """Weight of the language-model loss."""
+    text: str | None = None
+    """File of pretraining text with an empty line between documents; null: the demonstrations."""
+
+
+class Guards(Section):
+    """Checks of the metrics after each update."""
+
+    action: Literal["warn", "stop", "roll_back"] = "stop"
+    """What a trip does: print a warning, stop the stage, or return to the last good checkpoint and multiply
+    kl_coef; NaN and infinity stop the stage even with `warn`."""
+    kl_min: t.FiniteFloat = 0.0
+    """Smallest objective/kl_k1, in nats per response; two standard errors below it are allowed."""
+    kl_max: t.PositiveFloat = 10.0
+    """Largest objective/kl_k1, in nats per response."""
+    ratio_min: t.PositiveFloat = 0.1
+    """Smallest mean probability ratio, val/ratio."""
+    ratio_max: t.PositiveFloat = 2.0
+    """Largest mean probability ratio, val/ratio."""
+    perplexity_min: t.PositiveFloat = 1.02
+    """Smallest objective/perplexity while length or repetition rises."""
+    eos_share_min: t.Fraction = 0.5
+    """Smallest share of responses that end, relative to the best so far; two standard errors are allowed."""
+    patience: t.PositiveInt = 3
+    """Updates in a row outside a limit after which the guard trips; NaN and infinity trip at once."""
+    checkpoint_every: t.PositiveInt = 8
+    """Updates between two checkpoints for a roll back."""
+    kl_coef_factor: Annotated[float, Field(gt=1)] = 2.0
+    """Factor by which kl_coef grows at each roll back."""
+    max_roll_backs: t.PositiveInt = 3
+    """Number of roll backs after which a trip stops the stage."""
+
+    def problems(self) -> Iterator[str]:
+        if self.kl_min >= self.kl_max or self.ratio_min >= self.ratio_max:
+            yield "kl_min and ratio_min must be below kl_max and ratio_max"
 
 
 def _eos_or_id(value: Any) -> Any:
@@ -45,147 +356,148 @@ def _eos_or_id(value: Any) -> Any:
     raise ValueError("must be `eos`, or the id of a token: a whole number from 0")
 
 
-StopToken = Annotated[Literal["eos"] | int, BeforeValidator(_eos_or_id)]
+def _loss_name(value: Any) -> Any:
+    if isinstance(value, str) and (value == "ppo_clip" or re.fullmatch(r"[\w.]+:\w+", value)):
+        return value
+    raise ValueError("must be ppo_clip, or a function of yours as module:function")
+
+
+def _reduction(value: Any) -> Any:
+    if value in ("token_mean", "response_mean") or isinstance(value, dict | Constant):
+        return value
+    raise ValueError("must be token_mean, response_mean or {constant: 32}")
 
 
 class Ppo(Section):
     """PPO training of the policy. An episode is one prompt with one sampled response."""
 
-    total_episodes: PositiveInt
+    total_episodes: t.PositiveInt = 8192
     """Episodes of the whole training; only whole updates are taken."""
-    rollout_batch_size: BatchSize
+    rollout_batch_size: t.BatchSize = 256
     """Episodes per update, over all processes."""
-    num_mini_batches: BatchSize
-    """Optimiser steps per epoch."""
-    num_ppo_epochs: Annotated[int, Between(1, 10_000)]
+    num_mini_batches: t.BatchSize = 4
+    """Optimizer steps per epoch."""
+    num_ppo_epochs: Annotated[int, Between(1, 10_000)] = 2
     """Passes over the rollout in each update."""
-    micro_batch_tokens: PositiveInt
-    """Most padded tokens per forward pass and process."""
+    micro_batch_tokens: t.PositiveInt = 4096
+    """Maximum padded tokens per micro-batch and rank."""
 
-    scorers: tuple[Scorer, ...] = Field(strict=False)
+    scorers: tuple[Scorer, ...] = Field(default=(RewardModelScorer(kind="reward_model"),), strict=False)
     """List of scorers by kind; their scores are added up by weight."""
-    combine_reward_models: Combination
-    """What the weighted scores of several reward models become: their `sum`, their minimum (`min`), or their
-    mean minus a multiple of their standard deviation (`{mean_minus_deviations: 1.0}`). Other scorers are
-    added to it."""
-
-    learning_rate: PositiveFloat
-    """Highest learning rate of AdamW for the policy."""
-    value_learning_rate: PositiveFloat | None
-    """Highest learning rate for the critic; null: the same as the policy's."""
-    schedule: Literal["constant", "linear", "cosine"]
-    """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
-    warmup_fraction: Fraction
-    """Share of the updates in which the learning rate rises linearly from zero."""
-    adam_betas: tuple[Decay, Decay] = Field(strict=False)
-    """Decays of AdamW's two moments; its eps is 1e-5."""
-    max_grad_norm: PositiveFloat | None
-    """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
-
-    value_model: Literal["separate", "shared"] | None
-    """The critic: a separate model, or a value head on the policy's own trunk; null: no critic."""
-    critic_init: Literal["reward", "sft", "base"] | None
-    """Initial weights of the critic: the reward model, the SFT model or the base model; null: no critic."""
-    critic_warmup: CriticWarmup | None
-    """Training of the critic alone before the first update; null: none."""
-    lora: PolicyLora | None
-    """Low-rank adapters; the reference is the policy without them, and the learning rate should be about ten
-    times higher; null: full training."""
-    gradient_checkpointing: bool
-    """Whether activations are computed again in the backward pass, to save memory."""
-
-    response_length: NumTokens
-    """Longest response, in tokens, stop token included."""
-    temperature: PositiveFloat
-    """Sampling temperature; all log-probabilities use it too."""
-    sampling_batch_size: PositiveInt | None
-    """Responses that a process samples at the same time; null: its whole share of the rollout."""
-    engine: Engine | None
-    """Server that samples the responses; null: the stage samples them itself, exactly."""
-    stop_token: StopToken
-    """Token that ends a response: `eos`, or the id of a token."""
-    truncation: Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
-    """Score of a response without the stop token: missing_eos_score in place of the score
-    (`eos_trick_replace`) or added to it (`eos_trick_subtract`), γ·V of the last state (`bootstrap`), score +
-    γ·V (`bootstrap_add`), or the score itself (`none`)."""
-    missing_eos_score: FiniteFloat
-    """Score for a missing stop token, for the two EOS tricks of `truncation`."""
-
-    kl_coef: NonNegativeFloat
-    """Weight of the KL penalty, in score units per nat; 0: no penalty."""
-    kl_estimator: Literal["k1", "k2", "k3"]
-    """Estimator of a token's KL: `k1` = log π/π_ref, `k2` = ½·k1², `k3` = π_ref/π − 1 + k1."""
-    kl_in: Literal["reward", "loss"]
-    """Place of the KL penalty: each token's reward, or the loss (`k2` or `k3` only, because the expected
-    gradient of `k1` is zero)."""
-    adaptive_kl: AdaptiveKl | None
-    """Controller that adapts kl_coef to a KL target; null: kl_coef is constant."""
-    kl_penalty: KlPenalty | None
-    """Penalty on the KL from the policy of the rollout; null: no penalty."""
-    target_kl: PositiveFloat | None
-    """Largest policy/approxkl_avg of an epoch, in nats per token; above it the update takes no further epoch;
-    null: no limit."""
-    reference_sync: ReferenceSync | None
-    """Movement of the reference towards the policy; null: the reference is fixed."""
-    ratio_from: Literal["rollout", "reference"]
-    """Denominator of the probability ratio: the policy of the rollout, or the reference (PPO-max's importance
-    sampling)."""
-
-    cliprange: Annotated[float, Field(gt=0, lt=1)]
-    """Clip range ε of the probability ratio: 1 − ε to 1 + ε."""
-    cliprange_high: PositiveFloat | None
-    """Clip range above 1; null: the same as cliprange."""
-    dual_clip: Annotated[float, Field(gt=1)] | None
-    """Bound on the loss of a token with a negative advantage: dual_clip · |A| (arXiv 1912.09729); null: no
-    bound."""
-    cliprange_value: PositiveFloat | None
-    """Clip range of a value around its value in the rollout; null: no clipping."""
-    advantage_clip: PositiveFloat | None
-    """Largest absolute advantage, after whitening; null: no clipping."""
-
-    vf_coef: NonNegativeFloat | None
-    """Weight of the value loss; null: no critic."""
-    entropy_coef: NonNegativeFloat
-    """Weight of the entropy bonus; 0: no bonus."""
-    ptx: Ptx | None
-    """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
-    advantages: Literal["gae", "rloo", "group"] | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-    """Estimator of the advantages: generalised advantage estimation with a critic (`gae`), the distance of a
-    response's return from the mean of the other responses to its prompt (`rloo`), or its distance from the
-    mean of all responses to its prompt, in standard deviations (`group`, as in GRPO); or `module:function` of
-    your own."""
-    samples_per_prompt: PositiveInt
-    """Responses to each prompt of a rollout; at least 2 for `rloo` and `group`."""
-    loss: str = "ppo_clip"
-    """Policy loss: `ppo_clip`, or `module:function` of your own."""
-    loss_reduction: str | int = "token_mean"
-    """How the losses of tokens become one number."""
-    gamma: Fraction
-    """Discount γ of future rewards, 1 without a critic; set it below 1 if `truncation` bootstraps, because
-    with 1 an endless response can keep any value."""
-    lam: Fraction | None
-    """λ of generalised advantage estimation; a lower value gives less variance and more bias; null: no
-    critic."""
-    whiten_rewards: bool
-    """Whether token rewards are scaled to variance 1, their mean unchanged."""
-    whiten_advantages: bool
-    """Whether advantages are shifted and scaled to mean 0 and variance 1."""
-    score_scaling: ScoreScaling | None
+    combine_reward_models: Combination = "sum"
+    """How weighted scores of several reward models become one: `sum`, `min`, or their mean minus a multiple
+    of their standard deviation (`{mean_minus_deviations: 1.0}`). Other scorers are added to it."""
+    score_scaling: ScoreScaling | None = None
     """Division of the scores by their running standard deviation; null: raw scores."""
 
-    guards: Guards | None
+    learning_rate: t.PositiveFloat = 4e-4
+    """Peak learning rate of AdamW for the policy."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
+    warmup_fraction: t.Fraction = 0.0
+    """Share of the updates in which the learning rate rises linearly from zero."""
+    adam_betas: tuple[Decay, Decay] = Field(default=(0.9, 0.98), strict=False)
+    """Decays of AdamW's two moments; its eps is 1e-5."""
+    max_grad_norm: t.PositiveFloat | None = 1.0
+    """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
+    lora: Lora | None = None
+    """Low-rank adapters for the policy; the reference is the policy without them. The learning rate should be
+    about ten times higher. null: full training."""
+    gradient_checkpointing: bool = False
+    """Whether activations are computed again in the backward pass, to save memory."""
+
+    response_length: t.Tokens = 32
+    """Longest response, in tokens, stop token included."""
+    temperature: t.PositiveFloat = 1.0
+    """Sampling temperature; all log-probabilities use it too."""
+    stop_token: Annotated[Literal["eos"] | int, BeforeValidator(_eos_or_id)] = "eos"
+    """Token that ends a response: `eos`, or the id of a token."""
+    sampler: Sampler = PolicySampler()
+    """Where responses come from: the policy in this stage, or a server."""
+    truncation: Truncation = EosTrickReplace()
+    """Score of a response without the stop token."""
+
+    kl_coef: t.NonNegativeFloat = 0.03
+    """Weight of the KL penalty, in score units per nat; 0: no penalty."""
+    kl: Kl = InReward()
+    """Place of the KL penalty, and its estimator."""
+    adaptive_kl: AdaptiveKl | None = None
+    """Controller that adapts kl_coef to a KL target; null: kl_coef is constant."""
+    kl_penalty: KlPenalty | None = None
+    """Penalty on the KL from the policy of the rollout; null: no penalty."""
+    target_kl: t.PositiveFloat | None = None
+    """Policy/approxkl_avg of an epoch, in nats per token, above which no epoch follows; null: no limit."""
+    reference_sync: ReferenceSync | None = None
+    """Movement of the reference towards the policy; null: the reference is fixed."""
+    ratio_from: Literal["rollout", "reference"] = "rollout"
+    """Denominator of the probability ratio: the policy of the rollout, or the reference."""
+
+    advantages: Advantages = Gae()
+    """Estimator of the advantages, with its critic if it needs one."""
+    whiten_advantages: bool = True
+    """Whether advantages are shifted and scaled to mean 0 and variance 1."""
+    advantage_clip: t.PositiveFloat | None = None
+    """Largest absolute advantage, after whitening; null: no clipping."""
+
+    loss: Annotated[str, BeforeValidator(_loss_name)] = "ppo_clip"
+    """Loss of each token: `ppo_clip`, or a function of yours as `module:function` with the same signature."""
+    loss_reduction: Annotated[
+        Literal["token_mean", "response_mean"] | Constant, BeforeValidator(_reduction)
+    ] = "token_mean"
+    """How the tokens' losses become one number: the mean over all tokens of the minibatch (`token_mean`), or
+    over responses, of each one's mean (`response_mean`) or of its sum divided by `{constant: 32}`."""
+    cliprange: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Clip range ε of the probability ratio: 1 − ε to 1 + ε."""
+    cliprange_high: t.PositiveFloat | None = None
+    """Clip range above 1; null: the same as cliprange."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the loss of a token with advantage A < 0: dual_clip · |A| (arXiv 1912.09729); null: none."""
+    entropy_coef: t.NonNegativeFloat = 0.0
+    """Weight of the entropy bonus; 0: no bonus."""
+    ptx: Ptx | None = None
+    """Language-model loss on other text beside PPO's (PPO-ptx); null: no such loss."""
+
+    guards: Guards | None = Guards()
     """Checks that warn, stop or roll back; null: no checks."""
 
-    num_sample_generations: Count
+    num_sample_generations: t.Count = 10
     """Number of times that a few responses to validation prompts are shown and stored: before training, at
     its end and evenly in between; 1: only at the end."""
-    num_selections: PositiveInt
+    num_selections: t.PositiveInt = 4
     """Number of evaluations of the policy on the selection prompts; the best weights are kept."""
-    num_selection_prompts: PositiveInt
+    num_selection_prompts: t.PositiveInt = 256
     """Number of selection prompts, taken from the validation split."""
-    select_by: Selection | None
+    select_by: Selection | None = None
     """Judge whose win rate over the references selects the weights; null: the mean score of
     models/reward_heldout selects them, or the last weights are kept if there is no reward model."""
+
+    @property
+    def critic(self) -> SeparateCritic | SharedCritic | None:
+        """The section of the critic; None for an estimator without one."""
+        return getattr(self.advantages, "critic", None)
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Responses to each prompt of a rollout."""
+        return self.advantages.samples_per_prompt
+
+    @property
+    def gamma(self) -> float:
+        """Discount of future rewards; 1 for an estimator that compares whole responses."""
+        gamma: float = getattr(self.advantages, "gamma", 1.0)
+        return gamma
+
+    @property
+    def whiten_rewards(self) -> bool:
+        """Whether token rewards are scaled to variance 1."""
+        whitens: bool = getattr(self.advantages, "whiten_rewards", False)
+        return whitens
+
+    @property
+    def missing_eos_score(self) -> float:
+        """Score for a missing stop token; only the two EOS tricks read it."""
+        score: float = getattr(self.truncation, "missing_eos_score", 0.0)
+        return score
 
     @model_validator(mode="before")
     @classmethod
@@ -199,98 +511,65 @@ class Ppo(Section):
             )
         return values
 
-    @model_validator(mode="after")
-    def _whole_batches(self) -> Ppo:
-        if self.rollout_batch_size % self.num_mini_batches:
-            raise ValueError(
-                f"rollout_batch_size={self.rollout_batch_size} is not divisible by "
-                f"num_mini_batches={self.num_mini_batches}"
-            )
-        if self.rollout_batch_size % self.samples_per_prompt:
-            raise ValueError(
-                f"rollout_batch_size={self.rollout_batch_size} is not divisible by "
-                f"samples_per_prompt={self.samples_per_prompt}: all samples of a prompt belong to one rollout"
-            )
-        if self.total_episodes < self.rollout_batch_size:
-            raise ValueError(
-                f"total_episodes={self.total_episodes} is less than one rollout of "
-                f"{self.rollout_batch_size}: nothing would be trained"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> Ppo:
-        """Refuse values that have no effect, or a wrong one, with the other values."""
-        problems = [
-            *self._kl_conflicts(), *self._step_conflicts(), *self._score_conflicts(),
-            *critic_conflicts(self), *engine_conflicts(self),
-        ]  # fmt: skip
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
-    def _kl_conflicts(self) -> Iterator[str]:
-        """Values of the penalty and of the reference."""
-        adaptive, sync = self.adaptive_kl, self.reference_sync
-        if self.kl_in == "loss" and self.kl_estimator == "k1":
+    def problems(self) -> Iterator[str]:
+        """Values that have no effect, or a wrong one, with the other values."""
+        yield from self._size_problems()
+        yield from self._kl_problems()
+        yield from self._sampler_problems()
+        yield from conflicts(self.scorers, self.combine_reward_models, self.response_length)
+        if self.truncation.kind.startswith("bootstrap") and self.critic is None:
             yield (
-                "kl_in=loss with kl_estimator=k1: the gradient of k1 is zero in expectation, so the penalty "
-                "would have no effect; use k2 or k3"
+                f"truncation.kind={self.truncation.kind} needs the value of a critic, and advantages.kind="
+                f"{self.advantages.kind} has none; set it to eos_trick_replace, eos_trick_subtract or none"
             )
-        if self.kl_in == "loss" and self.kl_coef == 0 and adaptive is None:
-            yield "kl_in=loss with kl_coef=0 is no penalty at all; raise kl_coef, or set kl_in to reward"
-        if adaptive is not None and self.kl_coef == 0:
+        judge = None if self.select_by is None else self.select_by.judge
+        functions = [scorer.function for scorer in self.scorers if scorer.kind == "function"]
+        scored = judge is not None and judge.kind == "function" and judge.function in functions
+        if judge is not None and judge.kind == "reward_model":
+            scored = Path(judge.path).as_posix() in reward_folders(self.scorers)
+        if judge is not None and scored:
+            what = judge.path if judge.kind == "reward_model" else "its function"
+            yield f"select_by: {what} is also a scorer, and PPO does not select by what it optimizes"
+
+    def _size_problems(self) -> Iterator[str]:
+        """Sizes that do not divide each other, and values that need more optimizer steps."""
+        size, samples = self.rollout_batch_size, self.samples_per_prompt
+        if size % self.num_mini_batches:
+            yield f"rollout_batch_size={size} is not divisible by num_mini_batches={self.num_mini_batches}"
+        if size % samples:
+            yield f"rollout_batch_size={size} is not divisible by advantages.samples_per_prompt={samples}"
+        if self.total_episodes < size:
+            yield f"total_episodes={self.total_episodes} is less than one rollout of {size}; raise it"
+        if self.target_kl is not None and self.num_ppo_epochs == 1:
+            yield "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; set target_kl to null"
+        if self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1:
+            yield "kl_penalty: its gradient is zero at the only optimizer step; use more minibatches"
+
+    def _kl_problems(self) -> Iterator[str]:
+        """Values of the penalty and of the reference."""
+        adaptive, sync, is_zero = self.adaptive_kl, self.reference_sync, self.kl_coef == 0
+        if self.kl.kind == "in_loss" and is_zero and adaptive is None:
+            yield "kl.kind=in_loss with kl_coef=0 is no penalty at all; raise kl_coef, or set it to in_reward"
+        if adaptive is not None and is_zero:
             yield "adaptive_kl multiplies kl_coef, and kl_coef=0 would stay 0; set it to a small value"
+        if self.guards is not None and self.guards.action == "roll_back" and is_zero:
+            yield "guards.action=roll_back multiplies kl_coef, and kl_coef=0 would stay 0; raise it"
         if adaptive is not None and self.rollout_batch_size * adaptive.clip >= adaptive.horizon:
             yield "adaptive_kl.horizon must exceed rollout_batch_size · clip: kl_coef would turn negative"
-        if self.kl_coef == 0 and self.guards is not None and self.guards.action == "roll_back":
-            yield (
-                "guards.action=roll_back multiplies kl_coef at each roll back, and kl_coef=0 would stay 0; "
-                "set it to a small value"
-            )
         if sync is not None and sync.every > self.total_episodes // self.rollout_batch_size:
-            yield (
-                "reference_sync.every exceeds the number of updates, so it would never happen; lower it, or "
-                "set reference_sync to null"
-            )
-        if self.lora is not None and self.reference_sync is not None:
-            yield (
-                "lora: the reference is the policy without its adapter and cannot move; set reference_sync "
-                "to null"
-            )
+            yield "reference_sync.every exceeds the number of updates, so it would never happen; lower it"
+        if sync is not None and self.lora is not None:
+            yield "lora: the reference is the policy without its adapter; set reference_sync to null"
 
-    def _step_conflicts(self) -> Iterator[str]:
-        """Values that need more optimiser steps in an update."""
-        if self.target_kl is not None and self.num_ppo_epochs == 1:
-            yield (
-                "target_kl ends the epochs, and num_ppo_epochs=1 has no further one; raise it, or set "
-                "target_kl to null"
-            )
-        if self.kl_penalty is not None and self.num_ppo_epochs * self.num_mini_batches == 1:
-            yield (
-                "kl_penalty: at the only optimiser step the policy has not moved yet, and the penalty's "
-                "gradient is zero; use more minibatches or epochs"
-            )
-
-    def _score_conflicts(self) -> Iterator[str]:
-        """Values of the scorers, of unfinished responses, and of the judge that selects."""
-        yield from conflicts(self.scorers, self.combine_reward_models, self.response_length)
-        if self.truncation == "eos_trick_subtract" and self.missing_eos_score > 0:
-            yield (
-                "eos_trick_subtract adds missing_eos_score: a positive value would reward unfinished "
-                "responses; set it to a negative one"
-            )
-        if self.select_by is None:
+    def _sampler_problems(self) -> Iterator[str]:
+        """What a server cannot follow, or what would have no effect beside it."""
+        if self.sampler.kind == "policy":
             return
-        judge = self.select_by.judge
-        functions = {scorer.function for scorer in self.scorers if scorer.kind == "function"}
-        if judge.kind == "function" and judge.function in functions:
-            yield (
-                "select_by: its function is also a scorer, and PPO does not select by what it optimises; "
-                "name another judge"
-            )
-        if judge.kind == "reward_model" and Path(judge.path).as_posix() in reward_folders(self.scorers):
-            yield (
-                f"select_by: {judge.path} is also a scorer, and PPO does not select by what it optimises; "
-                "name another judge"
-            )
+        if self.temperature < LOWEST_TEMPERATURE:
+            yield f"sampler: vLLM samples at a temperature of at least {LOWEST_TEMPERATURE}; raise it"
+        if self.ratio_from == "reference":
+            yield "sampler: its importance weights are for ratios to the rollout; set ratio_from to rollout"
+        if self.sampler.transfer == "ipc" and self.lora is not None:
+            yield "sampler.transfer=ipc: lora's weights are merged beside the policy; set transfer to folder"
+        if self.sampler.ahead and self.total_episodes // self.rollout_batch_size < 2:
+            yield "sampler.ahead=1 needs a next rollout, and there is one update only; set sampler.ahead to 0"

@@ -1,71 +1,99 @@
-"""The scorers of `ppo.scorers`, which give each response its score."""
+"""The scorers of `ppo.scorers`, which give each response its score, and the checks of a verifier."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from rlhf_tasks.config.judge import HELDOUT, OPTIMISED
-from rlhf_tasks.config.types import Address, FiniteFloat, KeyVariable, PositiveFloat, PositiveInt, Section
-from rlhf_tasks.config.verifier import Check, Format
+from rlhf_tasks.config import types as t
+from rlhf_tasks.config.types import Section
 
+OPTIMISED, HELDOUT = "models/reward", "models/reward_heldout"
+"""The reward model that a scorer of kind reward_model optimizes, and the one that PPO never optimizes."""
 COLUMNS_OF_SAMPLES = ("episode", "prompt", "response", "score", "reward_heldout")
-"""Columns of samples.parquet that are no scorers."""
+"""Columns of samples.parquet that are not scorers."""
+
+
+class Check(Section):
+    """One check of the answer in a response against a column of the prompt's row."""
+
+    kind: Literal["exact", "number", "regex", "json_schema"]
+    """`exact`: the answer is the column's text; `number`: it is the column's number, within `tolerance`;
+    `regex`: the column's regular expression matches all of it; `json_schema`: it is JSON that the column's
+    schema allows."""
+    column: Annotated[str, Field(min_length=1)]
+    """Column of `data.columns.keep` with the right answer, the expression or the schema."""
+    tolerance: t.NonNegativeFloat = 0.0
+    """Largest absolute difference from the right number; 0 for any other kind."""
+    weight: t.FiniteFloat = 1.0
+    """Score of an answer that passes; one that does not gets 0."""
+
+
+def _has_one_group(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    if groups != 1:
+        raise ValueError(
+            f"{pattern!r} has {groups} groups; give one group, the answer, and write the others as (?:…)"
+        )
+    return pattern
+
+
+class Format(Section):
+    """What must stand around the answer."""
+
+    pattern: Annotated[str, AfterValidator(_has_one_group)]
+    """Regular expression that matches the whole response; its one group is the answer. `.` matches line
+    breaks too, and white space at both ends of the response does not count."""
+    weight: t.FiniteFloat = 0.0
+    """Score of a response that the pattern matches, whether the answer is right or not."""
 
 
 class RewardModelScorer(Section):
-    """A reward model: models/reward, which stage reward makes, or a folder.
-
-    `path` and `name` may be left out for null.
-    """
+    """A reward model: models/reward, which stage reward makes, or a folder."""
 
     kind: Literal["reward_model"]
-    """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: t.FiniteFloat = 1.0
     """Factor of this score, before the reward models are combined."""
     path: str | None = None
-    """Folder of a ready reward model, which may have another tokenizer and chat template; add it to the deps
-    of stage ppo in dvc.yaml; null: models/reward."""
+    """Folder of a ready reward model, which may have another tokenizer and chat template; null:
+    models/reward."""
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] | None = None
-    """Name of the scorer in the metrics: lower-case letters, digits and `_`; null: its kind, numbered from
-    the second of a kind."""
+    """Name in the metrics: lower-case letters, digits, `_`; null: its kind, numbered from the second on."""
 
 
 class FunctionScorer(Section):
-    """A Python function that scores responses. Add its file to the deps of stage ppo in dvc.yaml."""
+    """A Python function that scores responses."""
 
     kind: Literal["function"]
-    """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: t.FiniteFloat = 1.0
     """Factor of this score in the sum."""
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    function: t.ImportPath
     """`module:function`, called with a list of prompts and a list of responses, and with the columns of
     `data.columns.keep` that it takes by keyword; it returns one float per response."""
 
 
 class HttpScorer(Section):
-    """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts.
-
-    `key_variable` may be left out for null.
-    """
+    """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts."""
 
     kind: Literal["http"]
-    """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: t.FiniteFloat = 1.0
     """Factor of this score in the sum."""
-    url: Address
+    url: t.Address
     """Address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}; where columns are
     kept, it also receives {"columns": {NAME: […]}}. It holds no login."""
-    key_variable: KeyVariable | None = None
-    """Environment variable that holds a key, sent as `Authorization: Bearer …`; null: the server needs
-    none."""
-    timeout_seconds: PositiveFloat
+    key_variable: t.KeyVariable | None = None
+    """Environment variable with a key, sent as `Authorization: Bearer …`; null: the server needs none."""
+    timeout_seconds: t.PositiveFloat = 30.0
     """Longest wait for a reply, in seconds."""
-    batch_size: PositiveInt
+    batch_size: t.PositiveInt = 64
     """Responses per request."""
 
 
@@ -73,34 +101,30 @@ class LengthPenalty(Section):
     """A soft penalty on long responses (DAPO, arXiv 2503.14476, eq. 13): from 0 down to −1."""
 
     kind: Literal["length_penalty"]
-    """Kind of this scorer."""
-    weight: PositiveFloat
+    weight: t.PositiveFloat = 1.0
     """Factor of this score in the sum."""
-    max_tokens: PositiveInt
+    max_tokens: t.PositiveInt
     """Length from which the penalty is −1, in tokens, stop token included."""
-    buffer: PositiveInt
+    buffer: t.PositiveInt
     """Number of tokens below max_tokens over which the penalty grows linearly from 0."""
 
-    @model_validator(mode="after")
-    def _starts_above_zero(self) -> LengthPenalty:
+    def problems(self) -> Iterator[str]:
         if self.buffer > self.max_tokens:
-            raise ValueError(
+            yield (
                 f"buffer={self.buffer} exceeds max_tokens={self.max_tokens}, so that an empty response would "
                 "have a penalty; lower the buffer"
             )
-        return self
 
 
 class VerifierScorer(Section):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
     kind: Literal["verifier"]
-    """Kind of this scorer."""
-    weight: FiniteFloat
+    weight: t.FiniteFloat = 1.0
     """Factor of this score in the sum."""
     checks: tuple[Check, ...] = Field(strict=False, min_length=1)
     """List of checks by kind; a response is right if it passes all of them."""
-    format: Format | None
+    format: Format | None = None
     """What must stand around the answer; null: the whole response is the answer."""
 
 
@@ -108,7 +132,6 @@ class DummyScorer(Section):
     """Zero for every response: it tests the pipeline without a reward."""
 
     kind: Literal["dummy"]
-    """Kind of this scorer."""
 
 
 Scorer = Annotated[
@@ -120,18 +143,17 @@ Scorer = Annotated[
 class MeanMinusDeviations(Section):
     """The mean of the reward models' scores minus a multiple of their standard deviation."""
 
-    mean_minus_deviations: PositiveFloat
+    mean_minus_deviations: t.PositiveFloat
     """Multiple of the standard deviation."""
 
 
-def _a_rule(value: Any) -> Any:
+def _check_combination(value: Any) -> Any:
     if value in ("sum", "min") or isinstance(value, dict | MeanMinusDeviations):
         return value
     raise ValueError("must be sum, min or {mean_minus_deviations: 1.0}")
 
 
-Combination = Annotated[Literal["sum", "min"] | MeanMinusDeviations, BeforeValidator(_a_rule)]
-
+Combination = Annotated[Literal["sum", "min"] | MeanMinusDeviations, BeforeValidator(_check_combination)]
 
 # ----------------------------------------------------------------------------- rules of the list
 
@@ -141,51 +163,41 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
     names, unnamed = [], Counter[str]()
     for one in scorers:
         unnamed[one.kind] += 1
-        number = unnamed[one.kind]
-        given = one.name if isinstance(one, RewardModelScorer) else None
+        number, given = unnamed[one.kind], one.name if isinstance(one, RewardModelScorer) else None
         names.append(given or (one.kind if number == 1 else f"{one.kind}_{number}"))
     return names
 
 
 def reward_folders(scorers: Sequence[Scorer]) -> list[str]:
-    """The folder of each reward model that PPO optimises, as configured; models/reward for a null path."""
-    return [
-        OPTIMISED if one.path is None else Path(one.path).as_posix()
-        for one in scorers
-        if isinstance(one, RewardModelScorer)
-    ]
+    """The folder of each reward model that PPO optimizes, as configured; models/reward for a null path."""
+    models = [one for one in scorers if isinstance(one, RewardModelScorer)]
+    return [OPTIMISED if one.path is None else Path(one.path).as_posix() for one in models]
 
 
 def conflicts(scorers: Sequence[Scorer], combine: Combination, response_length: int) -> Iterator[str]:
     """The problems of `ppo.scorers` with each other and with how they are combined."""
     if not scorers:
         yield "scorers is empty; add at least one, such as {kind: dummy}"
-    dummies = sum(one.kind == "dummy" for one in scorers)
-    if dummies > 1:
+    if (dummies := sum(one.kind == "dummy" for one in scorers)) > 1:
         yield f"scorers: dummy is named {dummies} times; keep one"
     for name, count in Counter(scorer_names(scorers)).items():
         if count > 1 or name in COLUMNS_OF_SAMPLES:
             other = "several scorers have" if count > 1 else "a column of samples.parquet has"
             yield f"scorers: {name!r}: {other} this name; give the scorer another one"
-    yield from _reward_model_conflicts(scorers, combine)
     for one in scorers:
         if isinstance(one, LengthPenalty) and one.max_tokens - one.buffer >= response_length:
             yield (
                 f"scorers: length_penalty starts above max_tokens − buffer = {one.max_tokens - one.buffer} "
                 f"tokens, which no response exceeds with response_length={response_length}; lower max_tokens"
             )
-
-
-def _reward_model_conflicts(scorers: Sequence[Scorer], combine: Combination) -> Iterator[str]:
+        if isinstance(one, RewardModelScorer) and one.path and Path(one.path).as_posix() == OPTIMISED:
+            yield f"scorers: path={OPTIMISED} is the default; remove path, or set it to null"
     folders = reward_folders(scorers)
     for folder, count in Counter(folders).items():
         if count > 1:
             yield f"scorers: the reward model {folder} is named {count} times; name each one once"
     if HELDOUT in folders:
-        yield f"scorers: PPO must not optimise {HELDOUT}, which selects and judges; give another reward model"
-    paths = [one.path for one in scorers if isinstance(one, RewardModelScorer) and one.path is not None]
-    if OPTIMISED in {Path(path).as_posix() for path in paths}:
-        yield f"scorers: path={OPTIMISED} is the default; remove path, or set it to null"
+        yield f"scorers: PPO must not optimize {HELDOUT}, which selects and judges; give another reward model"
     if combine != "sum" and len(folders) < 2:
         yield (
             f"combine_reward_models needs at least two reward models, and scorers has "

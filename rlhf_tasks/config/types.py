@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 Stage = Literal["prepare", "base", "sft", "preferences", "reward", "ppo", "judge", "verdict", "report"]
@@ -25,61 +26,94 @@ class Between:
     high: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def _checked(self, value: int) -> int:
+    def _check(self, value: int) -> int:
         if not self.low <= value <= self.high:
             raise ValueError(f"must be a whole number from {self.low:,} to {self.high:,}")
         return value
 
 
 LARGEST = 2**31 - 1  # of any whole number: 32 bits hold it everywhere
+LAST_SEED = 2**32 - 1  # of NumPy, whose range is the smallest of all generators'
 PositiveInt = Annotated[int, Between(1, LARGEST)]
 Count = Annotated[int, Between(0, LARGEST)]
-LAST_SEED = 2**32 - 1  # of NumPy, whose range is the smallest of all generators'
-Seed = Annotated[int, Between(0, LAST_SEED)]
-NumRows = Annotated[int, Between(1, 10_000_000)]
-"""Rows that a stage holds in memory: about a kilobyte each."""
-NumTokens = Annotated[int, Between(1, 2**20)]
-"""The length of one text."""
+NumRows = Annotated[int, Between(1, 10_000_000)]  # held in memory: about a kilobyte each
+Tokens = Annotated[int, Between(1, 2**20)]  # the length of one text
 BatchSize = Annotated[int, Between(1, 2**20)]
-"""Rows that are trained on together."""
-NumProcesses = Annotated[int, Between(1, 2**16)]
-Width = Annotated[int, Between(1, 2**16)]
-"""A side of a weight matrix."""
-NumLayers = Annotated[int, Between(1, 1024)]
-NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
+Width = Annotated[int, Between(1, 2**16)]  # a side of a weight matrix
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-"""The decay of a running mean per step."""
 
 
 class Section(BaseModel):
-    """A part of params.yaml: strict, frozen and without defaults.
+    """A part of params.yaml: strict and frozen. A key that is not given has its default.
 
     The docstring below a field is its description in the reference.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_kinds(cls, values: Any) -> Any:
+        """A section of several kinds that names no kind has the default's."""
+        if not isinstance(values, Mapping):
+            return values
+        complete = dict(values)
+        for key, field in cls.model_fields.items():
+            if isinstance(value := values.get(key), Mapping) and hasattr(field.default, "kind"):
+                complete[key] = {"kind": field.default.kind, **value}
+        return complete
+
+    @model_validator(mode="after")
+    def _has_no_problems(self) -> Self:
+        if problems := list(self.problems()):
+            raise ValueError("; ".join(problems))
+        return self
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the values together; sections with rules override it."""
+        return iter(())
+
+
+def sections(annotation: Any) -> list[type[Section]]:
+    """The section types that occur anywhere in a type."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in sections(inner)]
+
+
+def kinds(section: type[Section]) -> Sequence[str]:
+    """The values of `kind` that name this type among several kinds; empty for other sections."""
+    field = section.model_fields.get("kind")
+    return () if field is None else get_args(field.annotation)
+
+
+def field_of(owner: type[Section] | None, key: str) -> FieldInfo | None:
+    """The field that `key` of params.yaml names in a section."""
+    fields = {} if owner is None else owner.model_fields
+    return next((field for name, field in fields.items() if key == (field.alias or name)), None)
+
+
+def section_of(owner: type[Section] | None, key: str, given: Mapping[str, Any]) -> type[Section] | None:
+    """The type of the section `key` with these values: of several kinds the given one, or the default's."""
+    field = field_of(owner, key)
+    if field is None:
+        return None
+    kind, found = given.get("kind", getattr(field.default, "kind", None)), sections(field.annotation)
+    return next((one for one in found if kind is None or kind in kinds(one)), None)
+
 
 def pinned_revision(value: str) -> str:
-    """A full commit hash.
-
-    Raises:
-        ValueError: for any other text.
-    """
+    """A full commit hash; raises ValueError for any other text."""
     if not re.fullmatch(r"[0-9a-f]{40}", value):
         raise ValueError(
             "a hub revision must be a full commit hash (40 hex digits), so that a rerun reads the same bytes"
         )
     return value
-
-
-Revision = Annotated[str, AfterValidator(pinned_revision)]
 
 
 def store_uri(value: str) -> str:
@@ -91,11 +125,10 @@ def store_uri(value: str) -> str:
         ValueError: for a database or folder with a relative path.
     """
     scheme, parts = value.partition(":")[0].partition("+")[0], urlsplit(value)
+    place = unquote(parts.path)
     if scheme == "sqlite":
-        place = unquote(parts.path).removeprefix("/")
-    elif scheme == "file" or (":" not in value and value != "databricks"):
-        place = unquote(parts.path)
-    else:
+        place = place.removeprefix("/")
+    elif scheme != "file" and (":" in value or value == "databricks"):
         return value
     if not Path(place).is_absolute():
         raise ValueError(
@@ -106,10 +139,7 @@ def store_uri(value: str) -> str:
     return value
 
 
-StoreUri = Annotated[str, AfterValidator(store_uri)]
-
-
-def address(value: str) -> str:
+def _address(value: str) -> str:
     """An http address without a login, which would be stored wherever parameters are."""
     if not re.match(r"https?://[^\s/]", value):
         raise ValueError("must begin with http:// or https:// and name a host")
@@ -121,8 +151,12 @@ def address(value: str) -> str:
     return value
 
 
-Address = Annotated[str, AfterValidator(address)]
+Revision = Annotated[str, AfterValidator(pinned_revision)]
+StoreUri = Annotated[str, AfterValidator(store_uri)]
+Address = Annotated[str, AfterValidator(_address)]
 KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+"""A function of the user's, as `module:function`."""
 
 
 def is_hub_id(source: str) -> bool:
@@ -130,32 +164,23 @@ def is_hub_id(source: str) -> bool:
     return not Path(source).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
 
 
-def check_source(source: str | None, revision: str | None, key: str) -> None:
-    """Check that a hub id has a revision, and that nothing else has one.
-
-    Raises:
-        ValueError: naming the parameter `key`.
-    """
+def check_source(source: str | None, revision: str | None, key: str) -> Iterator[str]:
+    """The problems of a model source `key`: a hub id has a revision, and nothing else has one."""
     if source is None:
         if revision is not None:
-            raise ValueError(f"{key} names no model: `revision` would be ignored; set it to null too")
-        return
-    if is_hub_id(source) and revision is None:
-        raise ValueError(
-            f"{key}={source!r} is not a local folder, so it is a hub id and needs `revision`: "
-            "a commit hash; "
+            yield f"{key} names no model: `revision` would be ignored; set it to null too"
+    elif is_hub_id(source) and revision is None:
+        yield (
+            f"{key}={source!r} is not a local folder, so it is a hub id and needs `revision`: a commit hash; "
             f"`git ls-remote https://huggingface.co/{source} HEAD` prints it"
         )
-    if revision is not None and Path(source).exists():
-        raise ValueError(f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null")
+    elif revision is not None and Path(source).exists():
+        yield f"{key}={source!r} is a local folder: `revision` would be ignored; set it to null"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one level of dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

@@ -167,7 +167,8 @@ def _contender(name: str, paths: Paths) -> Contender:
     if folder.exists() and not revision:
         return Checkpoint(str(folder), None)
     try:
-        check_source(source, pinned_revision(revision) if revision else None, "MODEL")
+        for problem in check_source(source, pinned_revision(revision) if revision else None, "MODEL"):
+            raise ValueError(problem)
     except ValueError as error:
         raise UserError(f"{error}; give it as {source}@COMMIT") from None
     return Checkpoint(source, revision or None)

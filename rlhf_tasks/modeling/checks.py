@@ -40,6 +40,21 @@ SMALL = 10**8
 """Parameters up to which a check takes a few seconds, and stage ppo writes a copy and reads it back."""
 NO_TOKEN = -1
 
+TWICE, PADDED = "two training passes agree", "a padded batch and single rows agree"
+SAMPLED, ENDED = "sampling and training agree", "ended rows do not change the others"
+SAVED, COPIED = "a saved copy has the same weights", "a saved copy agrees"
+SCORED = "scores of a padded batch and of single rows agree"
+CAUSES = {
+    TWICE: "a part of the model is random even in eval mode",
+    PADDED: "the model ignores its attention mask or its position ids, or other rows change its positions",
+    SAMPLED: "the model's cache does not hold all that it has read",
+    ENDED: "the model's cache does not drop the rows that have ended",
+    SAVED: "the model does not write all of its weights",
+    COPIED: "the model's config does not hold all of its settings",
+    SCORED: "the reward model ignores its attention mask or its position ids",
+}
+"""The likely cause, by the name of a check that fails."""
+
 
 class ModelFault(UserError):
     """A model that PPO cannot train, with what differs."""
@@ -127,42 +142,18 @@ def check_policy(
         samples = draw(NO_TOKEN)
         rows = Rows(queries, samples.responses)
         trained = _train_logprobs(model, rows, pad, temperature)
-        yield Result(
-            "two training passes agree",
-            _difference(trained, _train_logprobs(model, rows, pad, temperature)),
-            limit,
-            "a part of the model is random even in eval mode",
-        )
-        yield Result(
-            "a padded batch and single rows agree",
-            _difference(trained, _single_logprobs(model, rows, temperature)),
-            limit,
-            "the model ignores its attention mask or its position ids, or other rows change its positions",
-        )
-        yield Result(
-            "sampling and training agree",
-            _difference(samples.logprobs, trained),
-            limit,
-            "the model's cache does not hold all that it has read",
-        )
+        yield _compare(TWICE, trained, _train_logprobs(model, rows, pad, temperature), limit)
+        yield _compare(PADDED, trained, _single_logprobs(model, rows, temperature), limit)
+        yield _compare(SAMPLED, samples.logprobs, trained, limit)
         stop = _find_splitting_token(samples.responses)
         if stop is not None:
             ended = draw(stop)
             shorter = _train_logprobs(model, Rows(queries, ended.responses), pad, temperature)
-            yield Result(
-                "ended rows do not change the others",
-                _difference(ended.logprobs, shorter),
-                limit,
-                "the model's cache does not drop the rows that have ended",
-            )
+            yield _compare(ENDED, ended.logprobs, shorter, limit)
         if saves:
-            weights, logprobs = _save_and_compare(model, rows, pad, temperature, trained)
-            yield Result(
-                "a saved copy has the same weights", weights, 0.0, "the model does not write all of them"
-            )
-            yield Result(
-                "a saved copy agrees", logprobs, limit, "the config does not hold all of its settings"
-            )
+            copy, has_same_weights = _save_and_load(model)
+            yield Result(SAVED, 0.0 if has_same_weights else 1.0, 0.0, CAUSES[SAVED])
+            yield _compare(COPIED, trained, _train_logprobs(copy, rows, pad, temperature), limit)
 
     return _collect(model, results())
 
@@ -196,10 +187,8 @@ def _single_logprobs(model: PreTrainedModel, rows: Rows, temperature: float) -> 
     return logprobs
 
 
-def _save_and_compare(
-    model: PreTrainedModel, rows: Rows, pad: int, temperature: float, trained: list[Tensor]
-) -> tuple[float, float]:
-    """The largest difference of weights, and of log-probs, to a copy that was written and read back."""
+def _save_and_load(model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
+    """A copy that was written and read back, and whether it has the same weights, bit for bit."""
     merged = merge_adapter(model)
     own = merged.state_dict()
     with tempfile.TemporaryDirectory() as folder:
@@ -207,9 +196,8 @@ def _save_and_compare(
             merged.save_pretrained(folder)
         copy = load_causal(Path(folder))
         read = copy.state_dict()
-        is_whole = own.keys() == read.keys() and all(torch.equal(own[k].cpu(), read[k]) for k in own)
-        place(copy, model.device)
-        return 0.0 if is_whole else 1.0, _difference(trained, _train_logprobs(copy, rows, pad, temperature))
+        same = own.keys() == read.keys() and all(torch.equal(own[k].cpu(), read[k]) for k in own)
+        return place(copy, model.device), same
 
 
 # --------------------------------------------------------------------------------------- reward models
@@ -225,12 +213,7 @@ def check_scores(scores: TokenScores, rows: Rows, *, pad: int) -> list[Result]:
         alone = [scores(collate([q], [r], pad).to(device))[0].cpu() for q, r in zip(*rows, strict=True)]
         own = [row[-len(one) :].cpu() for row, one in zip(padded, alone, strict=True)]
         size = max(1.0, *(float(one.abs().max()) for one in alone))
-        yield Result(
-            "scores of a padded batch and of single rows agree",
-            _difference(own, alone),
-            size * TOLERANCE.get(scores.model.dtype, COARSE),
-            "the reward model ignores its attention mask or its position ids",
-        )
+        yield _compare(SCORED, own, alone, size * TOLERANCE.get(scores.model.dtype, COARSE))
 
     return _collect(scores.model, results())
 
@@ -304,9 +287,10 @@ def _collect(model: PreTrainedModel, results: Iterator[Result]) -> list[Result]:
     return found
 
 
-def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+def _compare(name: str, first: Sequence[Tensor], second: Sequence[Tensor], tolerance: float) -> Result:
     """The largest absolute difference; NaN, which passes no check, where a number is NaN."""
-    return float(torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max())
+    difference = torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max()
+    return Result(name, float(difference), tolerance, CAUSES[name])
 
 
 # ------------------------------------------------------------------------------------------ positions

@@ -33,8 +33,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_tasks.config import Scratch, is_hub_id
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora, Scratch, is_hub_id
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
@@ -51,8 +50,12 @@ SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
     """A randomly initialized causal LM of one of the known families; weights from torch's global RNG."""
-    common: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "max_position_embeddings": max_positions,
         # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
         "initializer_range": shape.hidden_size**-0.5,
         "bos_token_id": tokenizer.bos_token_id,
@@ -60,26 +63,16 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
         "pad_token_id": tokenizer.pad_token_id,
     }
     if shape.family == "gpt2":
-        sizes: dict[str, Any] = {
-            "n_embd": shape.hidden_size,
-            "n_layer": shape.num_layers,
-            "n_head": shape.num_heads,
-            "n_positions": max_positions,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        }
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    elif shape.family == "gpt_neox":
+        sizes["intermediate_size"] = 4 * shape.hidden_size
     else:
-        sizes = {
-            "hidden_size": shape.hidden_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.num_heads,
-            "intermediate_size": 4 * shape.hidden_size,
-            "max_position_embeddings": max_positions,
-        }
-    if shape.family in ("llama", "qwen2"):
         # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
-        sizes["intermediate_size"] = 8 * round(shape.hidden_size / 3)
-        sizes["num_key_value_heads"] = shape.num_heads
-    config = AutoConfig.for_model(shape.family, **common, **sizes)
+        sizes |= {
+            "intermediate_size": 8 * round(shape.hidden_size / 3),
+            "num_key_value_heads": shape.num_heads,
+        }
+    config = AutoConfig.for_model(shape.family, **sizes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval()
     return model
@@ -252,7 +245,9 @@ class TokenScores(nn.Module):
 
     def scored(self, hidden: Tensor) -> Tensor:
         """(B, N, H) → (B, N) float32, minus the stored mean."""
-        scores: Tensor = score_head(self.model)(hidden).squeeze(-1).float()
+        head = score_head(self.model)
+        with torch.autocast(hidden.device.type, enabled=False):  # 16 bits would round scores to 3 digits
+            scores: Tensor = head(hidden.to(head.weight.dtype)).squeeze(-1).float()
         return scores - self.mean
 
     def set_mean(self, mean: float) -> None:

@@ -97,8 +97,9 @@ def _deviations(returns: Tensor, num_samples: int) -> Tensor:
 
 def estimate_gae(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:
     """`gae` of token rewards (B, R): advantages and returns, (B, R) each."""
-    assert config.lam is not None
-    return gae(rewards, rollout.values, rollout.mask, config.gamma, config.lam, rollout.bootstrap_values)
+    assert config.advantages.kind == "gae"
+    gamma, lam = config.advantages.gamma, config.advantages.lam
+    return gae(rewards, rollout.values, rollout.mask, gamma, lam, rollout.bootstrap_values)
 
 
 def estimate_rloo(rewards: Tensor, rollout: Rollout, config: Ppo) -> tuple[Tensor, Tensor]:

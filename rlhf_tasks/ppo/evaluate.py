@@ -173,7 +173,7 @@ class Evaluator:
         batch = {"prompts": own, "responses": rt.share(ids)}
         parts = self._score(queries, ids, columns.take(self._columns, range(count)), batch)
         ended = torch.tensor([response[-1] == self._stop for response in ids])
-        rule = self._config.truncation
+        rule = self._config.truncation.kind
         if rule.startswith("bootstrap"):  # there is no critic here to value an unfinished response
             rule = "none"
 

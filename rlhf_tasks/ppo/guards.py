@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_tasks.config import ppo_options as config
+from rlhf_tasks.config import ppo as config
 from rlhf_tasks.errors import UserError
 
 LONGER, MORE_REPETITION = 1.2, 0.1

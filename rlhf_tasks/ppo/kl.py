@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from rlhf_tasks.config.ppo_options import AdaptiveKl
+from rlhf_tasks.config.ppo import AdaptiveKl
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -12,12 +12,13 @@ b rows of a micro-batch · R response; every tensor is (b, R) unless its docstri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import Constant
 
 
 class MicroBatch(NamedTuple):
@@ -51,12 +52,12 @@ def ppo_clip(logprobs: Tensor, batch: MicroBatch, config: Ppo) -> tuple[Tensor, 
     return loss, {"policy/clipfrac_avg": is_clipped}
 
 
-def token_weights(mask: Tensor, reduction: str | int) -> Tensor:
+def token_weights(mask: Tensor, reduction: Literal["token_mean", "response_mean"] | Constant) -> Tensor:
     """The weights by which the token losses of a whole minibatch are added up; zero on padding.
 
     `token_mean` is the mean over all tokens of all ranks. `response_mean` is the mean over responses of
-    their own token means (GRPO, arXiv 2402.03300). A number is a constant that replaces each response's
-    length (Dr. GRPO, arXiv 2503.20783). `mask` holds the rows of all ranks, so that the weights, and with
+    their own token means (GRPO, arXiv 2402.03300). A constant stands in place of each response's length
+    (Dr. GRPO, arXiv 2503.20783). `mask` holds the rows of all ranks, so that the weights, and with
     them a step, do not depend on how the minibatch is cut.
     """
     tokens = mask.float()
@@ -64,7 +65,7 @@ def token_weights(mask: Tensor, reduction: str | int) -> Tensor:
         return tokens / tokens.sum()
     if reduction == "response_mean":
         return tokens / tokens.sum(1, keepdim=True) / len(mask)
-    return tokens / (float(reduction) * len(mask))
+    return tokens / (reduction.constant * len(mask))
 
 
 class TokenLoss(NamedTuple):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
-from rlhf_tasks.config.judge import OPTIMISED, RewardModelJudge
-from rlhf_tasks.config.scorers import reward_folders
+from rlhf_tasks.config.judge import RewardModelJudge
+from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts
 from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
-from rlhf_tasks.project import dvc_files
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.runtime import Runtime
@@ -44,12 +42,12 @@ def check(config: PpoView, paths: Paths) -> None:
         raise UserError(
             f"ppo.stop_token={stop} is not a token: the tokenizer has {len(tokenizer)}, numbered from 0"
         )
-    if settings.truncation.startswith("bootstrap"):
+    if settings.truncation.kind.startswith("bootstrap"):
         _warn_of_bootstrapping(settings)
 
 
 def _check_reward_models(config: PpoView, paths: Paths) -> None:
-    """Check that DVC tracks the folders of `ppo.scorers`, and that none has the weights of another model.
+    """Check that the folders of `ppo.scorers` hold models, and that none has the weights of another model.
 
     Raises:
         UserError: naming the folder.
@@ -57,14 +55,8 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
     folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMISED]
     if not folders:
         return
-    deps = dvc_files.graph(paths.root)["ppo"].inputs
     known = {contracts.fingerprint(paths.root / folder): folder for folder in _pipeline_models(config, paths)}
     for folder in folders:
-        if not any(Path(folder).is_relative_to(dep) for dep in deps):
-            raise UserError(
-                f"ppo.scorers: {folder} is not among the deps of stage ppo in dvc.yaml, so DVC would not "
-                f"notice when it changes; add the line `- {folder}`"
-            )
         if not contracts.has_model(paths.root / folder):
             raise UserError(f"ppo.scorers: {folder} holds no model; give the folder of a reward model")
         digest = contracts.fingerprint(paths.root / folder)
@@ -106,17 +98,19 @@ def _check_selection_judge(settings: Ppo, paths: Paths) -> None:
 
 
 def _warn_of_bootstrapping(settings: Ppo) -> None:
-    if settings.critic_warmup is None:
-        shared = settings.value_model == "shared"
+    critic, rule = settings.critic, f"ppo.truncation.kind={settings.truncation.kind}"
+    if getattr(critic, "warmup", None) is None:
+        shared = critic is not None and critic.kind == "shared"
         console.say(
-            f"ppo.truncation={settings.truncation} rewards unfinished responses with the critic's value, and "
-            f"this critic {'starts at zero' if shared else 'is not warmed up'}: "
-            f"{'set ppo.value_model to separate, and ' if shared else ''}set ppo.critic_warmup"
+            f"{rule} rewards unfinished responses with the critic's value, and this critic "
+            f"{'starts at zero' if shared else 'is not warmed up'}: "
+            f"{'set ppo.advantages.critic.kind to separate, and ' if shared else ''}"
+            "set ppo.advantages.critic.warmup"
         )
-    if settings.gamma == 1:
+    if getattr(settings.advantages, "gamma", 1.0) == 1:
         console.say(
-            f"ppo.truncation={settings.truncation} with ppo.gamma=1 does not determine the value of a "
-            "response that never ends, and the critic may value it highest: set ppo.gamma below 1, say 0.99"
+            f"{rule} with ppo.advantages.gamma=1 does not determine the value of a response that never ends, "
+            "and the critic may value it highest: set ppo.advantages.gamma below 1, say 0.99"
         )
 
 

@@ -230,7 +230,7 @@ def score_rollout(
         logprobs=logprobs,
         ref_logprobs=ref_logprobs,
         values=values,
-        bootstrap_values=bootstrap_values(last_values, ended, config.truncation),
+        bootstrap_values=bootstrap_values(last_values, ended, config.truncation.kind),
         scores=scorers.total(parts),
         parts=parts,
         importance=torch.ones(shape),

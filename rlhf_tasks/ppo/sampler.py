@@ -113,7 +113,7 @@ class PolicySampler:
                 stop=self._stop,
                 pad=self._pad,
                 generator=self._generator,
-                batch_size=config.sampling_batch_size,
+                batch_size=config.sampler.batch_size if config.sampler.kind == "policy" else None,
                 num_samples=config.samples_per_prompt,
                 share=Share(rt.rank, rt.world_size, config.rollout_batch_size),
             )
@@ -148,8 +148,8 @@ class VllmSampler:
         stop: int,
     ) -> None:
         """`generator`, of the same state on all ranks, draws the requests' seeds."""
-        assert config.engine is not None
-        self._rt, self._config, self._settings = rt, config, config.engine
+        assert config.sampler.kind == "vllm"
+        self._rt, self._config, self._settings = rt, config, config.sampler
         self._policy, self._generator, self._engine = policy, generator, engine
         vocab = int(policy.config.get_text_config().vocab_size)
         self._limits = Limits(stop=stop, length=config.response_length, vocab=vocab)
@@ -184,7 +184,7 @@ class VllmSampler:
         if not 0 <= self._lag <= self._settings.ahead:
             raise EngineError(
                 f"a rollout for update {update} was sampled after update {self._submitted_at}: it is stale; "
-                f"engine.ahead={self._settings.ahead} is allowed"
+                f"sampler.ahead={self._settings.ahead} is allowed"
             )
         logprobs = [torch.tensor(row) for row in self._rt.share(answers.logprobs)]
         return Samples(self._rt.share(answers.responses), logprobs)
@@ -208,7 +208,7 @@ class VllmSampler:
         if self._lag == 0 and not difference <= most:
             raise EngineError(
                 f"the engine's log-probs differ from the policy's by {difference:.3g} nats per token, and "
-                f"engine.max_logprob_diff={most:g}: it has other weights, or samples at other settings; a "
+                f"sampler.max_logprob_diff={most:g}: it has other weights, or samples at other settings; a "
                 "server of your own needs --logprobs-mode processed_logprobs and --generation-config vllm"
             )
         metrics |= {"engine/lag": float(self._lag), "engine/load_seconds": self._load_seconds}

@@ -167,8 +167,9 @@ def begin(
     optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
     num_policy_groups = len(optimizer.param_groups)
     if not isinstance(actor_critic.value, NoCritic):
-        # one AdamW for both; with `value_learning_rate` the critic's groups have a rate of their own
-        scale = (config.value_learning_rate or config.learning_rate) / config.learning_rate
+        # one AdamW for both; the critic's groups may have a learning rate of their own
+        own_rate: float | None = getattr(config.critic, "learning_rate", None)
+        scale = (own_rate or config.learning_rate) / config.learning_rate
         for group in adamw(actor_critic.value, config).param_groups:
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     model, optimizer = rt.prepare(actor_critic, optimizer, config.max_grad_norm)

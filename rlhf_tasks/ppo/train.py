@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import Columns, take
 from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs
@@ -98,7 +99,7 @@ def train(
     num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
     minibatch_size = batch_size // config.num_mini_batches
     has_critic = not isinstance(actor_critic.value, NoCritic)
-    kl_of_tokens = KL_ESTIMATORS[config.kl_estimator]
+    kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
     selections = selection_updates(config.num_selections, num_updates)
     showings = sample_updates(config.num_sample_generations, num_updates)
 
@@ -167,11 +168,11 @@ def train(
                 scores = truncated_scores(
                     state.scaler(rollout.scores),
                     rollout.ended,
-                    config.truncation,
+                    config.truncation.kind,
                     missing_eos_score=config.missing_eos_score,
                 )  # (B,)
                 kl = kl_of_tokens(rollout.logprobs, rollout.ref_logprobs)  # (B, R)
-                reward_kl_coef = state.kl_coef if config.kl_in == "reward" else 0.0
+                reward_kl_coef = state.kl_coef if config.kl.kind == "in_reward" else 0.0
                 rewards = token_rewards(scores, kl, mask, reward_kl_coef)  # (B, R)
                 if config.whiten_rewards:
                     rewards = whiten(rewards, mask, shift_mean=False)
@@ -377,8 +378,8 @@ def token_losses(
     metrics = metrics | ratio_sums(logprobs, given.logprobs)
     metrics |= {"loss/policy_avg": policy, "policy/entropy_avg": entropy}
     losses = policy
-    if config.kl_in == "loss":
-        metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl_estimator](logprobs, given.ref_logprobs)
+    if config.kl.kind == "in_loss":
+        metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, given.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]
     if config.kl_penalty is not None:
         metrics["policy/penalty_kl_avg"] = k3(given.logprobs, logprobs)
@@ -387,16 +388,17 @@ def token_losses(
         losses = losses - config.entropy_coef * entropy
     if is_warmup:  # under data parallelism every weight needs a gradient
         losses = 0 * losses
-    if config.vf_coef is not None:
-        value, is_clipped = value_loss(values[:, :-1], given.values, given.returns, config.cliprange_value)
+    critic = config.critic
+    if critic is not None:
+        value, is_clipped = value_loss(values[:, :-1], given.values, given.returns, critic.cliprange_value)
         metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
-        losses = losses + config.vf_coef * value
+        losses = losses + critic.vf_coef * value
     return torch.where(given.mask, losses, 0), metrics
 
 
 def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
     """Whether the critic's loss has settled, or there is no warm-up."""
-    warmup = config.critic_warmup
+    warmup: CriticWarmup | None = getattr(config.critic, "warmup", None)
     if warmup is None or len(losses) >= warmup.max_updates:
         return True
     return len(losses) > 2 and min(losses[-2:]) > (1 - warmup.settled) * min(losses[:-2])

@@ -1,20 +1,5 @@
 """Presets: files of values that replace those of params.yaml."""
 
-from rlhf_tasks.presets.overlays import (
-    Request,
-    apply,
-    combined,
-    in_yaml,
-    matching,
-    names,
-    nested,
-    overlay_onto,
-    read,
-    replaced,
-    summary,
-)
+from rlhf_tasks.presets.overlays import Request, apply, combined, matching, names, read, replaced, summary
 
-__all__ = [
-    "Request", "apply", "combined", "in_yaml", "matching", "names", "nested", "overlay_onto",
-    "read", "replaced", "summary",
-]  # fmt: skip
+__all__ = ["Request", "apply", "combined", "matching", "names", "read", "replaced", "summary"]

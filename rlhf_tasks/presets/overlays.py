@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import json
-import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import ScalarNode
-from ruamel.yaml.representer import RoundTripRepresenter
 
 from rlhf_tasks import config
+from rlhf_tasks.config import Config, Section
+from rlhf_tasks.config.types import field_of, section_of
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.project import atomic
 
 FOLDER = Path(__file__).parent
-PLAIN = re.compile(r"(?!(true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)  # texts without quotes in YAML
 
 
 @dataclass(frozen=True)
@@ -32,15 +27,10 @@ class Request:
     seed: int | None = None
     overrides: dict[str, Any] | None = None
 
-    def overlays(self) -> list[dict[str, Any]]:
-        return [*self._presets(), *self._single()]
-
-    def _presets(self) -> list[dict[str, Any]]:
-        return [read(self.preset)] if self.preset else []
-
-    def _single(self) -> list[dict[str, Any]]:
-        given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
-        return [nested(key, value) for key, value in given.items()]
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is changed."""
+        return self.preset is None and self.seed is None and not self.overrides
 
     def resolve(self, text: str) -> tuple[str, config.Config, list[str]]:
         """The text of params.yaml with the changes, as a checked config, and the changes.
@@ -48,7 +38,10 @@ class Request:
         Raises:
             ConfigError: naming every problem of the result.
         """
-        return combined(text, self._presets(), "params.yaml with the run's changes", self._single())
+        given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
+        single = _together([config.nested(key, value) for key, value in given.items()])
+        overlays = [read(self.preset)] if self.preset else []
+        return combined(text, overlays, "params.yaml with the run's changes", single)
 
 
 def names() -> list[str]:
@@ -80,9 +73,15 @@ def matching(values: Mapping[str, Any]) -> list[str]:
         null = any(values.get(".".join(parts[:n]), "") is None for n in range(1, len(parts)))
         return null or (key in values and values[key] == value)
 
-    return [
-        name for name in names() if all(has(key, value) for key, value in config.flatten(read(name)).items())
-    ]
+    found = []
+    for name in names():
+        own = config.flatten(read(name))
+        tree: dict[str, Any] = {}
+        config.merge(tree, read(name))
+        complete = config.values(tree, name)  # the scorers and judges of a preset with all of their keys
+        if all(has(key, complete.get(key, value)) for key, value in own.items()):
+            found.append(name)
+    return found
 
 
 def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> list[str]:
@@ -93,7 +92,7 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     `settings` are single values that come last, each `KEY=VALUE` with a dotted key and a value in YAML.
     Returns the changes as `key: old → new`, and the sections that stay null.
     """
-    overlays, single = [read(name) for name in chosen], [_setting(words) for words in settings]
+    overlays, single = [read(name) for name in chosen], _together([_setting(words) for words in settings])
     origin = f"params.yaml with {', '.join([*chosen, *settings])}"
     text, _, changes = combined(config.read_text(path), overlays, origin, single)
     atomic.write_text(path, text)
@@ -101,52 +100,63 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
 
 
 def combined(
-    text: str,
-    overlays: Sequence[Mapping[str, Any]],
-    origin: str,
-    single: Sequence[Mapping[str, Any]] = (),
+    text: str, overlays: Sequence[Mapping[str, Any]], origin: str, single: Mapping[str, Any]
 ) -> tuple[str, config.Config, list[str]]:
     """A parameter file's text with overlays, its config, and the changes as `key: old → new`.
 
-    Comments are kept. A preset does not turn on a section that is null: one that loosens the gate does not
-    create a gate. `single` values come last; a section that one of them turns on is on for presets too.
+    Comments are kept. `single` values come last. A preset does not turn on a section that the file, and no
+    single value, turns off: one that loosens the gate does not create a gate. Neither does it change the
+    kind of a section if it names none: what the kind in force does not have is left off.
 
     Raises:
-        ConfigError: naming every problem of the result, or single values of a section that is null.
+        ConfigError: naming every problem of the result.
     """
-    yaml, safe = _round_trip(), YAML(typ="safe", pure=True)
-    before, tree = config.parse(text, origin), yaml.load(text)
-    left_off = []
-    for overlay in single:
-        if _turns_on(tree, overlay):
-            overlay_onto(tree, copy.deepcopy(dict(overlay)))
+    tree, before = config.round_trip().load(text), config.parse(text, origin)
+    left_off: list[str] = []
     for overlay in overlays:
-        fitting = copy.deepcopy(dict(overlay))
-        for path, keys in list(_of_null(tree, fitting)):
-            _take_out(fitting, path)
-            left_off.append(f"{'.'.join(path)} stays null (a preset changes its {', '.join(keys)})")
-        overlay_onto(tree, fitting)
-    for overlay in single:
-        for path, keys in _of_null(tree, overlay):
-            raise ConfigError(
-                f"{origin}: {'.'.join(path)} is null, so that {', '.join(keys)} alone cannot be set; give "
-                f"{', '.join(config.missing_keys(path, keys))} too, as one {'.'.join(path)}={{…}}"
-            )
-        overlay_onto(tree, overlay)
-    written = io.StringIO()
-    yaml.dump(tree, written)
-    after = safe.load(written.getvalue())
+        config.merge(tree, dict(_fitting(overlay, tree, single, Config, (), left_off)))
+    config.merge(tree, single)
+    written = config.written(tree)
+    after = config.parse(written, origin)
     settings = config.validate(after, origin)
-    old, new = config.flatten(before), config.flatten(after)
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    changes = [f"{key}: {in_yaml(old.get(key))} → {in_yaml(new.get(key))}" for key in changed]
-    return written.getvalue(), settings, changes + left_off
+    try:
+        changes = config.differences(
+            config.in_force(config.validate(before, origin)), config.in_force(settings)
+        )
+    except ConfigError:  # an invalid file is repaired
+        changes = config.differences(config.flatten(before), config.flatten(after))
+    return written, settings, changes + left_off
 
 
-def in_yaml(value: Any) -> str:
-    """A value as one line of YAML; JSON is YAML."""
-    is_plain = isinstance(value, str) and PLAIN.fullmatch(value)
-    return value if is_plain else json.dumps(value, ensure_ascii=False, default=str)
+def _fitting(
+    overlay: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    single: Mapping[str, Any],
+    owner: type[Section] | None,
+    path: tuple[str, ...],
+    left_off: list[str],
+) -> Iterator[tuple[str, Any]]:
+    """The items of a preset that fit the sections of a file; the others are named in `left_off`."""
+    for key, value in overlay.items():
+        name, own, field = ".".join((*path, key)), single.get(key, {}), field_of(owner, key)
+        present = tree.get(key, {})
+        if not isinstance(value, Mapping) or field is None:
+            yield key, value
+        elif present is None and isinstance(field.default, Section) and not own:
+            left_off.append(f"{name} stays null (a preset changes its {', '.join(value)})")
+        elif not isinstance(present, Mapping) or "kind" in value:
+            yield key, value
+        else:
+            section = section_of(owner, key, present)
+            lost = [inner for inner in value if section is not None and field_of(section, inner) is None]
+            if "kind" in present and lost:
+                kind = present["kind"]
+                left_off.append(
+                    f"{name}.kind stays {kind}, which has no {', '.join(lost)} (a preset gives it)"
+                )
+                value = {inner: one for inner, one in value.items() if inner not in lost}
+            own = own if isinstance(own, Mapping) else {}
+            yield key, dict(_fitting(value, present, own, section, (*path, key), left_off))
 
 
 def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, config.Config]:
@@ -156,48 +166,7 @@ def replaced(text: str, sections: Mapping[str, Any], origin: str) -> tuple[str, 
         ConfigError: naming every problem of the text or of the result.
     """
     tree = {**config.parse(text, origin), **sections}
-    written = io.StringIO()
-    _round_trip().dump(tree, written)
-    return written.getvalue(), config.validate(tree, origin)
-
-
-def _of_null(
-    tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Sections that are null in a parameter file, and of which an overlay gives only some keys."""
-    for key, value in overlay.items():
-        here = (*path, key)
-        if isinstance(value, Mapping) and isinstance(tree.get(key), Mapping):
-            yield from _of_null(tree[key], value, here)
-        elif isinstance(value, Mapping) and tree.get(key, value) is None and config.missing_keys(here, value):
-            yield here, list(value)
-
-
-def _turns_on(tree: Mapping[str, Any], overlay: Mapping[str, Any], path: tuple[str, ...] = ()) -> bool:
-    """Whether an overlay gives all keys of a section that is null in a parameter file."""
-    return any(
-        _turns_on(tree[key], value, (*path, key))
-        if isinstance(tree.get(key), Mapping)
-        else tree.get(key, value) is None and not config.missing_keys((*path, key), value)
-        for key, value in overlay.items()
-        if isinstance(value, Mapping)
-    )
-
-
-def _take_out(tree: dict[str, Any], path: Sequence[str]) -> None:
-    *sections, last = path
-    for section in sections:
-        tree = tree[section]
-    del tree[last]
-
-
-def overlay_onto(tree: MutableMapping[str, Any], overlay: Mapping[str, Any]) -> None:
-    """Merge sections key by key; values and lists replace, and so does a section or a null for the other."""
-    for key, value in overlay.items():
-        if isinstance(value, Mapping) and isinstance(tree.get(key), MutableMapping):
-            overlay_onto(tree[key], value)
-        else:
-            tree[key] = value
+    return config.written(tree), config.validate(tree, origin)
 
 
 def _setting(words: str) -> dict[str, Any]:
@@ -208,27 +177,12 @@ def _setting(words: str) -> dict[str, Any]:
         tree: Any = YAML(typ="safe", pure=True).load(value)
     except YAMLError as error:
         raise UserError(f"--set {words}: the value is not readable as YAML: {error}") from None
-    return nested(key, tree)
+    return config.nested(key, tree)
 
 
-def nested(key: str, value: Any) -> dict[str, Any]:
-    """`nested("a.b", 1)` is `{"a": {"b": 1}}`."""
-    tree = value
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    result: dict[str, Any] = tree
-    return result
-
-
-def _round_trip() -> YAML:
-    class Representer(RoundTripRepresenter):
-        def represent_null(self, data: None) -> ScalarNode:
-            return self.represent_scalar("tag:yaml.org,2002:null", "null")  # instead of an empty value
-
-    Representer.add_representer(type(None), Representer.represent_null)
-    yaml = YAML()
-    yaml.Representer = Representer
-    yaml.preserve_quotes = True
-    yaml.width = 4096
-    yaml.indent(mapping=2, sequence=4, offset=2)  # as params.yaml is written
-    return yaml
+def _together(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Single values as one overlay, so that the order of a kind and of its keys does not matter."""
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        config.merge(tree, setting, None)
+    return tree

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from rlhf_tasks.config import flatten, parse
 from rlhf_tasks.errors import UserError
 
 INSTALLED = Path(__file__).parents[2]  # the folder of the code that runs
-CODE = (".py", ".html", ".css", ".js")
-TEXTS = ("rlhf_tasks/*.txt", "rlhf_tasks/*.toml")  # texts that belong to code; other texts are data
+INPUTS = "inputs"
+"""The first stage, which writes inputs/STAGE.json, and its folder."""
 KEPT_BY_GIT = ("metrics/", "plots/")  # outs in git instead of DVC's cache
 
 
@@ -30,16 +29,22 @@ class Node:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The deps that are data and not code."""
+        """The deps that are data and not code; with inputs/STAGE.json."""
         return tuple(path for path in self.deps if not is_code(path))
 
 
 def is_code(dep: str) -> bool:
-    return dep.endswith(CODE) or any(fnmatch(dep, texts) for texts in TEXTS)
+    """Whether a dep is code: of this project, or another Python file."""
+    return Path(dep).is_relative_to("rlhf_tasks") or dep.endswith(".py")
+
+
+def is_in(path: str, folders: Iterable[str]) -> bool:
+    """Whether a path is one of these, or below one of them."""
+    return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def graph(root: Path) -> dict[str, Node]:
-    """The stages of dvc.yaml in their order; `${data.path}` is filled from params.yaml.
+    """The stages of dvc.yaml in their order; texts such as `${data.path}` are filled from params.yaml.
 
     Raises:
         UserError: without a dvc.yaml, or if it or params.yaml cannot be read.
@@ -116,12 +121,6 @@ def locked_by(root: Path, stage: str) -> dict[str, str]:
     """`{path: md5}` of the deps and outs of one stage in dvc.lock; empty if it is not there."""
     entry = _entries(_lock(root)).get(stage, {})
     return _hashes(entry, "deps") | _hashes(entry, "outs")
-
-
-def locked_params(root: Path, stage: str) -> dict[str, Any]:
-    """The parameters of the last run of one stage, by dvc.lock; empty if it is not there."""
-    entry = _entries(_lock(root)).get(stage, {})
-    return copy.deepcopy(dict(entry.get("params", {}).get("params.yaml", {})))
 
 
 def locked_in(text: str) -> dict[str, str]:

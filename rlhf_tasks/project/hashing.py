@@ -7,22 +7,63 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlhf_tasks.project import atomic
 
-def dvc_md5(path: Path) -> str:
+NOT_DATA = ("__pycache__",)
+"""Folders below a folder that do not belong to it, as in .dvcignore."""
+LARGE = 1 << 20
+"""The least bytes of a file whose md5 is worth keeping."""
+
+
+def dvc_md5(path: Path, known: Path | None = None) -> str:
     """DVC's md5 of a file, or of a folder (with `.dir`): of its sorted list of md5 and relative path.
 
-    Like DVC, it follows links to files and skips links to folders.
+    Like DVC, it follows links to files and skips links to folders, and it skips NOT_DATA. The JSON file
+    `known` keeps the md5 of large files, so that they are read again only after a change.
     """
+    md5 = _file_md5 if known is None else _Known(known).md5
     if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "md5").hexdigest()
+        return md5(path)
+    files = (file for file in path.rglob("*") if file.is_file())
     listing = [
-        {"md5": dvc_md5(file), "relpath": file.relative_to(path).as_posix()}
-        for file in path.rglob("*")
-        if file.is_file()
+        {"md5": md5(file), "relpath": file.relative_to(path).as_posix()}
+        for file in files
+        if not any(part in NOT_DATA for part in file.relative_to(path).parts)
     ]
     listing.sort(key=lambda entry: entry["relpath"])
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
+
+
+def _file_md5(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "md5").hexdigest()
+
+
+class _Known:
+    """The md5 of large files by path, size, time of change and inode, kept in a JSON file."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+
+    def md5(self, file: Path) -> str:
+        status, path = file.stat(), str(file.resolve())
+        if status.st_size < LARGE:
+            return _file_md5(file)
+        state = [status.st_size, status.st_mtime_ns, status.st_ino]
+        entry = self._read().get(path)
+        if entry is not None and entry[:-1] == state:
+            return str(entry[-1])
+        digest = _file_md5(file)
+        self._memory.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(self._memory, {**self._read(), path: [*state, digest]})
+        return digest
+
+    def _read(self) -> dict[str, list[Any]]:
+        """A file that is damaged is as good as none: it only saves time."""
+        try:
+            return dict(json.loads(self._memory.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {}
 
 
 def file_hash(path: Path) -> str:

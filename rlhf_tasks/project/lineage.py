@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_tasks.config import Stage
-from rlhf_tasks.project import atomic, dvc_files, git, hashing
+from rlhf_tasks.config.stages import PRECISION
+from rlhf_tasks.project import atomic, dvc_files, git, hashing, inputs
 from rlhf_tasks.project.paths import Paths
 
 HASH = re.compile(r"[0-9a-f]{32}(\.dir)?")
@@ -26,21 +27,25 @@ SHOWN_DIFFERENCES = 8
 
 @functools.lru_cache(maxsize=16)
 def input_hashes(paths: Paths, stage: str) -> Mapping[str, str]:
-    """`{path: md5}` of the stage's data inputs; empty outside a project (without a dvc.yaml).
+    """`{path: md5}` of the data that the stage reads; empty outside a project (without a dvc.yaml).
+
+    It is the data among its deps, and the files that inputs/STAGE.json records, code of functions too.
 
     They are read once per `paths`: inputs do not change while a stage runs, and may be many gigabytes.
     """
     node = _node(paths, stage)
-    inputs = () if node is None else node.inputs
-    hashes = {path: hashing.dvc_md5(paths.root / path) for path in inputs if (paths.root / path).exists()}
-    return MappingProxyType(hashes)
+    record = inputs.recorded(paths, stage)
+    own = paths.relative(paths.inputs(stage))
+    read = [path for path in node.inputs if path != own] if node is not None else []
+    hashes = {path: hashing.dvc_md5(paths.root / path) for path in read if (paths.root / path).exists()}
+    return MappingProxyType(hashes | (dict(record.files) if record is not None else {}))
 
 
 def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """All that decides what a stage writes, by name; None outside a project.
 
-    The command, the declared parameters, and the md5 of every dep, code included: the project's own if it
-    holds the code, else the installed package's.
+    The command, the declared parameters, what they name, and the md5 of every dep, code included: the
+    project's own if it holds the code, else the installed package's.
     """
     node = _node(paths, stage)
     if node is None:
@@ -51,7 +56,8 @@ def identity(paths: Paths, stage: str, parameters: Mapping[str, Any]) -> dict[st
         for path in code
     }
     hashes = {path: hashing.dvc_md5(place) for path, place in places.items() if place is not None}
-    return {"cmd": node.cmd, **parameters, **input_hashes(paths, stage), **hashes}
+    named = inputs.recorded(paths, stage) or inputs.collect(paths, stage, parameters)
+    return {"cmd": node.cmd, **named.flat(), **parameters, **input_hashes(paths, stage), **hashes}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -84,11 +90,19 @@ def new_key(stage: str) -> str:
 
 
 def write(paths: Paths, stage: Stage, key: str) -> Path:
-    """models/lineage/STAGE.json: the run's key (tag `rlhf.run` in MLflow), input hashes, git commit."""
-    path = paths.lineage(stage)
+    """models/lineage/STAGE.json: the run's key (tag `rlhf.run` in MLflow), input hashes, git commit.
+
+    With the packages and the precision in force, where inputs/STAGE.json records them.
+    """
+    path, record = paths.lineage(stage), inputs.recorded(paths, stage)
+    outside: dict[str, Any] = {}
+    if record is not None:
+        outside["packages"] = record.packages
+        outside |= {PRECISION: record.values[PRECISION]} if PRECISION in record.values else {}
     tree = {
         "rlhf.run": key,
         "inputs": dict(input_hashes(paths, stage)),
+        **outside,
         "git.rev": git.revision(paths.root),
         "git.dirty": git.is_dirty(paths.root),
     }

@@ -77,6 +77,10 @@ class Paths:
     def curves(self, stage: Stage) -> Path:
         return self.root / "plots" / f"{stage}.csv"
 
+    def inputs(self, stage: str) -> Path:
+        """What the stage reads beside the deps of dvc.yaml: see `project.inputs`."""
+        return self.root / "inputs" / f"{stage}.json"
+
     def lineage(self, stage: Stage) -> Path:
         return self.models / "lineage" / f"{stage}.json"
 

@@ -21,6 +21,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, hashing
+from rlhf_tasks.project.dvc_files import INPUTS
 from rlhf_tasks.project.paths import Paths
 
 MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
@@ -35,7 +36,7 @@ class Link:
 
     stage: str
     inputs: Mapping[str, str | None]
-    """`{path: md5}` as the stage read it; None where dvc.lock has no hash."""
+    """`{path: md5}` as the stage read it; None where dvc.lock has no hash. With what params.yaml names."""
     outs: Mapping[str, str | None]
     lineage: Mapping[str, Any]
     """models/lineage/STAGE.json: the run's key and its commit; empty if the cache does not have it."""
@@ -53,7 +54,7 @@ class Chain:
     path: str | None
     """The out that was given, if a single one was."""
     data: Mapping[str, Any]
-    """The section of params.yaml. Only its source `files` reads its path."""
+    """The parameters `data.*` in force; those of params.yaml if the cache lacks what stage prepare read."""
     links: Sequence[Link]
     results: EvaluationResults
     """The comparisons of stage judge; empty if they are of other responses."""
@@ -68,7 +69,7 @@ def find(root: Path, name: str) -> Chain:
     """
     path = name.rstrip("/")
     makers = {out: stage for stage, node in dvc_files.graph(root).items() for out in node.outs}
-    if path in makers:
+    if makers.get(path, INPUTS) != INPUTS:
         return _of_path(root, path, makers[path])
     key = _named_by_run(root, name) or name
     if (revision := experiments.find(root, key)) is not None:
@@ -115,10 +116,12 @@ def _of_revision(
     read = {stage: hashes for stage, (hashes, _) in dvc_files.read_and_written(lock).items()}
     locked = dvc_files.locked_in(lock)
     written = {out: locked[out] for node in graph.values() for out in node.outs if out in locked}
+    records = {stage: _record(root, read.get(stage, {}), stage) for stage in graph}
     links = [
         Link(
             stage,
-            {dep: read.get(stage, locked).get(dep) for dep in graph[stage].inputs},
+            {dep: read.get(stage, locked).get(dep) for dep in graph[stage].inputs}
+            | records[stage].get("files", {}),
             {out: written[out] for out in graph[stage].outs if out in written},
             _lineage(root, locked, stage),
             _sampler(root, [written[out] for out in graph[stage].outs if out in written]),
@@ -129,16 +132,19 @@ def _of_revision(
     notes = list(_notes(links, written, "in this commit" if revision else "here"))
     if results is None:
         notes.append(f"{JUDGE_METRICS} describes other responses, so its win rates are not shown")
-    data = config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml").get("data", {})
+    given = config.flatten(config.parse(_text(root, revision, "params.yaml") or "{}", "params.yaml"))
+    values = records.get("prepare", {}).get("values", given)
+    data = {key: value for key, value in values.items() if key.startswith("data.")}
     return Chain(revision, name, path, data, links, results or EvaluationResults(), notes)
 
 
 def _connected(graph: Mapping[str, dvc_files.Node], last: str | None) -> list[str]:
     """All stages; with `last` those that it depends on, and those that depend on it."""
+    stages = [stage for stage in graph if stage != INPUTS]
     if last is None:
-        return list(graph)
+        return stages
     before = _before(graph, last)
-    return [stage for stage in graph if stage in before or last in _before(graph, stage)]
+    return [stage for stage in stages if stage in before or last in _before(graph, stage)]
 
 
 def _notes(links: Sequence[Link], written: Mapping[str, str], where: str) -> Iterator[str]:
@@ -208,6 +214,13 @@ def _lineage(root: Path, locked: Mapping[str, str], stage: str) -> dict[str, Any
     return lineage
 
 
+def _record(root: Path, read: Mapping[str, str], stage: str) -> dict[str, Any]:
+    """The inputs file that a stage read; empty if the cache lacks it."""
+    text = dvc_cli.cached_text(root, read.get(f"{INPUTS}/{stage}.json"))
+    record: dict[str, Any] = json.loads(text) if text else {}
+    return record
+
+
 def _sampler(root: Path, outs: Sequence[str]) -> str | None:
     """As the policy among these outs names it."""
     texts = [dvc_cli.cached_text(root, md5, contracts.IDENTITY) for md5 in outs if md5.endswith(".dir")]
@@ -257,10 +270,10 @@ def lines(chain: Chain) -> Iterator[str]:
     written = {out for link in chain.links for out in link.outs}
     raw = {dep: md5 for link in chain.links for dep, md5 in link.inputs.items() if dep not in written}
     for path, md5 in raw.items():
-        if path == chain.data.get("path") and chain.data["source"] != "files":
-            yield f"data         source {chain.data['source']}"
-        elif not path.startswith(dvc_files.KEPT_BY_GIT):
+        if not path.startswith((*dvc_files.KEPT_BY_GIT, f"{INPUTS}/")):
             yield f"data         {path}  {md5 or 'not in dvc.lock'}"
+    if (source := chain.data.get("data.source", "files")) != "files":
+        yield f"data         source {source}"
     for link in chain.links:
         run = link.lineage.get("rlhf.run")
         text = f"run {run}, code of {link.lineage.get('git.rev')}" if run else ""

@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlhf_tasks.config import Config, flatten
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_files, git
+from rlhf_tasks.project import dvc_files, git, inputs
 
 NO_DATA = ("__pycache__",)  # folders below the data that do not belong to it
 
@@ -62,20 +63,21 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def check_seen(root: Path, folder: Path) -> None:
+def check_seen(root: Path, folder: Path, settings: Config) -> None:
     """Check that the workspace has all inputs of the stages that the main checkout has.
+
+    They are the deps of dvc.yaml, and the files, folders and functions' modules that the parameters name.
 
     Raises:
         UserError: naming the missing ones.
     """
     graph = dvc_files.graph(folder)
     made = [out for node in graph.values() for out in node.outs]
-    deps = dict.fromkeys(dep for node in graph.values() for dep in node.deps)
-    given = [
-        dep
-        for dep in deps
-        if not Path(dep).is_absolute() and not any(Path(dep).is_relative_to(out) for out in made)
-    ]
+    values = flatten(settings.model_dump(mode="json", by_alias=True))
+    named = [path for _, path in inputs.files_named(values)]
+    named += [inputs.module_path(function) for _, function in inputs.functions_named(values)]
+    deps = dict.fromkeys([*(dep for node in graph.values() for dep in node.deps), *named])
+    given = [dep for dep in deps if not Path(dep).is_absolute() and not dvc_files.is_in(dep, made)]
     lost = [dep for dep in given if os.path.lexists(root / dep) and not (folder / dep).exists()]
     lost += [f"{dep}/{name}" for dep in given for name in _not_copyable(folder / dep)]
     if lost:

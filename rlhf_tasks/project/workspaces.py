@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_tasks.config import Config
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, workspace_inputs
+from rlhf_tasks.project import dvc_cli, dvc_files, experiments, git, inputs, workspace_inputs
 from rlhf_tasks.project.dvc_files import KEPT_BY_GIT as GIT_HELD
 from rlhf_tasks.project.paths import Paths
 
@@ -94,7 +94,8 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
 
     Raises:
         UserError: if the project is in no git repository or has no commit, if `data.path` is relative and
-            outside of the project, or for inputs that cannot be copied.
+            outside of the project, for inputs that cannot be copied, or for a function that is neither in the
+            commit nor in a package of pyproject.toml.
     """
     git.check_commit(root)
     workspace_inputs.check_data(settings.data.path)
@@ -102,7 +103,8 @@ def create(root: Path, name: str, params: str, settings: Config, revision: str =
     try:
         _furnish(workspace, params, revision)
         workspace_inputs.bring(settings.data.path, root, workspace.folder)
-        workspace_inputs.check_seen(root, workspace.folder)
+        workspace_inputs.check_seen(root, workspace.folder, settings)
+        inputs.check_committed(workspace.folder, settings)
     except BaseException:
         workspace.remove()
         raise

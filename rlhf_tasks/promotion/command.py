@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import Config, Promotion
-from rlhf_tasks.config.promotion import with_parts
+from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import experiments
 from rlhf_tasks.project.paths import Paths

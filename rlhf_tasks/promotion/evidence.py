@@ -12,9 +12,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from rlhf_tasks import config
+from rlhf_tasks.config import VIEWS
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.results import EvaluationResults
-from rlhf_tasks.project import dvc_files, hashing
+from rlhf_tasks.project import dvc_files, hashing, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.gate import Evidence, Kl
 
@@ -69,7 +71,8 @@ def is_judged_here(paths: Paths, md5: str) -> bool:
     root, folder = paths.root, paths.judge_results
     locked = dvc_files.locked_by(root, "judge")
     is_current = folder.exists() and hashing.dvc_md5(folder) == locked.get(paths.relative(folder))
-    used, now = dvc_files.locked_params(root, "judge").get("judge", {}), dvc_files.parameters(root)["judge"]
+    now = VIEWS["judge"].of(config.load(paths.params)).declared
+    used = inputs.used(root, "judge").values
     return (
         is_trained_here(paths, md5)
         and is_current
@@ -79,10 +82,15 @@ def is_judged_here(paths: Paths, md5: str) -> bool:
 
 
 def reward_functions(paths: Paths) -> set[str]:
-    """The functions that PPO optimised when it trained the policy of dvc.lock."""
-    scorers = dvc_files.locked_params(paths.root, "ppo").get("ppo", {}).get("scorers", [])
+    """The functions that PPO optimised when it trained the policy of dvc.lock, and those of params.yaml.
+
+    The cache may lack the record of the training.
+    """
+    now = dvc_files.parameters(paths.root).get("ppo", {}).get("scorers", [])
+    scorers = [*inputs.used(paths.root, "ppo").values.get("ppo.scorers", []), *now]
     return {scorer["function"] for scorer in scorers if "function" in scorer}
 
 
-def _decisive(judge: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in judge.items() if key not in DISPLAY_ONLY}
+def _decisive(values: Mapping[str, Any]) -> dict[str, Any]:
+    shown = tuple(f"judge.{key}" for key in DISPLAY_ONLY)
+    return {k: v for k, v in values.items() if k.startswith("judge.") and k not in shown}

@@ -46,7 +46,7 @@ def checked_out(root: Path, settings: Config, name: str, revision: str) -> Itera
 
 def _remedy(text: str, name: str, revision: str) -> str:
     """What makes the local judges and gate fit an experiment with these parameters."""
-    if theirs := presets.matching(config.flatten(config.parse(text, f"params.yaml of {name}"))):
+    if theirs := presets.matching(config.values(config.parse(text, "params.yaml"), "params.yaml")):
         words = f"rlhf preset {' '.join(theirs)}"
         return (
             f"{name} was run with preset {' and '.join(theirs)}. `{words}` gives params.yaml the judges and "

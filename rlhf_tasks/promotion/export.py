@@ -142,7 +142,7 @@ def card(source: Source, home: Path) -> str:
 
 def _data(chain: Chain | None) -> Iterator[str]:
     if chain is not None and chain.data:
-        rows = "\n".join(f"| `data.{key}` | {value} |" for key, value in config.flatten(chain.data).items())
+        rows = "\n".join(f"| `{key}` | {value} |" for key, value in chain.data.items())
         yield f"## Data\n\n| key | value |\n|---|---|\n{rows}"
 
 

@@ -133,7 +133,7 @@ def _of_files(
         try:
             if path == "params.yaml":
                 tree = config.parse(text(path), path)
-                parameters, known = config.flatten(tree), _facts(tree, origin, root)
+                parameters, known = config.values(tree, path), _facts(tree, origin, root)
             elif path.endswith(".csv"):
                 curves[stage] = _rows(text(path))
             else:

@@ -66,8 +66,6 @@ def _changes(view: ReportView, root: Path, commit: str) -> str:
         before = ReportView.of(config.validate(tree, "params.yaml")).declared
     except UserError:
         return ""
-    now = view.declared
-    keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    texts = [f"{k}: {presets.in_yaml(before.get(k))} → {presets.in_yaml(now.get(k))}" for k in keys]
+    texts = config.differences(before, view.declared)
     more = [f"and {len(texts) - SHOWN_CHANGES} more"] if len(texts) > SHOWN_CHANGES else []
     return "; ".join([*texts[:SHOWN_CHANGES], *more])

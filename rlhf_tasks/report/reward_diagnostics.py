@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_tasks.config.judge import OPTIMISED
+from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.report import charts, names, numbers
 from rlhf_tasks.report.charts import Figure

@@ -180,8 +180,10 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
     Raises:
         UserError: if it cannot be imported.
     """
-    found = ESTIMATORS.get(settings.advantages)
-    return found or load_function(settings.advantages, "ppo.advantages", root)
+    own = settings.advantages
+    if own.kind == "function":
+        return load_function(own.function, "ppo.advantages.function", root)
+    return ESTIMATORS[own.kind]
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -213,24 +215,24 @@ def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel
 def _critic(
     rt: Runtime, config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
 ) -> TokenScores | ValueHead | NoCritic:
-    """The critic by `critic_init`; a new head starts at zero, on the trunk's own weights."""
-    settings = config.ppo
-    if settings.value_model is None:
+    """The critic by its `init`; a new head starts at zero, on the trunk's own weights."""
+    settings = config.ppo.critic
+    if settings is None:
         return NoCritic()
-    if settings.value_model == "shared":
+    if settings.kind == "shared":
         return ValueHead(head_width(policy))
-    if settings.critic_init == "reward":
+    if settings.init == "reward":
         assert reward is not None
         # before it is sharded, a copy would be in the memory of every process; a file is mapped once for all
         critic = load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
         critic.requires_grad_(True)
     else:
-        source = paths.sft if settings.critic_init == "sft" else paths.base
+        source = paths.sft if settings.init == "sft" else paths.base
         critic = TokenScores.from_policy(source, torch.Generator().manual_seed(config.seed))
         nn.init.zeros_(score_head(critic.model).weight)
-    if settings.gradient_checkpointing:
+    if config.ppo.gradient_checkpointing:
         recompute_activations(critic.model)
-    if settings.lora is not None and settings.lora.value:
+    if settings.lora is not None:
         critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
     return critic
 

@@ -1,7 +1,7 @@
 """Stage reward: two reward models, one that PPO optimises and one held out.
 
     loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
-         + centring_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
+         + centering_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
          + lm_coef · LM loss on the chosen answer                      arXiv 2307.04964, eq. 4
 
 The score is read at the last real token. The mean score of the demonstrations is stored with the model and
@@ -116,7 +116,7 @@ class Pairs:
     rejected: list[Ids]
     pad: int
     margin: float = 0.0
-    centring_coef: float = 0.0
+    centering_coef: float = 0.0
     lm_coef: float = 0.0
     forked: bool = False
     """Whether the two responses share a row, and the model reads the query once."""
@@ -137,20 +137,20 @@ class Pairs:
         )
         if self.forked:
             found, _ = model(fork(queries, chosen, rejected, self.pad).to(device))
-            return pair_sums(found[:, 0], found[:, 1], self.margin, self.centring_coef)
+            return pair_sums(found[:, 0], found[:, 1], self.margin, self.centering_coef)
         batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
         found, of_lm = model(batch, len(rows) if self.lm_coef else 0)
         of_chosen, of_rejected = found[:, 0].chunk(2)
-        sums = pair_sums(of_chosen, of_rejected, self.margin, self.centring_coef)
+        sums = pair_sums(of_chosen, of_rejected, self.margin, self.centering_coef)
         if of_lm is not None:
             sums["loss"] = sums["loss"] + self.lm_coef * of_lm
         return sums
 
 
-def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centring_coef: float) -> Sums:
+def pair_sums(chosen: Tensor, rejected: Tensor, margin: float, centering_coef: float) -> Sums:
     """Σ over pairs of loss, correct orders (equal scores count half) and score differences; scores (B,)."""
     lead = chosen - rejected
-    loss = -F.logsigmoid(lead - margin) + centring_coef * (chosen + rejected) ** 2
+    loss = -F.logsigmoid(lead - margin) + centering_coef * (chosen + rejected) ** 2
     right = (lead > 0).float() + 0.5 * (lead == 0).float()
     return {"loss": loss.sum(), "accuracy": right.sum(), "margin": lead.sum()}
 
@@ -198,7 +198,7 @@ def _train(
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     forked = not settings.lm_coef and supports_shared_prefix(scores.model)
     pairs = _pairs(
-        tokenizer, rows, forked=forked, margin=settings.margin, centring_coef=settings.centring_coef,
+        tokenizer, rows, forked=forked, margin=settings.margin, centering_coef=settings.centering_coef,
         lm_coef=settings.lm_coef,
     )  # fmt: skip
     validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked)
@@ -253,7 +253,7 @@ def _center(
 
 
 def _write_placeholders(rt: Runtime, paths: Paths) -> dict[str, float]:
-    """Write both outs with a README in place of a model; `contracts.is_made` is False for them."""
+    """Write both outs with a README in place of a model; `contracts.has_model` is False for them."""
     for out in _outs(paths).values():
         if rt.is_main:
             with whole(out) as folder:

@@ -12,7 +12,7 @@ from rlhf_tasks import config, console, tracking
 from rlhf_tasks.config import STAGES, VIEWS, Stage, Tracking
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import harness
-from rlhf_tasks.project import atomic, disk, dvc_files, lineage
+from rlhf_tasks.project import atomic, disk, dvc_files, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import catalogue, context, curves
 from rlhf_tasks.training import checkpoint, failures, launch, stopping
@@ -51,6 +51,7 @@ def run(stage: Stage, paths: Paths) -> int:
 def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
     settings = config.load(paths.params)
     check_inputs(paths, stage)
+    settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())
     if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
         harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
     if stage in launch.TRAINING and not context.is_worker():
@@ -85,7 +86,9 @@ def check_inputs(paths: Paths, stage: Stage) -> None:
     if stage not in graph:
         raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
     makers = {out: name for name, node in graph.items() for out in node.outs}
-    missing = [path for path in graph[stage].inputs if not (paths.root / path).exists()]
+    record = paths.relative(paths.inputs(stage))  # only `dvc repro` needs it
+    needed = (path for path in graph[stage].inputs if path != record)
+    missing = [path for path in needed if not (paths.root / path).exists()]
     if missing:
         named = [
             f"{path} ({f'made by `rlhf {makers[path]}`' if path in makers else NOT_MADE})" for path in missing

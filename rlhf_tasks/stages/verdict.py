@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlhf_tasks import console
 from rlhf_tasks.config import VerdictView
-from rlhf_tasks.config.promotion import with_parts
+from rlhf_tasks.config.schema import with_parts
 from rlhf_tasks.project import atomic
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import evidence, gate

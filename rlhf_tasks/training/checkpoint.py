@@ -30,8 +30,9 @@ from filelock import FileLock, Timeout
 
 from rlhf_tasks import config, console
 from rlhf_tasks.config import VIEWS, StageView
+from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import atomic, disk, hashing, lineage
+from rlhf_tasks.project import atomic, disk, hashing, inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch, stopping
 from rlhf_tasks.training.state import State, find_files, write_files
@@ -62,7 +63,8 @@ def point(paths: Paths, stage: str) -> str | None:
     view = next((view for name, view in VIEWS.items() if name == stage), None)
     if view is None or not any(states(paths).glob(f"{stage}/*/*/step-*")):
         return None
-    identity = lineage.identity(paths, stage, view.of(config.load(paths.params)).declared)
+    settings = inputs.in_force(paths, view.stage, config.load(paths.params), check=False)
+    identity = lineage.identity(paths, stage, view.of(settings).declared)
     newest = None if identity is None else _newest(state_folder(paths, stage, identity))
     return None if newest is None else newest[0]
 
@@ -104,7 +106,10 @@ class Claim:
 
     def next_run(self) -> str:
         """What a run begins with that follows on one which ends now."""
-        newest = None if self.folder is None else _newest(self.folder)
+        try:
+            newest = None if self.folder is None else _newest(self.folder)
+        except OSError:  # a snapshot was removed for a newer one meanwhile
+            return ""
         if newest is None:
             return "; the next run starts it from the beginning"
         return f"; the next run resumes from {newest[0]} (saved {console.duration(newest[1])} ago)"
@@ -139,18 +144,29 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
         (folder / FINISHED).unlink(missing_ok=True)
         run = folder / "run"
         if not (run.exists() and any(folder.glob("*/step-*"))):
-            _show_others(folder, identity)
+            _show_others(folder, identity, config.load(paths.params).launch.precision == "auto")
             atomic.write_text(run, lineage.new_key(stage))
         yield Claim(run.read_text(encoding="utf-8"), folder)
     finally:
         lock.release()
 
 
-def _show_others(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Print why unfinished runs with other parameters, code or inputs are not resumed."""
+def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> None:
+    """Print why unfinished runs with other parameters, code or inputs are not resumed.
+
+    Raises:
+        UserError: if only the precision differs, which `auto` stands for here and stood for there.
+    """
     for other in sorted(path for path in folder.parent.iterdir() if path.is_dir() and path != folder):
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):  # none trains there now
             manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
+            old = {} if manifest is None else manifest["identity"]
+            if is_auto and old and {**old, PRECISION: identity.get(PRECISION)} == identity:
+                raise UserError(
+                    f"{PRECISION}: auto is {identity[PRECISION]} on this machine, and an unfinished run of "
+                    f"{folder.parent.name} computed in {old[PRECISION]} (it is in {other}); set {PRECISION} "
+                    f"to {old[PRECISION]} to resume it, or to {identity[PRECISION]} to start from the beginning"
+                )
             if manifest is not None:
                 what = lineage.differences(manifest["identity"], identity)
                 console.say(
@@ -176,7 +192,7 @@ def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Chec
     folder = rt.from_main(state_folder(paths, view.stage, identity) / name if rt.is_main else None)
     made_by = {
         "launch.num_processes": rt.world_size,
-        "launch.layout": view.launch.layout,
+        "launch.parallelism": view.launch.parallelism,
         "launch.offload": view.launch.offload,
         "launch.precision": "fp32" if rt.is_float32 else "bf16",
         "device": rt.device.type,

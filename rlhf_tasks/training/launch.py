@@ -43,7 +43,7 @@ service or a cluster that stopped them kills them after its own time."""
 
 def is_needed(stage: Stage, launch: Launch) -> bool:
     """True if this process must start workers instead of running the stage itself."""
-    several = launch.num_processes > 1 or launch.num_machines > 1 or launch.layout != "ddp"
+    several = launch.num_processes > 1 or launch.num_machines > 1 or launch.parallelism != "ddp"
     return stage in TRAINING and several and not context.is_worker()
 
 
@@ -84,11 +84,12 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         UserError: if a setting or a variable that the launch needs is missing.
     """
     words = ["-m", "rlhf_tasks.training.launch"]
-    if launch.layout in ("zero2", "zero3"):
-        settings = paths.deepspeed / f"{launch.layout}.json"
+    if launch.parallelism in ("zero2", "zero3"):
+        settings = paths.deepspeed / f"{launch.parallelism}.json"
         if not settings.exists():
             raise UserError(
-                f"launch.layout={launch.layout!r} needs {settings}, which does not exist; restore it"
+                f"launch.parallelism={launch.parallelism!r} needs {settings}, which does not exist; "
+                "restore it"
             )
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
         if launch.num_machines > 1:
@@ -98,7 +99,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         if launch.num_processes < max(2, launch.num_machines):
             raise UserError(
                 f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must "
-                f"be at least launch.num_machines={launch.num_machines}, and 2 with launch.layout=fsdp2"
+                f"be at least launch.num_machines={launch.num_machines}, and 2 with launch.parallelism=fsdp2"
             )
     # a cluster may have given this process a few of the machine's CPUs
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -134,7 +135,7 @@ def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:
     """Environment variables for the workers' libraries; without CUDA, processes communicate by gloo."""
     if cuda:
         return {}
-    uses_deepspeed = launch.layout in ("zero2", "zero3")
+    uses_deepspeed = launch.parallelism in ("zero2", "zero3")
     return {"DS_ACCELERATOR": "cpu"} if uses_deepspeed else {"ACCELERATE_USE_CPU": "true"}
 
 

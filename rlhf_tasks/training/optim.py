@@ -7,15 +7,15 @@ import math
 import torch
 from torch import nn
 
-from rlhf_tasks.config import Optimisation, Ppo
+from rlhf_tasks.config import Optimization, Ppo
 
 
-def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
+def adamw(model: nn.Module, settings: Optimization | Ppo) -> torch.optim.AdamW:
     """AdamW with eps 1e-5 (arXiv 2403.17031); in supervised training betas .9/.98 (arXiv 1706.03762).
 
     Biases and norms have no weight decay; nothing has in PPO.
     """
-    if isinstance(settings, Optimisation):
+    if isinstance(settings, Optimization):
         decay, betas = settings.weight_decay, (0.9, 0.98)
     else:
         decay, betas = 0.0, settings.adam_betas
@@ -28,7 +28,7 @@ def adamw(model: nn.Module, settings: Optimisation | Ppo) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-5, fused=True)
 
 
-def learning_rate(settings: Optimisation | Ppo, step: int, num_steps: int) -> float:
+def learning_rate(settings: Optimization | Ppo, step: int, num_steps: int) -> float:
     """The rate of step 0 … num_steps − 1: linear warm-up, then constant, linear or cosine to zero."""
     warmup = math.ceil(settings.warmup_fraction * num_steps)
     if step < warmup:

@@ -28,8 +28,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Launch
-from rlhf_tasks.config.params import Precision
+from rlhf_tasks.config import Launch, Precision
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.fast_cpu import accelerate
@@ -63,7 +62,7 @@ class Runtime:
             )  # else DeepSpeed warns at import that it found no GPU
         keep_freed_memory()
         self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
-        self._accelerates = launch.layout == "ddp" and not launch.compile  # which chooses matmuls itself
+        self._accelerates = launch.parallelism == "ddp" and not launch.compile  # which chooses matmuls itself
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
             mixed_precision="no" if self.is_float32 else "bf16",
@@ -93,7 +92,7 @@ class Runtime:
             layout = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
             self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if layout.shards else None
             return layout, layout.shards
-        if launch.layout == "fsdp2" and is_distributed:
+        if launch.parallelism == "fsdp2" and is_distributed:
             self._mesh = init_device_mesh(self.device.type, (self.world_size,))
             self._computes_in = None if self.is_float32 else torch.bfloat16
             return Fsdp2(self._mesh, self.sum, self.put), True
@@ -221,8 +220,8 @@ class Runtime:
                 yield plain
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"process {self.rank} is out of memory while it samples; lower ppo.sampling_batch_size, or "
-                "let ppo.engine sample, on another GPU"
+                f"process {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
+                "let vLLM sample (ppo.sampler), on another GPU"
             ) from error
 
     def run_batches(

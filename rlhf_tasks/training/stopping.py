@@ -65,8 +65,6 @@ class Listener:
         self._tell: Callable[[], object] = lambda: None
         self._is_ending = False
         self._num_heard, self._last, self._deadline = 0, int(signal.SIGTERM), math.inf  # of the thread
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
 
     @contextmanager
     def deferring(self, plan: Callable[[], str], tell: Callable[[], object] = lambda: None) -> Iterator[None]:
@@ -105,33 +103,28 @@ class Listener:
 
     # ------------------------------------------------------------------------------- in the thread
 
-    def watch(self) -> None:
-        """Read the signals as they arrive, until the pipe is closed."""
+    def watch(self, reader: int) -> None:
+        """Read the signals from a pipe as they arrive, until it is closed."""
         has_been_orphaned = False
         while True:
             seconds = min(POLL_SECONDS, max(0.0, self._deadline - time.monotonic()))
-            if select.select([self._reader], [], [], seconds)[0]:
-                numbers = os.read(self._reader, 64)
+            if select.select([reader], [], [], seconds)[0]:
+                numbers = os.read(reader, 64)
                 if not numbers:
-                    os.close(self._reader)
+                    os.close(reader)
                     return
                 for number in numbers:
                     self._hear(number)
             if time.monotonic() >= self._deadline:
                 kill_descendants()
                 os._exit(128 + self._last)
-            if (
-                not has_been_orphaned
-                and LAUNCHER in os.environ
-                and not context.is_alive(os.environ[LAUNCHER])
-            ):
+            launcher = os.environ.get(LAUNCHER)
+            if launcher is not None and not has_been_orphaned and not context.is_alive(launcher):
                 has_been_orphaned = True  # nothing else would end it
                 os.kill(os.getpid(), signal.SIGTERM)
             if self._plan is None and not self._num_heard:
-                console.show_life(f"{self._stage}: still at work, {self._seconds_so_far()}")
-
-    def _seconds_so_far(self) -> str:
-        return f"{console.duration(time.monotonic() - self._began_at)} so far"
+                so_far = console.duration(time.monotonic() - self._began_at)
+                console.show_life(f"{self._stage}: still at work, {so_far} so far")
 
     def _hear(self, number: int) -> None:
         if number not in NAMES:
@@ -177,10 +170,12 @@ def listening(stage: str) -> Iterator[Listener]:
         yield _current or Listener(stage)
         return
     listener = _current = Listener(stage)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     handled = [number for number in NAMES if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, listener.handle) for number in handled}
-    pipe_before = signal.set_wakeup_fd(listener._writer, warn_on_full_buffer=False)
-    thread = threading.Thread(target=listener.watch, name="signals", daemon=True)
+    pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=listener.watch, args=(reader,), name="signals", daemon=True)
     thread.start()
     try:
         yield listener
@@ -188,7 +183,7 @@ def listening(stage: str) -> Iterator[Listener]:
         signal.set_wakeup_fd(pipe_before)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(listener._writer)
+        os.close(writer)
         thread.join()
         _current = None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Optimisation, Split
+from rlhf_tasks.config import Optimization, Split
 from rlhf_tasks.data.batches import (
     Batch,
     Ids,
@@ -143,7 +143,7 @@ def train(
     rt: Runtime,
     model: nn.Module,
     task: Task,
-    settings: Optimisation,
+    settings: Optimization,
     *,
     seed: int,
     name: str,

@@ -62,7 +62,7 @@ def test_a_forward_pass_costs_two_flops_per_weight_and_token_and_those_of_attent
     workload: workloads.Workload,
 ) -> None:
     """Width 16: 4·16² weights of attention and 8·16² of the MLP in each of 2 layers are 6,144."""
-    policy = workload.trainer.actor_critic.policy
+    policy = workload.actor_critic.policy
     trunk, attention = 2 * 6144 * 7, 2 * 2 * 16 * 7**2
     assert measurement.forward_flops(policy, 4, 3, logits=False) == trunk + attention
     assert measurement.forward_flops(policy, 4, 3, logits=True) == trunk + attention + 2 * 40 * 16 * 3
@@ -71,7 +71,7 @@ def test_a_forward_pass_costs_two_flops_per_weight_and_token_and_those_of_attent
 def test_a_config_that_is_nested_has_the_same_cost(
     workload: workloads.Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = workload.trainer.actor_critic.policy
+    policy = workload.actor_critic.policy
     expected, text = measurement.forward_flops(policy, 4, 3, logits=True), policy.config
     nested = SimpleNamespace(get_text_config=lambda: text)  # of Gemma 3, which takes images too
     monkeypatch.setattr(policy, "config", nested)
@@ -90,9 +90,9 @@ def test_an_update_passes_forward_five_times_and_trains_policy_and_critic(
 def test_every_reward_model_of_an_update_is_counted(workload: workloads.Workload) -> None:
     """Two more of the same size pass forward twice more."""
     trunk = 2 * 6144 * 7 + 2 * 2 * 16 * 7**2
-    more = replace(workload, rewards=[*workload.rewards] * 3)
-    one, three = (measurement.update_flops(each, 4, 3) for each in (workload, more))
-    assert three - one == 8 * 2 * trunk
+    one = measurement.update_flops(workload, 4, 3)
+    workload.scorers.reward_models *= 3
+    assert measurement.update_flops(workload, 4, 3) - one == 8 * 2 * trunk
 
 
 def test_an_update_without_a_critic_costs_no_critics_passes() -> None:
@@ -118,9 +118,9 @@ def test_a_metric_that_appears_after_the_first_updates_loses_no_measurement(
     workload: workloads.Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `train/micro_batch_tokens` does when memory has run out."""
-    first, second = workload.trainer.updates()
+    first, second = workload.updates()
     third = {**second, "train/micro_batch_tokens": 512.0}
-    monkeypatch.setattr(workload.trainer, "updates", lambda: iter([first, second, third]))
+    monkeypatch.setattr(workloads.Workload, "updates", lambda _: iter([first, second, third]))
     assert measurement.measure(workload).episodes_per_second > 0
 
 

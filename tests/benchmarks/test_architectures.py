@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.benchmarks import architectures
-from tests.benchmarks.architectures import NOTED, REFUSED, RIGHT, UNTRIED, Outcome, outcome, page, tried
+from benchmarks import architectures
+from benchmarks.architectures import NOTED, REFUSED, RIGHT, UNTRIED, Outcome, outcome, page, tried
 
 
 @pytest.mark.parametrize(

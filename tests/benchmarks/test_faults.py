@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import faults
+from benchmarks import faults
 
 TESTS = """\
 import pytest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import identity
+from benchmarks import identity
 
 
 def finished_run(root: Path, metrics: Mapping[str, float] | None = None, weights: bytes = b"weights") -> str:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.benchmarks import soak
-from tests.benchmarks.soak import Sample
+from benchmarks import soak
+from benchmarks.soak import Sample
 
 
 def samples(**growth: float) -> Sequence[Sample]:

@@ -10,11 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf_tasks import config, errors
+from rlhf_tasks.config.ppo import Gae, SeparateCritic
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
-from tests.ppo.toy import without_critic
+from tests.ppo.toy import ENGINE
 
 
 def problems(changes: Mapping[str, Any]) -> str:
@@ -25,10 +26,10 @@ def problems(changes: Mapping[str, Any]) -> str:
 
 def test_one_message_names_every_problem() -> None:
     message = problems(
-        {"ppo.gamma": 1.5, "sft.batch_size": 0, "data.source": "web", "seed": -1, "judge.foo": 1}
+        {"ppo.advantages.gamma": 1.5, "sft.batch_size": 0, "data.source": "web", "seed": -1, "judge.foo": 1}
     )
     assert message.startswith("params.yaml has 5 problem(s):")
-    for key in ("ppo.gamma: ", "sft.batch_size: ", "data.source: ", "seed: ", "judge.foo: "):
+    for key in ("ppo.advantages.gamma: ", "sft.batch_size: ", "data.source: ", "seed: ", "judge.foo: "):
         assert key in message
     assert "(given: 1.5)" in message
     assert "(given: 'web')" in message
@@ -55,8 +56,8 @@ def test_the_message_for_an_unknown_key_lists_all_keys_if_none_is_near() -> None
     ("key", "value"),
     [
         ("ppo.kl_coef", "0.05"),
-        ("ppo.whiten_rewards", 1),
-        ("ppo.whiten_rewards", "no"),
+        ("ppo.advantages.whiten_rewards", 1),
+        ("ppo.advantages.whiten_rewards", "no"),
         ("sft.batch_size", 64.5),
         ("sft.batch_size", True),
         ("data.path", None),
@@ -115,11 +116,17 @@ def test_the_last_seed_is_one_that_every_generator_accepts() -> None:
     Runtime(settings.launch, settings.seed).generator(settings.seed)
 
 
-def test_a_missing_key_is_named() -> None:
-    tree = small.params()
-    del tree["ppo"]["gamma"]
-    with pytest.raises(ConfigError, match=r"ppo\.gamma: is missing"):
-        config.validate(tree, "params.yaml")
+def test_a_file_without_a_key_or_section_has_the_default() -> None:
+    assert config.validate({}, "params.yaml") == config.Config()
+    settings = config.validate({"ppo": {"advantages": {"critic": {"vf_coef": 0.5}}}}, "params.yaml").ppo
+    assert settings.advantages == Gae(critic=SeparateCritic(vf_coef=0.5))
+    assert settings.critic == SeparateCritic(vf_coef=0.5)
+    hub = {"model": {"base": "some/name", "revision": "a" * 40}}
+    assert config.validate(hub, "params.yaml").model.scratch is None
+
+
+def test_a_key_without_a_default_that_is_missing_is_named() -> None:
+    assert "ppo.scorers.0.function: is missing" in problems({"ppo.scorers": [{"kind": "function"}]})
 
 
 @pytest.mark.parametrize(
@@ -129,18 +136,21 @@ def test_a_missing_key_is_named() -> None:
             {"ppo.rollout_batch_size": 100, "ppo.num_mini_batches": 3},
             "100 is not divisible by num_mini_batches=3",
         ),
-        ({"ppo.total_episodes": 4}, "nothing would be trained"),
-        ({"ppo.samples_per_prompt": 3}, "rollout_batch_size=256 is not divisible by samples_per_prompt=3"),
+        ({"ppo.total_episodes": 4}, "is less than one rollout"),
         (
-            {"ppo.samples_per_prompt": 128, "launch.num_processes": 4},
+            {"ppo.advantages.samples_per_prompt": 3},
+            "is not divisible by advantages.samples_per_prompt=3",
+        ),
+        (
+            {"ppo.advantages.samples_per_prompt": 128, "launch.num_processes": 4},
             "ppo.rollout_batch_size / samples_per_prompt=2 is not divisible by launch.num_processes=4",
         ),
         ({"ppo.response_length": 500}, "exceeds data.max_completion_tokens"),
         ({"launch.num_processes": 7}, "is not divisible by launch.num_processes=7"),
-        ({"launch.offload": True}, "has nothing to move with launch.layout: ddp"),
+        ({"launch.offload": True}, "has nothing to move with launch.parallelism: ddp"),
         (
-            {"launch.compile": True, "launch.layout": "fsdp2"},
-            "whole layers, which launch.layout: fsdp2 splits",
+            {"launch.compile": True, "launch.parallelism": "fsdp2"},
+            "whole layers, which launch.parallelism: fsdp2 splits",
         ),
         ({"data.source": "docstrings", "judge.judges": [small.GOLD]}, "gold only judges the synthetic task"),
         ({"data.source": "hub"}, "names the data sets of `source: hub`"),
@@ -163,7 +173,7 @@ def test_a_missing_key_is_named() -> None:
                     "max_failure_share": 0.05,
                 },
             },
-            "PPO does not select by what it optimises",
+            "PPO does not select by what it optimizes",
         ),
     ],
 )
@@ -233,7 +243,7 @@ def test_the_message_names_a_parameter_file_that_cannot_be_read(tmp_path: Path) 
 def test_a_config_cannot_be_changed() -> None:
     settings = config.validate(small.params(), "test")
     with pytest.raises(ValidationError, match="frozen"):
-        settings.ppo.gamma = 0.5
+        settings.ppo.cliprange = 0.5
 
 
 # ------------------------------------------------------------------------------------- stage views
@@ -275,15 +285,15 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ppo.kl_in": "loss"}, "the gradient of k1 is zero in expectation"),
-        ({"ppo.value_model": "shared"}, "critic_init='reward' would be ignored"),
+        ({"ppo.kl.kind": "in_loss", "ppo.kl.estimator": "k1"}, "ppo.kl.estimator: "),
+        ({"ppo.advantages.critic": {"kind": "shared", "init": "sft"}}, "critic.init: unknown key"),
         (
-            {"ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.value_learning_rate": 1e-3},
-            "no value_learning_rate",
+            {"ppo.advantages.critic": {"kind": "shared", "warmup": {}}},
+            "unknown key; known here: vf_coef, cliprange_value, kind",
         ),
         (
             {
-                "ppo.lora": {"r": 4, "alpha": 8.0, "value": False},
+                "ppo.lora": {"r": 4, "alpha": 8.0},
                 "ppo.reference_sync": {"every": 2, "alpha": 0.5},
             },
             "the reference is the policy without its adapter",
@@ -298,29 +308,35 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
                 "ppo.num_ppo_epochs": 1,
                 "ppo.num_mini_batches": 1,
             },
-            "the policy has not moved",
+            "its gradient is zero at the only optimizer step",
         ),
         (
-            {"ppo.truncation": "eos_trick_subtract", "ppo.missing_eos_score": 1.0},
-            "a positive value would reward unfinished",
+            {"ppo.truncation.kind": "eos_trick_subtract", "ppo.truncation.missing_eos_score": 1.0},
+            "missing_eos_score: Input should be less than or equal to 0",
         ),
         (
-            {"ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}, "ppo.vf_coef": 0.0},
+            {
+                "ppo.advantages.critic.warmup": {"max_updates": 3, "settled": 0.1},
+                "ppo.advantages.critic.vf_coef": 0.0,
+            },
             "with vf_coef=0 the critic learns nothing",
         ),
-        ({"ppo.critic_warmup": {"max_updates": 3, "settled": 1.0}}, "ppo.critic_warmup.settled: "),
-        ({"ppo.kl_in": "loss", "ppo.kl_estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
+        (
+            {"ppo.advantages.critic.warmup": {"max_updates": 3, "settled": 1.0}},
+            "ppo.advantages.critic.warmup.settled: ",
+        ),
+        ({"ppo.kl.kind": "in_loss", "ppo.kl.estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
         ({"ppo.scorers": []}, "scorers is empty"),
         ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is named 2 times; keep one"),
         ({"ppo.scorers": [OWN, OWN]}, "the reward model models/reward is named 2 times"),
         ({"ppo.scorers": [OWN, {**OWN, "path": "a"}, {**OWN, "path": "./a"}]}, "model a is named 2 times"),
-        ({"ppo.scorers": [{**OWN, "path": "models/reward_heldout"}]}, "must not optimise models/reward_held"),
+        ({"ppo.scorers": [{**OWN, "path": "models/reward_heldout"}]}, "must not optimize models/reward_held"),
         (
             {"ppo.scorers": [{**OWN, "path": "models/reward"}]},
             "is the default; remove path, or set it to null",
         ),
-        ({"ppo.scorers": [{**OWN, "name": "Bad name"}]}, "ppo.scorers.0.reward_model.name: "),
+        ({"ppo.scorers": [{**OWN, "name": "Bad name"}]}, "ppo.scorers.0.name: "),
         ({"ppo.scorers": [{**OWN, "name": "score"}]}, "'score': a column of samples.parquet has this name"),
         (
             {"ppo.scorers": [{**OWN, "name": "safe"}, {**OWN, "name": "safe", "path": "a"}]},
@@ -357,18 +373,18 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         (
             {
                 "ppo.scorers": [{**OWN, "path": "a"}],
-                "ppo.critic_init": "sft",
+                "ppo.advantages.critic.init": "sft",
                 "judge.judges": [small.GOLD],
             },
             "reward.train is true, but no scorer, critic or judge uses one",
         ),
-        ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.http.url: "),
+        ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: "),
         ({"ppo.scorers": [{**HTTP, "urll": "x"}]}, "did you mean 'url'?"),
         ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
         ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
-        ({"reward.train": False}, "a reward model is needed by ppo.scorers, ppo.critic_init, judge.judges"),
+        ({"reward.train": False}, "needed by ppo.scorers, ppo.advantages.critic.init, judge.judges"),
         (
-            {"ppo.scorers": [DUMMY], "ppo.critic_init": "sft", "judge.judges": [small.GOLD]},
+            {"ppo.scorers": [DUMMY], "ppo.advantages.critic.init": "sft", "judge.judges": [small.GOLD]},
             "reward.train is true, but no scorer, critic or judge uses one",
         ),
     ],
@@ -382,7 +398,7 @@ def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
 def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
     guards = small.params()["ppo"]["guards"] | {"action": "roll_back"}
     assert "0 would stay 0" in problems({"ppo.guards": guards, "ppo.kl_coef": 0.0})
-    sharded = {"launch.layout": "zero2", "launch.num_processes": 2}
+    sharded = {"launch.parallelism": "zero2", "launch.num_processes": 2}
     assert "no process holds all of it" in problems({"ppo.guards": guards, **sharded})
     assert "must be below" in problems({"ppo.guards": guards | {"kl_min": 12.0}})
 
@@ -390,45 +406,96 @@ def test_rolling_back_needs_a_positive_kl_coef_and_whole_models() -> None:
 # ------------------------------------------------------------------------------- without a critic
 
 
-WITHOUT = {f"ppo.{key}": value for key, value in without_critic("rloo").items()}
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("advantages", "message"),
     [
-        (
-            {"ppo.advantages": "rloo", "ppo.samples_per_prompt": 4},
-            "advantages=rloo has no critic, so that value_model, critic_init, vf_coef, lam, cliprange_value "
-            "would be ignored; set them to null: give `--set ppo.value_model=null",
-        ),
-        (
-            WITHOUT | {"ppo.advantages": "group", "ppo.critic_warmup": {"max_updates": 3, "settled": 0.1}},
-            "critic_warmup would be ignored; set it to null: give `--set ppo.critic_warmup=null` to `rlhf "
-            "preset`",
-        ),
-        (WITHOUT | {"ppo.value_learning_rate": 1e-4}, "value_learning_rate would be ignored"),
-        (
-            WITHOUT | {"ppo.samples_per_prompt": 1},
-            "leaves nothing to compare; set it to 2",
-        ),
-        (WITHOUT | {"ppo.gamma": 0.99}, "gamma=0.99 would be ignored; set it to 1.0"),
-        (WITHOUT | {"ppo.whiten_rewards": True}, "a part that grows with the length; set it to false"),
-        (
-            WITHOUT | {"ppo.truncation": "bootstrap_add"},
-            "bootstrap_add needs the value of a critic",
-        ),
-        (WITHOUT | {"ppo.lora": {"r": 4, "alpha": 8.0, "value": True}}, "no critic for lora.value"),
-        (WITHOUT | {"ppo.advantages": "gae"}, "needs a critic, and null stands for none: give value_model, "),
-        ({"ppo.lam": None}, "advantages=gae needs a critic, and null stands for none: give lam"),
+        ({"kind": "rloo", "gamma": 0.99}, "ppo.advantages.gamma: unknown key"),
+        ({"kind": "group", "critic": {"kind": "shared"}}, "ppo.advantages.critic: unknown key"),
+        ({"kind": "rloo", "samples_per_prompt": 1}, "samples_per_prompt: must be a whole number from 2"),
+        ({"kind": "ppo"}, "does not match any of the expected tags: 'gae', 'rloo', 'group', 'function'"),
+        ({"kind": "function"}, "ppo.advantages.function: is missing"),
+        ({"kind": "function", "function": "mine"}, "ppo.advantages.function: String should match"),
     ],
 )
-def test_what_needs_a_critic_is_refused_without_one(changes: dict[str, object], message: str) -> None:
-    assert message in problems(changes)
+def test_an_estimator_has_only_the_keys_that_it_reads(advantages: dict[str, object], message: str) -> None:
+    assert message in problems({"ppo.advantages": advantages})
+
+
+@pytest.mark.parametrize("advantages", [{"kind": "rloo"}, {"kind": "function", "function": "m:f"}])
+def test_bootstrapping_needs_a_critic(advantages: dict[str, object]) -> None:
+    changes = {"ppo.advantages": advantages, "ppo.truncation.kind": "bootstrap_add"}
+    assert "truncation.kind=bootstrap_add needs the value of a critic" in problems(changes)
 
 
 def test_a_critic_may_learn_from_several_samples_of_a_prompt() -> None:
-    assert config.validate(small.params({"ppo.samples_per_prompt": 4}), "test").ppo.advantages == "gae"
+    settings = config.validate(small.params({"ppo.advantages.samples_per_prompt": 4}), "test").ppo
+    assert (settings.advantages.kind, settings.samples_per_prompt) == ("gae", 4)
 
 
 def test_without_a_critic_the_reward_model_is_needed_by_scorers_and_judges_only() -> None:
-    assert "is needed by ppo.scorers, judge.judges" in problems(WITHOUT | {"reward.train": False})
+    changes = {"ppo.advantages.kind": "rloo", "reward.train": False}
+    assert "is needed by ppo.scorers, judge.judges" in problems(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "accepted"),
+    [
+        ({"ppo.loss": "mine:gspo"}, True),
+        ({"ppo.loss": "gspo"}, False),
+        ({"ppo.loss_reduction": "response_mean"}, True),
+        ({"ppo.loss_reduction": {"constant": 32}}, True),
+        ({"ppo.loss_reduction": {"constant": 0}}, False),
+        ({"ppo.loss_reduction": "sum"}, False),
+        ({"ppo.advantages": {"kind": "function", "function": "m:f", "critic": {"kind": "shared"}}}, True),
+    ],
+)
+def test_a_loss_is_named_by_its_import_path_and_reduced_by_a_setting(
+    changes: dict[str, object], accepted: bool
+) -> None:
+    if accepted:
+        config.validate(small.params(changes), "test")
+    else:
+        assert next(iter(changes)) in problems(changes)
+
+
+# ----------------------------------------------------------------------------------- vLLM as sampler
+
+
+def test_a_server_by_its_address_or_by_its_command_is_accepted() -> None:
+    for own in ({}, {"url": None, "command": ["/opt/vllm/bin/vllm", "serve"]}):
+        sampler = config.validate(small.params({"ppo.sampler": ENGINE | own}), "test").ppo.sampler
+        assert sampler.kind == "vllm"
+        assert sampler.command == (("/opt/vllm/bin/vllm", "serve") if own else None)
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: str) -> None:
+    changes = {"ppo.sampler": ENGINE, "launch.num_processes": 2, "launch.parallelism": parallelism}
+    config.validate(small.params(changes), "test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampler", "problem"),
+    [
+        ({}, {"url": None}, "give either `url`, of a server that runs, or `command`"),
+        ({}, {"command": ["vllm", "serve"]}, "give either `url`, of a server that runs, or `command`"),
+        ({}, {"command": [], "url": None}, "ppo.sampler.command"),
+        ({}, {"url": "http://10.0.0.7:8000"}, "PPO uses loopback only"),
+        ({}, {"url": "https://127.0.0.1:8000"}, "is not the address of a server on this machine"),
+        ({}, {"url": "http://127.0.0.1"}, "is not the address of a server on this machine"),
+        ({}, {"url": "http://127.0.0.1:8000/v1"}, "is not the address of a server on this machine"),
+        ({}, {"ahead": 2}, "ppo.sampler.ahead"),
+        ({}, {"importance_cap": 0.5}, "ppo.sampler.importance_cap"),
+        ({}, {"batch_size": 8}, "ppo.sampler.batch_size: unknown key"),
+        ({"ppo.temperature": 0.001}, {}, "samples at a temperature of at least 0.01"),
+        ({"ppo.ratio_from": "reference"}, {}, "set ratio_from to rollout"),
+        ({"ppo.lora": {}}, {"transfer": "ipc"}, "lora's weights are merged beside"),
+        ({"ppo.total_episodes": 512, "ppo.rollout_batch_size": 512}, {"ahead": 1}, "one update only"),
+        ({"launch.num_processes": 2}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
+        ({"launch.parallelism": "zero2"}, {"transfer": "ipc"}, "transfer=ipc needs PPO in one process"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_before_training(
+    changes: Mapping[str, Any], sampler: Mapping[str, Any], problem: str
+) -> None:
+    assert problem in problems({"ppo.sampler": ENGINE | sampler, **changes})

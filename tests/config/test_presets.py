@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks import config, errors, presets
 from rlhf_tasks.cli import main
+from rlhf_tasks.config.ppo import AdaptiveKl, EosTrickReplace, Gae, Guards, Rloo, SeparateCritic
 from rlhf_tasks.data.batches import micro_batches
 from rlhf_tasks.presets import Request
 from tests import toy
@@ -22,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 def with_preset(name: str) -> config.Config:
     tree: Any = YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
-    presets.overlay_onto(tree, presets.read(name))
-    presets.overlay_onto(tree, UNPINNED.get(name, {}))
+    config.merge(tree, presets.read(name))
+    config.merge(tree, UNPINNED.get(name, {}))
     return config.validate(tree, name)
 
 
@@ -98,7 +99,7 @@ def test_a_preset_applies_to_a_section_that_the_same_command_turns_on(
 def test_replacing_a_section_leaves_no_key_of_the_old_one() -> None:
     """A key that only the file's own section has is removed, even an unknown one."""
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    own = text.replace("tracking:\n", "tracking:\n  of_old: 1\n")
+    own = text.replace("tracking: {", "tracking: {of_old: 1, ")
     sections = {"tracking": {"enabled": False, "uri": None, "experiment": "b"}}
     written, settings = presets.replaced(own, sections, "params.yaml")
     assert settings.tracking.experiment == "b"
@@ -118,19 +119,15 @@ def test_a_preset_with_a_complete_section_turns_it_on(project: Path) -> None:
     assert main.main(["preset", "ppo_max"]) == 0
     settings = config.load()
     assert settings.ppo.ptx is not None
-    assert settings.ppo.critic_warmup is not None
+    assert settings.ppo.score_scaling is not None
 
 
-def test_setting_one_value_of_a_null_section_is_refused_and_names_the_missing_keys(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.main(["preset", "--set", "ppo.ptx=null", "ppo.adaptive_kl.target=3.0"]) == 2
-    message = capsys.readouterr().err
-    assert "ppo.adaptive_kl is null, so that target alone cannot be set" in message
-    assert "give horizon, clip too, as one ppo.adaptive_kl={…}" in message
-    whole = "ppo.adaptive_kl={target: 3.0, horizon: 10000, clip: 0.2}"
-    assert main.main(["preset", "--set", whole, "ppo.adaptive_kl.target=4.0"]) == 0
-    assert config.load().ppo.adaptive_kl is not None
+def test_a_single_value_turns_on_a_section_that_is_null(project: Path) -> None:
+    assert main.main(["preset", "--set", "ppo.guards=null", "ppo.adaptive_kl.target=3.0"]) == 0
+    settings = config.load().ppo
+    assert (settings.guards, settings.adaptive_kl) == (None, AdaptiveKl(target=3.0))
+    assert main.main(["preset", "over_optimised", "--set", "ppo.kl_coef=0.01", "ppo.guards.patience=5"]) == 0
+    assert config.load().ppo.guards == Guards(action="warn", patience=5), "then it is on for presets too"
 
 
 def test_the_tldr_preset_names_the_revisions_that_must_be_set(
@@ -159,7 +156,7 @@ def test_the_tldr_preset_has_the_sizes_of_the_benchmark() -> None:
     assert (settings.ppo.num_ppo_epochs, settings.ppo.num_mini_batches) == (4, 1)
     assert (settings.ppo.learning_rate, settings.ppo.schedule) == (3e-6, "linear")
     assert (settings.ppo.kl_coef, settings.ppo.temperature, settings.ppo.response_length) == (0.05, 0.7, 53)
-    assert (settings.ppo.truncation, settings.ppo.missing_eos_score) == ("eos_trick_replace", -1.0)
+    assert settings.ppo.truncation == EosTrickReplace(missing_eos_score=-1.0)
     assert settings.ppo.total_episodes == 1_000_000
     assert settings.judge.num_examples == 1000
 
@@ -234,26 +231,48 @@ def test_the_summary_of_a_preset_of_a_paper_names_the_model_size(name: str) -> N
 def test_one_command_trains_without_a_critic(project: Path, name: str, advantages: str, under: str) -> None:
     assert main.main(["preset", under, name]) == 0
     settings = config.load().ppo
-    assert settings.advantages == advantages
-    assert (settings.value_model, settings.critic_init, settings.vf_coef) == (None, None, None)
+    assert (settings.advantages.kind, settings.critic) == (advantages, None)
+
+
+def test_a_preset_that_names_no_kind_keeps_the_one_in_force(project: Path) -> None:
+    assert main.main(["preset", "rloo"]) == 0
+    assert main.main(["preset", "smoke"]) == 0
+    assert config.load().ppo.advantages == Rloo()
+
+
+def test_a_key_inside_a_section_keeps_its_kind_and_another_kind_replaces_the_section() -> None:
+    """The order of the values does not matter, and a file without the section has its default."""
+    for text in (SHIPPED, "seed: 1\n", "ppo: {advantages: {kind: gae, gamma: 0.9}}\n"):
+        _, settings, _ = Request(overrides={"ppo.advantages.lam": 0.5}).resolve(text)
+        assert isinstance(settings.ppo.advantages, Gae)
+        assert settings.ppo.advantages.lam == 0.5
+        several = {"ppo.advantages.samples_per_prompt": 8, "ppo.advantages.kind": "rloo"}
+        _, settings, changes = Request(overrides=several).resolve(text)
+        assert settings.ppo.advantages == Rloo(samples_per_prompt=8)
+        assert "ppo.advantages.kind: gae → rloo" in changes
+        with pytest.raises(errors.ConfigError, match=r"advantages\.lam: unknown key"):
+            Request(overrides={"ppo.advantages": {"kind": "rloo", "lam": 0.5}}).resolve(text)
 
 
 def test_the_smoke_preset_neither_trains_nor_uses_a_reward_model() -> None:
     settings = with_preset("smoke")
     assert not settings.reward.train
     assert [scorer.kind for scorer in settings.ppo.scorers] == ["dummy"]
-    assert (settings.ppo.critic_init, [judge.kind for judge in settings.judge.judges]) == ("sft", ["gold"])
+    assert settings.ppo.critic == SeparateCritic(init="sft")
+    assert [judge.kind for judge in settings.judge.judges] == ["gold"]
 
 
 SHIPPED = (ROOT / "params.yaml").read_text(encoding="utf-8")
 
 
 def test_single_values_of_a_request_override_its_preset() -> None:
-    request = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"gamma": 0.5}})
+    request = Request("smoke", 9, {"ppo.total_episodes": 128, "ppo": {"cliprange": 0.5}})
     _, settings, changes = request.resolve(SHIPPED)
-    assert (settings.seed, settings.ppo.total_episodes, settings.ppo.gamma) == (9, 128, 0.5)
+    assert (settings.seed, settings.ppo.total_episodes, settings.ppo.cliprange) == (9, 128, 0.5)
     assert settings.ppo.rollout_batch_size == 64, "the preset's"
-    assert {"seed: 1 → 9", "reward.train: true → false", "ppo.critic_init: reward → sft"} <= {*changes}
+    assert {"seed: 1 → 9", "reward.train: true → false", "ppo.advantages.critic.init: reward → sft"} <= {
+        *changes
+    }
 
 
 @pytest.mark.parametrize(
@@ -268,7 +287,7 @@ def test_single_values_of_a_request_override_its_preset() -> None:
     ],
 )
 def test_a_value_in_a_change_list_is_one_line_of_yaml(key: str, value: str | float | None) -> None:
-    shipped = SHIPPED.replace("uri: null", "uri: /a")
+    shipped = SHIPPED.replace("tracking: {", "tracking: {uri: /a, ")
     _, _, (change,) = Request(overrides={key: value}).resolve(shipped)
     text = change.partition(" → ")[2]
     assert "\n" not in text

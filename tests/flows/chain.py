@@ -1,4 +1,7 @@
-"""The stages of the shipped dvc.yaml with planted programs, which count how often each stage runs."""
+"""The stages of the shipped dvc.yaml with planted programs, which count how often each stage runs.
+
+Stage `inputs` is the real one.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +54,16 @@ class Chain:
         yaml = YAML()
         tree = yaml.load((toy.ROOT / "dvc.yaml").read_text(encoding="utf-8"))
         for name, stage in tree["stages"].items():
+            if name == dvc_files.INPUTS:
+                stage["cmd"] = f"{sys.executable} -m rlhf_tasks.cli {name}"
+                continue
             stage["cmd"] = f"{sys.executable} -S stage.py {name}"
             stage["deps"] = [dep for dep in stage["deps"] if not dvc_files.is_code(dep)]
         with (root / "dvc.yaml").open("w", encoding="utf-8") as file:
             yaml.dump(tree, file)
         outs = json.dumps({name: node.outs for name, node in dvc_files.graph(root).items()})
         (root / "stage.py").write_text(PROGRAM.format(home=str(self.home), outs=outs), encoding="utf-8")
-        for folder in ("data", "evaluation", "models", "models/lineage"):
+        for folder in ("data", "evaluation", "models", "models/lineage", "inputs"):
             (root / folder).mkdir()
             shutil.copy(toy.ROOT / folder / ".gitignore", root / folder)
         with (root / ".gitignore").open("a", encoding="utf-8") as file:

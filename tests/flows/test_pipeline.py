@@ -382,7 +382,9 @@ class FailingRuns:
         return comparison.Result(setting, seed, run, {}, {})
 
     def sweep(self, **parameters: Any) -> str:
-        state = sweep.sweep(settings_list=[{"ppo.gamma": 0.9}], seeds=[1], return_state=True, **parameters)
+        state = sweep.sweep(
+            settings_list=[{"ppo.advantages.gamma": 0.9}], seeds=[1], return_state=True, **parameters
+        )
         return f"{state.type.value}: {state.message}"
 
 

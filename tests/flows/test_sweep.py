@@ -192,15 +192,15 @@ def test_each_sweep_has_its_own_variable_whatever_its_seeds() -> None:
 
 
 def test_a_grid_has_every_combination() -> None:
-    assert sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.gamma": [1.0, 0.9]}, []) == [
-        {"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
+    assert sweep.combinations({"ppo.kl_coef": [0.1, 0.2], "ppo.advantages.gamma": [1.0, 0.9]}, []) == [
+        {"ppo.kl_coef": a, "ppo.advantages.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)
     ]
     with pytest.raises(UserError, match="either grid"):
         sweep.combinations({}, [])
 
 
 def test_the_name_of_a_run_is_a_digest_of_what_decides_its_result(root: Path) -> None:
-    settings = [{"ppo.kl_coef": a, "ppo.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)]
+    settings = [{"ppo.kl_coef": a, "ppo.advantages.gamma": b} for a in (0.1, 0.2) for b in (1.0, 0.9)]
     cells, _ = sweep_runs.cells(root, "s", None, settings, [1, 2], "HEAD", Data(root))
     assert len({cell.experiment for cell in cells}) == 8
     assert cells == sweep_runs.cells(root, "s", None, settings, [1, 2], "HEAD", Data(root))[0]

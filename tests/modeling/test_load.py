@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling.contracts import ContractError
 from rlhf_tasks.modeling.load import (

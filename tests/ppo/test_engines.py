@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from rlhf_tasks.config.engine import Engine as Settings
+from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.load import place
 from rlhf_tasks.ppo.engines import ipc, wire
@@ -37,11 +37,7 @@ SECONDS = 60.0
 
 
 def settings(**changes: Any) -> Settings:
-    given = {
-        "kind": "vllm", "url": None, "command": None, "weights_folder": None, "transfer": "folder",
-        "ahead": 0, "importance_cap": 2.0, "max_logprob_diff": 0.01, "start_seconds": SECONDS,
-        "timeout_seconds": SECONDS,
-    }  # fmt: skip
+    given = {"max_logprob_diff": 0.01, "start_seconds": SECONDS, "timeout_seconds": SECONDS}
     return Settings.model_validate(given | changes)
 
 
@@ -384,7 +380,7 @@ def test_a_server_that_does_not_start_is_a_mistake_with_the_end_of_its_log(tmp_p
         one.load(small.causal(), 1)
     one.close()
     other = engine(tmp_path, command=["/no/such/vllm", "serve"])
-    with pytest.raises(UserError, match=r"ppo\.engine\.command: /no/such/vllm is no program here"):
+    with pytest.raises(UserError, match=r"ppo\.sampler\.command: /no/such/vllm is no program here"):
         other.load(small.causal(), 1)
     other.close()
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection as Section
-from rlhf_tasks.config.training import Lora
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.modeling.sampling import sample_responses
@@ -243,9 +243,13 @@ STOP = 9
 
 
 @pytest.mark.parametrize(
-    ("truncation", "unfinished"), [("eos_trick_replace", [-1.5, -1.5]), ("bootstrap", [8.0, 4.0])]
+    ("truncation", "unfinished"),
+    [
+        ({"kind": "eos_trick_replace", "missing_eos_score": -1.5}, [-1.5, -1.5]),
+        ({"kind": "bootstrap"}, [8.0, 4.0]),
+    ],
 )
-def test_scores_are_under_the_eos_rule(truncation: str, unfinished: list[float]) -> None:
+def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: list[float]) -> None:
     """The optimised score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
     rule = {"truncation": truncation, "missing_eos_score": -1.5, "stop_token": STOP}

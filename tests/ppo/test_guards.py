@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config import ppo_options as config
+from rlhf_tasks.config import ppo as config
 from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, Guards
 from tests import small
 

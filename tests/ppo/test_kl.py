@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.config.ppo_options import AdaptiveKl
+from rlhf_tasks.config.ppo import AdaptiveKl
 from rlhf_tasks.ppo.kl import ESTIMATORS, adapt_kl_coef, adapt_penalty, k1, k2, k3
 
 GENERATOR = torch.Generator().manual_seed(2)

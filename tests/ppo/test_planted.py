@@ -47,10 +47,10 @@ def models_of(value: str, adapter: bool) -> dict[str, Any]:
     changes: dict[str, Any] = {"value_model": value}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(value)
-        changes["lora"] = {"r": 16, "alpha": 64.0, "value": False}
+        changes["lora"] = {"r": 16, "alpha": 64.0}
     elif value == "shared":
         changes["actor_critic"] = shared()
-    return changes | ({"critic_init": "sft"} if value == "shared" else {})
+    return changes
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
@@ -62,13 +62,13 @@ def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
     num_updates = 28 if adapter else 32
     if not adapter:
         changes["learning_rate"] = 5e-3
-    first, last = learned(share_of_token_5, num_updates, truncation=truncation, **changes)
+    first, last = learned(share_of_token_5, num_updates, truncation__kind=truncation, **changes)
     # with an adapter the embeddings and the head stay random, and few weights are trained
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
 
 
-KL_IN_LOSS = {"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.01}
+KL_IN_LOSS = {"kl.kind": "in_loss", "kl.estimator": "k3", "kl_coef": 0.01}
 
 
 @pytest.mark.parametrize("advantages", ["rloo", "group"])
@@ -77,7 +77,7 @@ def test_a_token_is_learned_without_a_critic(advantages: str, adapter: bool, kl:
     changes: dict[str, Any] = without_critic(advantages) | kl | {"schedule": "linear"}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(None)
-        changes["lora"] = {"r": 16, "alpha": 64.0, "value": False}
+        changes["lora"] = {"r": 16, "alpha": 64.0}
     first, last = learned(share_of_token_5, 36, **changes)
     assert first < 0.05
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
@@ -91,7 +91,7 @@ def test_a_length_is_learned_without_a_critic(advantages: str) -> None:
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
 def test_a_length_is_learned(truncation: str) -> None:
-    first, last = learned(near(4), truncation=truncation)
+    first, last = learned(near(4), truncation__kind=truncation)
     assert last > first + 0.25, f"from {first:.2f} to {last:.2f} only"
 
 
@@ -107,6 +107,10 @@ def test_a_length_of_twelve_is_learned(truncation: str, value: str, adapter: boo
     never end can have the highest value.
     """
     gamma = 0.97 if truncation.startswith("bootstrap") else 1.0
-    changes = models_of(value, adapter) | {"truncation": truncation, "response_length": 26, "gamma": gamma}
+    changes = models_of(value, adapter) | {
+        "truncation.kind": truncation,
+        "response_length": 26,
+        "advantages.gamma": gamma,
+    }
     first, last = learned(near(12), num_updates=40, schedule="linear", **changes)
     assert last > first + 0.1, f"from {first:.2f} to {last:.2f} only"

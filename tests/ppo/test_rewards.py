@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from rlhf_tasks.config.ppo_options import ScoreScaling
+from rlhf_tasks.config.ppo import ScoreScaling
 from rlhf_tasks.ppo.rewards import ScoreScaler, Truncation, bootstrap_values, token_rewards, truncated_scores
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])

@@ -24,11 +24,12 @@ from tests.ppo import toy
 from tests.small import PAD
 
 Start = Callable[..., ActorCritic]
-LORA = {"r": 4, "alpha": 8.0, "value": False}
+LORA = {"r": 4, "alpha": 8.0}
 
 
 def view(**changes: Any) -> PpoView:
-    result: PpoView = small.view("ppo", {f"ppo.{key}": value for key, value in changes.items()})
+    keys = {f"ppo.{key.replace('__', '.')}": value for key, value in changes.items()}
+    result: PpoView = small.view("ppo", keys)
     return result
 
 
@@ -78,12 +79,13 @@ def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start
 
 
 @pytest.mark.parametrize("family", ["opt", "llama4_text", "cohere", "minicpm3"])
-@pytest.mark.parametrize("value_model", ["shared", "separate"])
-def test_a_critic_of_any_family_and_width_learns(family: str, value_model: str, models_here: Path) -> None:
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_a_critic_of_any_family_and_width_learns(family: str, kind: str, models_here: Path) -> None:
     """OPT-350m's head reads states that are narrower than its layers; Llama 4 hides its trunk."""
     save_checkpoint(small.other(family), small.tokenizer(), Paths().sft, identity={}, card="")
     rewards = {"ppo.scorers": [{"kind": "dummy"}], "reward.train": False, "judge.judges": [small.GOLD]}
-    config = small.view("ppo", rewards | {"ppo.value_model": value_model, "ppo.critic_init": "sft"})
+    critic = {"kind": kind} if kind == "shared" else {"kind": kind, "init": "sft"}
+    config = small.view("ppo", rewards | {"ppo.advantages.critic": critic})
     one, reference, _ = ppo.load_models(small.runtime(), config, Paths())
     critic = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
     assert not critic.weight.any()
@@ -91,13 +93,13 @@ def test_a_critic_of_any_family_and_width_learns(family: str, value_model: str, 
     metrics = next(toy.toy(actor_critic=one, reference=reference, **changes).updates)
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-4)  # of the only step, before which nothing moved
     assert metrics["objective/kl_k1"] == pytest.approx(0, abs=1e-4)
-    assert critic.weight.all()
+    assert head.weight.all()
 
 
 @pytest.mark.parametrize("source", ["reward", "sft", "base"])
 def test_all_weights_of_policy_and_critic_are_trained(source: str, start: Start) -> None:
     """The reward model itself is frozen; the critic that starts as its copy must not be."""
-    assert all(p.requires_grad for p in start(critic_init=source).parameters())
+    assert all(p.requires_grad for p in start(advantages__critic__init=source).parameters())
 
 
 # ---------------------------------------------------------------------------- adapters, checkpointing
@@ -111,18 +113,23 @@ def trained(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("source", ["reward", "sft"])
 @pytest.mark.parametrize(
-    ("lora", "of_policy", "of_critic"),
+    ("lora", "critic_lora", "of_policy", "of_critic"),
     [
-        (None, {"trunk"}, {"trunk", "head"}),
-        (LORA, {"adapter"}, {"trunk", "head"}),
-        (LORA | {"value": True}, {"adapter"}, {"adapter", "head"}),
+        (None, None, {"trunk"}, {"trunk", "head"}),
+        (LORA, None, {"adapter"}, {"trunk", "head"}),
+        (LORA, LORA, {"adapter"}, {"adapter", "head"}),
     ],
     ids=["none", "policy", "policy-and-critic"],
 )
 def test_lora_puts_adapters_into_the_policy_and_on_demand_into_the_critic(
-    lora: dict[str, Any] | None, of_policy: set[str], of_critic: set[str], source: str, start: Start
+    lora: dict[str, Any] | None,
+    critic_lora: dict[str, Any] | None,
+    of_policy: set[str],
+    of_critic: set[str],
+    source: str,
+    start: Start,
 ) -> None:
-    one = start(lora=lora, critic_init=source)
+    one = start(lora=lora, advantages__critic={"init": source, "lora": critic_lora})
     assert trained(one.policy) == of_policy
     assert trained(critic_of(one)) == of_critic
 

@@ -172,7 +172,7 @@ def project(models_here: Path) -> Path:
         save_checkpoint(made, words, models_here / "models" / name, identity=parents, card="a card")
     section = {"url": None, "command": command(), "start_seconds": START_SECONDS, "timeout_seconds": 120.0}
     changes = {
-        "ppo.engine": ENGINE | section, "data.max_completion_tokens": 64, "ppo.response_length": 64,
+        "ppo.sampler": ENGINE | section, "data.max_completion_tokens": 64, "ppo.response_length": 64,
         "ppo.rollout_batch_size": 32, "ppo.total_episodes": 96, "tracking.enabled": False,
         "resume.every_seconds": 1e-6,
     }  # fmt: skip
@@ -242,7 +242,7 @@ def test_two_processes_that_share_the_weights_learn_from_one_server(
     for stage in ("prepare", "base", "sft", "preferences", "reward"):
         toy.run(stage, settings)
     engine = ENGINE | {"url": None, "command": command(), "start_seconds": 240.0, "timeout_seconds": 120.0}
-    toy.write_params(launch={"num_processes": 2, "layout": "fsdp2"}, ppo={"engine": engine})
+    toy.write_params(launch={"num_processes": 2, "parallelism": "fsdp2"}, ppo={"sampler": engine})
     stages.rlhf("ppo")
     rows = [row for row in stages.curve("ppo") if row["engine/logprob_diff_max"]]
     print("logprob_diff_max:", *(row["engine/logprob_diff_max"] for row in rows))

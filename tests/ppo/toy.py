@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora, Ppo
 from rlhf_tasks.data.batches import Ids, TokenBudget
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.modeling.load import add_lora
@@ -92,11 +91,6 @@ class NoEvaluation(Evaluator):
 ENGINE: dict[str, Any] = {
     "kind": "vllm",
     "url": "http://127.0.0.1:8000",
-    "command": None,
-    "weights_folder": None,
-    "transfer": "folder",
-    "ahead": 0,
-    "importance_cap": 2.0,
     "max_logprob_diff": 1e-3,
     "start_seconds": 60.0,
     "timeout_seconds": 60.0,
@@ -295,12 +289,13 @@ def toy(
     tracker: Tracker | None = None,
     snapshots: Checkpoint | None = None,
     faults: Path = Path("faults"),
+    seed: int = 1,
     **changes: Any,
 ) -> Toy:
     """A training with the same weights, prompts and random numbers each time."""
     rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
-    config = small.ppo(**changes, **({"engine": engine_section} if engine_section else {}))
-    critic = small.scores(seed=3) if config.value_model else NoCritic()
+    config = small.ppo(**changes, **({"sampler": engine_section} if engine_section else {}))
+    critic = small.scores(seed=3) if config.critic else NoCritic()
     rt.freeze(frozen)
     actor_critic = actor_critic or ActorCritic(small.causal(), critic)
 
@@ -329,7 +324,7 @@ def toy(
         state=state,
         ptx=text,
         loss=loss,
-        estimator=estimator or ESTIMATORS[config.advantages],
+        estimator=estimator or ESTIMATORS[config.advantages.kind],
         clock=clock,
         evaluator=evaluator or NoEvaluation(),
         tracker=tracker or NullTracker("ppo"),
@@ -340,9 +335,10 @@ def toy(
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:
     """The changes for an estimator that needs no critic; advantages are not whitened."""
-    nulls = dict.fromkeys(("value_model", "critic_init", "cliprange_value", "vf_coef", "lam"))
-    own = {"advantages": advantages, "samples_per_prompt": num_samples, "whiten_advantages": False}
-    return own | nulls
+    return {
+        "advantages": {"kind": advantages, "samples_per_prompt": num_samples},
+        "whiten_advantages": False,
+    }
 
 
 def shared() -> ActorCritic:

@@ -36,9 +36,9 @@ def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
         assert hashing.dvc_md5(path) in (tmp_path / f"{path.name}.dvc").read_text(encoding="utf-8")
 
 
-def test_inputs_are_the_data_among_the_deps_with_params_filled_in(project: Path) -> None:
+def test_inputs_are_the_data_among_the_deps(project: Path) -> None:
     graph = dvc_files.graph(project)
-    assert graph["prepare"].inputs == ("rlhf_tasks/data/examples",)
+    assert graph["prepare"].inputs == ("given",)
     assert graph["sft"].inputs == ("data/sft",)
     assert graph["sft"].outs == ("models/sft", "models/lineage/sft.json", "metrics/sft.json")
 
@@ -108,17 +108,18 @@ stages:
     assert dvc_files.locked_in("schema: '2.0'") == {}
 
 
+def test_a_dep_is_filled_from_params_yaml() -> None:
+    node = dvc_files.graph_in("stages: {a: {cmd: x, deps: ['${data.path}/y']}}", "data: {path: x}")["a"]
+    assert node.deps == ("x/y",)
+
+
 def test_callers_may_change_what_they_read_and_a_new_text_is_read_again(project: Path) -> None:
     """Texts are parsed once per process."""
-    lock = (
-        "stages:\n  ppo:\n    params: {params.yaml: {ppo: {scorers: [1]}}}\n    outs: [{path: a, md5: '1'}]\n"
-    )
+    lock = "stages:\n  ppo:\n    outs: [{path: a, md5: '1'}]\n"
     (project / "dvc.lock").write_text(lock, encoding="utf-8")
     for _ in range(2):
-        assert dvc_files.locked_params(project, "ppo") == {"ppo": {"scorers": [1]}}
         assert dvc_files.locked(project) == dvc_files.locked_by(project, "ppo") == {"a": "1"}
         assert dvc_files.parameters(project)["seed"] == 1
-        dvc_files.locked_params(project, "ppo")["ppo"]["scorers"].append(2)
         dvc_files.locked(project)["a"] = dvc_files.locked_by(project, "ppo")["a"] = "2"
         dvc_files.parameters(project)["judge"]["judges"].clear()
         dvc_files.graph(project).clear()
@@ -127,4 +128,4 @@ def test_callers_may_change_what_they_read_and_a_new_text_is_read_again(project:
     (project / "dvc.lock").write_text(lock.replace("'1'", "'3'"), encoding="utf-8")
     assert dvc_files.locked(project) == {"a": "3"}
     (project / "dvc.lock").unlink()
-    assert dvc_files.locked(project) == dvc_files.locked_params(project, "ppo") == {}
+    assert dvc_files.locked(project) == {}

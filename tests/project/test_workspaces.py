@@ -176,6 +176,18 @@ def test_inputs_that_only_the_working_tree_has_are_an_error(root: Path) -> None:
         create(root)
 
 
+def test_a_function_that_is_not_committed_is_refused_by_name(root: Path) -> None:
+    scorers = [{"kind": "function", "weight": 1.0, "function": "mine:score"}]
+    toy.write_params(root, ppo={"scorers": scorers})
+    toy.commit(root)
+    (root / "mine.py").touch()
+    with pytest.raises(UserError, match=r"cannot see mine\.py: it sees only files in git"):
+        create(root)
+    (root / "mine.py").unlink()
+    with pytest.raises(UserError, match="mine:score is neither in a file of the run's commit nor in a pack"):
+        create(root)
+
+
 def test_a_project_may_be_below_the_top_of_the_repository(tmp_path: Path) -> None:
     toy.git(tmp_path, "init", "-q")
     toy.identify(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from rlhf_tasks import config
 from rlhf_tasks.evaluation.results import (
     ComparisonResult,
     EvaluationResults,
@@ -133,16 +134,23 @@ def lock(folder: Path) -> None:
         return [{"path": path, "md5": hashing.dvc_md5(folder / path)} for path in paths]
 
     ppo = entries("models/policy", "metrics/ppo.json", "models/lineage/ppo.json")
-    used = YAML(typ="safe", pure=True).load((folder / "params.yaml").read_text(encoding="utf-8"))["judge"]
+    values = config.VIEWS["judge"].of(config.load(folder / "params.yaml")).declared
+    record(folder, "judge", values)
     judge = {
         "cmd": "rlhf judge",
-        "deps": entries("models/policy"),
-        "params": {"params.yaml": {"seed": 1, "judge": used}},
+        "deps": entries("models/policy", "inputs/judge.json"),
         "outs": entries("evaluation/judge"),
     }
     stages = {"ppo": {"cmd": "rlhf ppo", "outs": ppo}, "judge": judge}
     with (folder / "dvc.lock").open("w", encoding="utf-8") as file:
         YAML().dump({"schema": "2.0", "stages": stages}, file)
+
+
+def record(folder: Path, stage: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Write inputs/STAGE.json; returns its entry of dvc.lock."""
+    (folder / "inputs").mkdir(exist_ok=True)
+    put(folder / f"inputs/{stage}.json", {"values": values, "files": {}, "packages": {}})
+    return {"path": f"inputs/{stage}.json", "md5": hashing.dvc_md5(folder / f"inputs/{stage}.json")}
 
 
 def cached(folder: Path, cache: Path) -> None:

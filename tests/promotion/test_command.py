@@ -482,7 +482,7 @@ def test_a_function_that_ppo_optimised_refuses_even_if_params_changed_since(
     planted.pipeline(project, "one")
     lock = YAML(typ="safe", pure=True).load(Path("dvc.lock").read_text(encoding="utf-8"))
     scorers = [{"kind": "function", "weight": 1.0, "function": "mine:short"}]
-    lock["stages"]["ppo"]["params"] = {"params.yaml": {"ppo": {"scorers": scorers}}}
+    lock["stages"]["ppo"]["deps"] = [planted.record(project, "ppo", {"ppo.scorers": scorers})]
     with Path("dvc.lock").open("w", encoding="utf-8") as file:
         YAML().dump(lock, file)
     assert main.main(["promote"]) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,20 @@ from tests.promotion.conftest import Measured
 
 pytestmark = [pytest.mark.usefixtures("measured"), pytest.mark.e2e]
 NAME = "rlhf-policy"
-STAGES = """\
+STAGES = f"""\
 stages:
+  inputs:
+    cmd: {sys.executable} -m rlhf_tasks.cli inputs
+    always_changed: true
+    outs: [inputs/ppo.json, inputs/judge.json]
   ppo:
     cmd: sh given/ppo.sh
-    params: [seed]
-    deps: [given]
+    deps: [given, inputs/ppo.json]
     outs: [models/policy, models/lineage/ppo.json]
-    metrics: [{metrics/ppo.json: {cache: false}}]
+    metrics: [{{metrics/ppo.json: {{cache: false}}}}]
   judge:
     cmd: mkdir -p evaluation/judge && cp given/results.json evaluation/judge/results.json
-    params: [seed, judge]
-    deps: [models/policy, given]
+    deps: [models/policy, given, inputs/judge.json]
     outs: [evaluation/judge]
 """
 PPO = """\
@@ -61,7 +64,8 @@ def root(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     planted.put(given / "ppo.json", {"selected_episode": 256.0, "selected_kl": planted.KL})
     planted.put(given / "lineage.json", {"rlhf.run": "ppo-of-it", "git.rev": "c" * 40})
     planted.BETTER.write(given / "results.json")
-    planted.params(tmp_path, {"data.path": "given"})
+    (given / "labels.jsonl").touch()
+    planted.params(tmp_path, {"data.path": "given", "judge.labels": "given/labels.jsonl"})
     (tmp_path / "dvc.yaml").write_text(STAGES, encoding="utf-8")
     (tmp_path / ".gitignore").write_text(".rlhf/\n", encoding="utf-8")
     (tmp_path / ".dvcignore").write_text(".rlhf\n", encoding="utf-8")
@@ -151,6 +155,7 @@ def test_the_gate_and_the_judges_are_those_of_the_working_tree(
 RUBRIC = "{prompt} {first} {second}"
 OWN_FILES: dict[str, Any] = {
     "data.path": "given",
+    "judge.labels": "given/labels.jsonl",
     "judge.judges": [
         {"kind": "gold", "name": "gold"},
         {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"},

@@ -23,7 +23,9 @@ def result(name: str, seed: int, kl_coef: str, values: list[float], **more: str)
     rate = workspace.comparison("gold", "policy", "sft", workspace.interval(0.6, 0.5, 0.7))
     metrics = {f"judge/{key}": value for key, value in rate.metrics().items()}
     metrics |= {"ppo/objective/kl": values[-1], "judge/gold/win_rate": 0.9}
-    return Result("", seed, name, metrics, curves, {"ppo.kl_coef": kl_coef, "ppo.lam": "0.95", **more})
+    return Result(
+        "", seed, name, metrics, curves, {"ppo.kl_coef": kl_coef, "ppo.advantages.lam": "0.95", **more}
+    )
 
 
 RUNS = [
@@ -126,7 +128,7 @@ def test_an_unknown_run_is_one_message(project: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_without_a_parameter_in_which_others_differ_is_a_setting_of_its_own() -> None:
-    silent = Result("", 1, "cached", {}, {}, {"ppo.lam": "0.95"})
+    silent = Result("", 1, "cached", {}, {}, {"ppo.advantages.lam": "0.95"})
     settings = [one.setting for one in comparison.with_settings([*RUNS, silent])]
     assert settings == ["ppo.kl_coef=0.03", "ppo.kl_coef=0.03", "ppo.kl_coef=0.1", "ppo.kl_coef=?"]
     context = compared.context(comparison.with_settings([*RUNS, silent]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_tasks.config.verifier import Check, Format
+from rlhf_tasks.config.scorers import Check, Format
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.protocol import Responses

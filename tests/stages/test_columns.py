@@ -41,7 +41,7 @@ VERIFIER = {"kind": "verifier", "checks": [FIRST_WORD], "format": {"pattern": "(
 SETTINGS = {
     "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
     "ppo.response_length": 8, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
-    "ppo.num_sample_generations": 1, "ppo.critic_init": "sft", "ppo.scorers": [OWN],
+    "ppo.num_sample_generations": 1, "ppo.advantages.critic.init": "sft", "ppo.scorers": [OWN],
     "ppo.select_by": {"judge": JUDGE, "max_failure_share": 0.05},
 }  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_a_verifier_rewards_and_measures_accuracy(project: Path) -> None:
     changes |= {"judge.judges": [VERIFIER | {"name": "verifier"}], **keep}
     ppo.run(small.view("ppo", SETTINGS | changes), Paths(), NullTracker("ppo"))
     metrics = judge.run(
-        small.view("judge", changes | {"ppo.critic_init": "sft"}), Paths(), NullTracker("judge")
+        small.view("judge", changes | {"ppo.advantages.critic.init": "sft"}), Paths(), NullTracker("judge")
     )
     rows = pq.read_table(Paths().judged_responses).to_pylist()
     right = {

@@ -34,7 +34,7 @@ from tests.stages.test_ppo_guards import Killed
 def section(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts, with options of the stand-in."""
     words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"ppo.engine": ENGINE | {"url": None, "command": words, **changes}}
+    return {"ppo.sampler": ENGINE | {"url": None, "command": words, **changes}}
 
 
 def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself
             raise Killed
 
     with standin.serving() as server:
-        changes = {"ppo.engine": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
+        changes = {"ppo.sampler": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
         monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
         run(**changes)
         weights = load_causal(POLICY).state_dict()

@@ -31,7 +31,7 @@ def plain(series: list[dict[str, float]]) -> list[dict[str, float]]:
 EVERYTHING = {
     "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2}, "ppo.ptx": {"coef": 0.1, "text": None},
     "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
-    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9},
+    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9},
     "ppo.reference_sync": {"every": 1, "alpha": 0.5}, "resume.every_seconds": 1e-6,
 }  # fmt: skip
 
@@ -133,8 +133,8 @@ def assert_a_kill_changes_nothing(
     [
         {},
         EVERYTHING,
-        {"ppo.lora": {"r": 4, "alpha": 8.0, "value": True}},
-        {"ppo.value_model": "shared", "ppo.critic_init": "sft"},
+        {"ppo.lora": {"r": 4, "alpha": 8.0}, "ppo.advantages.critic.lora": {"r": 4, "alpha": 8.0}},
+        {"ppo.advantages.critic.kind": "shared"},
     ],
     ids=["default", "everything", "lora", "shared"],
 )
@@ -214,7 +214,7 @@ def roll_back() -> dict[str, Any]:
         "eos_share_min": 0.0,
     }
     planted = guards(action="roll_back", kl_max=50.0, kl_coef_factor=10.0, **calm)
-    return {"ppo.truncation": "none", "ppo.guards": planted}
+    return {"ppo.truncation.kind": "none", "ppo.guards": planted}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def run_with(family: str, value_model: str = "separate", **changes: Any) -> None
     folder.mkdir()
     model = families.causal(family, vocab_size=len(words), eos_token_id=words.eos_token_id, **changes)
     save_checkpoint(model, words, folder, identity={}, card="a card")
-    settings = small.view("ppo", SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.value_model": value_model})
+    settings = small.view(
+        "ppo", SETTINGS | dict(small.WITHOUT_REWARD) | {"ppo.advantages.critic.kind": value_model}
+    )
     ppo.run(settings, Paths(), NullTracker("ppo"))
 
 

@@ -226,22 +226,6 @@ def test_the_same_seed_trains_the_same_bytes(models_here: Path) -> None:
     assert trained() == trained()
 
 
-def test_two_processes_make_what_one_makes(models_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(pairs_worth_a_process: int) -> tuple[dict[str, float], list[dict[str, float]], list[bytes]]:
-        monkeypatch.setattr(reward, "PAIRS_WORTH_A_PROCESS", pairs_worth_a_process)
-        tracker = NullTracker("reward")
-        metrics = reward.run(small.view("reward", SMALL), Paths(), tracker)
-        return metrics, tracker.history(), [(out / "model.safetensors").read_bytes() for out in OUTS.values()]
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert made(0) == made(10**9)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_an_existing_reward_model_without_its_head_is_an_error(models_here: Path) -> None:
     with pytest.raises(contracts.ContractError, match="models/base lacks its trained head"):
         reward.run(small.view("reward", {"reward.from": "models/base"}), Paths(), NullTracker())

@@ -15,7 +15,8 @@ from rlhf_tasks.config import Launch, Stage, StageView
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import checkpoint, launch
+from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training import launch as launching
 
 PHASE = sys.argv[1]
 
@@ -56,12 +57,12 @@ def run(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    begin = launch.command
+    begin = launching.command
 
-    def command(paths: Paths, stage: Stage, settings: Launch, environment: Mapping[str, str]) -> list[str]:
-        words = begin(paths, stage, settings, environment)
+    def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str, str]) -> list[str]:
+        words = begin(paths, stage, launch, environment)
         return [*words[: words.index("--module")], str(Path(__file__).resolve()), PHASE]
 
-    launch.command = command
+    launching.command = command
     runner.module_of = lambda stage: "__main__"
     sys.exit(main.main(["sft"]))

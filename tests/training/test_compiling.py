@@ -13,7 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_tasks.modeling.sampling import sample
-from rlhf_tasks.training.supervised import Fit, LanguageModelling
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.supervised import LanguageModeling, train
 from tests import small
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++")
@@ -26,23 +28,31 @@ def in_its_own_process(call: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def fitted(model: PreTrainedModel, *, compiles: bool) -> list[float]:
+def losses(model: PreTrainedModel, *, compiles: bool) -> list[float]:
     """The losses of two epochs; rows of many lengths."""
-    settings = small.optimisation(num_epochs=2.0, learning_rate=1e-3, micro_batch_tokens=32)
-    data = LanguageModelling(*small.rows(24), small.PAD)
-    fit = Fit(small.runtime(compiles=compiles), model, data, settings, seed=1)
-    return [step.metrics["train/loss"] for step in fit]
+    tracker = NullTracker("sft")
+    train(
+        small.runtime(compiles=compiles),
+        model,
+        LanguageModeling(*small.rows(24), small.PAD),
+        small.optimization(num_epochs=2.0, learning_rate=1e-3, micro_batch_tokens=32),
+        seed=1,
+        name="test",
+        tracker=tracker,
+        snapshots=Nowhere(),
+    )
+    return [row["train/loss"] for row in tracker.history()]
 
 
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_a_compiled_fit_takes_the_same_steps(family: small.Family) -> None:
+def test_a_compiled_model_takes_the_same_steps(family: small.Family) -> None:
     in_its_own_process(f"compare_steps({family!r})")
 
 
 def compare_steps(family: small.Family) -> None:
     models = [small.causal(family) for _ in range(2)]
-    plain, compiled = (fitted(model, compiles=on) for model, on in zip(models, (False, True), strict=True))
+    plain, compiled = (losses(model, compiles=on) for model, on in zip(models, (False, True), strict=True))
     assert compiled == pytest.approx(plain, abs=1e-5)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert (one - other).abs().max() < 1e-5
@@ -58,7 +68,7 @@ def count_compiled_frames() -> None:
         return int(torch._dynamo.utils.counters["frames"]["total"])  # torch has no public count
 
     model, before = small.causal(), frames()
-    fitted(model, compiles=True)
+    losses(model, compiles=True)
     compiled = frames()
     assert compiled > before
     sample(

@@ -84,7 +84,7 @@ def test_zero2_takes_the_same_steps_as_adamw(toy_project: Path) -> None:
     toy.run("sft", toy.write_params(sft=changes), plain)
     expected = weights("models/sft")
     shutil.rmtree("models/sft")
-    toy.write_params(sft=changes, launch=TWO | {"layout": "zero2"})
+    toy.write_params(sft=changes, launch=TWO | {"parallelism": "zero2"})
     rlhf("sft")
     for key, value in weights("models/sft").items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
@@ -105,7 +105,7 @@ def test_zero3_saves_whole_weights(toy_project: Path, stage: Stage) -> None:
     toy.run(stage, toy.write_params())
     expected = weights(f"models/{stage}")
     shutil.rmtree(f"models/{stage}")
-    toy.write_params(launch=TWO | {"layout": "zero3"})
+    toy.write_params(launch=TWO | {"parallelism": "zero3"})
     rlhf(stage)
     for key, value in weights(f"models/{stage}").items():
         torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=2e-5)
@@ -116,7 +116,7 @@ def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
     """Two models one after another in one process."""
     expected = toy.run("reward", toy.write_params())
     plain = {name: weights(f"models/{name}") for name in ("reward", "reward_heldout")}
-    toy.write_params(launch=TWO | {"layout": "zero2"})
+    toy.write_params(launch=TWO | {"parallelism": "zero2"})
     rlhf("reward")
     for name in plain:
         for key, value in weights(f"models/{name}").items():
@@ -130,7 +130,7 @@ def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
     [
         {},
         {
-            "critic_warmup": {"max_updates": 1, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
+            "advantages.critic.warmup": {"max_updates": 1, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
             "ptx": {"coef": 0.1, "text": None},
         },
         without_critic("rloo"),
@@ -139,7 +139,7 @@ def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
 )  # fmt: skip
 def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], layout: str) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
-    launch = TWO | {"layout": layout, "precision": "bf16"}
+    launch = TWO | {"parallelism": layout, "precision": "bf16"}
     settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
     toy.write_params(launch=launch, ppo=settings)
     before = weights("models/sft")
@@ -175,9 +175,13 @@ JUDGE = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
 @pytest.mark.parametrize(
     "features",
     [
-        {"lora": {"r": 2, "alpha": 4.0, "value": False}},
-        {"lora": {"r": 2, "alpha": 4.0, "value": True}, "gradient_checkpointing": True},
-        {"value_model": "shared", "critic_init": "sft", "ptx": {"coef": 0.1, "text": None}},
+        {"lora": {"r": 2, "alpha": 4.0}},
+        {
+            "lora": {"r": 2, "alpha": 4.0},
+            "advantages.critic.lora": {"r": 2, "alpha": 4.0},
+            "gradient_checkpointing": True,
+        },
+        {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
         {"select_by": {"judge": JUDGE, "max_failure_share": 0.5}},
     ],
     ids=["lora", "lora-value-checkpointing", "shared-ptx", "referee"],

@@ -19,10 +19,10 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
+from benchmarks import identity
 from rlhf_tasks.config import STAGES, Stage
 from rlhf_tasks.project import processes
 from tests import small, toy
-from tests.benchmarks import identity
 from tests.flows import toy as projects
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]

@@ -37,7 +37,7 @@ def section(**values: Any) -> Launch:
     shipped = {
         "num_processes": 1,
         "num_machines": 1,
-        "layout": "ddp",
+        "parallelism": "ddp",
         "offload": False,
         "precision": "fp32",
         "compile": False,
@@ -54,7 +54,7 @@ def test_one_process_needs_no_launcher() -> None:
     assert not launch.is_needed("ppo", section(precision="bf16"))
 
 
-@pytest.mark.parametrize("values", [{"num_processes": 2}, {"layout": "zero2"}, {"num_machines": 2}])
+@pytest.mark.parametrize("values", [{"num_processes": 2}, {"parallelism": "zero2"}, {"num_machines": 2}])
 def test_only_training_stages_are_launched(values: dict[str, Any]) -> None:
     needed = [stage for stage in STAGES if launch.is_needed(stage, section(**values))]
     assert needed == ["base", "sft", "reward", "ppo"]
@@ -79,7 +79,7 @@ def test_processes_of_one_machine() -> None:
 
 @pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3)])
 def test_deepspeed_reads_its_settings_from_infra(name: str, stage: int) -> None:
-    words = launch.command(Paths(), "sft", section(num_processes=2, layout=name), {})
+    words = launch.command(Paths(), "sft", section(num_processes=2, parallelism=name), {})
     assert "--use_deepspeed" in words
     assert "--multi_gpu" not in words
     settings = json.loads(Path(option(words, "--deepspeed_config_file")).read_text(encoding="utf-8"))
@@ -119,20 +119,20 @@ def test_an_impossible_launch_is_an_error_with_advice(
 @pytest.mark.parametrize("layout", ["zero2", "zero3", "fsdp2"])
 def test_every_layout_runs_every_training_stage(layout: str) -> None:
     for stage in launch.TRAINING:
-        words = launch.command(Paths(), stage, section(num_processes=2, layout=layout), {})
+        words = launch.command(Paths(), stage, section(num_processes=2, parallelism=layout), {})
         assert words[-1] == stage
         assert ("--use_deepspeed" in words) == (layout != "fsdp2")
 
 
 def test_fsdp2_needs_two_processes() -> None:
-    with pytest.raises(UserError, match=r"and 2 with launch\.layout=fsdp2"):
-        launch.command(Paths(), "ppo", section(layout="fsdp2"), {})
+    with pytest.raises(UserError, match=r"and 2 with launch\.parallelism=fsdp2"):
+        launch.command(Paths(), "ppo", section(parallelism="fsdp2"), {})
 
 
 def test_variables_turn_cuda_off_in_the_libraries_without_a_gpu() -> None:
     assert launch.variables(section(num_processes=2), cuda=False) == {"ACCELERATE_USE_CPU": "true"}
-    assert launch.variables(section(layout="zero2"), cuda=False) == {"DS_ACCELERATOR": "cpu"}
-    assert launch.variables(section(layout="zero2"), cuda=True) == {}
+    assert launch.variables(section(parallelism="zero2"), cuda=False) == {"DS_ACCELERATOR": "cpu"}
+    assert launch.variables(section(parallelism="zero2"), cuda=True) == {}
 
 
 def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     code = (
         "from rlhf_tasks.config import Launch; from rlhf_tasks.training.runtime import Runtime\n"
         "from rlhf_tasks.training import stopping\n"
-        "values = dict(num_processes=2, num_machines=1, layout='ddp', offload=False, precision='fp32')\n"
+        "values = dict(num_processes=2, num_machines=1, parallelism='ddp', offload=False, precision='fp32')\n"
         "with stopping.listening('sft'): Runtime(Launch(**values, compile=False), 1)"
     )
     done = subprocess.run(

@@ -13,12 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from rlhf_tasks.modeling.load import load_causal
-from tests import toy
-from tests.benchmarks import layouts
+from benchmarks import layouts
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import launch
+from rlhf_tasks.training.runtime import Runtime
+from tests import small, toy
 from tests.ppo.test_engines import STANDIN
 from tests.ppo.toy import ENGINE
+from tests.training import chunked_steps
 from tests.training.stages import rlhf
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +33,7 @@ ALONE: dict[str, Any] = {}
 
 
 def launched(layout: str, **changes: Any) -> dict[str, Any]:
-    return {"num_processes": 2, "layout": layout, **changes}
+    return {"num_processes": 2, "parallelism": layout, **changes}
 
 
 def assert_same_as_one_process(toy_project: Path, layout: str, name: str, features: dict[str, Any]) -> None:
@@ -60,10 +64,33 @@ def test_ppo_under_zero3_learns_what_one_process_does(toy_project: Path) -> None
     assert_same_as_one_process(toy_project, "zero3", "plain", {})
 
 
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_logits_in_chunks_take_the_steps_of_whole_logits(
+    toy_project: Path, layout: str, precision: str
+) -> None:
+    """Two ranks train the same model twice: the logits of all tokens at once, and of four at a time."""
+    layouts.partition_small_weights(toy_project)
+    settings = toy.write_params(launch=launched(layout, precision=precision))
+    words = launch.command(Paths(), "sft", settings.launch, os.environ)
+    words[words.index("--module") :] = ["--module", "tests.training.chunked_steps"]
+    own = {"PYTHONPATH": str(small.ROOT)} | launch.variables(settings.launch, cuda=False)
+    done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    whole, chunked = (torch.load(f"{name}.pt") for name in ("whole", "chunked"))
+    alone = chunked_steps.steps(Runtime(toy.write_params().launch, seed=1), chunked_steps.CHUNKED)
+    pairs = [(whole, chunked)] + ([(alone, chunked)] if precision == "fp32" else [])
+    for one, other in pairs:
+        assert other["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert other["weights"].keys() == one["weights"].keys()
+        for name, value in one["weights"].items():
+            torch.testing.assert_close(other["weights"][name], value, rtol=1e-4, atol=1e-5)
+
+
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts: the stand-in, with these options."""
     words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"engine": ENGINE | {"url": None, "command": words, **changes}}
+    return {"sampler": ENGINE | {"url": None, "command": words, **changes}}
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
@@ -120,15 +147,15 @@ def test_of_two_machines_the_first_one_has_the_engine(toy_project: Path) -> None
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "engine": engine(),
-    "engine-ahead-lora": engine(ahead=1) | {"lora": {"r": 2, "alpha": 4.0, "value": True}},
+    "sampler": engine(),
+    "engine-ahead-lora": engine(ahead=1) | {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}},
     "warm-up-penalty-ptx-sync-checkpointing": {
-        "critic_warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
+        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
         "ptx": {"coef": 0.1, "text": None}, "reference_sync": {"every": 2, "alpha": 0.5},
         "gradient_checkpointing": True,
     },
-    "lora": {"lora": {"r": 2, "alpha": 4.0, "value": True}, "gradient_checkpointing": True},
-    "shared": {"value_model": "shared", "critic_init": "sft", "ptx": {"coef": 0.1, "text": None}},
+    "lora": {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}, "gradient_checkpointing": True},
+    "shared": {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
 }  # fmt: skip
 
 
@@ -152,12 +179,12 @@ FAULTS = {
     "nan": """
         for layout in (layouts.Parallel, layouts.DeepSpeed, layouts.Fsdp2):
             layout.backward = spoilt(layout.backward)""",
-    "out of memory": "Runtime._backward = full",
+    "out of memory": "Runtime.backward = full",
 }
 SAID = {
     "killed": "rlhf: process 1 was killed by SIGKILL",
     "nan": "NaN or infinite",
-    "out of memory": "process 1 is out of memory",
+    "out of memory": "rank 1 is out of memory",
 }
 PROGRAM = """
 import os, pathlib, signal

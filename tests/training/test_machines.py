@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks import layouts
 from rlhf_tasks.project.processes import free_port
 from tests import toy
-from tests.benchmarks import layouts
 
 pytestmark = pytest.mark.e2e
 
@@ -97,7 +97,7 @@ def test_when_a_machine_or_its_process_is_gone_the_other_machine_ends(
         {"kind": "reward_model", "weight": 1.0, "path": None},
         {"kind": "function", "function": "waiting:scores", "weight": 0.1},
     ]
-    two = {"num_processes": 2, "num_machines": 2, "layout": layout}
+    two = {"num_processes": 2, "num_machines": 2, "parallelism": layout}
     toy.write_params(launch=two, ppo={"total_episodes": 48, "scorers": scorers})
     port = free_port(24500)
     with machine(0, port) as first, machine(1, port) as second:

@@ -26,6 +26,7 @@ import torch
 from filelock import FileLock
 from ruamel.yaml import YAML
 
+from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
@@ -36,7 +37,6 @@ from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
-from tests.benchmarks import layouts
 from tests.ppo.toy import without_critic
 
 SMALL: Mapping[str, Any] = {
@@ -52,7 +52,7 @@ SMALL: Mapping[str, Any] = {
     "tracking.enabled": False, "resume.every_seconds": 1e-6,
 }  # fmt: skip
 WARM_UP: Mapping[str, Any] = {
-    "ppo.critic_warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
 }  # fmt: skip
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
@@ -517,7 +517,7 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     stage: Stage, layout: str, trained: Path, tmp_path: Path
 ) -> None:
     def made(name: str) -> Path:
-        changes = {"launch.num_processes": 2, "launch.layout": layout}
+        changes = {"launch.num_processes": 2, "launch.parallelism": layout}
         folder = workspace(trained, tmp_path / name, **changes)
         shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
         layouts.partition_small_weights(folder)
@@ -544,14 +544,14 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     "features",
     [
         WARM_UP,
-        {**WARM_UP, "launch.layout": "zero2"},
-        {**WARM_UP, "launch.layout": "zero3"},
-        {**WARM_UP, "launch.layout": "zero3", "launch.offload": True},
-        {**WARM_UP, "launch.layout": "fsdp2"},
-        {**WARM_UP, "launch.layout": "fsdp2", "launch.offload": True},
+        {**WARM_UP, "launch.parallelism": "zero2"},
+        {**WARM_UP, "launch.parallelism": "zero3"},
+        {**WARM_UP, "launch.parallelism": "zero3", "launch.offload": True},
+        {**WARM_UP, "launch.parallelism": "fsdp2"},
+        {**WARM_UP, "launch.parallelism": "fsdp2", "launch.offload": True},
         {
-            "ppo.value_model": "shared", "ppo.critic_init": "sft", "ppo.gradient_checkpointing": True,
-            "ppo.lora": {"r": 2, "alpha": 4.0, "value": False}, "ppo.reference_sync": None,
+            "ppo.advantages.critic.kind": "shared", "ppo.gradient_checkpointing": True,
+            "ppo.lora": {"r": 2, "alpha": 4.0}, "ppo.reference_sync": None,
         },
         {f"ppo.{key}": value for key, value in without_critic("rloo").items()},
     ],

@@ -1,20 +1,23 @@
-"""What a stage's process sets for all that it computes."""
+"""What a stage's process sets for all that it computes, and how ranks share the work of a step."""
 
 from __future__ import annotations
 
 import platform
 import resource
-from typing import Any
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from accelerate.state import AcceleratorState
 
-from rlhf_tasks.modeling.products import unrounded_products
+from rlhf_tasks.data.batches import TokenBudget, collate
+from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.training import runtime
 from rlhf_tasks.training.runtime import Runtime, keep_freed_memory
 from tests import small
+
+BATCH = collate(*small.rows(6, longest=7), small.PAD)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
@@ -31,49 +34,70 @@ def test_a_freed_tensors_pages_are_kept_for_the_next_tensor() -> None:
     assert page_faults() - before < 3 * 16384  # the heap may grow once more
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has autocast")
-@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-def test_bf16_on_a_cpu_rounds_the_factors_of_products_and_no_tensor(kind: type[nn.Module]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    layer: Any = kind(256, 256)
-    nn.init.normal_(layer.weight, generator=generator)
-    x, g = torch.randn(2, 4, 64, 256, generator=generator)
-
-    def products() -> list[Tensor]:
-        layer.zero_grad()
-        given = x.clone().requires_grad_()
-        y = layer(given)
-        y.backward(g)
-        return [y.detach(), given.grad, layer.weight.grad]
-
-    exact = products()
-    small.runtime("bf16").freeze(layer)
-    layer.requires_grad_(True)
-    weight = layer.weight if kind is nn.Linear else layer.weight.t()
-    absolute = [x.abs() @ weight.abs().t(), g.abs() @ weight.abs()]
-    rounded = products()
-    for ours, plain, size in zip(rounded, exact, absolute, strict=False):
-        assert ours.dtype == torch.float32
-        assert ((ours - plain).abs() <= size * 2**-7).all()  # two factors, each rounded by 2^-8 at most
-    torch.testing.assert_close(rounded[2], exact[2], atol=0.5, rtol=0)
-    with unrounded_products():
-        torch.testing.assert_close(layer(x), exact[0], atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(layer(x[:, :1]), exact[0][:, :1], atol=1e-3, rtol=0)  # the sampler's
+# ------------------------------------------------------------------------------ the rows of each rank
 
 
-def test_rounding_does_not_depend_on_the_cut_into_micro_batches() -> None:
-    layer = nn.Linear(256, 64)
-    small.runtime("bf16").freeze(layer)
-    x = torch.randn(8, 16, 256, generator=torch.Generator().manual_seed(1))
-    parts = torch.cat([layer(rows) for rows in x.split(1)])
-    torch.testing.assert_close(parts, layer(x), atol=1e-5, rtol=0)
+@pytest.mark.parametrize("most", [1, 30, 10**6])
+def test_ranks_make_equally_many_passes_and_every_row_counts_once(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5 rows rank 1 has two, whose micro-batches are fewer: its last passes count for nothing."""
+    sizes, ranks = [9, 20, 3, 25, 14], [small.runtime(), small.runtime()]
+    own = [[0, 2, 4], [1, 3]]
+    counts = [len(TokenBudget(most).cut([sizes[i] for i in rows])) for rows in own]
+    found = []
+    for rank, rt in enumerate(ranks):
+        monkeypatch.setattr(rt, "max", lambda number: max(counts))
+        rt.rank, rt.world_size = rank, 2
+        assert rt.share(range(5)) == own[rank]
+        found.append(rt.split(sizes, own[rank], TokenBudget(most)))
+    assert len(found[0]) == len(found[1]) == max(counts)
+    counted = [row for parts in found for part in parts if part.scale for row in part.rows]
+    assert sorted(counted) == [0, 1, 2, 3, 4]
+    assert all(part.rows for parts in found for part in parts), "a pass without rows is none"
 
 
-def test_the_head_of_a_reward_model_keeps_float32_in_bf16() -> None:
+# -------------------------------------------------------------------------------------------- bf16
+
+
+@pytest.fixture
+def bf16() -> Iterator[Runtime]:
+    """A process in bf16; accelerate lets a process have one precision."""
+    AcceleratorState._reset_state()
+    yield small.runtime("bf16")
+    AcceleratorState._reset_state()
+
+
+def test_in_bf16_weights_gradients_and_log_probs_are_float32_and_layers_are_rounded(bf16: Runtime) -> None:
+    found = []
+    for context in (nullcontext(), bf16.autocast()):
+        model = small.causal()
+        with context:
+            stats = token_stats(model, BATCH, 0.7)
+        stats.logprobs.sum().backward()
+        assert stats.logprobs.dtype == torch.float32
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        found.append(stats.logprobs.detach())
+    assert not torch.equal(*found)
+    torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0)
+
+
+def test_rounding_in_bf16_does_not_depend_on_the_cut_into_micro_batches(bf16: Runtime) -> None:
+    model, (queries, responses) = small.causal(), small.rows(6, longest=7)
+    with bf16.autocast(), torch.no_grad():
+        whole = token_stats(model, BATCH).logprobs
+        for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+            alone = token_stats(model, collate([query], [response], small.PAD)).logprobs[0]
+            torch.testing.assert_close(alone, whole[row, : len(response)], atol=0.02, rtol=0)
+
+
+def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Runtime) -> None:
     scores, hidden = small.scores("gpt_neox"), torch.randn(4, 3, small.HIDDEN)
     exact = scores.scored(hidden)
-    small.runtime("bf16").freeze(scores)
-    assert torch.equal(scores.scored(hidden), exact)
+    bf16.freeze(scores)
+    with bf16.autocast():
+        assert torch.equal(scores.scored(hidden), exact)
 
 
 # ------------------------------------------------------------------------ models before they are sharded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -13,24 +12,28 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlhf_tasks.config.training import Lora
+from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import last_layer
-from rlhf_tasks.modeling.head import token_stats
-from rlhf_tasks.modeling.load import TokenScores, add_lora
+from rlhf_tasks.modeling import logprobs
+from rlhf_tasks.modeling.logprobs import response_logprobs
 from rlhf_tasks.modeling.sampling import sample
-from rlhf_tasks.ppo.reference import OwnModel
-from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead, logprobs_of
+from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.layouts import Fsdp2
-from rlhf_tasks.training.runtime import adamw
-from rlhf_tasks.training.supervised import lm_loss
+from rlhf_tasks.training.optim import adamw
 from tests import small
 from tests.small import EOS, PAD
 
 CPU = torch.device("cpu")
 BATCH = collate(*small.rows(6), PAD)
+
+
+@pytest.fixture(autouse=True, params=["one chunk", "many chunks"])
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All laws hold too where the logits are made in several chunks, and again in the backward pass."""
+    if request.param == "many chunks":
+        monkeypatch.setattr(logprobs, "CPU_LOGITS", 4 * small.VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +58,9 @@ def test_a_sharded_model_gives_the_log_probs_of_the_whole_one(family: str, mesh:
     else:
         model = small.causal(family) if family in small.FAMILIES else small.other(family)
     with torch.no_grad():
-        plain = logprobs_of(model, BATCH, 0.8)
-        with mock.patch.object(last_layer, "has_plain_attention", return_value=False):
-            expected = logprobs_of(model, BATCH, 0.8)
+        expected = response_logprobs(model, BATCH, 0.8)
         sharded(model, mesh)
-        found = logprobs_of(model, BATCH, 0.8)
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(found, plain)
+        assert torch.equal(response_logprobs(model, BATCH, 0.8), expected)
 
 
 def test_the_weights_of_a_sharded_model_are_those_of_the_whole_one_under_the_same_names(
@@ -102,10 +101,10 @@ def test_in_bf16_a_sharded_model_computes_what_a_bf16_copy_does_and_stays_float3
         weight.data = weight.data.to(torch.bfloat16)
     before = sharding.weights_of(model)
     sharding.shard(model, mesh, offload=False, computes_in=torch.bfloat16)
-    expected, found = (token_stats(one, BATCH, 0.8, lm_loss) for one in (copied, model))
-    assert torch.equal(found.logprobs, expected.logprobs)
-    expected.loss.backward()
-    found.loss.backward()
+    expected, found = (response_logprobs(one, BATCH, 0.8) for one in (copied, model))
+    assert torch.equal(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
     for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
         assert theirs.grad is not None
         assert isinstance(mine.grad, DTensor)
@@ -135,8 +134,8 @@ def test_written_weights_are_read_again_and_the_frozen_ones_stay(mesh: DeviceMes
 def test_a_sharded_reference_follows_as_a_whole_one_does(mesh: DeviceMesh) -> None:
     whole, policy = small.causal(), small.causal(seed=5)
     split = sharded(copy.deepcopy(whole), mesh)
-    OwnModel(whole, moves=True).follow(policy, 0.25)
-    OwnModel(split, moves=True).follow(policy, 0.25)  # type: ignore[arg-type]
+    sharding.move_towards(whole, policy, 0.25)
+    sharding.move_towards(split, policy, 0.25)
     expected = whole.state_dict()
     for name, value in sharding.weights_of(split).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
@@ -167,14 +166,14 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     for one in (plain, split):
         for weight, init in zip(one.parameters(), made().parameters(), strict=True):
             weight.data.copy_(init)
-    settings = small.optimisation()
+    settings = small.optimization()
     expected = adamw(plain, settings)
     loss(plain).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     expected.step()
     engine = Fsdp2(mesh, lambda x: x, lambda model: sharding.shard(model, mesh, offload=False))
     model, optimizer = engine.prepare(split, adamw(split, settings), 0.5)
-    engine.backward(model, loss(model), is_last=True)
+    engine.backward(model, loss(model))
     assert engine.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
     assert norm > 0.5
     for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):

@@ -4,27 +4,86 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.data.batches import Batch, TokenBudget, padded_tokens
+from rlhf_tasks.data.batches import Batch, TokenBudget
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.training.runtime import adamw, learning_rate
-from rlhf_tasks.training.supervised import Best, Fit, LanguageModelling, Step, Sums, evaluate
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training.optim import adamw, learning_rate
+from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.supervised import LanguageModeling, Sums, Task, TrainState, evaluate, train
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 
 QUERIES, RESPONSES = small.rows(12, longest=7)
+Row = dict[str, float]
 
 
-def task(pad: int = PAD) -> LanguageModelling:
-    return LanguageModelling(QUERIES, RESPONSES, pad)
+class Stopped(Exception):
+    """What ends a run after its snapshot, as a signal does."""
+
+
+class Memory:
+    """Snapshots in memory: one after so many steps, which ends the run."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last, self.steps, self.state = last, 0, dict[str, Any]()
+
+    def load(self) -> dict[str, Any] | None:
+        return copy.deepcopy(self.state) or None
+
+    def due(self) -> bool:
+        self.steps += 1
+        return self.steps == self.last
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        assert step == self.last
+        self.state = copy.deepcopy(state)
+        raise Stopped
+
+
+def task(pad: int = PAD) -> LanguageModeling:
+    return LanguageModeling(QUERIES, RESPONSES, pad)
+
+
+def fit(
+    model: nn.Module,
+    data: Task,
+    seed: int = 1,
+    snapshots: Memory | None = None,
+    rt: Runtime | None = None,
+    validation: Task | None = None,
+    num_evaluations: float = 1,
+    patience: int | None = None,
+    **changes: Any,
+) -> tuple[TrainState, list[Row]]:
+    """The state at the end of a training, and the metrics of its steps."""
+    tracker = NullTracker("sft")
+    state = train(
+        rt or small.runtime(),
+        model,
+        data,
+        small.optimization(**changes),
+        seed=seed,
+        name="test",
+        tracker=tracker,
+        snapshots=snapshots or Memory(),
+        validation=validation,
+        num_evaluations=num_evaluations,
+        patience=patience,
+    )
+    return state, tracker.history()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def by_hand(model: nn.Module) -> tuple[float, float]:
@@ -56,53 +115,41 @@ def test_micro_batches_change_no_evaluation(max_tokens: int) -> None:
 
 
 def test_one_batch_equals_the_same_batch_accumulated() -> None:
-    def trained(max_tokens: int) -> tuple[dict[str, float], Tensor]:
-        model = small.causal()
-        (step,) = Fit(
-            small.runtime(),
-            model,
-            task(),
-            small.optimisation(batch_size=12, micro_batch_tokens=max_tokens),
-            1,
-        )
-        return step.metrics, torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    (whole, weights), (cut, accumulated) = trained(16384), trained(20)
-    torch.testing.assert_close(weights, accumulated, atol=2e-5, rtol=0)
+    first, second = small.causal(), small.causal()
+    (_, (whole,)), (_, (cut,)) = (
+        fit(model, task(), batch_size=12, micro_batch_tokens=most)
+        for model, most in ((first, 16384), (second, 20))
+    )
+    torch.testing.assert_close(weights(first), weights(second), atol=2e-5, rtol=0)
     assert whole == pytest.approx(cut, rel=1e-4)
     assert whole["train/loss"] == pytest.approx(by_hand(small.causal())[0], abs=1e-5)
 
 
 def test_training_lowers_the_loss() -> None:
-    model = small.causal()
-    steps = list(Fit(small.runtime(), model, task(), small.optimisation(num_epochs=15.0, batch_size=4), 1))
-    assert steps[-1].metrics["train/loss"] < 0.5 * steps[0].metrics["train/loss"]
+    _, steps = fit(small.causal(), task(), num_epochs=15.0, batch_size=4)
+    assert steps[-1]["train/loss"] < 0.5 * steps[0]["train/loss"]
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 7])
 def test_resumed_training_equals_uninterrupted_training(taken: int) -> None:
-    """Three steps an epoch, two and a half epochs."""
-    settings = small.optimisation(batch_size=4, num_epochs=2.5, schedule="cosine")
-
-    def begun(seed: int) -> Fit:
-        return Fit(small.runtime(), small.causal(seed=seed), task(), settings, seed=seed)
-
-    whole = begun(0)
-    steps = list(whole)
-    first, second = begun(0), begun(5)
-    for _ in range(taken):
-        first.step()
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert list(second) == steps[taken:]
-    for key, value in whole.model.state_dict().items():
-        assert torch.equal(second.model.state_dict()[key], value), key
+    """Three steps an epoch, two and a half epochs, an evaluation every other step."""
+    how: dict[str, Any] = {"batch_size": 4, "num_epochs": 2.5, "schedule": "cosine"}
+    how |= {"validation": task(), "num_evaluations": 4, "patience": 100}
+    models, memory = [small.causal(), small.causal(), small.causal(seed=5)], Memory(taken)
+    whole, steps = fit(models[0], task(), **how)
+    with pytest.raises(Stopped):
+        fit(models[1], task(), snapshots=memory, **how)
+    resumed, found = fit(models[2], task(), seed=5, snapshots=memory, **how)
+    assert found == steps
+    assert torch.equal(weights(models[0]), weights(models[2]))
+    assert (resumed.best_loss, resumed.best_step) == (whole.best_loss, whole.best_step)
 
 
 # --------------------------------------------------------------------------------- out of memory
 
 
 @dataclass
-class Hungry(LanguageModelling):
+class Hungry(LanguageModeling):
     """Its passes are out of memory above so many padded tokens."""
 
     most: int = 10**9
@@ -116,94 +163,83 @@ class Hungry(LanguageModelling):
         return batch
 
 
-def steps_of(most: int) -> tuple[Fit, Hungry, list[Step]]:
-    settings = small.optimisation(batch_size=12, micro_batch_tokens=10**6, num_epochs=3.0)
-    hungry = Hungry(*small.rows(12, seed=4), PAD, most=most)
-    fit = Fit(small.runtime(), small.causal(), hungry, settings, seed=1)
-    return fit, hungry, list(fit)
+LARGE: dict[str, Any] = {"batch_size": 12, "micro_batch_tokens": 10**6, "num_epochs": 3.0}
 
 
-def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def hungry(most: int) -> Hungry:
+    return Hungry(*small.rows(12, seed=4), PAD, most=most)
+
+
+def test_out_of_memory_halves_the_micro_batch_and_changes_no_step(capsys: pytest.CaptureFixture[str]) -> None:
     """The whole batch is one pass; two halvings are needed, and no third one in the later steps."""
-    with small.threads(1):
-        (whole, ample, expected), (fit, hungry, steps) = steps_of(10**9), steps_of(60)
-    assert len(ample.passes) == 3
-    failed = [tokens for tokens in hungry.passes if tokens > 60]
-    assert failed == hungry.passes[: len(failed)], "only the first step is repeated"
+    models, tasks = [small.causal(), small.causal()], [hungry(10**9), hungry(60)]
+    (_, expected), (state, steps) = (
+        fit(model, data, **LARGE) for model, data in zip(models, tasks, strict=True)
+    )
+    assert len(tasks[0].passes) == 3
+    failed = [number for number, tokens in enumerate(tasks[1].passes) if tokens > 60]
+    most = state.budget.max_tokens
     assert 1 <= len(failed) <= 3
-    assert fit.budget.max_tokens <= 60
+    assert failed[-1] < len(tasks[1].passes) / 2, "only the first step is repeated"
+    assert most <= 60
     for one, other in zip(steps, expected, strict=True):
-        assert one.metrics.pop("train/micro_batch_tokens") == fit.budget.max_tokens
-        assert one.metrics == pytest.approx(other.metrics, rel=1e-3)
-    for key, value in whole.model.state_dict().items():
-        torch.testing.assert_close(fit.model.state_dict()[key], value, atol=1e-4, rtol=0)
-    assert f"a micro-batch now has at most {fit.budget.max_tokens} tokens" in capsys.readouterr().out
+        assert one.pop("train/micro_batch_tokens") == most
+        assert one == pytest.approx(other, rel=1e-3)
+    torch.testing.assert_close(weights(models[0]), weights(models[1]), atol=1e-4, rtol=0)
+    assert f"a micro-batch now has at most {most} tokens" in capsys.readouterr().out
 
 
 def test_a_pass_that_fails_after_others_leaves_no_part_of_their_gradient() -> None:
-    layer, seen = nn.Linear(1, 1), list[int]()
-    rt, budget = small.runtime(), TokenBudget(8)
-    model, optimizer = rt.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), None)
+    """8 rows of a loss 100 · (w + b) each, over a weight of 8; the second pass of two fails."""
 
-    def part(rows: list[int]) -> tuple[Tensor, None]:
-        seen.append(len(rows))
-        if len(seen) == 2:
-            raise torch.OutOfMemoryError("planted")
-        return layer(torch.ones(len(rows), 1)).sum(), None
+    class Once(Counted):
+        def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+            self.passes.append(len(rows))
+            if len(self.passes) == 2:
+                raise torch.OutOfMemoryError("planted")
+            return super().sums(model, rows, device)
 
-    def losses() -> list[list[Callable[[], tuple[Tensor, None]]]]:
-        return [[partial(part, rows) for rows in budget.cut([2] * 8)]]
-
-    norm, _ = rt.step(model, optimizer, losses, None, budget)
-    assert seen == [4, 4, 2, 2, 2, 2]
-    assert norm == pytest.approx(math.sqrt(8**2 + 8**2))  # 8 rows, each with a gradient of 1 for w and b
+    once = Once([2] * 8)
+    _, (step,) = fit(nn.Linear(1, 1), once, batch_size=8, micro_batch_tokens=8)
+    assert once.passes == [4, 4, 2, 2, 2, 2]
+    assert step["train/grad_norm"] == pytest.approx(math.hypot(100, 100))
 
 
 def test_one_row_that_does_not_fit_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match=r"one row at a time; lower the lengths \(data.max_prompt_tokens"):
-        steps_of(2)
+        fit(small.causal(), hungry(2), **LARGE)
 
 
 def test_an_evaluation_that_is_out_of_memory_is_cut_smaller() -> None:
     budget, model = TokenBudget(10**6), small.causal()
-    hungry = Hungry(*small.rows(12, seed=4), PAD, most=60)
-    with small.threads(1):
-        found = evaluate(small.runtime(), model, hungry, budget)
-        expected = evaluate(small.runtime(), model, replace(hungry, most=10**9), TokenBudget(10**6))
+    found = evaluate(small.runtime(), model, hungry(60), budget)
+    expected = evaluate(small.runtime(), model, hungry(10**9), TokenBudget(10**6))
     assert found == pytest.approx(expected, rel=1e-5)
     assert 30 <= budget.max_tokens <= 60
 
 
 def test_a_lowered_bound_is_resumed() -> None:
-    fit, _, _ = steps_of(60)
-    fresh = Fit(small.runtime(), small.causal(), task(), small.optimisation(), seed=1)
-    fresh.load_state_dict(fit.state_dict())
-    assert (fresh.budget.max_tokens, fresh.budget.is_lowered) == (fit.budget.max_tokens, True)
+    memory, model = Memory(2), small.causal()
+    with pytest.raises(Stopped):
+        fit(model, hungry(60), snapshots=memory, **LARGE)
+    state, steps = fit(small.causal(seed=2), hungry(10**9), snapshots=memory, **LARGE)
+    assert state.budget.is_lowered
+    assert {step["train/micro_batch_tokens"] for step in steps} == {state.budget.max_tokens}
+    assert state.budget.max_tokens <= 60
 
 
 @pytest.mark.parametrize("has_single_rows", [False, True])
-def test_on_several_processes_out_of_memory_names_a_bound_that_is_small_enough(
+def test_on_several_ranks_out_of_memory_names_a_bound_that_is_small_enough(
     monkeypatch: pytest.MonkeyPatch, has_single_rows: bool
 ) -> None:
     """It is half of the largest micro-batch, however much the configured bound allows."""
-    one_of_two, largest = small.runtime(), list[int]()
+    one_of_two, data = small.runtime(), hungry(2)
+    monkeypatch.setattr(one_of_two, "max", lambda number: number)
     one_of_two.world_size = 2
-    monkeypatch.setattr(small, "runtime", lambda: one_of_two)
-
-    def groups(
-        rt: Any, sizes: Sequence[int], own: Sequence[int], budget: TokenBudget
-    ) -> list[list[list[int]]]:
-        rows = [sizes[i] for i in own]
-        cut = budget.cut(rows, len(own) if has_single_rows else None)
-        largest.append(max(padded_tokens(rows, group) for group in cut))
-        return [cut]
-
-    monkeypatch.setattr("rlhf_tasks.training.supervised.groups", groups)
+    most = {"micro_batch_tokens": 1} if has_single_rows else {}
     with pytest.raises(UserError) as refused:
-        steps_of(2)
-    half = f"set this stage's micro_batch_tokens to {largest[-1] // 2}"
+        fit(small.causal(), data, rt=one_of_two, **LARGE | most)
+    half = f"set this stage's micro_batch_tokens to {max(data.passes) // 2}"
     assert ("one row at a time" if has_single_rows else half) in str(refused.value)
 
 
@@ -212,10 +248,11 @@ def test_on_several_processes_out_of_memory_names_a_bound_that_is_small_enough(
 
 @dataclass
 class Counted:
-    """A task of one weight that records the rows of each call."""
+    """A task of one weight a row that records the rows of each call: 100 · (w + b) each."""
 
     sizes: list[int]
     seen: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
 
     def weight(self, rows: Sequence[int]) -> float:
         return len(rows)
@@ -228,10 +265,9 @@ class Counted:
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 3), (2.0, 6), (1.5, 5), (0.5, 2)])
 def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
     counted = Counted([3] * 10)
-    settings = small.optimisation(batch_size=4, num_epochs=epochs)
-    found = list(Fit(small.runtime(), nn.Linear(1, 1), counted, settings, seed=1))
-    assert [step.number for step in found] == list(range(1, steps + 1))
-    assert {step.num_steps for step in found} == {steps}
+    state, rows = fit(nn.Linear(1, 1), counted, batch_size=4, num_epochs=epochs)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert state.step == steps
     if epochs >= 1:
         assert sorted(counted.seen[:10]) == list(range(10))
 
@@ -245,32 +281,41 @@ def test_an_epoch_takes_every_row_once(epochs: float, steps: int) -> None:
     ],
 )
 def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
-    settings = small.optimisation(learning_rate=1.0, schedule=schedule, warmup_fraction=0.3)  # 2 of 6 steps
+    settings = small.optimization(learning_rate=1.0, schedule=schedule, warmup_fraction=0.3)  # 2 of 6 steps
     assert [learning_rate(settings, step, 6) for step in range(6)] == pytest.approx(expected)
 
 
 def test_the_reported_rate_is_the_rate_in_use() -> None:
-    settings = small.optimisation(batch_size=5, num_epochs=2.0, schedule="linear", learning_rate=1.0)
-    found = Fit(small.runtime(), nn.Linear(1, 1), Counted([1] * 10), settings, seed=1)
-    assert [step.metrics["lr"] for step in found] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    how: dict[str, Any] = {"batch_size": 5, "num_epochs": 2.0, "schedule": "linear", "learning_rate": 1.0}
+    _, steps = fit(nn.Linear(1, 1), Counted([1] * 10), **how)
+    assert [step["lr"] for step in steps] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> None:
-    layer = nn.Linear(1, 1)  # loss 100·(w + b): the gradient is (100, 100)
+    layer, rt = nn.Linear(1, 1), small.runtime()  # loss 100·(w + b): the gradient is (100, 100)
     before = layer.weight.item(), layer.bias.item()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    rt = small.runtime()
-    model, wrapped = rt.prepare(layer, optimizer, 1.0)
-    losses = [[lambda: (layer(torch.ones(1, 1)).sum() * 100, None)]]
-    norm, _ = rt.step(model, wrapped, lambda: losses, max_grad_norm=1.0, budget=TokenBudget(1))
-    assert norm == pytest.approx(math.sqrt(20000))
+    model, optimizer = rt.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0), 1.0)
+    rt.backward(model, model(torch.ones(1, 1)).sum() * 100)
+    assert rt.step(model, optimizer, max_grad_norm=1.0) == pytest.approx(math.sqrt(20000))
     assert before[0] - layer.weight.item() == pytest.approx(0.5**0.5, rel=1e-4)
     assert before[1] - layer.bias.item() == pytest.approx(0.5**0.5, rel=1e-4)
 
 
+def test_a_loss_that_is_not_finite_changes_no_weight() -> None:
+    class Infinite(Counted):
+        def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+            return {"loss": super().sums(model, rows, device)["loss"] * math.inf}
+
+    layer = nn.Linear(1, 1)
+    before = weights(layer).clone()
+    with pytest.raises(NonFiniteError):
+        fit(layer, Infinite([1] * 4))
+    assert torch.equal(weights(layer), before)
+
+
 def test_only_matrices_have_weight_decay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    groups = adamw(model, small.optimisation(weight_decay=0.1)).param_groups
+    groups = adamw(model, small.optimization(weight_decay=0.1)).param_groups
     assert {(p.ndim, group["weight_decay"]) for group in groups for p in group["params"]} == {
         (2, 0.1),
         (1, 0.0),
@@ -281,25 +326,29 @@ def test_only_matrices_have_weight_decay() -> None:
 # ------------------------------------------------------------------------------------- the best
 
 
+@dataclass
+class Told(Counted):
+    """Its losses are given, one for each evaluation; the weights at each of them are kept."""
+
+    losses: Sequence[float] = ()
+    found: list[Tensor] = field(default_factory=list)
+
+    def sums(self, model: nn.Module, rows: Sequence[int], device: torch.device) -> Sums:
+        self.found.append(weights(model))
+        return {"loss": torch.tensor(self.losses[len(self.found) - 1])}
+
+
 def test_the_weights_with_the_lowest_loss_are_kept() -> None:
-    layer, best = nn.Linear(1, 1), Best(patience=2)
-    kept: dict[str, Tensor] = {}
-    for step, loss in enumerate([3.0, 1.0, 2.0], start=1):
-        with torch.no_grad():
-            layer.weight.fill_(step)
-        best.offer(layer, loss, step)
-        if step == 2:
-            kept = copy.deepcopy(layer.state_dict())
-    best.restore(layer)
-    assert layer.weight.item() == 2
-    assert all(torch.equal(kept[key], value) for key, value in layer.state_dict().items())
-    assert (best.loss, best.step) == (1.0, 2)
+    told, layer = Told([1], losses=[3.0, 1.0, 2.0]), nn.Linear(1, 1)
+    state, _ = fit(layer, Counted([1] * 3), batch_size=1, validation=told, num_evaluations=3, patience=2)
+    assert torch.equal(weights(layer), told.found[1])
+    assert not torch.equal(told.found[1], told.found[2])
+    assert (state.best_loss, state.best_step) == (1.0, 2)
 
 
 def test_patience_counts_consecutive_evaluations_without_a_new_minimum() -> None:
-    best = Best(patience=2)
-    seen = []
-    for step, loss in enumerate([3.0, 4.0, 2.0, 2.0, 5.0]):
-        best.offer(nn.Linear(1, 1), loss, step)
-        seen.append(best.exhausted)
-    assert seen == [False, False, False, False, True]
+    told = Told([1], losses=[3.0, 4.0, 2.0, 2.0, 5.0, 1.0])
+    state, _ = fit(
+        nn.Linear(1, 1), Counted([1] * 9), batch_size=1, validation=told, num_evaluations=9, patience=2
+    )
+    assert (state.step, state.best_step, len(told.found)) == (5, 3, 5)

@@ -1,4 +1,4 @@
-"""The engine of `ppo.engine`, for as long as a stage needs it. The first process has it."""
+"""The engine of `ppo.sampler`, for as long as a stage needs it. The first process has it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def opened(
     Its logs, and by default its weights, are below `home`. `longest_query` is in tokens. In a process that is
     not the first, `is_main` is False.
     """
-    if settings.engine is None:
+    if settings.sampler.kind == "policy":
         yield None
         return
     if not is_main:
@@ -56,7 +56,7 @@ def opened(
     length = settings.response_length
     sampling = Sampling(temperature=settings.temperature, max_tokens=length, stop=stop)
     rollouts = Rollouts(sampling=sampling, max_tokens=longest_query + length, is_float32=is_float32)
-    engine = VllmEngine(settings.engine, home / "engine", tokenizer, rollouts)
+    engine = VllmEngine(settings.sampler, home / "engine", tokenizer, rollouts)
     try:
         yield engine
     finally:

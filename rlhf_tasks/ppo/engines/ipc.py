@@ -44,13 +44,13 @@ def check(weights: PreTrainedModel, names: Sequence[str]) -> None:
     """
     kind = _device(weights).type
     if kind != "cuda":
-        raise UserError(f"ppo.engine.transfer=ipc needs a GPU, and PPO runs on: {kind}; set it to folder")
+        raise UserError(f"ppo.sampler.transfer=ipc needs a GPU, and PPO runs on: {kind}; set it to folder")
     known = _stored(weights)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(
-            f"ppo.engine.transfer=ipc: {type(weights).__name__} is saved with weights that it does not name, "
-            f"such as {unknown[0]}; set it to folder"
+            f"ppo.sampler.transfer=ipc: {type(weights).__name__} is saved with weights that it does not "
+            f"name, such as {unknown[0]}; set it to folder"
         )
 
 

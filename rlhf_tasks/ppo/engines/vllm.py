@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from rlhf_tasks import console
-from rlhf_tasks.config.engine import Engine as Settings
+from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.ppo.engines import ipc, wire
 from rlhf_tasks.ppo.engines.client import Client
@@ -202,7 +202,7 @@ class VllmEngine:
         console.say(f"ppo: starting the engine; its log is {server.log}")
         if shutil.which(words[0]) is None:
             raise UserError(
-                f"ppo.engine.command: {words[0]} is no program here; name the server's by its path"
+                f"ppo.sampler.command: {words[0]} is no program here; name the server's by its path"
             )
         variables = launch.without_worker(os.environ) | SERVER | (UNPICKLES if self._by_ipc else {})
         server.start(attached.command(words), variables, Path.cwd(), url=url)

@@ -1,0 +1,306 @@
+"""Speed beside TRL's trainers: `python -m benchmarks.speed --peer PYTHON --parts ppo sft reward`.
+
+PYTHON is the interpreter of another environment with `trl==1.12.0`, the last release that has PPO; its
+versions of torch and transformers should equal ours. Both train random GPT-NeoX models of one shape, on the
+same rows and with the same number of epochs and optimiser steps. They alternate, in a process each. Our
+micro-batches have the shipped 4,096 tokens, TRL's the rows that its users set (`Shape.micro`). PPO counts
+episodes per second; SFT and reward training count real tokens, without padding, per second. All is on a
+CPU, without gradient checkpointing, in float32. On our side, `--precision bf16` is `launch.precision`
+and `--compile` is `launch.compile`. A figure is the median over updates without the first, and over the
+turns; the ratio is of figures of one run. Without --peer only ours is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_tasks.benchmark import shapes
+from rlhf_tasks.benchmark.shapes import EOS, PAD, SHAPES, Shape
+
+EPOCHS = 4
+UNITS: Mapping[str, str] = {"ppo": "episodes/s", "sft": "tokens/s", "reward": "tokens/s"}
+CPU_SHAPES = ("A", "B", "C")
+SECONDS = "seconds of each update: "
+
+
+class Figures(NamedTuple):
+    """One side's figures of one part and shape: speeds of all turns, and the greatest peak memory."""
+
+    speeds: Sequence[float]
+    memory_gb: float
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peer", type=Path, metavar="PYTHON", help="the interpreter of an environment with trl 1.12.0"
+    )
+    parser.add_argument("--parts", nargs="+", choices=UNITS, default=["ppo"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(CPU_SHAPES))
+    parser.add_argument("--updates", type=int, default=4, help="time so many updates per turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of our side")
+    parser.add_argument("--compile", action="store_true", help="of our side")
+    parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        train, shape = SIDES[options.side, options.parts[0]], SHAPES[options.shapes[0]]
+        own = {"compiles": options.compile} if options.side == "ours" else {}
+        marks = train(replace(shape, precision=options.precision), options.updates + 1, **own)
+        print(SECONDS + json.dumps([after - before for before, after in itertools.pairwise(marks)]))
+        print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}")
+        return
+    for part in options.parts:
+        print(f"\n| {part}, {UNITS[part]} | ours | peak GB | TRL 1.12.0 | peak GB | ratio |")
+        print("|---|---|---|---|---|---|")
+        for shape in options.shapes:
+            how = ["--precision", options.precision, *(["--compile"] if options.compile else [])]
+            found = measure(part, shape, options.peer, options.updates, options.turns, how)
+            print(line(shape, found), flush=True)
+
+
+def measure(
+    part: str, shape: str, peer: Path | None, updates: int, turns: int, how: Sequence[str] = ()
+) -> dict[str, Figures]:
+    """The figures of each side, `ours` and, with an interpreter, `peer`; `how` are more options."""
+    pythons = {"ours": Path(sys.executable)} | ({"peer": peer} if peer else {})
+    found = [
+        {side: _turn(python, side, part, shape, updates, how) for side, python in pythons.items()}
+        for _ in range(turns)
+    ]
+    return {
+        side: Figures([turn[side][0] for turn in found], max(turn[side][1] for turn in found))
+        for side in pythons
+    }
+
+
+def line(shape: str, found: Mapping[str, Figures]) -> str:
+    cells = [shape]
+    for one in found.values():
+        cells += [f"{one.speed:,.1f} ({min(one.speeds):,.1f}–{max(one.speeds):,.1f})", f"{one.memory_gb:.2f}"]
+    if "peer" in found:
+        cells.append(f"{found['ours'].speed / found['peer'].speed:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def _turn(
+    python: Path, side: str, part: str, shape: str, updates: int, how: Sequence[str]
+) -> tuple[float, float]:
+    """Units per second, and peak memory in GB, of one process."""
+    words = ["-m", "benchmarks.speed", "--side", side, "--parts", part, "--shapes", shape]
+    command = [str(python), *words, "--updates", str(updates), *how]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path.cwd()),
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    *_, seconds, memory = done.stdout.splitlines()
+    times = json.loads(seconds.removeprefix(SECONDS))
+    per_update = SHAPES[shape].batch if part == "ppo" else num_tokens(part, SHAPES[shape], updates + 1)
+    return per_update / statistics.median(times[1:]), int(memory.rpartition(" ")[2]) * 1024 / 1e9
+
+
+# --------------------------------------------------------------------------------- the input of both
+
+
+class Rows(NamedTuple):
+    """Token ids: queries, and two responses to each that end with EOS; SFT reads the first one."""
+
+    queries: list[list[int]]
+    chosen: list[list[int]]
+    rejected: list[list[int]]
+
+
+def rows(shape: Shape, updates: int) -> Rows:
+    count = shape.batch * updates
+    queries = shapes.random_rows(count, shape.query_min, shape.query, shape.vocab)
+    chosen, rejected = (
+        shapes.random_rows(count, shape.response // 4, shape.response - 1, shape.vocab, seed=seed)
+        for seed in (2, 3)
+    )
+    return Rows(queries, [[*ids, EOS] for ids in chosen], [[*ids, EOS] for ids in rejected])
+
+
+def num_tokens(part: str, shape: Shape, updates: int) -> float:
+    """Real tokens of an update, on average: those of query and response, in reward training of two such."""
+    data = rows(shape, updates)
+    count = sum(map(len, data.queries)) + sum(map(len, data.chosen))
+    if part == "reward":
+        count += sum(map(len, data.queries)) + sum(map(len, data.rejected))
+    return count / updates
+
+
+# ------------------------------------------------------------------------------------- our side
+
+
+def _ppo_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
+    from rlhf_tasks.benchmark import workloads
+    from tests import small
+
+    rt = small.runtime(shape.precision, compiles=compiles)
+    work = workloads.of_shape(rt, small.ppo(), shape, updates)
+    marks = [time.perf_counter()]
+    for _ in work.updates():
+        marks.append(time.perf_counter())
+    return marks
+
+
+def _sft_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
+    from rlhf_tasks.training.supervised import LanguageModeling
+
+    data = rows(shape, updates)
+    task = LanguageModeling(data.queries, data.chosen, PAD)
+    return _train(shapes.models(shape).policy, task, shape, compiles)
+
+
+def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
+    from rlhf_tasks.modeling.load import TokenScores, supports_shared_prefix
+    from rlhf_tasks.stages.reward import Learner, Pairs
+
+    data, model = rows(shape, updates), shapes.models(shape).reward
+    forked = supports_shared_prefix(model)  # as the stage does
+    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, forked=forked)
+    return _train(Learner(TokenScores(model), None), pairs, shape, compiles)
+
+
+def _train(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
+    from rlhf_tasks.tracking import NullTracker
+    from rlhf_tasks.training.checkpoint import Nowhere
+    from rlhf_tasks.training.supervised import train
+    from tests import small
+
+    marks = [time.perf_counter()]
+
+    class Marks(Nowhere):
+        def due(self) -> bool:  # after each step
+            marks.append(time.perf_counter())
+            return False
+
+    train(
+        small.runtime(shape.precision, compiles=compiles),
+        model,
+        task,
+        small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096),
+        seed=1,
+        name="speed",
+        tracker=NullTracker("sft"),
+        snapshots=Marks(),
+    )
+    return marks
+
+
+# ------------------------------------------------------------------------------------ TRL's side
+
+
+def _ppo_peers(shape: Shape, updates: int) -> list[float]:
+    from datasets import Dataset
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    made = shapes.models(shape)
+    count = shape.batch * (updates + 1)
+    queries = shapes.random_rows(count, shape.query_min, shape.query, shape.vocab)
+    data = Dataset.from_dict({"input_ids": queries})
+    config = {
+        "num_sample_generations": 0, "local_rollout_forward_batch_size": shape.batch,
+        "total_episodes": shape.batch * updates, "num_ppo_epochs": EPOCHS, "num_mini_batches": 1,
+        "response_length": shape.response, "temperature": 0.7, "stop_token": "eos",
+        "missing_eos_penalty": 1.0,
+    }  # fmt: skip
+    given = {
+        "model": made.policy, "ref_model": made.reference, "reward_model": made.reward,
+        "value_model": made.value, "eval_dataset": data.select(range(shape.batch)),
+    }  # fmt: skip
+    return _peer_marks(PPOTrainer, PPOConfig, shape, data, config, given)
+
+
+def _sft_peers(shape: Shape, updates: int) -> list[float]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    data = rows(shape, updates)
+    pairs = list(zip(data.queries, data.chosen, strict=True))
+    table = Dataset.from_dict(
+        {
+            "input_ids": [query + response for query, response in pairs],
+            "completion_mask": [[0] * len(query) + [1] * len(response) for query, response in pairs],
+        }
+    )
+    config = {"completion_only_loss": True, "num_train_epochs": 1}
+    return _peer_marks(SFTTrainer, SFTConfig, shape, table, config, {"model": shapes.models(shape).policy})
+
+
+def _reward_peers(shape: Shape, updates: int) -> list[float]:
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    data = rows(shape, updates)
+    table = Dataset.from_dict(
+        {
+            name: [query + response for query, response in zip(data.queries, responses, strict=True)]
+            for name, responses in {"chosen_ids": data.chosen, "rejected_ids": data.rejected}.items()
+        }
+    )
+    config, model = {"num_train_epochs": 1}, shapes.models(shape).reward
+    return _peer_marks(RewardTrainer, RewardConfig, shape, table, config, {"model": model})
+
+
+def _peer_marks(
+    trainer: Any, config: Any, shape: Shape, data: Any, settings: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[float]:
+    """Train by a trainer of TRL; the times at which its steps end."""
+    from transformers import TrainerCallback
+
+    marks: list[float] = []
+
+    class Marks(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            marks.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as out:
+        made = trainer(
+            args=config(
+                output_dir=out, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+                disable_tqdm=True, logging_steps=1, gradient_checkpointing=False, learning_rate=3e-6,
+                per_device_train_batch_size=shape.micro,
+                gradient_accumulation_steps=shape.batch // shape.micro, **settings,
+            ),
+            processing_class=shapes.tokenizer(shape.vocab), train_dataset=data, callbacks=[Marks()], **given,
+        )  # fmt: skip
+        marks.append(time.perf_counter())
+        made.train()
+    return marks
+
+
+SIDES: Mapping[tuple[str, str], Callable[..., list[float]]] = {
+    ("ours", "ppo"): _ppo_ours,
+    ("ours", "sft"): _sft_ours,
+    ("ours", "reward"): _reward_ours,
+    ("peer", "ppo"): _ppo_peers,
+    ("peer", "sft"): _sft_peers,
+    ("peer", "reward"): _reward_peers,
+}
+
+if __name__ == "__main__":
+    main()

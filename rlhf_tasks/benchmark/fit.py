@@ -1,0 +1,252 @@
+"""Whether PPO fits into the memory of GPUs that are not here, and with which settings; bytes, calculated.
+
+The parts are counted from what the trainer holds: float32 weights with copies in bfloat16 for bf16. DeepSpeed
+keeps bfloat16 weights, and 12 bytes a trained parameter of each rank's share: a float32 copy and AdamW's two
+moments (ZeRO: arXiv 1910.02054, section 3). FSDP2 keeps a rank's share of everything in float32, and gathers
+one layer at a time (arXiv 2304.11277, section 3.2).
+
+With `launch.offload` a rank's share of optimizer and gradients is in the machine's memory, under FSDP2 and
+ZeRO-3 that of the weights too. With vLLM other GPUs sample. All prompts count as long as the longest, and all
+reward models as large as the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_tasks.benchmark import shapes
+from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
+from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling.load import from_scratch
+from rlhf_tasks.modeling.logprobs import GPU_LOGITS
+from rlhf_tasks.project.paths import Paths
+
+Layout = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
+SHARDING = ("fsdp2", "zero3")
+FP32, BF16 = 4, 2
+BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
+LIVE = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
+LOGIT_COPIES = 5  # float32 tensors of a chunk's logits that live at once, in modeling/logprobs.py
+USABLE = 0.9  # share of a GPU's memory beside CUDA's own and what its allocator cannot use
+GPUS_PER_MACHINE = 8
+
+
+class Sizes(NamedTuple):
+    """What the memory of a causal language model depends on."""
+
+    trunk: int  # parameters without the head; a head that is tied to the embeddings is among them
+    head: int  # parameters of a head of its own
+    layer: int  # parameters of the linear layers of one layer
+    vocab: int
+    hidden: int
+    layers: int
+    widest: int  # outputs of the widest linear layer
+    activations: int  # inputs and outputs of all linear layers: what a token keeps for the backward pass
+    cache: int  # keys and values of a token
+
+    @property
+    def parameters(self) -> int:
+        return self.trunk + self.head
+
+
+def sizes_of(model: PreTrainedModel) -> Sizes:
+    """Of a model that may be on the device `meta`, so that it needs no memory itself."""
+    text, head = model.config.get_text_config(), model.get_output_embeddings()
+    is_tied = head.weight is model.get_input_embeddings().weight
+    own = 0 if is_tied else sum(p.numel() for p in head.parameters())
+    linear: list[Any] = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    heads = text.num_attention_heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return Sizes(
+        trunk=sum(p.numel() for p in model.parameters()) - own,
+        head=own,
+        layer=sum(m.weight.numel() for m in linear) // text.num_hidden_layers,
+        vocab=head.weight.shape[0],
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        widest=max(m.weight.shape[isinstance(m, Conv1D)] for m in linear),
+        activations=sum(sum(m.weight.shape) for m in linear),
+        cache=2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * head_width,
+    )
+
+
+def sizes_of_config(config: PretrainedConfig) -> Sizes:
+    with torch.device("meta"):
+        return sizes_of(AutoModelForCausalLM.from_config(config))
+
+
+def sizes_of_params(config: Config, root: Path, model: str | None = None) -> Sizes:
+    """The policy of params.yaml: models/sft where the project has it, else what SFT would start from.
+
+    With `model`, a folder or a hub id, that one instead.
+
+    Raises:
+        UserError: if the config of the model cannot be read.
+    """
+    sft, scratch = Paths(root).sft, config.model.scratch
+    if model is None and (sft / "config.json").exists():
+        return sizes_of_config(AutoConfig.from_pretrained(sft))
+    if model is None and config.sft.source is None and scratch is not None:
+        with torch.device("meta"):
+            words = shapes.tokenizer(scratch.vocab_size)
+            return sizes_of(from_scratch(scratch, words, shapes.positions(config)))
+    source, revision = config.model.base, config.model.revision
+    if config.sft.source is not None:
+        source, revision = config.sft.source, config.sft.revision
+    if model is not None:
+        source, revision = model, None
+    try:
+        return sizes_of_config(AutoConfig.from_pretrained(source, revision=revision))
+    except (OSError, ValueError) as error:
+        hint = "a hub id needs network access or a filled cache" if is_hub_id(source) else "is it a folder?"
+        why = str(error).splitlines()[0]
+        raise UserError(f"cannot read the config of {source}: {why} ({hint})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """PPO of one policy on some GPUs."""
+
+    policy: Sizes
+    ppo: Ppo
+    longest: int  # tokens of a prompt
+    num_gpus: int
+    layout: Layout = "ddp"
+    is_bf16: bool = True
+    has_reward_model: bool = True  # models/reward and models/reward_heldout are loaded
+    offload: bool = False
+    chunk: int = GPU_LOGITS  # logits that the training passes make at a time
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in a pass."""
+        return BF16 if self.is_bf16 else FP32
+
+    @property
+    def critic(self) -> int:
+        """Parameters of the critic."""
+        sizes = {"separate": self.policy.trunk + self.policy.hidden, "shared": self.policy.hidden + 1}
+        return 0 if self.ppo.critic is None else sizes[self.ppo.critic.kind]
+
+    @property
+    def trained(self) -> int:
+        """Parameters that the optimizer changes."""
+        lora, critic = self.ppo.lora, self.critic
+        if lora is None:
+            return self.policy.parameters + critic
+        own: Lora | None = getattr(self.ppo.critic, "lora", None)
+        if own is not None:
+            critic = own.r * self.policy.activations + self.policy.hidden
+        return lora.r * self.policy.activations + critic
+
+
+def memory(run: Run) -> dict[str, float]:
+    """Bytes on one GPU by part, with the `peak`; and those of a `machine` with all of its GPUs.
+
+    Sampling has no gradients and activations, and training no cache, so that the peak is less than the sum.
+    """
+    policy, ppo, n, width = run.policy, run.ppo, run.num_gpus, run.width
+    is_sharded, is_deepspeed = run.layout in SHARDING, run.layout.startswith("zero")
+    adapters = ppo.lora.r * policy.activations if ppo.lora else 0
+    reference = 0 if ppo.lora else policy.parameters
+    folders = reward_folders(ppo.scorers)
+    num_rewards = sum(folder != OPTIMISED for folder in folders) + 2 * run.has_reward_model
+    rewards = FP32 * num_rewards * (policy.trunk + policy.hidden)
+    stored = width if is_deepspeed else FP32
+    weights = stored * (policy.parameters + adapters + run.critic + reference) + rewards
+    if run.layout == "ddp" and run.is_bf16:  # autocast's copies of policy and critic
+        weights += BF16 * (policy.parameters + run.critic)
+    share = 1 if run.layout == "ddp" else n
+    buckets = 2 * width * min(BUCKET, run.trained) if is_deepspeed else 0
+    exchanged = FP32 * run.trained if run.layout == "ddp" and n > 1 else 0
+    parts = {
+        "weights": weights / (n if is_sharded else 1),
+        "gradients": stored * run.trained / share + buckets + exchanged,
+        "optimizer": (3 if is_deepspeed else 2) * FP32 * run.trained / share,
+    }
+    offloaded = 0.0
+    if run.offload and run.layout != "ddp":
+        moved = {"gradients": parts["gradients"] - buckets, "optimizer": parts["optimizer"]}
+        moved |= {"weights": parts["weights"]} if is_sharded else {}
+        offloaded = sum(moved.values())
+        parts |= {name: parts[name] - size for name, size in moved.items()}
+
+    row, batch = run.longest + ppo.response_length, ppo.rollout_batch_size
+    tokens = min(max(ppo.micro_batch_tokens, row), max(1, batch // ppo.num_mini_batches // n) * row)
+    passes = 2 if ppo.critic is not None and ppo.critic.kind == "separate" else 1
+    kept, recomputed = width * policy.activations, 0
+    if (
+        ppo.gradient_checkpointing
+    ):  # each layer's input, which autocast leaves in float32, and one layer's own
+        recomputed = kept // policy.layers
+        kept = (FP32 if run.layout == "ddp" else width) * policy.layers * policy.hidden
+    parts["activations"] = tokens * (passes * kept + recomputed)
+    rows = batch // n if ppo.sampler.kind == "policy" else 0
+    if ppo.sampler.kind == "policy":
+        rows = min(rows, ppo.sampler.batch_size or rows)
+    parts["cache"] = rows * row * policy.cache * width
+    # without gradients a token of the prompts holds about three states and three outputs of the widest layer
+    prompts = rows // ppo.samples_per_prompt * run.longest
+    prefill = prompts * 3 * (FP32 * policy.hidden + width * policy.widest)
+    sampling = max(3 * FP32 * rows * policy.vocab, prefill)
+    logits = LOGIT_COPIES * FP32 * min(run.chunk, tokens * ppo.response_length // row * policy.vocab)
+    parts["sampling, logits"] = max(sampling, logits)
+    gathered, live, start = 0, 0, 0
+    if is_sharded:  # the whole policy to sample; in a pass some layers
+        gathered = 0 if ppo.sampler.kind == "vllm" else width * policy.parameters
+        both = policy.parameters + run.critic
+        embeddings = policy.vocab * policy.hidden
+        live = width * (embeddings + policy.head + 2 * policy.layer)
+        live += (width + FP32) * max(embeddings, policy.layer)  # a whole gradient, and its float32 copy
+        if run.layout == "zero3":  # policy and critic are whole before they are partitioned
+            live, start = width * min(LIVE, both), FP32 * both
+    parts["gathered"] = max(gathered, live)
+    sample = parts["cache"] + sampling + gathered
+    train = parts["gradients"] + parts["activations"] + logits + live
+    parts["peak"] = max(start, parts["weights"] + parts["optimizer"] + max(sample, train))
+    # the first machine also holds the selected weights, and the policy that is gathered to be written
+    copies = stored * ((adapters or policy.parameters) + (policy.parameters if is_sharded else 0))
+    parts["machine"] = min(n, GPUS_PER_MACHINE) * offloaded + copies
+    return parts
+
+
+def candidates(run: Run) -> Iterator[Run]:
+    """The same run with other settings, from the fastest to those that need least memory."""
+    for offload in sorted({run.offload, True}):
+        for checkpointing in sorted({run.ppo.gradient_checkpointing, True}):
+            ppo = run.ppo.model_copy(update={"gradient_checkpointing": checkpointing})
+            for layout in get_args(Layout):
+                if layout == "ddp" and offload:
+                    continue
+                if run.num_gpus > 1 or layout == "ddp" or (offload and layout != "fsdp2"):
+                    yield replace(run, offload=offload, ppo=ppo, layout=layout)
+
+
+def fitting(run: Run, gpu: float, machine: float) -> tuple[Run | None, str]:
+    """The first settings that fit into a GPU and a machine of so many bytes, or None and the reason."""
+    batch, n = run.ppo.rollout_batch_size, run.num_gpus
+    for count, what in (
+        (batch // run.ppo.num_mini_batches, "rows of an optimizer step"),
+        (batch // run.ppo.samples_per_prompt, "prompts of a rollout"),
+    ):
+        if count % n:
+            return None, f"{count} {what} are not divisible by {n} GPUs"
+    tried = [(each, memory(each)) for each in candidates(run)]
+    for each, parts in tried:
+        if parts["peak"] <= USABLE * gpu and parts["machine"] <= machine:
+            return each, ""
+    least, parts = min(tried, key=lambda one: one[1]["peak"])
+    if parts["peak"] <= USABLE * gpu:
+        place, needed, given = "its machine", parts["machine"], machine
+    else:
+        place, needed, given = "each GPU", parts["peak"], USABLE * gpu
+    return None, f"{least.layout} needs {needed / 1e9:,.0f} GB of {given / 1e9:,.0f} on {place}"

@@ -1,0 +1,592 @@
+"""The sections of params.yaml but `ppo` and `judge`, and all of them as one `Config`.
+
+The types hold names, units, ranges, rules and defaults: what params.yaml does not have is at its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from rlhf_tasks.config import types as t
+from rlhf_tasks.config.judge import CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
+from rlhf_tasks.config.ppo import Lora, Ppo
+from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
+from rlhf_tasks.config.types import Between, Section, check_source
+
+Schedule = Literal["constant", "linear", "cosine"]
+NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
+NumProcesses = Annotated[int, Between(1, 2**16)]
+
+# ------------------------------------------------------------------------------------- data and model
+
+
+class Columns(Section):
+    """The names of the columns in the user's files or hub data sets."""
+
+    prompt: str = "prompt"
+    """Column that holds the prompt."""
+    completion: str = "completion"
+    """Column that holds the reference: a human-written response."""
+    chosen: str = "chosen"
+    """Column that holds the preferred response of a pair."""
+    rejected: str = "rejected"
+    """Column that holds the other response of a pair."""
+    keep: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
+    """List of further columns of the prompt rows, such as `answer`, that scorers and judges get; empty: none.
+    The built-in task has `who`, `thing`, `place` and `plan`, arithmetic has `answer`."""
+
+    def problems(self) -> Iterator[str]:
+        if len(set(self.keep)) < len(self.keep):
+            yield f"`keep` names a column twice: {', '.join(self.keep)}; name each once"
+
+
+class HubSet(Section):
+    """One data set of the Hugging Face hub, pinned to a commit."""
+
+    id: str
+    """Id of the data set, OWNER/NAME."""
+    revision: t.Revision
+    """Commit hash of the data set, 40 hex digits."""
+    name: str | None = None
+    """Configuration of the data set; null: it has only one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_pinned(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "id" in values and values.get("revision") is None:
+            where = f"https://huggingface.co/datasets/{values['id']}"
+            raise ValueError(
+                f"{values['id']!r} needs `revision`, a commit hash; `git ls-remote {where} HEAD` prints it"
+            )
+        return values
+
+
+class HubSources(Section):
+    """The hub data sets of `data.source: hub`."""
+
+    sft: HubSet
+    """Data set of demonstrations."""
+    preferences: HubSet | None = None
+    """Data set of preference pairs; null: pairs are made from samples of the SFT model."""
+
+
+class Data(Section):
+    """The data that stage prepare reads, checks and splits."""
+
+    source: Literal["synthetic", "arithmetic", "docstrings", "files", "hub"] = "synthetic"
+    """Origin of the data: the built-in TL;DR task, sums and products, docstrings of installed packages, the
+    user's files, or data sets of the Hugging Face hub."""
+    path: str = "rlhf_tasks/data/examples"
+    """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
+    hub: HubSources | None = None
+    """Data sets of `source: hub`; null for any other source."""
+    columns: Columns = Columns()
+    """Column names of `source: files` and `source: hub`."""
+    on_bad_row: Literal["fail", "quarantine"] = "fail"
+    """What happens to rows that cannot be used: `fail` stops the stage and names all of them, `quarantine`
+    writes them to data/quarantine and continues without them."""
+    max_prompt_tokens: t.Tokens = 80
+    """Longest prompt, in tokens; a longer one is a bad row."""
+    max_completion_tokens: t.Tokens = 32
+    """Longest completion, in tokens, EOS included; a longer one is a bad row."""
+    num_validation: t.NumRows = 500
+    """Number of validation prompts, if the source has no validation split."""
+    num_test: t.NumRows = 1000
+    """Number of test prompts, if the source has no test split."""
+    max_rows: t.PositiveInt | None = None
+    """Largest number of train rows kept per role (sft, preferences, prompts); null: all of them."""
+
+    @property
+    def in_words(self) -> str:
+        """The source as people read it; `path` only where it is read."""
+        if self.hub is not None:
+            sets = (one for one in (self.hub.sft, self.hub.preferences) if one is not None)
+            return ", ".join(f"{one.id} at {one.revision[:10]}" for one in sets)
+        return {
+            "synthetic": "the built-in task",
+            "arithmetic": "sums and products",
+            "docstrings": "docstrings of installed packages",
+        }.get(self.source, self.path)
+
+    def problems(self) -> Iterator[str]:
+        if (self.source == "hub") != (self.hub is not None):
+            yield "`data.hub` names the data sets of `source: hub`: set both, or `hub: null`"
+
+
+MOST_PARAMETERS = 10**11  # every process holds the whole model: 400 GB in float32
+
+
+class Scratch(Section):
+    """The shape of a base model that starts from random weights."""
+
+    family: Literal["gpt_neox", "llama", "qwen2", "gpt2"] = "gpt_neox"
+    """Architecture of the model."""
+    hidden_size: t.Width = 96
+    """t.Width of the hidden states."""
+    num_layers: Annotated[int, Between(1, 1024)] = 4
+    """Number of transformer layers."""
+    num_heads: t.Width = 4
+    """Number of attention heads; it divides hidden_size."""
+    vocab_size: t.PositiveInt = 1024
+    """Largest vocabulary of the trained tokenizer, in tokens."""
+    tokenizer: Literal["words", "bpe", "bpe_uncased"] = "words"
+    """Kind of the trained tokenizer: whole words, byte-pair encoding, or byte-pair encoding of lower-cased
+    text."""
+
+    def problems(self) -> Iterator[str]:
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
+            yield (
+                f"hidden_size={self.hidden_size} / num_heads={self.num_heads} must be an even whole number "
+                "(rotary embeddings)"
+            )
+        in_layers = 12 * self.num_layers * self.hidden_size**2  # four matrices of attention, eight of the MLP
+        if in_layers > MOST_PARAMETERS:
+            yield (
+                f"hidden_size={self.hidden_size} and num_layers={self.num_layers} make about "
+                f"{in_layers / 1e9:,.0f} billion parameters, {4 * in_layers / 1e9:,.0f} GB in float32; at "
+                f"most {MOST_PARAMETERS // 10**9} billion are allowed: lower one of them"
+            )
+
+
+class Model(Section):
+    """The base model that SFT starts from."""
+
+    base: str = "scratch"
+    """Base model: `scratch`, a local folder, or a hub id."""
+    revision: t.Revision | None = None
+    """Commit hash of a hub id; null for anything else."""
+    scratch: Scratch | None = Scratch()
+    """Shape of the model for `base: scratch`; null otherwise, as it is where it is left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_shape_of_its_own(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("base", "scratch") != "scratch":
+            return {"scratch": None, **values}
+        return values
+
+    def problems(self) -> Iterator[str]:
+        if (self.base == "scratch") != (self.scratch is not None):
+            yield "`model.scratch` is the shape of `base: scratch`: set both, or `scratch: null`"
+        yield from check_source(None if self.base == "scratch" else self.base, self.revision, "model.base")
+
+
+# ---------------------------------------------------------------------------------- supervised stages
+
+
+class Prepare(Section):
+    """The sizes of the data that stage prepare generates or mines."""
+
+    synthetic_prompt_rows: t.NumRows = 2000
+    """Number of train prompts of a generated source, `synthetic` or `arithmetic`."""
+    synthetic_sft_rows: t.NumRows = 600
+    """Number of those prompts that have a demonstration."""
+    synthetic_preference_rows: t.NumRows = 20_000
+    """Number of train preference pairs of `data.source: synthetic`."""
+    docstrings_max_pairs: t.NumRows = 40_000
+    """Largest number of pairs that `data.source: docstrings` mines."""
+
+    def problems(self) -> Iterator[str]:
+        if self.synthetic_sft_rows > self.synthetic_prompt_rows:
+            yield (
+                f"synthetic_sft_rows={self.synthetic_sft_rows} must not exceed synthetic_prompt_rows="
+                f"{self.synthetic_prompt_rows}: every demonstration answers a prompt"
+            )
+
+
+class Optimization(Section):
+    """The parameters of a supervised training loop.
+
+    The optimizer is AdamW with betas 0.9 and 0.98 and eps 1e-5 (arXiv 2403.17031, appendix).
+    """
+
+    learning_rate: t.PositiveFloat = 3e-3
+    """Peak learning rate, reached after the warm-up."""
+    schedule: Schedule = "constant"
+    """Shape of the learning rate after the warm-up; `linear` and `cosine` fall to zero."""
+    warmup_fraction: t.Fraction = 0.05
+    """Share of the optimizer steps in which the learning rate rises linearly from zero."""
+    weight_decay: t.NonNegativeFloat = 0.01
+    """Weight decay of AdamW."""
+    max_grad_norm: t.PositiveFloat | None = 1.0
+    """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
+    batch_size: t.BatchSize = 64
+    """Rows per optimizer step, over all processes."""
+    micro_batch_tokens: t.PositiveInt = 4096
+    """Maximum padded tokens per micro-batch and rank."""
+    num_epochs: NumEpochs = 1.0
+    """Passes over the train rows; may be a fraction."""
+
+
+class Base(Optimization):
+    """Training of the base model from random weights, for `model.base: scratch`."""
+
+
+class Trained(Optimization):
+    """A model that a stage trains, or that is given."""
+
+    source: str | None = Field(default=None, alias="from")
+    """Folder or hub id of a ready model; null: the stage trains one."""
+    revision: t.Revision | None = None
+    """Commit hash of a hub id in `from`; null otherwise."""
+
+    def problems(self) -> Iterator[str]:
+        yield from check_source(self.source, self.revision, f"{type(self).__name__.lower()}.from")
+
+
+class Sft(Trained):
+    """Supervised fine-tuning on demonstrations, to the minimum of the validation loss."""
+
+    schedule: Schedule = "cosine"
+    warmup_fraction: t.Fraction = 0.02
+    num_epochs: NumEpochs = 12.0
+    evals_per_epoch: t.PositiveInt = 2
+    """Number of evaluations on the validation split per epoch."""
+    patience: t.PositiveInt = 4
+    """Number of evaluations in a row without a lower validation loss after which training ends."""
+
+
+class Preferences(Section):
+    """Preference pairs made from samples of the SFT model, beside the pairs of the data.
+
+    The chosen response is the reference, the rejected one is a sample. In the synthetic task both are
+    samples, and the gold judge chooses.
+    """
+
+    num_prompts: t.Count = 2000
+    """Number of train prompts to which the SFT model samples responses; 0: only the pairs of the data."""
+    pairs_per_prompt: t.PositiveInt = 1
+    """Number of pairs made for each of those prompts."""
+    temperature: t.PositiveFloat = 1.0
+    """Sampling temperature of the SFT model."""
+    label_noise: Annotated[float, Field(ge=0, lt=0.5)] = 0.05
+    """Share of the gold judge's train labels that are flipped, for `data.source: synthetic`."""
+
+
+class Reward(Trained):
+    """Two reward models: one that PPO optimizes, one held out for selection and judging."""
+
+    train: bool = True
+    """Whether reward models are made; false if no scorer, critic or judge uses one."""
+    learning_rate: t.PositiveFloat = 1e-3
+    schedule: Schedule = "linear"
+    batch_size: t.BatchSize = 16
+    num_epochs: NumEpochs = 3.0
+    margin: t.NonNegativeFloat = 0.0
+    """Margin m by which r_chosen should exceed r_rejected: the loss is −log σ(r_chosen − r_rejected − m)."""
+    centering_coef: t.NonNegativeFloat = 0.01
+    """Weight of (r_chosen + r_rejected)² in the loss (arXiv 2312.09244); 0: no such term."""
+    lm_coef: t.NonNegativeFloat = 0.0
+    """Weight of the language-model loss on the chosen response, β of PPO-max (arXiv 2307.04964, eq. 4); 0: no
+    such term."""
+    lora: Lora | None = None
+    """Low-rank adapters for the reward models; null: full training."""
+
+
+# --------------------------------------------------------------------------------------------- gate
+
+
+class Promotion(Section):
+    """The gate's criteria; null turns a criterion off. None of them reads the reward that PPO optimized."""
+
+    model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "rlhf-policy"
+    """Name of the registered model in MLflow."""
+    judge: str = "gold"
+    """Name of the judge in judge.judges whose win rates decide."""
+    second_judge: str | None = "reward_model"
+    """Name of a second judge whose win rates must exceed the same bounds; null: one judge decides."""
+    over_sft: t.Fraction = 0.5
+    """Bound that the lower end of the 95% interval of the win rate over SFT must exceed."""
+    over_champion: t.Fraction | None = 0.5
+    """The same bound for the win rate over the champion, if there is one; null: it is not compared."""
+    max_kl: t.PositiveFloat | None = 10.0
+    """Largest KL from SFT of the checkpoint that PPO kept, in nats per response."""
+    max_perplexity_growth: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
+    """Largest ratio of the policy's perplexity to SFT's, on each text of judge.retention."""
+    max_choice_drop: t.Fraction | None = 0.05
+    """Largest drop of multiple-choice accuracy from SFT to the policy."""
+    max_task_drop: t.NonNegativeFloat | None = None
+    """Largest drop from SFT to the policy on each task of judge.retention.tasks, in its first metric."""
+    max_failure_share: t.Fraction | None = 0.02
+    """Largest share of failures among the comparisons of the gate's judges."""
+    min_examples: t.PositiveInt = 200
+    """Smallest number of comparisons per judge and pair, without failures."""
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The gate's judges."""
+        return (self.judge,) if self.second_judge is None else (self.judge, self.second_judge)
+
+    def conflicts(self, judging: Judging, ppo: Ppo) -> Iterator[str]:
+        """The problems of the section that come from other sections."""
+        yield from self._judge_conflicts(judging, ppo)
+        retention = judging.retention
+        for key in ("max_perplexity_growth", "max_choice_drop"):
+            if getattr(self, key) is not None and retention is None:
+                yield f"promotion.{key} needs judge.retention, which measures it; set it to null"
+        if self.max_task_drop is not None and (retention is None or retention.tasks is None):
+            yield "promotion.max_task_drop needs judge.retention.tasks, whose tasks it bounds; set it to null"
+        if self.min_examples > judging.num_examples:
+            yield (
+                f"promotion.min_examples={self.min_examples} is more than judge.num_examples="
+                f"{judging.num_examples}, so that no policy could pass"
+            )
+        if self.max_kl is not None and ppo.reference_sync is not None:
+            yield (
+                "promotion.max_kl bounds the KL from SFT, but with ppo.reference_sync PPO measures the KL "
+                "from a reference that follows the policy; set promotion.max_kl to null"
+            )
+
+    def _judge_conflicts(self, judging: Judging, ppo: Ppo) -> Iterator[str]:
+        known = [judge.name for judge in judging.judges]
+        for key, name in {"judge": self.judge, "second_judge": self.second_judge}.items():
+            if name is None:
+                continue
+            if name not in known:
+                yield (
+                    f"promotion.{key}={name!r} is not in judge.judges ({', '.join(known)}); name one of "
+                    "those, or set promotion to null"
+                )
+            for reward in _optimized(judging, ppo, with_parts(judging.judges, name)):
+                yield (
+                    f"promotion.{key}={name!r} uses {reward}, which PPO optimises, so it cannot show whether "
+                    "the policy got better; name another judge"
+                )
+        first, *second = (
+            {one.name: _definition(one) for one in judging.judges if one.name in parts}
+            for parts in (with_parts(judging.judges, name) for name in self.named)
+        )
+        shared = sorted(
+            name for judges in second for name, definition in judges.items() if definition in first.values()
+        )
+        if shared:
+            yield (
+                f"promotion.second_judge={self.second_judge!r} and promotion.judge={self.judge!r} both use "
+                f"{', '.join(shared)}; name a second judge that is independent, or set it to null"
+            )
+
+
+def with_parts(judges: Sequence[Judge], name: str) -> set[str]:
+    """A judge's name, and the names of the judges that it combines."""
+    combined = (one for one in judges if isinstance(one, CombinedJudge) and one.name == name)
+    return {name} | {part for one in combined for part in one.judges}
+
+
+def _definition(judge: Judge) -> dict[str, Any]:
+    """Everything but the name: two judges of different names may be the same."""
+    known = judge.model_dump(exclude={"name"})
+    return known | ({"path": Path(known["path"]).as_posix()} if "path" in known else {})
+
+
+def _optimized(judging: Judging, ppo: Ppo, names: set[str]) -> Iterator[str]:
+    """The named judges that are also a scorer of PPO, according to params.yaml."""
+    functions = {scorer.function for scorer in ppo.scorers if scorer.kind == "function"}
+    folders = reward_folders(ppo.scorers)
+    for judge in judging.judges:
+        if judge.name not in names:
+            continue
+        if isinstance(judge, FunctionJudge) and judge.function in functions:
+            yield judge.function
+        if isinstance(judge, RewardModelJudge) and Path(judge.path).as_posix() in folders:
+            yield judge.path
+
+
+# ------------------------------------------------------------------------ where and how a stage runs
+
+Parallelism = Literal["ddp", "zero2", "zero3", "fsdp2"]
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+class Launch(Section):
+    """Processes and precision of the training stages."""
+
+    num_processes: NumProcesses = 1
+    """Number of processes, over all machines; above 1, `accelerate launch` starts them."""
+    num_machines: NumProcesses = 1
+    """Number of machines that share the processes."""
+    parallelism: Parallelism = "ddp"
+    """What the processes share of a model in training. `ddp`: each has all of it. `zero2` (DeepSpeed): each
+    keeps a part of the gradients and of the optimizer's state. `zero3` (DeepSpeed) and `fsdp2` (PyTorch):
+    each keeps a part of the weights too."""
+    offload: bool = False
+    """Whether a process's part of the optimizer's state, and of sharded weights, is in the machine's memory
+    and not in the GPU's. Not with `ddp`."""
+    precision: Precision = "auto"
+    """Number format of forward and backward passes: float32 or bfloat16. `auto` is bf16 on a GPU that has it,
+    and fp32 elsewhere. On a CPU, with `ddp`, bf16 rounds the factors and results of matrix products only; a
+    CPU without instructions for it computes in float32."""
+    compile: bool = False
+    """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
+    start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""
+
+
+class Resume(Section):
+    """Snapshots from which a training stage resumes after a crash or a kill."""
+
+    every_seconds: t.PositiveFloat = 60.0
+    """Time between two snapshots, in seconds."""
+    keep: t.PositiveInt = 2
+    """Number of snapshots kept, in case the last one is damaged."""
+
+
+class Tracking(Section):
+    """MLflow: whether and where runs are tracked."""
+
+    enabled: bool = True
+    """Whether stages log to MLflow."""
+    uri: t.StoreUri | None = None
+    """Address of MLflow's store, a database or folder by its absolute path; null: the environment variable
+    MLFLOW_TRACKING_URI, else .rlhf/mlflow.db of the main checkout."""
+    experiment: str = "rlhf"
+    """Name of the MLflow experiment."""
+
+
+class TaskPolicy(Section):
+    """How the Prefect task of one stage is retried, timed out and queued."""
+
+    retries: t.Count = 2
+    """Number of retries after a fault; a user's mistake is never retried."""
+    retry_delay_seconds: t.NonNegativeFloat = 10.0
+    """Wait before the first retry, in seconds; each later wait is twice as long."""
+    timeout_seconds: t.PositiveFloat | None = None
+    """Longest time of one try, in seconds; null: no limit."""
+    gpu_slots: t.Count = 1
+    """Number of slots of the concurrency limit `gpu` that the stage holds while it runs. Where the machine
+    has GPUs, each slot is one of them, and a training stage holds at least one per process."""
+
+
+class Service(TaskPolicy):
+    """How the Prefect flow runs the stages: one policy for all, exceptions by stage. It changes no result."""
+
+    grace_seconds: Annotated[float, Field(gt=0, le=25)] = 20.0
+    """Time that a cancelled stage has to save its state, in seconds; Prefect itself kills after 30."""
+    stages: dict[str, dict[str, Any]] = Field(
+        default={stage: {"gpu_slots": 0} for stage in ("prepare", "verdict", "report")}
+    )
+    """Values of the keys above that differ for a stage, by its name."""
+
+    def problems(self) -> Iterator[str]:
+        for stage in self.stages:
+            try:
+                self.policy(stage)
+            except ValidationError as error:
+                known = ", ".join(TaskPolicy.model_fields)
+                for problem in error.errors():
+                    key = ".".join(map(str, (stage, *problem["loc"])))
+                    yield f"stages.{key}: {problem['msg']}; known keys are {known}"
+
+    def policy(self, stage: str) -> TaskPolicy:
+        """The policy of one stage: the common values, replaced by those of `stages`."""
+        common = {name: getattr(self, name) for name in TaskPolicy.model_fields}
+        return TaskPolicy.model_validate(common | self.stages.get(stage, {}))
+
+
+class Config(Section):
+    """All of `params.yaml`."""
+
+    seed: Annotated[int, Between(0, t.LAST_SEED)] = 1
+    """Seed of every random number of the pipeline."""
+    data: Data = Data()
+    """Source, limits and sizes of the data."""
+    model: Model = Model()
+    """The base model, trained or fetched."""
+    prepare: Prepare = Prepare()
+    """Sizes of generated or mined data."""
+    base: Base = Base()
+    """Training of the base model."""
+    sft: Sft = Sft()
+    """Training of the SFT model."""
+    preferences: Preferences = Preferences()
+    """Pairs made from samples."""
+    reward: Reward = Reward()
+    """Training of the reward models."""
+    ppo: Ppo = Ppo()
+    """Training of the PPO policy."""
+    judge: Judging = Judging()
+    """Judges, retention and diagnostics."""
+    promotion: Promotion | None = Promotion()
+    """Criteria of the gate; null: there is no gate."""
+    launch: Launch = Launch()
+    """Processes and precision of training."""
+    resume: Resume = Resume()
+    """Snapshots of a training stage."""
+    tracking: Tracking = Tracking()
+    """Where runs are tracked."""
+    service: Service = Service()
+    """How the Prefect flow runs stages."""
+
+    def problems(self) -> Iterator[str]:
+        """The problems of sections with each other."""
+        yield from self._launch_problems()
+        yield from self._data_problems()
+        yield from self._reward_model_problems()
+        if self.promotion is not None:
+            yield from self.promotion.conflicts(self.judge, self.ppo)
+
+    def _launch_problems(self) -> Iterator[str]:
+        launch, guards, sampler = self.launch, self.ppo.guards, self.ppo.sampler
+        how, processes = f"launch.parallelism: {launch.parallelism}", launch.num_processes
+        if launch.parallelism != "ddp" and guards is not None and guards.action == "roll_back":
+            yield (
+                f"ppo.guards.action: roll_back keeps a checkpoint in memory, and with {how} no process holds "
+                "all of it; set ppo.guards.action to stop, or launch.parallelism to ddp"
+            )
+        if launch.parallelism != "ddp" and launch.compile:
+            yield f"launch.compile: true compiles whole layers, which {how} splits; set it to false"
+        if launch.parallelism == "ddp" and launch.offload:
+            yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
+        if (
+            sampler.kind == "vllm"
+            and sampler.transfer == "ipc"
+            and (launch.parallelism != "ddp" or processes > 1)
+        ):
+            yield (
+                "ppo.sampler.transfer=ipc needs PPO in one process with whole weights, and launch has "
+                f"num_processes={processes} and parallelism={launch.parallelism}; set it to folder"
+            )
+        rollout = self.ppo.rollout_batch_size
+        for key, size in {
+            "base.batch_size": self.base.batch_size,
+            "sft.batch_size": self.sft.batch_size,
+            "reward.batch_size": self.reward.batch_size,
+            "ppo.rollout_batch_size / num_mini_batches": rollout // self.ppo.num_mini_batches,
+            "ppo.rollout_batch_size / samples_per_prompt": rollout // self.ppo.samples_per_prompt,
+        }.items():
+            if size % processes:
+                yield f"{key}={size} is not divisible by launch.num_processes={processes}"
+
+    def _data_problems(self) -> Iterator[str]:
+        """What scorers, judges and PPO need of the data."""
+        if any(judge.kind == "gold" for judge in self.judge.judges) and self.data.source != "synthetic":
+            yield (
+                "judge.judges: gold only judges the synthetic task, and data.source is "
+                f"{self.data.source!r}; remove it, or set data.source to synthetic"
+            )
+        for key, users in {"ppo.scorers": self.ppo.scorers, "judge.judges": self.judge.judges}.items():
+            for one in users:
+                columns = {check.column for check in one.checks} if one.kind == "verifier" else set()
+                if lost := columns - set(self.data.columns.keep):
+                    names = ", ".join(sorted(lost))
+                    yield f"{key}: a verifier needs the column {names}; add it to data.columns.keep"
+        if self.ppo.response_length > self.data.max_completion_tokens:
+            yield (
+                f"ppo.response_length={self.ppo.response_length} exceeds data.max_completion_tokens="
+                f"{self.data.max_completion_tokens}, the longest completion in the training data"
+            )
+
+    def _reward_model_problems(self) -> Iterator[str]:
+        """A reward model is trained if and only if something uses it."""
+        users = {
+            "ppo.scorers": OPTIMISED in reward_folders(self.ppo.scorers),
+            "ppo.advantages.critic.init": getattr(self.ppo.critic, "init", None) == "reward",
+            "judge.judges": self.judge.needs_pipeline_reward_model,
+        }
+        named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)
+        if named and not self.reward.train:
+            yield f"reward.train is false, but a reward model is needed by {named}; set it to true"
+        if not named and self.reward.train:
+            yield "reward.train is true, but no scorer, critic or judge uses one; set it to false"

@@ -1,0 +1,393 @@
+"""What a stage reads beside the deps of dvc.yaml: parameters, and what params.yaml names. No torch here.
+
+The first stage, `rlhf inputs`, writes a file for each other stage, which depends on it:
+
+    inputs/STAGE.json
+      values      the parameters that the stage reads, defaults included; `launch.precision: auto` is resolved
+      files       the md5 of the files and folders that they name, and of the code of the functions
+      packages    the versions of the packages on whose code the results depend
+
+So DVC runs a stage again after a change of any of them, and after no other. The bytes depend on nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_tasks import config
+from rlhf_tasks.config import VIEWS, Config, Stage
+from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
+from rlhf_tasks.config.stages import PRECISION
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import atomic, dvc_cli, dvc_files, git, hashing, precision
+from rlhf_tasks.project.dvc_files import INPUTS, is_in
+from rlhf_tasks.project.paths import Paths
+
+FILES: Mapping[str, tuple[str, ...]] = {
+    "data.path": (),
+    "model.base": ("scratch",),
+    "sft.from": (),
+    "reward.from": (),
+    "ppo.scorers.path": (),
+    "ppo.ptx.text": (),
+    "ppo.select_by.judge.path": (),
+    "ppo.select_by.judge.prompt": ("tldr", "hhh", "ranker"),
+    "judge.judges.path": (OPTIMISED, HELDOUT),
+    "judge.judges.prompt": ("tldr", "hhh", "ranker"),
+    "judge.labels": (),
+    "judge.retention.general": ("english",),
+    "judge.retention.questions": ("english",),
+    "judge.retention.tasks.folder": (),
+}
+"""The parameters that name a file, or the folder of a model or of tasks; and their values that name none."""
+FUNCTIONS = (
+    "ppo.loss",
+    "ppo.advantages.function",
+    "ppo.scorers.function",
+    "ppo.select_by.judge.function",
+    "judge.judges.function",
+)
+"""The parameters that name a function, as `module:function`; other values name a built-in one."""
+FUNCTION = re.compile(r"[\w.]+:\w+")
+READS_NO_FILES: tuple[Stage, ...] = ("verdict", "report")
+"""Stages that read what the stages before them wrote, and not what params.yaml names."""
+TOKENIZER_PACKAGES = ("tokenizers", "transformers")
+MODEL_PACKAGES = ("peft", "torch", *TOKENIZER_PACKAGES)
+NO_RESULT = (
+    "rlhf_tasks/config", "rlhf_tasks/cli", "rlhf_tasks/project", "rlhf_tasks/tracking",
+    "rlhf_tasks/console.py", "rlhf_tasks/errors.py", "rlhf_tasks/stages/runner.py",
+)  # fmt: skip
+"""Code on which no result depends: it decides where a stage runs, and what it prints and records. The values
+that `config` gives a stage are in its inputs file."""
+SHOWN_DIFFERENCES = 8
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What inputs/STAGE.json holds."""
+
+    values: Mapping[str, Any]
+    files: Mapping[str, str]
+    packages: Mapping[str, str]
+
+    def flat(self) -> dict[str, Any]:
+        """All of it by name: parameters, paths, packages."""
+        return {**self.values, **self.files, **{f"package {k}": v for k, v in self.packages.items()}}
+
+
+# ----------------------------------------------------------------------------------- written and read
+
+
+def write(paths: Paths) -> None:
+    """Write inputs/STAGE.json for every stage of dvc.yaml that has parameters.
+
+    Raises:
+        ConfigError: if params.yaml has a problem.
+        UserError: naming everything that does not exist.
+    """
+    settings = resolved(config.load(paths.params))
+    found, problems = dict[Stage, Inputs](), dict[str, None]()
+    for stage in (name for name in VIEWS if name in dvc_files.graph(paths.root)):
+        try:
+            found[stage] = collect(paths, stage, VIEWS[stage].of(settings).declared)
+        except MissingError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise MissingError(list(problems))
+    for stage, inputs in found.items():
+        atomic.write_text(paths.inputs(stage), json.dumps(asdict(inputs), indent=2, sort_keys=True) + "\n")
+
+
+def recorded(paths: Paths, stage: str) -> Inputs | None:
+    """What inputs/STAGE.json holds; None without the file."""
+    path = paths.inputs(stage)
+    return Inputs(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def used(root: Path, stage: str) -> Inputs:
+    """What inputs/STAGE.json held in the last run of a stage, by dvc.lock; empty if it is lost."""
+    file = Paths(root).inputs(stage)
+    md5 = dvc_files.locked_by(root, stage).get(f"{INPUTS}/{stage}.json")
+    if md5 is not None and file.exists() and hashing.dvc_md5(file) == md5:
+        text: str | None = file.read_text(encoding="utf-8")
+    else:
+        text = None if md5 is None else dvc_cli.cached_text(root, md5)
+    return Inputs({}, {}, {}) if text is None else Inputs(**json.loads(text))
+
+
+def resolved(settings: Config, number_format: str | None = None) -> Config:
+    """The parameters with this `launch.precision`, by default the one that `auto` stands for here."""
+    chosen = number_format or precision.resolve(settings.launch.precision)
+    launch = settings.launch.model_copy(update={"precision": chosen})
+    return settings.model_copy(update={"launch": launch})
+
+
+def in_force(paths: Paths, stage: Stage, settings: Config, *, check: bool = True) -> Config:
+    """The parameters with the precision that inputs/STAGE.json records; without the file, that of here.
+
+    `check`: whether the file must hold what the stage would read now. So a stage and its record agree.
+
+    Raises:
+        UserError: if something has changed since the file was written, or this machine lacks the precision.
+    """
+    record = recorded(paths, stage)
+    if record is None:
+        return resolved(settings)
+    is_auto = settings.launch.precision == "auto"
+    values = resolved(settings, record.values.get(PRECISION) if is_auto else None)
+    if not check:
+        return values
+    if is_auto and values.launch.precision == "bf16" and precision.resolve("auto") != "bf16":
+        raise UserError(
+            f"{paths.relative(paths.inputs(stage))} records {PRECISION}: bf16, which `auto` stood for where "
+            "it was written, and this machine has no GPU that computes in it. Run the stage there; or set "
+            f"{PRECISION}, and run `dvc repro`, which starts this stage from the beginning"
+        )
+    now = collect(paths, stage, VIEWS[stage].of(values).declared)
+    if now != record:
+        raise UserError(
+            f"{_differences(record.flat(), now.flat())} changed since {paths.relative(paths.inputs(stage))} "
+            "was written, and the stage's record would be wrong; run `dvc repro`, or `rlhf inputs` before "
+            f"`rlhf {stage}`"
+        )
+    return values
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    more = len(names) - SHOWN_DIFFERENCES
+    return ", ".join([*names[:SHOWN_DIFFERENCES], *([f"{more} more"] if more > 0 else [])])
+
+
+# ----------------------------------------------------------------------------------------- collected
+
+
+class MissingError(UserError):
+    """Things that params.yaml names and that do not exist."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(problems))
+
+
+def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
+    """What the stage reads, given its parameters by dotted key.
+
+    Raises:
+        MissingError: naming everything that does not exist, by its parameter.
+    """
+    graph = dvc_files.graph(paths.root) if paths.dvc_yaml.exists() else {}
+    deps = graph[stage].deps if stage in graph else ()
+    problems, files = list[str](), dict[str, str]()
+    packages = {name: _version(name) for name in _packages(stage, values)}
+    for key, path in files_named(values) if stage not in READS_NO_FILES else ():
+        maker = next((name for name, node in graph.items() if is_in(path, node.outs)), None)
+        if is_in(path, deps):
+            continue  # DVC compares it
+        if maker is not None:
+            problems.append(
+                f"{key}={path} is made by stage {maker}, and is not among the deps of stage {stage} in "
+                "dvc.yaml; add it there, or name another one"
+            )
+        elif not (paths.root / path).exists():
+            problems.append(f"{key}={path} does not exist below {paths.root.resolve()}; give one that does")
+        else:
+            files[path] = hashing.dvc_md5(paths.root / path, paths.home / "hashes.json")
+    for key, function in functions_named(values) if stage not in READS_NO_FILES else ():
+        try:
+            code = _code(paths.root, key, function, (*deps, *NO_RESULT))
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            files |= code.files
+            packages |= code.packages
+    if problems:
+        raise MissingError(problems)
+    return Inputs(values, dict(sorted(files.items())), dict(sorted(packages.items())))
+
+
+def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, path) of each file and folder that the parameters name; a hub id is a value, and no folder."""
+    for key, known, value, siblings in _texts(values):
+        is_hub_id = siblings.get("revision") is not None
+        if value in FILES.get(known, (value,)) or is_hub_id:
+            continue
+        if known == "data.path" and values.get("data.source") != "files":
+            continue
+        yield key, Path(value).as_posix()
+
+
+def functions_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, `module:function`) of each function that the parameters name."""
+    for key, known, value, _ in _texts(values):
+        if known in FUNCTIONS and FUNCTION.fullmatch(value):
+            yield key, value
+
+
+def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """(key, key without numbers, text, values beside it) of each text in parameters by dotted key."""
+    todo: list[tuple[str, str, Any, Mapping[str, Any]]]
+    todo = [(key, key, value, _beside(values, key)) for key, value in values.items()]
+    while todo:
+        key, known, value, siblings = todo.pop(0)
+        if isinstance(value, str):
+            yield key, known, value, siblings
+        elif isinstance(value, Mapping):
+            todo += [(f"{key}.{name}", f"{known}.{name}", inner, value) for name, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            todo += [(f"{key}.{number}", known, inner, {}) for number, inner in enumerate(value)]
+
+
+def _beside(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    section = f"{key.rpartition('.')[0]}."
+    return {name.removeprefix(section): value for name, value in values.items() if name.startswith(section)}
+
+
+def _packages(stage: str, values: Mapping[str, Any]) -> Sequence[str]:
+    """The packages whose code a stage's results depend on, beside those of functions."""
+    harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
+    has_models = any(view.has_models for name, view in VIEWS.items() if name == stage)
+    models = MODEL_PACKAGES if has_models else TOKENIZER_PACKAGES if stage == "prepare" else ()
+    return (*models, *harness)
+
+
+def _version(package: str) -> str:
+    """The version without its build (`+cu130`): a checkout may move between machines."""
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+# ----------------------------------------------------------------------------------------- functions
+
+
+def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Inputs:
+    """A function's file with all project files that it imports, directly or not, but for the `known` ones.
+
+    Raises:
+        UserError: if its module is neither below `root` nor installed, or a file is not Python.
+    """
+    module = function.partition(":")[0]
+    if (file := _file(root, module)) is None:
+        return _installed(root, key, function)
+    todo, found = [file, *_parents(root, module)], dict[str, str]()
+    while todo:
+        file = todo.pop()
+        path = file.relative_to(root).as_posix()
+        if path in found or is_in(path, known):
+            continue
+        found[path] = hashing.dvc_md5(file)
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"{key}: {path} is not readable as Python: {error}; correct it") from None
+        for name in _imports(tree, ".".join(file.relative_to(root).parent.parts)):
+            todo += [*_parents(root, name), *([each] if (each := _file(root, name)) else [])]
+    return Inputs({}, found, {})
+
+
+def _file(root: Path, module: str) -> Path | None:
+    path = root.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _parents(root: Path, module: str) -> list[Path]:
+    """The packages that Python imports before a module."""
+    parts = module.split(".")
+    names = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return [file for name in names if (file := _file(root, name)) is not None]
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """The names of all modules that may be imported, lazily too; a name may also be that of a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{name.name}".lstrip(".") for name in node.names)
+            yield base
+
+
+def _installed(root: Path, key: str, function: str) -> Inputs:
+    """The installed package of a function, or the file of a module that is in no package."""
+    top = _top(function)
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:  # __main__ and the like
+        spec = None
+    if spec is None:
+        raise UserError(
+            f"{key}: the module of {function} is neither a file below {root.resolve()} nor installed; write "
+            f"{top}.py, or install its package"
+        )
+    if packages := _distributions(function):
+        return Inputs({}, {}, {name: _version(name) for name in packages})
+    if top in sys.stdlib_module_names:
+        return Inputs({}, {}, {"python": platform.python_version()})
+    place = next(iter(spec.submodule_search_locations or []), spec.origin or "")
+    return Inputs({}, {place: hashing.dvc_md5(Path(place))}, {})
+
+
+def _distributions(function: str) -> list[str]:
+    """The normalized names of the installed packages that have the top-level module of a function."""
+    names = importlib.metadata.packages_distributions().get(_top(function), [])
+    return sorted({re.sub(r"[-_.]+", "-", name).lower() for name in names})
+
+
+def _top(function: str) -> str:
+    return function.partition(":")[0].partition(".")[0]
+
+
+def module_path(function: str) -> str:
+    """The file of `module:function`, if the project holds it and it is no package."""
+    return f"{function.partition(':')[0].replace('.', '/')}.py"
+
+
+def check_committed(root: Path, settings: Config) -> None:
+    """Check that each function stands in the commit of `root`, or in a package that its pyproject.toml names.
+
+    A run form may name any function, and the run would import it.
+
+    Raises:
+        UserError: naming the functions that do not.
+    """
+    values = config.flatten(settings.model_dump(mode="json", by_alias=True))
+    problems, allowed = [], _packages_of_project(root)
+    for key, function in functions_named(values):
+        file = module_path(function)
+        is_committed = any(git.files(root, "HEAD", name) for name in (file, f"{file[:-3]}/__init__.py"))
+        if not is_committed and not allowed.intersection(_distributions(function)):
+            problems.append(
+                f"{key}: {function} is neither in a file of the run's commit nor in a package that "
+                f"pyproject.toml names; commit {file}, or add its package to pyproject.toml"
+            )
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def _packages_of_project(root: Path) -> set[str]:
+    """The normalized names of the packages that pyproject.toml names: the project, and what it requires."""
+    file = root / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.exists() else {}
+    extras = project.get("optional-dependencies", {}).values()
+    required = [
+        project.get("name", ""),
+        *project.get("dependencies", ()),
+        *(one for e in extras for one in e),
+    ]
+    names = [match[0] for text in required if (match := re.match(r"[A-Za-z0-9._-]+", text))]
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}

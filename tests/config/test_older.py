@@ -1,0 +1,146 @@
+"""A params.yaml of version 0.1: refused with the new place of each key, and upgraded to the same values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_tasks import config
+from rlhf_tasks.cli import main
+from rlhf_tasks.config.older import MOVED
+from rlhf_tasks.errors import ConfigError
+
+OLDER = (Path(__file__).parent / "older.yaml").read_text(encoding="utf-8")
+CRITIC = dict.fromkeys(("value_model", "critic_init", "cliprange_value", "vf_coef", "lam"))
+
+
+def with_ppo(changes: dict[str, Any]) -> str:
+    tree = config.round_trip().load(OLDER)
+    tree["ppo"].update(changes)
+    return config.written(tree)
+
+
+def test_every_key_of_an_older_file_is_where_it_was_or_has_a_new_place() -> None:
+    present = config.in_force(config.Config())
+    moved = {key for key in config.flatten(config.parse(OLDER, "older")) if key not in present}
+    assert moved == set(MOVED) - {"ppo.lora.value"}, "its section is null there"
+    kinds = (
+        set(MOVED.values()) - {f"ppo.advantages.critic.{key}" for key in ("warmup", "lora")} - {"ppo.sampler"}
+    )
+    assert kinds <= present.keys()
+
+
+def test_an_older_file_is_refused_in_one_message_with_each_new_place() -> None:
+    with pytest.raises(ConfigError) as raised:
+        config.validate(config.parse(OLDER, "params.yaml"), "params.yaml")
+    message = str(raised.value)
+    assert message.startswith("params.yaml has 19 problem(s):")
+    for old in MOVED.keys() - {"ppo.lora.value"}:
+        assert f"  {old}: has moved to {MOVED[old]}\n" in message
+    assert message.endswith(
+        "`rlhf params --upgrade` writes the file in the present shape, with the same values in force"
+    )
+
+
+def test_an_upgrade_keeps_values_and_comments(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path("params.yaml")
+    file.write_text(OLDER, encoding="utf-8")
+    assert main.main(["params", "--upgrade"]) == 0
+    out = capsys.readouterr().out
+    assert "ppo.lam → ppo.advantages.lam\n" in out
+    assert "ppo.engine is left out: it has no effect\n" in out
+    assert config.load() == config.Config()
+    text = file.read_text(encoding="utf-8")
+    assert "parallelism: ddp # ddp | zero2 | zero3 | fsdp2" in text
+    assert "truncation: {kind: eos_trick_replace, missing_eos_score: -1.0} # eos_trick_replace | " in text
+    assert main.main(["params", "--upgrade"]) == 0
+    assert "nothing to move" in capsys.readouterr().out
+    assert file.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            {**CRITIC, "advantages": "rloo", "samples_per_prompt": 4, "kl_in": "loss", "kl_estimator": "k2"},
+            {
+                "advantages": {"kind": "rloo", "samples_per_prompt": 4},
+                "kl": {"kind": "in_loss", "estimator": "k2"},
+            },
+        ),
+        (
+            {
+                "truncation": "bootstrap",
+                "gamma": 0.9,
+                "cliprange_value": None,
+                "critic_warmup": {"max_updates": 3, "settled": 0.1},
+            },
+            {
+                "truncation": {"kind": "bootstrap"},
+                "advantages": {
+                    "gamma": 0.9,
+                    "critic": {"cliprange_value": None, "warmup": {"max_updates": 3, "settled": 0.1}},
+                },
+            },
+        ),
+        (
+            {
+                "lora": {"r": 2, "alpha": 4.0, "value": True},
+                "value_learning_rate": 1e-4,
+                "sampling_batch_size": 8,
+            },
+            {
+                "lora": {"r": 2, "alpha": 4.0},
+                "advantages": {"critic": {"learning_rate": 1e-4, "lora": {"r": 2, "alpha": 4.0}}},
+                "sampler": {"batch_size": 8},
+            },
+        ),
+        (
+            {
+                "value_model": "shared",
+                "critic_init": "sft",
+                "lora": {"r": 2, "alpha": 4.0, "value": False},
+                "engine": {"kind": "vllm", "url": "http://127.0.0.1:8000", "command": None},
+            },
+            {
+                "lora": {"r": 2, "alpha": 4.0},
+                "advantages": {"critic": {"kind": "shared"}},
+                "sampler": {"kind": "vllm", "url": "http://127.0.0.1:8000"},
+            },
+        ),
+    ],
+    ids=["rloo", "bootstrap", "lora", "shared-vllm"],
+)
+def test_an_upgrade_moves_what_a_kind_has_and_leaves_the_rest(
+    project: Path, old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    Path("params.yaml").write_text(with_ppo(old), encoding="utf-8")
+    assert main.main(["params", "--upgrade"]) == 0
+    assert config.load().ppo == config.validate({"ppo": new}, "new").ppo
+
+
+def test_an_upgrade_that_would_not_be_valid_writes_nothing(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = with_ppo({"kl_coef": -1.0})
+    Path("params.yaml").write_text(text, encoding="utf-8")
+    assert main.main(["params", "--upgrade"]) == 2
+    assert "ppo.kl_coef" in capsys.readouterr().err
+    assert Path("params.yaml").read_text(encoding="utf-8") == text
+
+
+def test_all_values_in_force_are_printed_with_their_source(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("params.yaml").write_text("ppo: {advantages: {lam: 0.9}, guards: null}\n", encoding="utf-8")
+    assert main.main(["params"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for row in (
+        ["ppo.advantages.lam", "0.9", "params.yaml"],
+        ["ppo.advantages.gamma", "1.0", "default"],
+        ["ppo.guards", "null", "params.yaml"],
+        ["judge.num_examples", "1000", "default"],
+    ):
+        assert row in [[word for word in words if word != "|"] for words in rows]

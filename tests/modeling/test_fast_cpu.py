@@ -1,0 +1,117 @@
+"""oneDNN's matmuls of float32 are those of torch, with their gradients, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.modeling import fast_cpu
+from rlhf_tasks.modeling.fast_cpu import OneDnnConv1D, OneDnnLinear, accelerate
+from rlhf_tasks.modeling.logprobs import token_stats
+from tests import small
+from tests.small import Family
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch is built without oneDNN"
+)
+
+
+@pytest.fixture(autouse=True)
+def _always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where MKL is fast, and for small matmuls."""
+    monkeypatch.setattr(fast_cpu, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(fast_cpu, "SMALLEST", 1)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """By the layer that `accelerate` makes, with these very tensors."""
+    layer = accelerate(torch.nn.Linear(*weight.shape[::-1], bias=bias is not None))
+    given = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    result: Tensor = torch.func.functional_call(layer, given, (x,))
+    return result
+
+
+def with_gradients(multiply: Callable[..., Tensor], *given: Tensor | None, g: Tensor) -> list[Tensor]:
+    own = [None if x is None else x.detach().clone().requires_grad_() for x in given]
+    y = multiply(*own)
+    y.backward(g.to(y.dtype))
+    return [y.detach(), *(x.grad for x in own if x is not None and x.grad is not None)]
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """By a sum of outer products in float64."""
+    parts = (x[..., i, None].double() * weight[:, i].double() for i in range(weight.shape[1]))
+    return sum(parts, torch.zeros(())) + (0 if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 64)])
+@pytest.mark.parametrize(("size_in", "size_out"), [(48, 96), (96, 48), (7, 3)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_linear_layer_and_its_gradients_are_exact_to_rounding(
+    shape: tuple[int, ...], size_in: int, size_out: int, has_bias: bool
+) -> None:
+    given = [numbers(*shape, size_in), numbers(size_out, size_in), numbers(size_out) if has_bias else None]
+    g = numbers(*shape, size_out, seed=1)
+    ours, right = (with_gradients(multiply, *given, g=g) for multiply in (linear, exact))
+    for one, other in zip(ours, right, strict=True):  # sums of up to 384 numbers
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5, atol=1e-4)
+
+
+def test_tensors_that_are_not_contiguous_are_multiplied_right() -> None:
+    x, weight = numbers(24, 3, 16).transpose(0, 1), numbers(16, 40).t()
+    bias = torch.stack([numbers(40), numbers(40) + 9], 1)[:, 0]
+    spread = torch.ones(1, 1, 1).expand(3, 24, 40)  # the gradient of a sum
+    ours = with_gradients(linear, x, weight, bias, g=spread)
+    right = with_gradients(F.linear, x, weight, bias, g=spread)
+    for one, other in zip(ours, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_has_its_own_matmuls() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(numbers(4, 8), numbers(3, 8)).dtype == torch.bfloat16
+
+
+def test_compiled_layers_have_the_matmuls_of_the_compiler() -> None:
+    x, layer = numbers(4, 8), torch.nn.Linear(8, 3)
+    right = layer(x)
+    compiled = torch.compile(accelerate(layer), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_formats_and_no_rows_have_torchs_own_matmuls(dtype: torch.dtype) -> None:
+    x, weight = numbers(4, 8).to(dtype), numbers(3, 8).to(dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert linear(numbers(0, 8), numbers(3, 8)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("family", small.FAMILIES)
+def test_an_accelerated_model_gives_the_same_log_probs_and_gradients(family: Family) -> None:
+    batch = collate(*small.rows(6, longest=9), small.PAD)
+
+    def found(model: Any) -> list[Tensor]:
+        stats = token_stats(model, batch, entropy_grad=True)
+        (stats.logprobs - stats.entropy).sum().backward()
+        return [stats.logprobs.detach(), *(w.grad for w in model.parameters())]
+
+    fast = accelerate(small.causal(family))
+    assert {type(module) for module in fast.modules()} & {OneDnnLinear, OneDnnConv1D}
+    for one, other in zip(found(fast), found(small.causal(family)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_elsewhere_no_layer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_cpu, "_onednn_is_faster", lambda: False)
+    model = accelerate(small.causal())
+    assert not any(isinstance(module, OneDnnLinear | OneDnnConv1D) for module in model.modules())

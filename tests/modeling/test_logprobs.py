@@ -1,0 +1,273 @@
+"""Statistics of response tokens within a model: against its logits, in every family, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from rlhf_tasks.data.batches import collate
+from rlhf_tasks.modeling import logprobs
+from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.modeling.logprobs import TokenStats, head_width, token_stats
+from tests import small
+from tests.small import FAMILIES, PAD, VOCAB
+
+QUERIES, RESPONSES = small.rows(6, longest=7)
+BATCH = collate(QUERIES, RESPONSES, PAD)
+MASK = BATCH.response_mask
+NUM_TOKENS = int(MASK.sum())
+ADJUSTING = ("gemma2", "cohere", "granite")
+Stats = tuple[Tensor, Tensor, Tensor]  # log-prob, entropy, and whether it is the likeliest, (N,) each
+
+
+@pytest.fixture(autouse=True, params=["one chunk", "many chunks"])
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All laws hold whether the tokens are one chunk or several, the last one shorter."""
+    if request.param == "many chunks":
+        monkeypatch.setattr(logprobs, "CPU_LOGITS", 4 * VOCAB)
+        assert NUM_TOKENS > 8
+
+
+def model_of(family: str) -> PreTrainedModel:
+    return small.other(family) if family in small.OTHERS else small.causal(family)  # type: ignore[arg-type]
+
+
+def packed(stats: TokenStats) -> Stats:
+    """The statistics of the response tokens alone, row after row."""
+    return stats.logprobs[BATCH.mask], stats.entropy[BATCH.mask], stats.is_top[BATCH.mask]
+
+
+def plain(model: Any, temperature: float = 1.0) -> Stats:
+    """The same from all logits at once."""
+    logits = small.response_logits(model, BATCH)[MASK] / temperature
+    labels, exact = BATCH.responses[MASK], Categorical(logits=logits)
+    return exact.log_prob(labels), exact.entropy(), (logits.argmax(-1) == labels).to(logits.dtype)
+
+
+def weighted(stats: Stats, entropy_coef: float = 0.3) -> Tensor:
+    """A loss with another weight for each token."""
+    weights = torch.arange(NUM_TOKENS) % 5 - 1.5
+    return (weights * stats[0] + entropy_coef * stats[1]).sum()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *ADJUSTING])
+def test_statistics_in_a_model_are_those_of_its_logits(family: str) -> None:
+    """Also where the model changes its logits after the head."""
+    model = model_of(family)
+    with torch.no_grad():
+        expected = plain(model, 0.7)
+        for _ in range(2):  # the first pass finds out whether the logits are changed
+            stats = token_stats(model, BATCH, 0.7)
+            for found, exact in zip(packed(stats), expected, strict=True):
+                torch.testing.assert_close(found, exact)
+            for padded in stats[:3]:
+                assert not padded[~BATCH.mask].any()
+    assert (model.get_output_embeddings() in logprobs._ADJUSTED) == (family in ADJUSTING)
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *ADJUSTING])
+@pytest.mark.parametrize("has_autocast", [False, True])
+def test_every_weight_gets_the_gradient_that_full_logits_give(family: str, has_autocast: bool) -> None:
+    """In bfloat16 the layers are rounded equally in both, and the head's logits are float32."""
+    gradients = []
+    for is_chunked in (True, False):
+        model = model_of(family)
+        head: Any = model.get_output_embeddings()
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
+            if is_chunked:
+                stats = packed(token_stats(model, BATCH, 0.7, entropy_grad=True))
+            else:
+                with mock.patch.object(head, "forward", exact_head(head)):
+                    stats = plain(model, 0.7)
+        weighted(stats).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    if has_autocast and family in ADJUSTING:
+        return  # their logits are the model's own, in bfloat16
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-4)
+
+
+def exact_head(head: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.nn.functional.linear(hidden.float(), head.weight, head.bias)
+
+    return forward
+
+
+@pytest.mark.parametrize("has_entropy_grad", [False, True])
+def test_gradients_are_exact_in_float64(has_entropy_grad: bool) -> None:
+    """Also where a token is nearly certain or impossible: the logits are spread 40 times as far."""
+    for spread in (1, 40):
+        found, expected = (small.causal("gpt_neox").double() for _ in range(2))
+        for model in (found, expected):
+            with torch.no_grad():
+                model.get_output_embeddings().weight.mul_(spread)
+        coef = 0.3 if has_entropy_grad else 0.0
+        weighted(packed(token_stats(found, BATCH, 0.7, entropy_grad=has_entropy_grad)), coef).backward()
+        weighted(plain(expected, 0.7), coef).backward()
+        for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_no_tensor_has_more_logits_than_a_chunk() -> None:
+    """In neither pass; what is kept between them is a number or two for each token."""
+    model, sizes = small.causal(), list[int]()
+    head = model.get_output_embeddings()
+    forward = head.forward
+
+    def counted(hidden: Tensor) -> Tensor:
+        out: Tensor = forward(hidden)
+        sizes.append(out.numel())
+        return out
+
+    kept = list[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape[-1:] == (VOCAB,) and not isinstance(tensor, torch.nn.Parameter):
+            kept.append(tensor.numel())
+        return tensor
+
+    head.forward = counted  # type: ignore[method-assign]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stats = token_stats(model, BATCH, entropy_grad=True)
+    num_forward = len(sizes)
+    weighted(packed(stats)).backward()
+    if num_forward > 1:
+        assert max(sizes) <= logprobs.CPU_LOGITS
+        assert not kept, "no chunk's logits outlive it"
+        assert len(sizes) == 2 * num_forward
+    assert sum(sizes[:num_forward]) == NUM_TOKENS * VOCAB, "padding has no logits"
+
+
+@pytest.mark.parametrize("family", sorted(small.OTHERS))
+def test_statistics_of_any_family_are_those_of_its_logits_in_float64(family: str) -> None:
+    model, exact = small.other(family), small.in_float64(family)
+    with torch.no_grad():
+        stats = token_stats(model, BATCH)
+    for row, (query, response) in enumerate(zip(QUERIES, RESPONSES, strict=True)):
+        expected = Categorical(logits=small.logits_alone(exact, query, response).double())
+        found = stats.logprobs[row, : len(response)].double()
+        torch.testing.assert_close(found, expected.log_prob(torch.tensor(response)), atol=2e-5, rtol=1e-5)
+    assert stats.states.shape[2] == head_width(model)
+
+
+def test_logits_that_are_changed_in_place_are_seen() -> None:
+    model = small.causal()
+    unchanged, forward = token_stats(model, BATCH), model.forward
+
+    def scaled(**given: Any) -> Any:
+        out = forward(**given)
+        out.logits.mul_(0.5)
+        return out
+
+    model.forward = scaled
+    with torch.no_grad():
+        found = token_stats(model, BATCH)
+        torch.testing.assert_close(packed(found)[0], plain(model)[0])
+    assert not torch.allclose(found.logprobs, unchanged.logprobs, atol=1e-3)
+
+
+def test_logits_that_are_changed_into_the_memory_of_the_first_ones_are_seen() -> None:
+    """As softcapping does: it frees the head's tensor, and another one may then take its address."""
+    batch = collate(QUERIES * 16, RESPONSES * 16, pad=PAD)
+    model = small.causal()
+    forward = model.forward
+
+    def scaled(**given: Any) -> Any:
+        logits = forward(**given).logits
+        half = logits * 0.5
+        del logits
+        return CausalLMOutput(logits=half.clone())
+
+    model.forward = scaled
+    with torch.no_grad():
+        for _ in range(20):
+            logprobs._ADJUSTED.discard(model.get_output_embeddings())
+            token_stats(model, batch)
+            assert model.get_output_embeddings() in logprobs._ADJUSTED
+
+
+def test_a_head_may_compute_more_than_a_matmul() -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = small.causal()
+    model.get_output_embeddings().__class__ = Doubled
+    with torch.no_grad():
+        torch.testing.assert_close(packed(token_stats(model, BATCH))[0], plain(model)[0])
+
+
+def test_a_model_that_never_runs_its_head_is_refused() -> None:
+    model = small.causal()
+    with (
+        mock.patch.object(model, "get_output_embeddings", return_value=torch.nn.Linear(16, 23)),
+        pytest.raises(ContractError, match=r"family llama\) makes its logits without its output layer"),
+    ):
+        token_stats(model, BATCH)
+
+
+def test_the_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
+    """A frozen model's statistics have none, and values do not depend on whether gradients are on."""
+    model = small.causal()
+    with torch.no_grad():
+        quiet = packed(token_stats(model, BATCH, 0.7))
+    for wanted in (False, True):
+        stats = packed(token_stats(model, BATCH, 0.7, entropy_grad=wanted))
+        assert all(torch.equal(one, other) for one, other in zip(stats, quiet, strict=True))
+        stats[1].sum().backward()
+        reached = [p for p in model.parameters() if p.grad is not None and p.grad.any()]
+        assert bool(reached) == wanted
+        assert not stats[2].requires_grad
+    model.requires_grad_(False)
+    assert not any(x.requires_grad for x in token_stats(model, BATCH))
+
+
+def test_states_get_a_gradient_through_a_frozen_head() -> None:
+    model = small.causal()
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    model.base_model.requires_grad_(True)
+    token_stats(model, BATCH).logprobs.sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in model.base_model.parameters())
+    assert all(p.grad is None for p in head.parameters())
+
+
+def test_nan_in_one_row_is_seen_in_its_log_probs_only() -> None:
+    model = small.causal()
+    head = model.get_output_embeddings()
+    forward = head.forward
+
+    def spoilt(hidden: Tensor) -> Tensor:
+        return forward(torch.where((hidden == hidden_of_third).all(-1, keepdim=True), torch.nan, hidden))
+
+    with torch.no_grad():
+        hidden_of_third = token_stats(model, BATCH).states[2, -2]  # before the last token
+        head.forward = spoilt  # type: ignore[method-assign]
+        found = token_stats(model, BATCH).logprobs
+    is_nan = found.isnan()
+    assert is_nan[2].any()
+    assert int(is_nan.sum()) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_are_the_last_layers_at_the_response(family: str) -> None:
+    model, columns = model_of(family), BATCH.num_response_columns + 1
+    with torch.no_grad():
+        last = model.base_model(
+            input_ids=BATCH.query_response,
+            attention_mask=BATCH.attention_mask,
+            position_ids=BATCH.position_ids,
+        ).last_hidden_state[:, -columns:]
+        torch.testing.assert_close(token_stats(model, BATCH).states, last)

@@ -1,0 +1,424 @@
+"""DVC runs again exactly the stages that read what has changed."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from rlhf_tasks import config
+from rlhf_tasks.cli import main
+from rlhf_tasks.config import Section
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.project import dvc_cli, hashing, inputs, lineage, precision
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import resume
+from tests import small
+from tests.flows import toy
+from tests.flows.chain import Chain, times
+
+ROOT = Path(__file__).parents[2]
+MODEL_STAGES = ("base", "sft", "preferences", "reward", "ppo", "judge")
+
+
+class Project(Chain):
+    """A project whose stages are planted programs; `change` says which of them a change runs."""
+
+    def repro(self) -> set[str]:
+        """Which stages `dvc repro` runs."""
+        before = Counter(self.ran()) if (self.home / "ran").exists() else Counter()
+        dvc_cli.run(self.root, "repro")
+        return {*(Counter(self.ran()) - before)}
+
+    def change(self, changes: Mapping[str, Any]) -> set[str]:
+        """Which stages run after a change of these parameters, by dotted key."""
+        file, yaml = self.root / "params.yaml", YAML()
+        tree = yaml.load(file.read_text(encoding="utf-8"))
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            tree[section][name] = value
+        with file.open("w", encoding="utf-8") as opened:
+            yaml.dump(tree, opened)
+        return self.repro()
+
+    def write(self, path: str, text: str) -> set[str]:
+        """Which stages run after a change of this file."""
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        return self.repro()
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Project:
+    made = Project(toy.make(tmp_path / "project"))
+    assert made.repro() == {*times(1)}
+    return made
+
+
+@pytest.mark.e2e
+def test_a_change_of_a_value_reruns_the_stages_that_read_it(chain: Project) -> None:
+    """The programs write the same outs again, so that what follows needs no run. The report reads lineage."""
+    text = (chain.root / "params.yaml").read_text(encoding="utf-8")
+    assert chain.repro() == set(), "the second run"
+    default = [{"kind": "reward_model", "weight": 1.0, "path": None, "name": None}]
+    assert chain.change({"ppo.scorers": default}) == set(), "defaults that are written out"
+    assert chain.change({"launch.compile": True, "service.retries": 1, "resume.keep": 1}) == set()
+    assert chain.change({"ppo.kl_coef": 0.04}) == {"ppo", "report"}
+    assert chain.change({"launch.precision": "fp32"}) == set(), "what `auto` stands for without a GPU"
+    assert chain.change({"launch.precision": "bf16"}) == {*MODEL_STAGES, "report"}
+    assert chain.write("params.yaml", text) == set(), "the run cache has the first run"
+    tracked = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
+    assert tracked == {}, "DVC compares params.yaml although no stage depends on it"
+    chain.change({"ppo.kl_coef": 0.05})
+    diff = json.loads(dvc_cli.run(chain.root, "params", "diff", "--json", "HEAD"))
+    assert diff["params.yaml"]["ppo.kl_coef"]["new"] == 0.05
+
+
+@pytest.mark.e2e
+def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(chain: Project) -> None:
+    root = chain.root
+    for path in (
+        "words.py",
+        "mine/__init__.py",
+        "mine/deep.py",
+        "ready/weights",
+        "text.txt",
+        "questions.txt",
+    ):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text("", encoding="utf-8")
+    (root / "mine/reward.py").write_text("from .deep import x\ndef score(p, r):\n    import words\n", "utf-8")
+    reward = {"kind": "function", "weight": 1.0, "function": "mine.reward:score"}
+    judges = [{"kind": "gold", "name": "gold"}, {"kind": "function", "name": "own", "function": "words:f"}]
+    retention = {**small.params()["judge"]["retention"], "questions": "questions.txt"}
+    named = {
+        "sft.from": "ready",
+        "ppo.scorers": [{"kind": "reward_model", "weight": 1.0}, reward],
+        "ppo.ptx": {"coef": 0.1, "text": "text.txt"},
+        "judge.retention": retention,
+        "judge.judges": [*judges, {"kind": "reward_model", "name": "rm", "path": "models/reward_heldout"}],
+        "promotion.second_judge": None,
+    }
+    assert chain.change(named) == {"sft", "ppo", "judge", "verdict", "report"}
+    assert chain.repro() == set()
+    assert chain.write("ready/weights", "other") == {"sft", "report"}
+    assert chain.write("mine/deep.py", "x = 1") == {"ppo", "report"}
+    assert chain.write("words.py", "y = 1") == {"ppo", "judge", "report"}
+    assert chain.write("text.txt", "more") == {"ppo", "report"}
+    assert chain.write("questions.txt", "more") == {"judge", "report"}
+    assert chain.write("given/rows.txt", "labels") == {"judge", "report"}
+    assert chain.write("mine/deep.py", "") == {"ppo", "report"}, "never with these other files"
+    assert chain.write("unread.py", "") == set()
+    assert chain.write("text.txt", "") == {"ppo", "report"}
+    assert chain.write("text.txt", "more") == set(), "the run cache has it"
+    files = {"data.source": "files", "judge.judges": judges[1:], "promotion.judge": "own"}
+    assert chain.change(files) >= {"prepare"}
+    assert chain.write("given/rows.txt", "other rows") >= {"prepare", "judge"}
+
+
+@pytest.mark.e2e
+def test_another_version_of_a_package_reruns_the_stages_that_use_it(
+    chain: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def install(name: str, version: str) -> None:
+        info = tmp_path / f"site/{name}-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
+        (info / "top_level.txt").write_text(f"{name}\n", encoding="utf-8")
+        (info / "RECORD").write_text(f"{name}.py,,\n", encoding="utf-8")
+
+    install("their_rewards", "1.0")
+    (tmp_path / "site/their_rewards.py").write_text("def score(p, r): ...\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    reward = {"kind": "function", "weight": 1.0, "function": "their_rewards:score"}
+    assert chain.change({"ppo.scorers": [{"kind": "reward_model", "weight": 1.0}, reward]}) == {
+        "ppo",
+        "report",
+    }
+    install("their_rewards", "1.1")
+    assert chain.repro() == {"ppo", "report"}
+    recorded = json.loads((chain.root / "inputs/ppo.json").read_text(encoding="utf-8"))
+    assert recorded["packages"]["their-rewards"] == "1.1"
+    install("torch", "99.0+cpu")
+    assert chain.repro() == {*MODEL_STAGES, "report"}
+    install("torch", "99.0+cu140")
+    assert chain.repro() == set(), "another build of the same version"
+
+
+# ------------------------------------------------------------------------------------------- collected
+
+
+def ppo_values(name: str) -> dict[str, Any]:
+    return {"ppo.scorers": [{"kind": "function", "weight": 1.0, "function": name}]}
+
+
+def test_everything_that_does_not_exist_is_named_in_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    own = {"kind": "function", "name": "gold", "function": "no:f"}
+    held_out = {"kind": "reward_model", "name": "reward_model", "path": "models/reward_heldout"}
+    judge = {"labels": "none.jsonl", "judges": [own, held_out]}
+    toy.write_params(tmp_path, sft={"from": "nowhere"}, judge=judge, data={"source": "files"})
+    assert main.main(["inputs"]) == 2
+    message = capsys.readouterr().err
+    parts = ("sft.from=nowhere does not exist", "judge.labels=none.jsonl", "data.path=given", "of no:f is")
+    assert [part for part in parts if part not in message] == []
+    assert not (tmp_path / "inputs").exists()
+
+
+def test_a_folder_that_a_later_stage_makes_is_refused_and_a_dep_is_left_to_dvc(tmp_path: Path) -> None:
+    (tmp_path / "dvc.yaml").write_text(
+        "stages:\n  ppo: {cmd: x, deps: [rewards], outs: [models/policy]}\n", encoding="utf-8"
+    )
+    own = {"ppo.scorers": [{"kind": "reward_model", "weight": 1.0, "path": "rewards/second"}]}
+    assert inputs.collect(Paths(tmp_path), "ppo", own).files == {}
+    own["ppo.scorers"][0]["path"] = "models/policy/best"
+    with pytest.raises(UserError, match=r"ppo\.scorers\.0\.path=models/policy/best is made by stage ppo"):
+        inputs.collect(Paths(tmp_path), "ppo", own)
+
+
+def test_a_hub_id_and_the_name_of_something_shipped_are_only_values(tmp_path: Path) -> None:
+    hub = {"model.base": "owner/name", "model.revision": "0" * 40, "judge.retention.general": "english"}
+    judges = [{"kind": "llm", "prompt": "tldr"}, {"kind": "local", "path": "a/b", "revision": "0" * 40}]
+    assert inputs.collect(Paths(tmp_path), "judge", {**hub, "judge.judges": judges}).files == {}
+
+
+def test_the_code_of_a_function_is_its_file_and_all_project_files_that_it_imports(tmp_path: Path) -> None:
+    files = {
+        "pack/__init__.py": "import outer",
+        "pack/sub/__init__.py": "",
+        "pack/sub/reward.py": "from . import near\nfrom ..up import f\nimport json, rlhf_tasks.ppo.x",
+        "pack/sub/near.py": "",
+        "pack/up.py": "def g():\n    from late import h",
+        "late.py": "import pack.sub.reward  # a circle",
+        "outer.py": "",
+        "unused.py": "",
+        "rlhf_tasks/ppo/x.py": "import unused  # a dep of the stage",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    (tmp_path / "dvc.yaml").write_text("stages: {ppo: {cmd: x, deps: [rlhf_tasks/ppo]}}\n", encoding="utf-8")
+    found = inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score")).files
+    assert {*found} == {*files} - {"unused.py", "rlhf_tasks/ppo/x.py"}
+    assert found["outer.py"] == hashing.dvc_md5(tmp_path / "outer.py")
+    (tmp_path / "late.py").write_text("def f(:", encoding="utf-8")
+    with pytest.raises(UserError, match=r"ppo\.scorers\.0\.function: late\.py is not readable as Python"):
+        inputs.collect(Paths(tmp_path), "ppo", ppo_values("pack.sub.reward:score"))
+
+
+@pytest.mark.parametrize(
+    ("function", "package"), [("torch.nn:relu", "torch"), ("os.path:join", "python"), ("numpy:sum", "numpy")]
+)
+def test_an_installed_function_is_known_by_the_version_of_its_package(
+    function: str, package: str, tmp_path: Path
+) -> None:
+    assert package in inputs.collect(Paths(tmp_path), "verdict2", ppo_values(function)).packages
+    with pytest.raises(UserError, match=r"neither a file below .* nor installed"):
+        inputs.collect(Paths(tmp_path), "ppo", ppo_values("nowhere.at_all:f"))
+
+
+def test_every_parameter_that_names_a_file_or_a_function_is_known() -> None:
+    """Texts that could be a path: a new one must be added to FILES, to FUNCTIONS, or here."""
+    others = ("model.scratch", "data.columns", "ppo.engine", "ppo.sampler", "judge.judges.judges")
+    elsewhere = ("tracking", "promotion", "service", "launch")
+    names = [
+        "path",
+        "from",
+        "base",
+        "text",
+        "folder",
+        "prompt",
+        "labels",
+        "general",
+        "questions",
+        "function",
+        "loss",
+    ]
+    found = {key for key in _texts_of(config.Config) if key.rpartition(".")[2] in names}
+    unknown = {
+        key for key in found - {*inputs.FILES, *inputs.FUNCTIONS} if not key.startswith(others + elsewhere)
+    }
+    assert unknown == set()
+
+
+def _texts_of(section: type[Section], prefix: str = "") -> set[str]:
+    from tests.test_contracts import sections_in
+
+    found = set[str]()
+    for name, field in section.model_fields.items():
+        key = prefix + (field.alias or name)
+        inner = sections_in(field.annotation)
+        found |= {text for kind in inner for text in _texts_of(kind, f"{key}.")} if inner else {key}
+    return found
+
+
+def test_a_large_file_is_read_again_only_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashing, "LARGE", 4)
+    folder, memory = tmp_path / "model", tmp_path / "known.json"
+    folder.mkdir()
+    (folder / "weights").write_text("large", encoding="utf-8")
+    (folder / "config").write_text("{}", encoding="utf-8")
+    first = hashing.dvc_md5(folder, memory)
+    assert first == hashing.dvc_md5(folder)
+    reads: list[str] = []
+    real: Callable[[Path], str] = hashing._file_md5
+    monkeypatch.setattr(hashing, "_file_md5", lambda file: reads.append(file.name) or real(file))
+    assert hashing.dvc_md5(folder, memory) == first
+    assert reads == ["config"]
+    (folder / "weights").write_text("other", encoding="utf-8")
+    assert hashing.dvc_md5(folder, memory) == hashing.dvc_md5(folder) != first
+    memory.write_text("[1", encoding="utf-8")
+    assert hashing.dvc_md5(folder, memory) == hashing.dvc_md5(folder)
+
+
+# ------------------------------------------------------------------------------------- what a stage uses
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with its inputs files; the machine has no GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(precision, "gpu_capabilities", list)
+    shutil.copy(ROOT / "dvc.yaml", tmp_path)
+    toy.write_params(tmp_path)
+    (tmp_path / "given").mkdir(exist_ok=True)
+    (tmp_path / "rlhf_tasks/evaluation").mkdir(parents=True)
+    (tmp_path / "rlhf_tasks/evaluation/no_labels.jsonl").touch()
+    assert main.main(["inputs"]) == 0
+    return tmp_path
+
+
+def rewrite(root: Path, stage: str, **values: Any) -> None:
+    file = root / f"inputs/{stage}.json"
+    tree = json.loads(file.read_text(encoding="utf-8"))
+    tree["values"] |= {"launch.precision": values["precision"]}
+    file.write_text(json.dumps(tree), encoding="utf-8")
+
+
+def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, settings = Paths(record), config.load()
+    assert settings.launch.precision == "auto"
+    assert inputs.in_force(paths, "ppo", settings).launch.precision == "fp32"
+    rewrite(record, "ppo", precision="bf16")
+    with pytest.raises(UserError, match=r"records launch\.precision: bf16.*no GPU that computes in it"):
+        inputs.in_force(paths, "ppo", settings)
+    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(precision, "gpu_capabilities", lambda: [9, 8])
+    assert inputs.in_force(paths, "ppo", settings).launch.precision == "bf16"
+    assert inputs.in_force(paths, "sft", settings).launch.precision == "fp32", "as recorded"
+    (record / "inputs/sft.json").unlink()
+    assert inputs.in_force(paths, "sft", settings).launch.precision == "bf16", "without a record"
+
+
+def test_a_stage_refuses_a_record_that_is_older_than_what_it_reads(record: Path) -> None:
+    toy.write_params(record, ppo={"kl_coef": 0.07})
+    with pytest.raises(UserError, match=r"^ppo\.kl_coef changed since inputs/ppo\.json was written"):
+        inputs.in_force(Paths(record), "ppo", config.load())
+    inputs.in_force(Paths(record), "sft", config.load())
+
+
+def test_precision_and_named_files_are_part_of_a_stages_identity_and_of_its_lineage(record: Path) -> None:
+    paths = Paths(record)
+    identity = lineage.identity(paths, "sft", {"sft.patience": 1})
+    assert identity is not None
+    assert identity["launch.precision"] == "fp32"
+    assert identity["package torch"]
+    assert identity["sft.patience"] == 1, "what the caller gives"
+    assert "inputs/sft.json" not in identity, "its parts say more"
+    written = json.loads(lineage.write(paths, "sft", "sft-k").read_text(encoding="utf-8"))
+    assert written["launch.precision"] == "fp32"
+    assert "torch" in written["packages"]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [([9], "bf16"), ([8, 9], "bf16"), ([7, 9], "fp32"), ([], "fp32"), (None, "fp32")],
+)
+def test_auto_is_bf16_where_every_gpu_has_it(
+    capabilities: list[int] | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By NVIDIA's driver; None: it is not installed."""
+
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            return 0 if capabilities else 100
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = len(capabilities or [])
+            return 0
+
+        def cuDeviceGet(self, device: Any, number: int) -> int:
+            device._obj.value = number
+            return 0
+
+        def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+            assert attribute == 75
+            value._obj.value = (capabilities or [])[device.value]
+            return 0
+
+    def load(name: str) -> Driver:
+        if capabilities is None:
+            raise OSError(name)
+        return Driver()
+
+    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert precision.resolve("auto") == expected
+    assert precision.resolve("bf16") == "bf16"
+    monkeypatch.setattr(precision, "_torch_has_cuda", lambda: False)
+    assert precision.resolve("auto") == "fp32", "a build of torch without CUDA computes on the CPU"
+
+
+def test_with_auto_an_unfinished_run_in_another_precision_is_refused_by_name(record: Path) -> None:
+    """Only where nothing else differs; a precision that is written out starts from the beginning."""
+    paths, view = Paths(record), config.VIEWS["sft"].of(inputs.resolved(config.load()))
+    identity = lineage.identity(paths, "sft", view.declared)
+    assert identity is not None
+    snapshot = record / ".rlhf/state/sft/other/sft/step-000000001"
+    snapshot.mkdir(parents=True)
+    manifest: dict[str, Any] = {"identity": {**identity, "launch.precision": "bf16"}, "step": 1}
+    (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with (
+        pytest.raises(UserError, match=r"set launch\.precision to bf16"),
+        resume.claim(paths, view, main=True),
+    ):
+        pass
+    manifest["identity"]["sft.patience"] = 99
+    (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with resume.claim(paths, view, main=True) as claim:
+        assert claim.folder is not None
+
+
+# --------------------------------------------------------------------------------------- runs of a commit
+
+
+def test_a_function_of_a_run_form_stands_in_the_commit_or_in_a_package_of_pyproject(tmp_path: Path) -> None:
+    toy.git(tmp_path, "init", "-q")
+    (tmp_path / "kept.py").write_text("def f(p, r): ...\n", encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "x"\nversion = "1"\ndependencies = ["numpy>=1"]\n', encoding="utf-8"
+    )
+    toy.commit(tmp_path)
+    (tmp_path / "new.py").write_text("def f(p, r): ...\n", encoding="utf-8")
+    for allowed in ("kept:f", "numpy.linalg:norm"):
+        inputs.check_committed(tmp_path, config.validate(small.params(ppo_values(allowed)), "test"))
+    for refused, named in {"new:f": "new.py", "os:system": "os.py", "torch:load": "torch.py"}.items():
+        with pytest.raises(UserError, match=rf"{refused} is neither in a file .* commit {named}"):
+            inputs.check_committed(tmp_path, config.validate(small.params(ppo_values(refused)), "test"))

@@ -1,0 +1,54 @@
+"""Training steps with the logits of all tokens at once and in chunks, by the ranks of one launch.
+
+`python -m tests.training.chunked_steps` in a project, as one of its ranks, writes whole.pt and chunked.pt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from rlhf_tasks import config
+from rlhf_tasks.modeling import logprobs
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training import sharding
+from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.supervised import LanguageModeling, train
+from tests import small
+
+WHOLE, CHUNKED = 2**22, 4 * small.VOCAB
+"""Logits of a chunk."""
+
+
+def steps(rt: Runtime, chunk: int) -> dict[str, Any]:
+    """The weights after four steps, and the norm of the gradient of each."""
+    tracker, model = NullTracker("sft"), small.causal("gpt_neox")
+    with mock.patch.object(logprobs, "CPU_LOGITS", chunk):
+        train(
+            rt,
+            rt.place(model),
+            LanguageModeling(*small.rows(13), small.PAD),
+            small.optimization(batch_size=7, num_epochs=2.0, micro_batch_tokens=40, learning_rate=1e-3),
+            seed=1,
+            name="test",
+            tracker=tracker,
+            snapshots=Nowhere(),
+        )
+    norms = [row["train/grad_norm"] for row in tracker.history()]
+    return {"weights": sharding.weights_of(model), "norms": norms}
+
+
+def main() -> None:
+    rt = Runtime(config.load().launch, seed=1)
+    for name, chunk in (("whole", WHOLE), ("chunked", CHUNKED)):
+        found = steps(rt, chunk)
+        if rt.is_main:
+            torch.save(found, f"{name}.pt")
+    rt.barrier()
+
+
+if __name__ == "__main__":
+    main()
