@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from tests import small
 from tests.ppo.toy import without_critic
-from tests.stages.test_ppo import POLICY, SETTINGS
+from tests.stages.test_ppo import POLICY, SETTINGS, run
 from tests.training import stages
 
 SCORER = """
@@ -34,6 +34,7 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
     ppo = example | {
         "scorers": [{"kind": "function", "weight": 1.0, "function": "scorer:length"}],
         "micro_batch_tokens": max_tokens,
+        "truncation": "none",
         "learning_rate": 1e-3,
         "schedule": "constant",
     }
@@ -41,6 +42,9 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
     changes |= {"launch.num_processes": processes, "tracking.enabled": False}
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         YAML().dump(small.params(changes), file)
+    if processes == 1:  # without a start of Python
+        run(**changes)
+        return stages.weights(str(POLICY))
     command = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
     environment = os.environ | {"PYTHONPATH": str(small.ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
@@ -50,8 +54,11 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_takes_the_same_steps_however_its_batch_is_cut(name: str, models_here: Path) -> None:
+def test_an_example_takes_the_same_steps_however_its_batch_is_cut(
+    name: str, models_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copy(small.ROOT / "dvc.yaml", Path())
+    monkeypatch.setenv("RLHF_STATE_DIR", "state")
     shutil.copytree(small.ROOT / "examples", "examples")
     Path("scorer.py").write_text(SCORER, encoding="utf-8")
     start = stages.weights("models/sft")
