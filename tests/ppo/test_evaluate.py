@@ -214,7 +214,7 @@ def changed(policy: Any, by: float) -> None:
 def test_the_best_weights_are_kept_with_their_own_kl() -> None:
     """Each evaluation scores worse than the first one, whose weights are therefore restored."""
     policy = small.causal()
-    one = Evaluations(policy, heldout=Falling(), truncation="none")
+    one = Evaluations(policy, heldout=Falling(), truncation__kind="none")
     start = {name: p.clone() for name, p in policy.named_parameters()}
     first = one.evaluate(0)
     for episode in (16, 32):
@@ -252,7 +252,7 @@ STOP = 9
 def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: list[float]) -> None:
     """The optimised score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
-    rule = {"truncation": truncation, "missing_eos_score": -1.5, "stop_token": STOP}
+    rule = {"truncation": truncation, "stop_token": STOP}
     one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given) / 2, **rule)
     metrics, (responses,) = one.evaluate(16), scorers.calls
     ended = [len(response) for response in responses if response[-1] == STOP]
@@ -295,7 +295,9 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
 
     def make(rt: Runtime) -> Evaluations:
         judge = lambda rt: SelectionJudge(rt, SECTION, Paths())  # noqa: E731
-        return Evaluations(rt=rt, scorer=scorers[rt.rank], heldout=length, judge=judge, **changes)
+        return Evaluations(
+            rt=rt, scorer=scorers[rt.rank], heldout=lambda rows: length(*rows.given), judge=judge, **changes
+        )
 
     def evaluate(one: Evaluations) -> tuple[Metrics, Selection]:
         return one.evaluate(16), one.selection

@@ -27,7 +27,7 @@ def policy_kl(one: Toy, rollout: Rollout) -> float:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_kl_in_the_loss_pulls_the_policy_to_the_reference(estimator: str) -> None:
-    one = toy(reference_seed=7, kl_in="loss", kl_estimator=estimator, kl_coef=1.0, num_ppo_epochs=8)
+    one = toy(reference_seed=7, kl__kind="in_loss", kl__estimator=estimator, kl_coef=1.0, num_ppo_epochs=8)
     rollout = one.sample()
     before = policy_kl(one, rollout)
     metrics = one.learn(without_gains(rollout))
@@ -38,7 +38,7 @@ def test_kl_in_the_loss_pulls_the_policy_to_the_reference(estimator: str) -> Non
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_the_adaptive_coefficient_follows_k1_from_the_next_rollout(estimator: str) -> None:
     adaptive = {"target": 0.5, "horizon": 1600, "clip": 50.0}
-    changes = {"kl_coef": 0.1, "kl_estimator": estimator, "total_episodes": 32, "adaptive_kl": adaptive}
+    changes = {"kl_coef": 0.1, "kl__estimator": estimator, "total_episodes": 32, "adaptive_kl": adaptive}
     first, second = toy(reference_seed=7, **changes, **ONE_STEP).updates
     error = first["objective/kl_k1"] / 0.5 - 1
     assert abs(error) < 50, "the error is not clipped"
@@ -82,7 +82,7 @@ def test_beta_has_the_next_value_from_the_next_update_on(target: float, factor: 
 
 def test_beta_does_not_change_in_the_critics_warm_up() -> None:
     penalty = {"kl_penalty": {"beta": 1.0, "target": 0.01}}
-    one = toy(critic_warmup={"max_updates": 3, "settled": 0.01}, **penalty)
+    one = toy(advantages__critic__warmup={"max_updates": 3, "settled": 0.01}, **penalty)
     assert "warmup/value_loss" in next(one.updates)
     assert one.state.penalty_beta == 1
 
@@ -162,7 +162,7 @@ def test_every_row_comes_once_before_any_comes_again() -> None:
 
 def test_the_policy_with_its_adapters_off_is_the_reference() -> None:
     actor_critic, reference = with_lora()
-    lora = {"lora": {"r": 16, "alpha": 64.0, "value": False}, "learning_rate": 1e-2, "total_episodes": 32}
+    lora = {"lora": {"r": 16, "alpha": 64.0}, "learning_rate": 1e-2, "total_episodes": 32}
     first, second = toy(actor_critic=actor_critic, reference=reference, **lora).updates
     assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert second["objective/kl"] > 1e-3

@@ -137,7 +137,7 @@ PENALTY = [math.exp(x) - 1 - x for x in (0.1, 0.0, 0.4)]
 
 
 def losses(*, is_warmup: bool = False, importance: Tensor | None = None, **changes: Any) -> Any:
-    config, ones = small.ppo(vf_coef=0.1, cliprange_value=0.2, **changes), torch.ones(2, 2)
+    config, ones = small.ppo(**changes), torch.ones(2, 2)
     batch = MicroBatch(
         mask=MASK,
         logprobs=rows(-1.1, -2.0, -0.9),
@@ -154,7 +154,7 @@ def losses(*, is_warmup: bool = False, importance: Tensor | None = None, **chang
 
 
 ENTROPY_BONUS = {"entropy_coef": 0.3}
-KL_IN_LOSS = {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.4}
+KL_IN_LOSS = {"kl__kind": "in_loss", "kl__estimator": "k2", "kl_coef": 0.4}
 KL_PENALTY = {"kl_penalty": {"beta": 0.6, "target": 0.01}}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from examples.estimator import batch_mean
 from examples.gspo import gspo
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import Constant
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.ppo.losses import MicroBatch, ppo_clip, token_weights
 from rlhf_tasks.ppo.rollout import Rollout
@@ -90,7 +91,7 @@ def test_a_name_with_a_colon_is_a_function_of_ones_own() -> None:
     with pytest.raises(UserError, match=r"^ppo\.loss: nowhere:f cannot be imported: ModuleNotFoundError"):
         policy_loss_of(small.ppo(loss="nowhere:f"), root)
     with pytest.raises(
-        UserError, match=r"^ppo\.advantages: examples\.gspo:no: .*gspo.py has no such function"
+        UserError, match=r"^ppo\.advantages\.function: examples\.gspo:no: .*gspo.py has no such function"
     ):
         estimator_of(small.ppo(**without_critic("examples.gspo:no")), root)
 
@@ -155,7 +156,12 @@ def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(reduction: str |
     """The mean over all tokens of all ranks; over responses of their means; or each sum by a constant."""
     rollout, _ = toy(reference_seed=7).estimate()
     expected = norm_by_rows(rollout, reduction)
-    settings: dict[str, Any] = {"loss": negative, "loss_reduction": reduction, "vf_coef": 0.0, **ONE_STEP}
+    settings: dict[str, Any] = {
+        "loss": negative,
+        "loss_reduction": {"constant": 5} if reduction == 5 else reduction,
+        "advantages__critic__vf_coef": 0.0,
+        **ONE_STEP,
+    }
     settings |= {"whiten_advantages": False, "estimator": lambda *_: (rollout.advantages, rollout.returns)}
 
     def norm(one: Toy) -> float:
@@ -173,4 +179,4 @@ def test_the_weights_of_a_reduction_equal_numbers_worked_out_by_hand() -> None:
     mask = torch.tensor([[True, True], [True, False]])
     assert token_weights(mask, "token_mean").flatten().tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert token_weights(mask, "response_mean").flatten().tolist() == [0.25, 0.25, 0.5, 0]
-    assert token_weights(mask, 5).flatten().tolist() == pytest.approx([0.1, 0.1, 0.1, 0])
+    assert token_weights(mask, Constant(constant=5)).flatten().tolist() == pytest.approx([0.1, 0.1, 0.1, 0])

@@ -81,14 +81,14 @@ PENALTY = {"kl_penalty": {"beta": 1.0, "target": 1e-6}}
         {},
         PENALTY
         | {
-            "whiten_rewards": True,
+            "advantages__whiten_rewards": True,
             "score_scaling": {"subtract_mean": True, "clip": 1.0},
             "entropy_coef": 0.1,
             "micro_batch_tokens": 20,
         },
         {"num_mini_batches": 4, "loss_reduction": "response_mean"},
         PENALTY | {"num_mini_batches": 16},
-        without_critic("rloo") | {"num_mini_batches": 4, "loss_reduction": 8},
+        without_critic("rloo") | {"num_mini_batches": 4, "loss_reduction": {"constant": 8}},
         without_critic("group", 8) | {"whiten_advantages": True, "micro_batch_tokens": 20},
     ],
     ids=[

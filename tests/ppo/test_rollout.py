@@ -27,7 +27,7 @@ from tests.small import EOS, PAD
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"micro_batch_tokens": 20}, {"sampling_batch_size": 5}, {"truncation": "bootstrap"}],
+    [{}, {"micro_batch_tokens": 20}, {"sampler__batch_size": 5}, {"truncation__kind": "bootstrap"}],
     ids=["whole", "micro-batches", "sampled in parts", "bootstrap"],
 )
 def test_a_rollout_holds_what_the_models_give_for_each_row_alone(changes: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def test_a_rollout_holds_what_the_models_give_for_each_row_alone(changes: dict[s
         # the value of token t is read on the token before it
         torch.testing.assert_close(rollout.values[row, :n], values[:-1], atol=1e-5, rtol=0)
         is_cut = response[-1] != EOS
-        after = values[-1].item() if is_cut and "truncation" in changes else 0.0
+        after = values[-1].item() if is_cut and "truncation__kind" in changes else 0.0
         assert rollout.bootstrap_values[row].item() == pytest.approx(after, abs=1e-5)
         assert rollout.mask[row].tolist() == [True] * n + [False] * (8 - n)
         assert bool(rollout.ended[row]) == (not is_cut)
@@ -63,7 +63,7 @@ def test_below_float32_log_probs_are_those_of_a_training_pass() -> None:
 
 
 def test_a_custom_stop_token_ends_responses() -> None:
-    rollout = toy(stop_token=7, truncation="eos_trick_replace").sample()
+    rollout = toy(stop_token=7, truncation__kind="eos_trick_replace").sample()
     for response, ended in zip(rollout.responses, rollout.ended.tolist(), strict=True):
         assert ended == (response[-1] == 7)
         assert 7 not in response[:-1]
@@ -71,7 +71,7 @@ def test_a_custom_stop_token_ends_responses() -> None:
 
 
 def test_a_shared_value_head_starts_at_zero() -> None:
-    one = toy(actor_critic=shared(), value_model="shared", critic_init="sft", truncation="bootstrap")
+    one = toy(actor_critic=shared(), advantages__critic__kind="shared", truncation__kind="bootstrap")
     rollout = one.sample()
     assert (rollout.values == 0).all()
     assert (rollout.bootstrap_values == 0).all()
@@ -117,30 +117,37 @@ KL_COST = [[-0.1, -0.05], [-0.1, 0.05, -0.1]]
 @pytest.mark.parametrize(
     ("changes", "unfinished"),
     [
-        ({"truncation": "none"}, 6.0),
-        ({"truncation": "eos_trick_replace", "missing_eos_score": -1.5}, -1.5),
-        ({"truncation": "eos_trick_subtract", "missing_eos_score": -1.5}, 6.0 - 1.5),
-        ({"truncation": "bootstrap"}, 0.9 * 3.0),
-        ({"truncation": "bootstrap_add"}, 6.0 + 0.9 * 3.0),
-        ({"truncation": "none", "gamma": 1.0, "lam": 0.5}, 6.0),
-        ({"truncation": "none", "kl_in": "loss", "kl_estimator": "k3"}, 6.0),
+        ({"truncation__kind": "none"}, 6.0),
+        ({"truncation__kind": "eos_trick_replace", "truncation__missing_eos_score": -1.5}, -1.5),
+        ({"truncation__kind": "eos_trick_subtract", "truncation__missing_eos_score": -1.5}, 6.0 - 1.5),
+        ({"truncation__kind": "bootstrap"}, 0.9 * 3.0),
+        ({"truncation__kind": "bootstrap_add"}, 6.0 + 0.9 * 3.0),
+        ({"truncation__kind": "none", "advantages__gamma": 1.0, "advantages__lam": 0.5}, 6.0),
+        ({"truncation__kind": "none", "kl__kind": "in_loss", "kl__estimator": "k3"}, 6.0),
     ],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else None,
 )
 def test_advantages_and_returns_equal_a_slow_loop(changes: dict[str, Any], unfinished: float) -> None:
     """The finished response scores 2, the rule decides the other's score; KL may be in the reward."""
-    settings = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "whiten_advantages": False} | changes
-    is_bootstrapped = settings["truncation"].startswith("bootstrap")
+    settings = {
+        "advantages__gamma": 0.9,
+        "advantages__lam": 0.8,
+        "kl_coef": 0.1,
+        "whiten_advantages": False,
+    } | changes
+    is_bootstrapped = settings["truncation__kind"].startswith("bootstrap")
     given = replace(
         hand_made_rollout(),
         values=torch.tensor([[*row, *[0.0] * (4 - len(row))] for row in VALUES]),
         bootstrap_values=torch.tensor([0.0, 3.0 if is_bootstrapped else 0.0]),
     )
     rollout, _ = toy(**settings).estimate(given)
-    costs = KL_COST if settings.get("kl_in") != "loss" else [[0.0] * len(row) for row in KL_COST]
+    costs = KL_COST if settings.get("kl__kind") != "in_loss" else [[0.0] * len(row) for row in KL_COST]
     for row, score in enumerate((2.0, unfinished)):
         rewards = [*costs[row][:-1], costs[row][-1] + score]
-        expected = test_advantages.slow(rewards, VALUES[row], settings["gamma"], settings["lam"])
+        expected = test_advantages.slow(
+            rewards, VALUES[row], settings["advantages__gamma"], settings["advantages__lam"]
+        )
         n = len(rewards)
         assert rollout.advantages[row].tolist() == pytest.approx([*expected, *[0] * (4 - n)], abs=1e-5)
         returns = [a + v for a, v in zip(expected, VALUES[row], strict=True)]
@@ -148,18 +155,18 @@ def test_advantages_and_returns_equal_a_slow_loop(changes: dict[str, Any], unfin
 
 
 @pytest.mark.parametrize("num_samples", [2, 4, 8])
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+@pytest.mark.parametrize("kl_in", ["in_reward", "in_loss"])
 def test_without_a_critic_advantages_equal_a_slow_loop_from_the_scores_on(
     num_samples: int, kl_in: str
 ) -> None:
-    """Score and KL of a whole response; with `kl_in: loss` the score alone. Every token has the same one."""
-    kl = {"kl_in": kl_in, "kl_estimator": "k3", "kl_coef": 0.3, "truncation": "eos_trick_subtract"}
+    """Score and KL of a whole response; with `kl: in_loss` the score alone. Every token has the same one."""
+    kl = {"kl__kind": kl_in, "kl__estimator": "k3", "kl_coef": 0.3, "truncation__kind": "eos_trick_subtract"}
     rollout, metrics = toy(reference_seed=7, **without_critic("rloo", num_samples) | kl).estimate()
     returns = []
     for row, response in enumerate(rollout.responses):
         n = len(response)
         log_ratio = (rollout.ref_logprobs[row, :n] - rollout.logprobs[row, :n]).double()
-        cost = 0.3 * (log_ratio.exp() - 1 - log_ratio).sum().item() if kl_in == "reward" else 0.0
+        cost = 0.3 * (log_ratio.exp() - 1 - log_ratio).sum().item() if kl_in == "in_reward" else 0.0
         returns.append(rollout.scores[row].item() - (0 if rollout.ended[row] else 1) - cost)
     num_prompts = 16 // num_samples
     for i in range(num_prompts):
@@ -194,7 +201,13 @@ def test_advantages_are_whitened_over_the_rollout_and_then_clipped(changes: dict
 @pytest.mark.parametrize("rule", ["none", "bootstrap", "bootstrap_add"])
 def test_whitened_rewards_keep_their_mean_and_bootstrapped_values_are_not_whitened(rule: str) -> None:
     """With V = 4 and γ = 0.9 the return of the last token is its whitened reward plus 3.6."""
-    one = toy(whiten_rewards=True, truncation=rule, gamma=0.9, lam=1.0, kl_coef=0.1)
+    one = toy(
+        advantages__whiten_rewards=True,
+        truncation__kind=rule,
+        advantages__gamma=0.9,
+        advantages__lam=1.0,
+        kl_coef=0.1,
+    )
     after = 0.0 if rule == "none" else 4.0
     rollout = replace(hand_made_rollout(), bootstrap_values=torch.tensor([0.0, after]))
     estimated, metrics = one.estimate(rollout)
@@ -214,11 +227,13 @@ def test_whitened_rewards_keep_their_mean_and_bootstrapped_values_are_not_whiten
 
 
 def measured(rollout: Any = None, **changes: Any) -> dict[str, float]:
-    return toy(**{"truncation": "none", "kl_coef": 0.1} | changes).estimate(rollout or hand_made_rollout())[1]
+    return toy(**{"truncation__kind": "none", "kl_coef": 0.1} | changes).estimate(
+        rollout or hand_made_rollout()
+    )[1]
 
 
 def test_metrics_of_a_rollout_equal_hand_computed_values() -> None:
-    metrics = measured(lam=1.0)
+    metrics = measured(advantages__lam=1.0)
     # kl: (1 + 0.5) + (1 − 0.5 + 1) = 3 over two responses; −log p: 3 + 5
     expected = {
         "objective/kl": 1.5,
@@ -249,17 +264,17 @@ def test_the_standard_error_of_the_kl_is_its_deviation_over_the_root_of_the_epis
 
 
 def test_objective_kl_is_by_the_chosen_estimator_and_guards_use_k1() -> None:
-    metrics = measured(kl_estimator="k2")
+    metrics = measured(kl__estimator="k2")
     assert metrics["objective/kl"] == pytest.approx(0.5 * (1 + 0.25 + 1 + 0.25 + 1) / 2)
     assert metrics["objective/kl_k1"] == pytest.approx(1.5)
 
 
 def test_rlhf_reward_has_the_eos_rule_and_no_kl_that_is_in_the_loss() -> None:
-    metrics = measured(truncation="eos_trick_replace", missing_eos_score=-1.0)
+    metrics = measured(truncation__kind="eos_trick_replace", truncation__missing_eos_score=-1.0)
     assert metrics["objective/scores"] == pytest.approx(0.5)  # (2 − 1) / 2
     assert metrics["objective/raw_scores"] == pytest.approx(4.0)
     assert metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.15)
-    in_loss = measured(kl_in="loss", kl_estimator="k3")
+    in_loss = measured(kl__kind="in_loss", kl__estimator="k3")
     assert in_loss["objective/non_score_reward"] == 0
     assert in_loss["objective/rlhf_reward"] == in_loss["objective/scores"]
 
@@ -267,14 +282,16 @@ def test_rlhf_reward_has_the_eos_rule_and_no_kl_that_is_in_the_loss() -> None:
 def test_scores_are_scaled_before_the_rule_for_missing_eos() -> None:
     """Scores 2 and 6 become −1 and 1; the second response did not end."""
     scaling = {"subtract_mean": True, "clip": None}
-    metrics = measured(score_scaling=scaling, truncation="eos_trick_replace", missing_eos_score=-1.5)
+    metrics = measured(
+        score_scaling=scaling, truncation__kind="eos_trick_replace", truncation__missing_eos_score=-1.5
+    )
     assert metrics["objective/scores"] == pytest.approx((-1 - 1.5) / 2)
     assert metrics["objective/raw_scores"] == pytest.approx(4)
 
 
 def test_a_critic_that_is_right_explains_all_variance() -> None:
     values = torch.tensor([[2.0, 2.0, 0, 0], [6.0, 6.0, 6.0, 0]])
-    metrics = measured(replace(hand_made_rollout(), values=values), kl_coef=0.0, lam=1.0)
+    metrics = measured(replace(hand_made_rollout(), values=values), kl_coef=0.0, advantages__lam=1.0)
     assert metrics["val/explained_variance"] == pytest.approx(1)
 
 

@@ -21,7 +21,7 @@ AHEAD = ENGINE | {"ahead": 1}
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"num_ppo_epochs": 4, "kl_coef": 0.0, "truncation": "none"}
+    settings: dict[str, Any] = {"num_ppo_epochs": 4, "kl_coef": 0.0, "truncation__kind": "none"}
     settings |= {"schedule": "linear", "total_episodes": 640, "rollout_batch_size": 32, "learning_rate": 1e-2}
     with standin.serving() as server:
         engine = test_engines.engine(tmp_path, url=server.url, ahead=ahead)
@@ -99,7 +99,7 @@ def test_an_evaluation_has_the_weights_of_its_update_while_a_rollout_is_ahead() 
 
 def test_warm_up_of_the_critic_loads_the_frozen_policy_once() -> None:
     engine, warmup = InMemory(), {"max_updates": 3, "settled": 0.01}
-    one = toy(engine=engine, engine_section=AHEAD, critic_warmup=warmup, total_episodes=32)
+    one = toy(engine=engine, engine_section=AHEAD, advantages__critic__warmup=warmup, total_episodes=32)
     assert [metrics.get("engine/lag") for metrics in one.updates] == [None, None, None, 0.0, 1.0]
     assert len(engine.loads) == 1, "the second update's rollout is sampled while the first is learned from"
 

@@ -54,7 +54,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("source", ["sft", "base"])
 def test_a_critic_from_a_language_model_has_its_trunk_and_a_head_of_zeros(source: str, start: Start) -> None:
-    critic = critic_of(start(critic_init=source))
+    critic = critic_of(start(advantages__critic__init=source))
     trunks = {name: load_causal(Path("models") / name).base_model for name in ("sft", "base")}
     assert [name for name, trunk in trunks.items() if same(critic.model.base_model, trunk)] == [source]
     assert not score_head(critic.model).weight.any()
@@ -68,7 +68,7 @@ def test_the_first_values_of_a_critic_from_the_reward_model_are_its_scores(start
     )
     queries, responses = small.rows(6)
     batch = collate(queries, responses, PAD)
-    reward, one = load_reward("models/reward"), start(critic_init="reward")
+    reward, one = load_reward("models/reward"), start(advantages__critic__init="reward")
     assert reward.mean == 0.7
     with torch.no_grad():
         scores, values = reward(batch)[:, -batch.num_response_columns - 1 :], one.eval().values(batch)
@@ -87,9 +87,9 @@ def test_a_critic_of_any_family_and_width_learns(family: str, kind: str, models_
     critic = {"kind": kind} if kind == "shared" else {"kind": kind, "init": "sft"}
     config = small.view("ppo", rewards | {"ppo.advantages.critic": critic})
     one, reference, _ = ppo.load_models(small.runtime(), config, Paths())
-    critic = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
-    assert not critic.weight.any()
-    changes = {"value_model": value_model, "critic_init": "sft", **toy.ONE_STEP}
+    head = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
+    assert not head.weight.any()
+    changes = {"advantages__critic": critic, **toy.ONE_STEP}
     metrics = next(toy.toy(actor_critic=one, reference=reference, **changes).updates)
     assert metrics["val/ratio"] == pytest.approx(1, abs=1e-4)  # of the only step, before which nothing moved
     assert metrics["objective/kl_k1"] == pytest.approx(0, abs=1e-4)
@@ -157,9 +157,9 @@ WARMUP = {"max_updates": 1, "settled": 0.1}
 @pytest.mark.parametrize(
     ("truncation", "warmup", "gamma", "warnings"),
     [
-        ("bootstrap", None, 1.0, ["set ppo.critic_warmup", "set ppo.gamma below 1"]),
-        ("bootstrap_add", WARMUP, 1.0, ["set ppo.gamma below 1"]),
-        ("bootstrap", None, 0.99, ["set ppo.critic_warmup"]),
+        ("bootstrap", None, 1.0, ["set ppo.advantages.critic.warmup", "set ppo.advantages.gamma below 1"]),
+        ("bootstrap_add", WARMUP, 1.0, ["set ppo.advantages.gamma below 1"]),
+        ("bootstrap", None, 0.99, ["set ppo.advantages.critic.warmup"]),
         ("eos_trick_replace", None, 1.0, []),
     ],
 )
@@ -171,6 +171,12 @@ def test_bootstrapping_without_a_warm_up_or_a_discount_gives_a_warning(
     models_here: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    preconditions.check(view(truncation=truncation, critic_warmup=warmup, gamma=gamma), Paths())
+    preconditions.check(
+        view(truncation__kind=truncation, advantages__critic__warmup=warmup, advantages__gamma=gamma), Paths()
+    )
     said = capsys.readouterr().out
-    assert [text for text in ("set ppo.critic_warmup", "set ppo.gamma below 1") if text in said] == warnings
+    assert [
+        text
+        for text in ("set ppo.advantages.critic.warmup", "set ppo.advantages.gamma below 1")
+        if text in said
+    ] == warnings

@@ -125,7 +125,7 @@ def test_nothing_in_a_model_is_random_while_it_trains(family: str) -> None:
 def test_neither_a_shared_trunk_nor_gradient_checkpointing_turns_dropout_on() -> None:
     """transformers itself computes layers again in training mode only, where their dropout is on."""
     policy = families.causal("bloom", vocab_size=small.VOCAB, hidden_dropout=0.1).train()
-    shared = {"value_model": "shared", "critic_init": "sft"}
+    shared = {"advantages__critic__kind": "shared"}
     assert first_update(policy, ValueHead(32), **shared)["val/first_ratio_error"] < 1e-5
     recompute_activations(policy)
     assert first_update(policy)["val/first_ratio_error"] < 1e-5
@@ -256,21 +256,23 @@ def token_means_by_loop(
         {"cliprange": 0.1},
         {"cliprange_high": 0.5},
         {"dual_clip": 1.1},
-        {"cliprange_value": 0.05},
-        {"cliprange_value": None},
+        {"advantages__critic__cliprange_value": 0.05},
+        {"advantages__critic__cliprange_value": None},
     ],
 )
 def test_losses_and_token_means_equal_a_slow_loop_over_tokens(
     clips: dict[str, Any], rollout: Rollout, tokens: list[Token]
 ) -> None:
     """One step on the rollout of an older policy and critic; the loop reads single rows."""
-    expected, shipped = token_means_by_loop(tokens, **clips), token_means_by_loop(tokens)
+    own = {key.removeprefix("advantages__critic__"): value for key, value in clips.items()}
+    expected, shipped = token_means_by_loop(tokens, **own), token_means_by_loop(tokens)
     metrics = toy(**ONE_STEP, **clips).learn(from_older_policy(rollout))
     for key in TOKEN_MEANS:
         tolerance = 1e-3 if key == "val/ratio_var" else 1e-4
         assert metrics[key] == pytest.approx(expected[key], rel=tolerance, abs=tolerance / 100), key
     if clips:
-        loss = "loss/value_avg" if "cliprange_value" in clips else "loss/policy_avg"
+        is_of_value = "advantages__critic__cliprange_value" in clips
+        loss = "loss/value_avg" if is_of_value else "loss/policy_avg"
         assert abs(expected[loss] - shipped[loss]) > 0.001 * abs(shipped[loss]), "it applies to some tokens"
     else:
         assert 0 < metrics["policy/clipfrac_avg"] < 1, "a policy this far away must clip some tokens"
@@ -308,11 +310,11 @@ PerToken = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 OTHER_LOSSES: dict[str, tuple[dict[str, Any], PerToken]] = {
     "k2 in the loss": (
-        {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.3},
+        {"kl__kind": "in_loss", "kl__estimator": "k2", "kl_coef": 0.3},
         lambda log_p, new, old, ref: 0.3 * 0.5 * (new - ref) ** 2,
     ),
     "k3 in the loss": (
-        {"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.3},
+        {"kl__kind": "in_loss", "kl__estimator": "k3", "kl_coef": 0.3},
         lambda log_p, new, old, ref: 0.3 * ((ref - new).exp() - 1 - (ref - new)),
     ),
     "the penalty": (
@@ -419,13 +421,13 @@ def test_without_advantages_only_the_critic_changes_and_only_with_vf_coef(rollou
         after = one.actor_critic.state_dict()
         return {key.split(".")[0] for key in after if not torch.equal(after[key], before[key])}
 
-    assert changed_parts(vf_coef=0.1) == {"value"}
-    assert changed_parts(vf_coef=0.0) == set()
+    assert changed_parts(advantages__critic__vf_coef=0.1) == {"value"}
+    assert changed_parts(advantages__critic__vf_coef=0.0) == set()
 
 
 def test_without_a_critic_the_step_is_that_of_the_policy_loss_alone() -> None:
     """A critic whose loss has no weight leaves the same policy, given the same advantages."""
-    with_critic = toy(**ONE_STEP, vf_coef=0.0, max_grad_norm=None)
+    with_critic = toy(**ONE_STEP, advantages__critic__vf_coef=0.0, max_grad_norm=None)
     alone = toy(**without_critic("rloo") | ONE_STEP, max_grad_norm=None)
     rollout, _ = alone.estimate()
     for one in (with_critic, alone):
@@ -449,7 +451,12 @@ def test_without_a_critic_the_step_is_that_of_the_policy_loss_alone() -> None:
 def test_every_update_has_the_learning_rate_of_the_schedule(
     schedule: str, warmup: float, shares: list[float]
 ) -> None:
-    sizes = {"total_episodes": 64, "response_length": 2, "learning_rate": 1e-3, "value_learning_rate": 3e-3}
+    sizes = {
+        "total_episodes": 64,
+        "response_length": 2,
+        "learning_rate": 1e-3,
+        "advantages__critic__learning_rate": 3e-3,
+    }
     one = toy(schedule=schedule, warmup_fraction=warmup, **sizes, **ONE_STEP)
     for metrics, share in zip(one.updates, shares, strict=True):
         assert metrics["lr"] == pytest.approx(1e-3 * share)
@@ -468,7 +475,9 @@ def largest_changes(one: Toy, rollout: Rollout) -> list[float]:
 
 def test_the_critic_can_have_a_learning_rate_of_its_own(rollout: Rollout) -> None:
     one_rate = largest_changes(toy(learning_rate=1e-3, **ONE_STEP), rollout)
-    two_rates = largest_changes(toy(learning_rate=1e-3, value_learning_rate=1e-2, **ONE_STEP), rollout)
+    two_rates = largest_changes(
+        toy(learning_rate=1e-3, advantages__critic__learning_rate=1e-2, **ONE_STEP), rollout
+    )
     assert two_rates[0] == one_rate[0]
     assert two_rates[1] == pytest.approx(10 * one_rate[1], rel=0.05)  # Adam's first step is the rate
 

@@ -99,7 +99,7 @@ def saved_by(one: Toy) -> Any:
 
 
 def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
-    history = list(toy(total_episodes=32, samples_per_prompt=4).updates)
+    history = list(toy(total_episodes=32, advantages__samples_per_prompt=4).updates)
     assert all("loss/value_avg" in metrics and "val/group_deviation" not in metrics for metrics in history)
 
 
@@ -107,8 +107,8 @@ def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
 
 
 def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled() -> None:
-    changes = {"learning_rate": 3e-3, "num_ppo_epochs": 4, "truncation": "none", "total_episodes": 16}
-    one = toy(critic_warmup={"max_updates": 12, "settled": 0.3}, **changes)
+    changes = {"learning_rate": 3e-3, "num_ppo_epochs": 4, "truncation__kind": "none", "total_episodes": 16}
+    one = toy(advantages__critic__warmup={"max_updates": 12, "settled": 0.3}, **changes)
     policy, losses = copy.deepcopy(one.actor_critic.policy.state_dict()), []
     for metrics in one.updates:
         if "lr" in metrics:
@@ -126,7 +126,7 @@ def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled
 
 def test_the_policys_first_steps_after_a_warm_up_are_adams_first_steps() -> None:
     """Gradients of zero must not count as steps: Adam would correct the moments for too many."""
-    one = toy(critic_warmup={"max_updates": 3, "settled": 0.01}, total_episodes=16)
+    one = toy(advantages__critic__warmup={"max_updates": 3, "settled": 0.01}, total_episodes=16)
     before = copy.deepcopy(one.actor_critic.policy)
     assert [("lr" in metrics) for metrics in one.updates] == [False, False, False, True]
     moments = one.state.optimizer.state
@@ -152,9 +152,9 @@ EVERYTHING: dict[str, Any] = {
     "target_kl": 1.0,
 }
 WITH_CRITIC: dict[str, Any] = EVERYTHING | {
-    "critic_warmup": {"max_updates": 2, "settled": 0.9},
-    "truncation": "bootstrap",
-    "value_learning_rate": 2e-3,
+    "advantages__critic__warmup": {"max_updates": 2, "settled": 0.9},
+    "truncation__kind": "bootstrap",
+    "advantages__critic__learning_rate": 2e-3,
     "cliprange_high": 0.3,
 }
 

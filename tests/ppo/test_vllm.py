@@ -81,7 +81,7 @@ def learner(engine: VllmEngine, ahead: int, **changes: Any) -> Toy:
     return training(
         engine=engine,
         engine_section=ENGINE | {"ahead": ahead},
-        truncation="none",
+        truncation__kind="none",
         actor_critic=ActorCritic(policy, small.scores(seed=3)),
         reference=FrozenCopy(reference, moves=False),
         rollout_batch_size=64,

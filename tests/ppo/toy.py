@@ -335,10 +335,8 @@ def toy(
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:
     """The changes for an estimator that needs no critic; advantages are not whitened."""
-    return {
-        "advantages": {"kind": advantages, "samples_per_prompt": num_samples},
-        "whiten_advantages": False,
-    }
+    own = {"kind": "function", "function": advantages} if ":" in advantages else {"kind": advantages}
+    return {"advantages": own | {"samples_per_prompt": num_samples}, "whiten_advantages": False}
 
 
 def shared() -> ActorCritic:
