@@ -33,7 +33,6 @@ def learned(score: Score, num_updates: int = 24, **changes: Any) -> tuple[float,
         "kl_coef": 0.0,
         "num_ppo_epochs": 4,
         "temperature": 1.0,
-        "missing_eos_score": -0.2,
     }
     scores = [m["objective/raw_scores"] for m in toy(score, **(settings | changes)).updates]
     return sum(scores[:2]) / 2, sum(scores[-3:]) / 3
@@ -44,7 +43,7 @@ TRUNCATIONS = ("eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstra
 
 def models_of(value: str, adapter: bool) -> dict[str, Any]:
     """The models of a training: a separate critic or a value head on the trunk, with adapters or without."""
-    changes: dict[str, Any] = {"value_model": value}
+    changes: dict[str, Any] = {"advantages__critic__kind": value}
     if adapter:
         changes["actor_critic"], changes["reference"] = with_lora(value)
         changes["lora"] = {"r": 16, "alpha": 64.0}
@@ -53,9 +52,15 @@ def models_of(value: str, adapter: bool) -> dict[str, Any]:
     return changes
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-@pytest.mark.parametrize("value", ["separate", "shared"])
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(
+    ("truncation", "value", "adapter"),
+    [
+        *((truncation, "separate", False) for truncation in TRUNCATIONS),
+        ("bootstrap", "shared", False),
+        ("eos_trick_replace", "shared", True),
+        ("none", "separate", True),
+    ],
+)
 def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
     # at a constant or higher rate the last updates are noise: models as small as these overshoot
     changes = models_of(value, adapter) | {"schedule": "linear"}
