@@ -45,9 +45,7 @@ def networks(policy: Architecture = TOY, **changes: Any) -> Networks:
     sizes = {"rollout_batch_size": 16, "num_mini_batches": 2, "num_ppo_epochs": 2, "micro_batch_tokens": 64}
     given = {"policy": policy, "has_reward_model": False, "is_bf16": True, "longest": 24}
     fields = {name: changes.pop(name) for name in list(changes) if name in (*given, "offload")}
-    settings = small.ppo(
-        **{"scorers": [{"kind": "dummy"}], "advantages.critic.init": "sft"} | sizes | changes
-    )
+    settings = small.ppo(**{"scorers": [{"kind": "dummy"}]} | sizes | changes)
     return Networks(settings=settings, **given | fields)  # type: ignore[arg-type]
 
 

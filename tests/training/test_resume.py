@@ -53,8 +53,9 @@ SMALL: Mapping[str, Any] = {
     "tracking.enabled": False, "resume.every_seconds": 1e-6,
 }  # fmt: skip
 WARM_UP: Mapping[str, Any] = {
-    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
-}  # fmt: skip
+    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9},
+    "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+}
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
     "base": (Paths().base,), "sft": (Paths().sft,), "reward": (Paths().reward, Paths().reward_heldout),
