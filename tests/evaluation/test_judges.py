@@ -244,7 +244,7 @@ def test_a_function_must_return_one_number_per_response(tmp_path: Path, returned
     [
         ([small.GOLD, small.HELDOUT | {"name": "gold"}], "several have the name gold"),
         ([small.GOLD | {"name": "kappa"}], "the name of another metric"),
-        ([small.GOLD | {"name": "A/B"}], "judge.judges.0.gold.name: "),
+        ([small.GOLD | {"name": "A/B"}], "judge.judges.0.name: "),
         ([small.GOLD, BOTH], "both combines longest, which is not in the list"),
         ([small.GOLD, BOTH | {"judges": ["gold", "gold"]}], "names a judge twice"),
         ([small.GOLD, BOTH | {"judges": ["gold"]}], "at least 2 items"),
