@@ -65,7 +65,7 @@ def resolve(root: Path, request: Request, commit: str | None) -> tuple[str, Conf
         values, changes = config.load(file), []
         text = file.read_text(encoding="utf-8")  # after `load`, which checks that it is readable
         stages = dvc_files.graph(root)
-    unknown = [name for name in values.service.stages if name not in stages]
+    unknown = [name for name in values.service.stages if name not in (*stages, *config.STAGES)]
     if unknown:
         raise UserError(
             f"service.stages names {', '.join(unknown)}; the stages of dvc.yaml are {', '.join(stages)}"

@@ -43,7 +43,7 @@ HELDOUT = {"kind": "reward_model", "name": "reward_model", "path": "models/rewar
 WITHOUT_REWARD: Mapping[str, Any] = {
     "reward.train": False,
     "ppo.scorers": [{"kind": "dummy"}],
-    "ppo.advantages.critic.init": "sft",
+    "ppo.advantages.critic": {"kind": "separate", "init": "sft"},
     "judge.judges": [GOLD],
 }
 """Changes to params.yaml that leave nobody who would ask for a reward model."""

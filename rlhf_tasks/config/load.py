@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import RoundTripRepresenter
@@ -160,6 +161,8 @@ def merge(
             if kind is None or value.get("kind", kind) == kind:
                 merge(present, value, section_of(owner, key, present))
                 continue
+        if key not in tree and tree and isinstance(tree, CommentedMap):
+            tree.insert(len(tree) - 1, key, None)  # the last key keeps the empty line below the section
         tree[key] = copy.deepcopy(value)
 
 

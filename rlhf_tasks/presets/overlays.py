@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -111,7 +112,8 @@ def combined(
     Raises:
         ConfigError: naming every problem of the result.
     """
-    tree, before = config.round_trip().load(text), config.parse(text, origin)
+    before = config.parse(text, origin)
+    tree = config.round_trip().load(text)
     left_off: list[str] = []
     for overlay in overlays:
         config.merge(tree, dict(_fitting(overlay, tree, single, Config, (), left_off)))
@@ -128,6 +130,10 @@ def combined(
     return written, settings, changes + left_off
 
 
+def _is_partial(value: Mapping[str, Any], field: FieldInfo) -> bool:
+    return not type(field.default).model_fields.keys() <= value.keys()
+
+
 def _fitting(
     overlay: Mapping[str, Any],
     tree: Mapping[str, Any],
@@ -142,7 +148,7 @@ def _fitting(
         present = tree.get(key, {})
         if not isinstance(value, Mapping) or field is None:
             yield key, value
-        elif present is None and isinstance(field.default, Section) and not own:
+        elif present is None and isinstance(field.default, Section) and not own and _is_partial(value, field):
             left_off.append(f"{name} stays null (a preset changes its {', '.join(value)})")
         elif not isinstance(present, Mapping) or "kind" in value:
             yield key, value

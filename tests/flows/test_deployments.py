@@ -360,7 +360,7 @@ def test_the_watch_uses_the_parameters_of_the_deployment(root: Path, made: Made)
     [
         ("data: [", "is not readable as YAML"),
         ("[1]", "must hold sections"),
-        ("data: {}", "data.path: is missing"),
+        ("data: {pth: x}", "data.pth: unknown key"),
     ],
 )
 def test_the_watch_reports_an_unreadable_params_yaml_and_starts_nothing(
