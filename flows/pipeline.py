@@ -199,14 +199,13 @@ def run_stages(names: Sequence[str], values: Config, dvc: Dvc) -> dict[str, str]
         description = "; ".join([*(f"{stage}: {result}" for stage, result in how.items()), *doing])
         update_progress_artifact(progress, 100.0 * len(how) / len(names), description=description)
 
-    if dvc_files.INPUTS in names:  # before DVC compares, and without a slot: it writes what the others read
-        names = [name for name in names if name != dvc_files.INPUTS]
-        show(f"{dvc_files.INPUTS}: running")
-        policy = values.service.policy(dvc_files.INPUTS).model_copy(update={"gpu_slots": 0})
-        task = stage_tasks.stage_task(dvc_files.INPUTS, policy)
-        done: Any = task(dvc_files.INPUTS, dvc, "run", return_state=True)
-        if not done.is_completed():
-            raise _failure(dvc_files.INPUTS, done)
+    if (first := dvc_files.INPUTS) in names:  # before DVC compares, and without a slot
+        names = [name for name in names if name != first]
+        show(f"{first}: running")
+        policy = values.service.policy(first).model_copy(update={"gpu_slots": 0})
+        written: Any = stage_tasks.stage_task(first, policy)(first, dvc, "run", return_state=True)
+        if not written.is_completed():
+            raise _failure(first, written)
     unchanged = stage_tasks.unchanged(names, dvc)
     policies = [values.service.policy(name) for name in names]
     with Slots() as slots:

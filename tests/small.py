@@ -173,7 +173,7 @@ def optimization(**changes: Any) -> Optimization:
 
 
 def ppo(**changes: Any) -> Ppo:
-    """The shipped section in small, without what ends or shows a run; `advantages__lam` is `advantages.lam`."""
+    """The shipped section in small, without what ends or shows a run; `a__b` is the key `a.b`."""
     sizes = {
         "total_episodes": 64,
         "rollout_batch_size": 16,
@@ -196,7 +196,7 @@ def ppo(**changes: Any) -> Ppo:
 
 
 def params(changes: Mapping[str, Any] | None = None, *, gate: bool = False) -> dict[str, Any]:
-    """All values of the shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed; its gate only if asked for."""
+    """All values of the shipped params.yaml with `{"ppo.kl_coef": 0.1, …}` changed; its gate on demand."""
     tree = config.load(ROOT / "params.yaml").model_dump(mode="json", by_alias=True)
     if not gate and not any(key.startswith("promotion") for key in changes or {}):
         tree["promotion"] = None

@@ -90,13 +90,6 @@ def test_the_code_a_stage_imports_is_among_its_deps(stage: Stage) -> None:
     assert set(code) == readers | texts, "the stage imports nothing below the others"
 
 
-def test_dvc_reads_no_value_of_params_yaml() -> None:
-    """A section may be missing there, and a default that is written out changes nothing."""
-    text = (ROOT / "dvc.yaml").read_text(encoding="utf-8")
-    assert "${" not in text
-    assert not any("params" in dvc_stage(stage) for stage in STAGES)
-
-
 def test_every_stage_depends_on_its_inputs_file() -> None:
     graph = dvc_files.graph(ROOT)
     assert graph[BEFORE_ALL].outs == tuple(f"inputs/{stage}.json" for stage in STAGES)

@@ -93,7 +93,7 @@ class LlmJudge(NamedJudge):
 
     kind: Literal["llm"]
     base_url: t.Address
-    """t.Address of the endpoint, such as https://HOST/v1."""
+    """Address of the endpoint, such as https://HOST/v1."""
     model: str
     """Name of the model on the server."""
     key_variable: t.KeyVariable | None = None

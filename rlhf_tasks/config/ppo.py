@@ -170,6 +170,7 @@ class NoTruncation(Section):
     kind: Literal["none"] = "none"
 
 
+EosTrick = EosTrickReplace | EosTrickSubtract
 Truncation = Annotated[
     EosTrickReplace | EosTrickSubtract | Bootstrap | NoTruncation, Field(discriminator="kind")
 ]

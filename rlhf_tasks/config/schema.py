@@ -126,7 +126,7 @@ class Scratch(Section):
     family: Literal["gpt_neox", "llama", "qwen2", "gpt2"] = "gpt_neox"
     """Architecture of the model."""
     hidden_size: t.Width = 96
-    """t.Width of the hidden states."""
+    """Width of the hidden states."""
     num_layers: Annotated[int, Between(1, 1024)] = 4
     """Number of transformer layers."""
     num_heads: t.Width = 4

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.modeling.contracts import ContractError
 
-CPU_LOGITS, GPU_LOGITS = 2**22, 2**27
-"""Logits of one chunk: 16 MB in float32 on a CPU, 512 MB on a GPU."""
+CPU_LOGITS, GPU_LOGITS = 2**22, 2**25
+"""Logits of one chunk: 16 MB in float32 on a CPU, 128 MB on a GPU. About five such tensors live at once."""
 
 Forward = Callable[[Tensor], Tensor]
 _ADJUSTED: WeakSet[nn.Module] = WeakSet()
@@ -116,7 +116,8 @@ def _chunked(
     dtype, vocab = weight.dtype, len(weight)
 
     def stats_of(hidden: Tensor, labels: Tensor) -> Tensor:
-        # logits of 16 bits would round by more than an update moves a log-prob
+        # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
+        # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
         with torch.autocast(hidden.device.type, enabled=False):
             return _stats(forward(hidden.to(dtype)), labels, temperature, entropy_grad)
 

@@ -237,8 +237,9 @@ def functions_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     """(key, key without numbers, text, values beside it) of each text in parameters by dotted key."""
-    todo: list[tuple[str, str, Any, Mapping[str, Any]]]
-    todo = [(key, key, value, _beside(values, key)) for key, value in values.items()]
+    todo: list[tuple[str, str, Any, Mapping[str, Any]]] = [
+        (key, key, value, _beside(values, key)) for key, value in values.items()
+    ]
     while todo:
         key, known, value, siblings = todo.pop(0)
         if isinstance(value, str):

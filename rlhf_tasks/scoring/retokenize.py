@@ -63,9 +63,13 @@ class Retokenizer:
         lengths = sizes(queries, responses)
         if self._longest is None or max(lengths, default=0) <= self._longest:
             return queries, responses
-        # What must be left of a conversation is the whole turn of the response.
-        turns = [remove_names(text, self._special) + self._end_of_turn() for text in rows.texts]
-        wholes = encode(self._own, turns) if self._has_own_template else responses
+        wholes = responses
+        if self._reads.chat is not None and self._has_own_template:
+            # What must be left of a conversation is the response with what the template writes after it.
+            text = self._reads.chat(_conversation_of(MARKS[1:3]), False)
+            end_of_turn = text.partition(MARKS[2])[2]
+            turns = [remove_names(text, self._special) + end_of_turn for text in rows.texts]
+            wholes = encode(self._own, turns)
         most = max(map(min, map(len, wholes), lengths))
         if most > self._longest:
             raise UserError(
@@ -80,14 +84,6 @@ class Retokenizer:
             )
         excesses = [max(0, length - self._longest) for length in lengths]
         return [query[excess:] for query, excess in zip(queries, excesses, strict=True)], responses
-
-    def _end_of_turn(self) -> str:
-        """What the model's template writes after a response."""
-        if not self._has_own_template:
-            return ""
-        assert self._reads.chat is not None
-        text = self._reads.chat(_conversation_of([MARKS[1], MARKS[2]]), False)
-        return text.partition(MARKS[2])[2]
 
     def _conversation(self, prompt: str, response: str) -> str:
         """The conversation in the model's own template."""

@@ -164,8 +164,8 @@ def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> No
             if is_auto and old and {**old, PRECISION: identity.get(PRECISION)} == identity:
                 raise UserError(
                     f"{PRECISION}: auto is {identity[PRECISION]} on this machine, and an unfinished run of "
-                    f"{folder.parent.name} computed in {old[PRECISION]} (it is in {other}); set {PRECISION} "
-                    f"to {old[PRECISION]} to resume it, or to {identity[PRECISION]} to start from the beginning"
+                    f"{folder.parent.name} computed in {old[PRECISION]} (it is in {other}); set it to "
+                    f"{old[PRECISION]} to resume that run, or to {identity[PRECISION]} to begin anew"
                 )
             if manifest is not None:
                 what = lineage.differences(manifest["identity"], identity)

@@ -88,8 +88,7 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
         settings = paths.deepspeed / f"{launch.parallelism}.json"
         if not settings.exists():
             raise UserError(
-                f"launch.parallelism={launch.parallelism!r} needs {settings}, which does not exist; "
-                "restore it"
+                f"launch.parallelism={launch.parallelism!r} needs {settings}, which does not exist"
             )
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
         if launch.num_machines > 1:

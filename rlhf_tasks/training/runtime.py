@@ -29,7 +29,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Launch, Precision
-from rlhf_tasks.data.batches import TokenBudget
+from rlhf_tasks.data.batches import TokenBudget, micro_batches
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.fast_cpu import accelerate
 from rlhf_tasks.training import sharding
@@ -263,9 +263,10 @@ class Runtime:
         fewer, the pass over some other row counts for nothing: its `scale` is 0.
         """
         sizes = [rows[i] for i in own]
-        groups = budget.cut(sizes)
+        count = None
         if self.world_size > 1:
-            groups = budget.cut(sizes, count=self.max(len(groups)))
+            count = self.max(len(micro_batches(sizes, budget.max_tokens)))
+        groups = budget.cut(sizes, count)
         return [MicroRows([own[i] for i in group] or [0], scale=float(bool(group))) for group in groups]
 
     def passes(self, model: nn.Module, work: Sequence[T]) -> Iterator[T]:

@@ -19,6 +19,7 @@ from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.cli import main
 from rlhf_tasks.modeling import logprobs
 from rlhf_tasks.modeling.checkpointing import recompute_activations
+from rlhf_tasks.modeling.load import load_causal
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic
 
@@ -33,8 +34,9 @@ def run(policy: Sizes = TOY, **changes: Any) -> Run:
     """No reward model, prompts of 24 tokens and responses of 8, in bf16."""
     given = {"num_gpus": 1, "layout": "ddp", "offload": False, "longest": 24, "is_bf16": True}
     fields = {name: changes.pop(name, value) for name, value in given.items()}
-    sizes = {"rollout_batch_size": 16, "num_mini_batches": 2, "micro_batch_tokens": 64}
-    ppo = small.ppo(**{"scorers": [{"kind": "dummy"}], "critic_init": "sft"} | sizes | changes)
+    sizes: dict[str, Any] = {"rollout_batch_size": 16, "num_mini_batches": 2, "micro_batch_tokens": 64}
+    sizes |= {} if "advantages" in changes else {"advantages__critic__init": "sft"}
+    ppo = small.ppo(**{"scorers": [{"kind": "dummy"}]} | sizes | changes)
     return Run(policy=policy, ppo=ppo, has_reward_model=False, **fields)
 
 
@@ -93,10 +95,11 @@ def test_a_tied_head_is_counted_once_and_grouped_heads_shrink_the_cache() -> Non
 
 def test_lora_trains_adapters_and_keeps_no_reference() -> None:
     """50 matrices of 100 × 100 with rank 4: 40,000 numbers."""
-    lora = run(lora={"r": 4, "alpha": 8.0, "value": False}, is_bf16=False)
+    adapters = {"r": 4, "alpha": 8.0}
+    lora = run(lora=adapters, is_bf16=False)
     assert lora.trained == 40_000 + 600_100
     assert memory(lora)["weights"] == 4 * (740_000 + 600_100)
-    assert run(lora={"r": 4, "alpha": 8.0, "value": True}).trained == 2 * 40_000 + 100
+    assert run(lora=adapters, advantages__critic__lora=adapters).trained == 2 * 40_000 + 100
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -186,7 +189,7 @@ def test_fsdp2_gathers_the_policy_to_sample_unless_an_engine_does_and_some_layer
     passes = 2 * (2 * 100_000 + 2 * 50_000) + 6 * 100_000
     found = memory(run(num_gpus=2, layout="fsdp2"))
     assert found["gathered"] == 2 * 700_000
-    engine = memory(run(num_gpus=2, layout="fsdp2", engine=ENGINE))
+    engine = memory(run(num_gpus=2, layout="fsdp2", sampler=ENGINE))
     assert engine["gathered"] == passes
     assert engine["cache"] == 0
     assert engine["weights"] == found["weights"]
@@ -236,10 +239,10 @@ def test_70b_fits_with_an_engine_where_the_machines_hold_what_is_offloaded() -> 
     alone, problem = fit.fitting(run(policy, num_gpus=32, **given), 80 * GB, 2000 * GB)
     assert alone is None
     assert problem.endswith(" GB of 72 on each GPU")
-    found, _ = fit.fitting(run(policy, num_gpus=32, engine=ENGINE, **given), 80 * GB, 2000 * GB)
+    found, _ = fit.fitting(run(policy, num_gpus=32, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
     assert found is not None
     assert (found.layout, found.offload) == ("fsdp2", True)
-    _, problem = fit.fitting(run(policy, num_gpus=8, engine=ENGINE, **given), 80 * GB, 2000 * GB)
+    _, problem = fit.fitting(run(policy, num_gpus=8, sampler=ENGINE, **given), 80 * GB, 2000 * GB)
     assert problem.startswith("fsdp2 needs 3,")
     assert problem.endswith(" GB of 2,000 on its machine")
 

@@ -498,4 +498,4 @@ def test_a_server_goes_with_several_processes_in_every_parallelism(parallelism: 
 def test_what_a_server_cannot_do_is_refused_before_training(
     changes: Mapping[str, Any], sampler: Mapping[str, Any], problem: str
 ) -> None:
-    assert problem in problems({"ppo.sampler": ENGINE | sampler, **changes})
+    assert problem in problems({"ppo.sampler": {**ENGINE, **sampler}, **changes})

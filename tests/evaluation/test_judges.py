@@ -262,7 +262,7 @@ def judge(prompts, a, b, *, biased):
     [
         ([small.GOLD, small.HELDOUT | {"name": "gold"}], "several have the name gold"),
         ([small.GOLD | {"name": "kappa"}], "the name of another metric"),
-        ([small.GOLD | {"name": "A/B"}], "judge.judges.0.gold.name: "),
+        ([small.GOLD | {"name": "A/B"}], "judge.judges.0.name: "),
         ([small.GOLD, BOTH], "both combines longest, which is not in the list"),
         ([small.GOLD, BOTH | {"judges": ["gold", "gold"]}], "names a judge twice"),
         ([small.GOLD, BOTH | {"judges": ["gold"]}], "at least 2 items"),

@@ -277,7 +277,12 @@ def test_a_large_file_is_read_again_only_after_a_change(
     assert first == hashing.dvc_md5(folder)
     reads: list[str] = []
     real: Callable[[Path], str] = hashing._file_md5
-    monkeypatch.setattr(hashing, "_file_md5", lambda file: reads.append(file.name) or real(file))
+
+    def noted(file: Path) -> str:
+        reads.append(file.name)
+        return real(file)
+
+    monkeypatch.setattr(hashing, "_file_md5", noted)
     assert hashing.dvc_md5(folder, memory) == first
     assert reads == ["config"]
     (folder / "weights").write_text("other", encoding="utf-8")

@@ -114,7 +114,6 @@ def test_the_text_goes_from_data_to_win_rates_and_its_commands_work(
     assert places == sorted(places)
     assert "gold: policy vs sft  75.0% (70.0%–80.0%)" in text
     assert "data         source synthetic\n" in text
-    assert "given" not in text, "data.path, which only the source `files` reads"
     chain = provenance.find(root, "second.txt")
     get = next(line for line in provenance.commands(chain) if line.startswith("dvc get"))
     target = tmp_path / "back.txt"

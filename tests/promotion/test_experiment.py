@@ -215,7 +215,7 @@ def test_judges_read_files_of_the_working_tree_and_outs_of_the_experiment(
     write_own_files(root, "now", 1)
     run(root, "two", seed=12)
     assert main.main(["promote", "two"]) == 0
-    others = "elsewhere, rubric.txt, general.txt, tasks, opinion_of_here.py"
+    others = "elsewhere, general.txt, opinion_of_here.py, rubric.txt, tasks"
     assert f"the results here were measured with another {others}: the policy" in capsys.readouterr().out
     assert read == {
         "reward_model": "its own", "elsewhere": "now", "gpt": f"now {RUBRIC}", "general": "now",

@@ -23,18 +23,31 @@ WORD = "my"
 TASK: dict[str, Any] = {
     **small.WITHOUT_REWARD,
     "ppo.scorers": [{"kind": "function", "weight": 1.0, "function": f"{__name__}:counted"}],
-    "ppo.total_episodes": 32 * 64, "ppo.rollout_batch_size": 64, "ppo.num_mini_batches": 4,
-    "ppo.num_ppo_epochs": 4, "ppo.learning_rate": 1e-2, "ppo.schedule": "linear", "ppo.response_length": 8,
-    "ppo.truncation.kind": "none", "ppo.guards": None, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
-    "ppo.num_sample_generations": 1, "data.max_completion_tokens": 8,
+    "ppo.total_episodes": 32 * 64,
+    "ppo.rollout_batch_size": 64,
+    "ppo.num_mini_batches": 4,
+    "ppo.num_ppo_epochs": 4,
+    "ppo.learning_rate": 1e-2,
+    "ppo.schedule": "linear",
+    "ppo.response_length": 8,
+    "ppo.truncation.kind": "none",
+    "ppo.guards": None,
+    "ppo.num_selections": 1,
+    "ppo.num_selection_prompts": 8,
+    "ppo.num_sample_generations": 1,
+    "data.max_completion_tokens": 8,
     "judge.judges": [
         {"kind": "function", "name": "reader", "function": f"{__name__}:read"},
         {"kind": "function", "name": "reward", "function": f"{__name__}:counted"},
     ],
-    "judge.num_examples": 48, "judge.retention": None,
-    "promotion.judge": "reader", "promotion.second_judge": None, "promotion.min_examples": 40,
-    "promotion.max_perplexity_growth": None, "promotion.max_choice_drop": None,
-}  # fmt: skip
+    "judge.num_examples": 48,
+    "judge.retention": None,
+    "promotion.judge": "reader",
+    "promotion.second_judge": None,
+    "promotion.min_examples": 40,
+    "promotion.max_perplexity_growth": None,
+    "promotion.max_choice_drop": None,
+}
 
 
 def counted(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:

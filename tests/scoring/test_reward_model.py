@@ -17,7 +17,7 @@ from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.tables import Chat, Message
 from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import TokenScores, load_classifier, save_checkpoint, score_head
+from rlhf_tasks.modeling.load import TokenScores, load_classifier, load_reward, save_checkpoint, score_head
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
@@ -260,14 +260,12 @@ def test_a_conversation_loses_its_start_and_its_answer_never() -> None:
 def test_a_reward_model_that_answers_otherwise_in_a_batch_is_refused(
     foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load_reward = load_reward
-
     def unmasked(folder: Path) -> TokenScores:
         scores = load_reward(folder)
         wrap(scores.model.base_model, unmask)
         return scores
 
-    monkeypatch.setattr("rlhf_tasks.modeling.scorers.load_reward", unmasked)
+    monkeypatch.setattr("rlhf_tasks.scoring.reward_model.load_reward", unmasked)
     with pytest.raises(UserError, match=r"foreign fails the check before training[^√]*padded batch"):
         load(foreign)
 

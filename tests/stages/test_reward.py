@@ -41,7 +41,7 @@ def pairs(pad: int = PAD, **changes: Any) -> Pairs:
 
 def test_pair_loss_by_hand_with_margin_and_centring() -> None:
     chosen, rejected = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([1.0, 1.0, 0.5])
-    found = pair_sums(chosen, rejected, margin=0.5, centring_coef=0.1)
+    found = pair_sums(chosen, rejected, margin=0.5, centering_coef=0.1)
     loss = sum(math.log(1 + math.exp(-(lead - 0.5))) for lead in (1.0, -2.0, 0.0)) + 0.1 * (9 + 0 + 1)
     assert found["loss"].item() == pytest.approx(loss, abs=1e-5)
     assert found["accuracy"].item() == 1.5  # a right order, a wrong one, and a tie for half
@@ -165,7 +165,7 @@ def test_a_model_with_a_sliding_window_reads_each_prompt_twice() -> None:
 
 def test_micro_batches_change_no_sum_of_pairs() -> None:
     learner = Learner(small.scores(), small.causal())
-    task, cpu = pairs(lm_coef=0.3, margin=0.1, centring_coef=0.01), torch.device("cpu")
+    task, cpu = pairs(lm_coef=0.3, margin=0.1, centering_coef=0.01), torch.device("cpu")
     whole = task.sums(learner, range(6), cpu)
     parts = [task.sums(learner, [i], cpu) for i in range(6)]
     for key, value in whole.items():

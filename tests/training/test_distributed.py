@@ -98,8 +98,11 @@ def test_zero3_saves_whole_weights(toy_project: Path, stage: Stage) -> None:
     settings = Path("infra/deepspeed/zero3.json")
     tree = json.loads(settings.read_text(encoding="utf-8"))
     names = (
-        "param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size",
-    )  # fmt: skip
+        "param_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "prefetch_bucket_size",
+    )
     tree["zero_optimization"] |= {f"stage3_{name}": 0 for name in names}
     settings.write_text(json.dumps(tree), encoding="utf-8")
     toy.run(stage, toy.write_params())
@@ -130,13 +133,14 @@ def test_the_reward_models_train_under_zero2(toy_project: Path) -> None:
     [
         {},
         {
-            "advantages.critic.warmup": {"max_updates": 1, "settled": 0.1}, "kl_penalty": {"beta": 1.0, "target": 1e-3},
+            "advantages.critic.warmup": {"max_updates": 1, "settled": 0.1},
+            "kl_penalty": {"beta": 1.0, "target": 1e-3},
             "ptx": {"coef": 0.1, "text": None},
         },
         without_critic("rloo"),
     ],
     ids=["", "warm-up-penalty-ptx", "without-critic"],
-)  # fmt: skip
+)
 def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], layout: str) -> None:
     """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
     launch = TWO | {"parallelism": layout, "precision": "bf16"}

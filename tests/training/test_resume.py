@@ -30,7 +30,7 @@ from benchmarks import layouts
 from rlhf_tasks import config
 from rlhf_tasks.config import VIEWS, SftView, Stage
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.project import lineage
+from rlhf_tasks.project import inputs, lineage
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
@@ -40,25 +40,42 @@ from tests import small, toy
 from tests.ppo.toy import without_critic
 
 SMALL: Mapping[str, Any] = {
-    "model.scratch.hidden_size": 16, "model.scratch.num_layers": 2, "model.scratch.num_heads": 2,
-    "base.num_epochs": 2.5, "base.batch_size": 8,
-    "sft.num_epochs": 6.0, "sft.batch_size": 8, "sft.patience": 3, "sft.learning_rate": 0.02,
-    "reward.num_epochs": 2.0, "reward.batch_size": 4,
-    "ppo.total_episodes": 160, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
-    "ppo.response_length": 8, "ppo.num_selections": 3, "ppo.num_selection_prompts": 8,
-    "ppo.num_sample_generations": 3, "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
-    "ppo.ptx": {"coef": 0.1, "text": None}, "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
+    "model.scratch.hidden_size": 16,
+    "model.scratch.num_layers": 2,
+    "model.scratch.num_heads": 2,
+    "base.num_epochs": 2.5,
+    "base.batch_size": 8,
+    "sft.num_epochs": 6.0,
+    "sft.batch_size": 8,
+    "sft.patience": 3,
+    "sft.learning_rate": 0.02,
+    "reward.num_epochs": 2.0,
+    "reward.batch_size": 4,
+    "ppo.total_episodes": 160,
+    "ppo.rollout_batch_size": 16,
+    "ppo.num_mini_batches": 2,
+    "ppo.response_length": 8,
+    "ppo.num_selections": 3,
+    "ppo.num_selection_prompts": 8,
+    "ppo.num_sample_generations": 3,
+    "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
+    "ppo.ptx": {"coef": 0.1, "text": None},
+    "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
     "ppo.reference_sync": {"every": 2, "alpha": 0.5},
-    "tracking.enabled": False, "resume.every_seconds": 1e-6,
-}  # fmt: skip
+    "tracking.enabled": False,
+    "resume.every_seconds": 1e-6,
+}
 WARM_UP: Mapping[str, Any] = {
-    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9}, "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
-}  # fmt: skip
+    "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9},
+    "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+}
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
-    "base": (Paths().base,), "sft": (Paths().sft,), "reward": (Paths().reward, Paths().reward_heldout),
+    "base": (Paths().base,),
+    "sft": (Paths().sft,),
+    "reward": (Paths().reward, Paths().reward_heldout),
     "ppo": (Paths().policy, Paths().ppo_samples),
-}  # fmt: skip
+}
 
 
 class Killed(BaseException):
@@ -160,7 +177,7 @@ def test_a_stage_that_had_stopped_early_is_not_trained_further(here: Path, train
 @pytest.fixture
 def view(project: Path) -> SftView:
     """The view of stage sft, with a snapshot after every step."""
-    settings = config.load()
+    settings = inputs.resolved(config.load())
     quick = settings.resume.model_copy(update={"every_seconds": 1e-6, "keep": 2})
     return SftView.of(settings.model_copy(update={"resume": quick}))
 
@@ -322,7 +339,7 @@ def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, vi
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
     (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
-    settings = config.load()
+    settings = inputs.resolved(config.load())
     other = settings.model_copy(update={"sft": view.sft.model_copy(update={"learning_rate": 0.5})})
     changed = SftView.of(other)
     assert loaded(changed) is None

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import logprobs
+from rlhf_tasks.modeling.classifiers import build_classifier, find_trunk
+from rlhf_tasks.modeling.load import TokenScores, add_lora
 from rlhf_tasks.modeling.logprobs import response_logprobs
 from rlhf_tasks.modeling.sampling import sample
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
@@ -184,7 +186,7 @@ def _scores_of(family: str) -> TokenScores:
     """A reward model of a family that changes its logits after the head."""
     config = copy.deepcopy(small.other(family).config)
     config.num_labels = 1
-    from rlhf_tasks.modeling.classifiers import build_classifier, find_trunk
-
+    classifier = build_classifier(find_trunk(small.other(family)), config).eval()
     torch.manual_seed(1)
-    return TokenScores(build_classifier(find_trunk(small.other(family)), config).eval())
+    nn.init.normal_(classifier.score.weight)
+    return TokenScores(classifier)
