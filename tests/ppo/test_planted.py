@@ -34,6 +34,8 @@ def learned(score: Score, num_updates: int = 24, **changes: Any) -> tuple[float,
         "num_ppo_epochs": 4,
         "temperature": 1.0,
     }
+    if str(changes.get("truncation__kind", "eos_trick_replace")).startswith("eos_trick"):
+        settings["truncation__missing_eos_score"] = -0.2
     scores = [m["objective/raw_scores"] for m in toy(score, **(settings | changes)).updates]
     return sum(scores[:2]) / 2, sum(scores[-3:]) / 3
 
@@ -73,7 +75,7 @@ def test_a_token_is_learned(truncation: str, value: str, adapter: bool) -> None:
     assert last > (0.25 if adapter else 0.5), f"from {first:.2f} to {last:.2f} only"
 
 
-KL_IN_LOSS = {"kl.kind": "in_loss", "kl.estimator": "k3", "kl_coef": 0.01}
+KL_IN_LOSS = {"kl__kind": "in_loss", "kl__estimator": "k3", "kl_coef": 0.01}
 
 
 @pytest.mark.parametrize("advantages", ["rloo", "group"])
@@ -113,9 +115,9 @@ def test_a_length_of_twelve_is_learned(truncation: str, value: str, adapter: boo
     """
     gamma = 0.97 if truncation.startswith("bootstrap") else 1.0
     changes = models_of(value, adapter) | {
-        "truncation.kind": truncation,
+        "truncation__kind": truncation,
         "response_length": 26,
-        "advantages.gamma": gamma,
+        "advantages__gamma": gamma,
     }
     first, last = learned(near(12), num_updates=40, schedule="linear", **changes)
     assert last > first + 0.1, f"from {first:.2f} to {last:.2f} only"

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
@@ -29,11 +28,13 @@ def plain(series: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 EVERYTHING = {
-    "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2}, "ppo.ptx": {"coef": 0.1, "text": None},
+    "ppo.adaptive_kl": {"target": 0.5, "horizon": 100, "clip": 0.2},
+    "ppo.ptx": {"coef": 0.1, "text": None},
     "ppo.score_scaling": {"subtract_mean": True, "clip": 2.0},
     "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9},
-    "ppo.reference_sync": {"every": 1, "alpha": 0.5}, "resume.every_seconds": 1e-6,
-}  # fmt: skip
+    "ppo.reference_sync": {"every": 1, "alpha": 0.5},
+    "resume.every_seconds": 1e-6,
+}
 
 
 class Killed(BaseException):
@@ -129,16 +130,16 @@ def assert_a_kill_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "rollouts"),
     [
-        {},
-        EVERYTHING,
-        {"ppo.lora": {"r": 4, "alpha": 8.0}, "ppo.advantages.critic.lora": {"r": 4, "alpha": 8.0}},
-        {"ppo.advantages.critic.kind": "shared"},
+        ({}, 2),
+        (EVERYTHING, 1),
+        (EVERYTHING, 3),
+        ({"ppo.lora": {"r": 4, "alpha": 8.0}, "ppo.advantages.critic.lora": {"r": 4, "alpha": 8.0}}, 2),
+        ({"ppo.advantages.critic.kind": "shared"}, 1),
     ],
-    ids=["default", "everything", "lora", "shared"],
+    ids=["default", "in the warm-up", "everything", "lora", "shared"],
 )
-@pytest.mark.parametrize("rollouts", [1, 2])
 def test_a_killed_run_resumes_to_the_same_bytes_and_curves(
     models_here: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], rollouts: int
 ) -> None:
@@ -217,46 +218,10 @@ def roll_back() -> dict[str, Any]:
     return {"ppo.truncation.kind": "none", "ppo.guards": planted}
 
 
-@pytest.mark.parametrize(
-    ("fault", "name", "tries", "num_rows"),
-    [(nan_scores, "non_finite", [2, 3, 4], 6), (kl_too_high, "kl_high", [2, 4, 6], 8)],
-    ids=["nan", "kl"],
-)
-def test_the_second_update_is_repeated_after_each_roll_back(
-    fault: Fault,
-    name: str,
-    tries: list[int],
-    num_rows: int,
-    models_here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It has the same weights and random numbers, hence the same responses; only kl_coef is higher."""
-    _, history = run(**(roll_back() | fault(monkeypatch)))
-    trips = json.loads((SAMPLES / "guards.json").read_text(encoding="utf-8"))["trips"]
-    assert [trip["guard"] for trip in trips] == [name, name]
-    assert [row["episode"] for row in history] == [16 * n for n in range(num_rows)]
-    kept = ("objective/raw_scores", "objective/entropy", "objective/ref_perplexity", "val/response_length")
-    first, *again = ([history[row][key] for key in kept] for row in tries)
-    assert again == [first, first]
-    assert len({history[row]["objective/entropy"] for row in (1, 2, -1)}) == 3, (
-        "other updates have other responses"
-    )
-    coefs = [history[row]["objective/kl_coef"] for row in tries]
-    assert coefs == pytest.approx([0.03, 0.3, 3.0])
-    weights = load_causal(POLICY).state_dict().values()
-    assert all(bool(value.isfinite().all()) for value in weights)
-
-
-@pytest.mark.parametrize("fault", [nan_scores, kl_too_high])
 def test_a_run_killed_after_a_roll_back_resumes_to_the_same_bytes_and_curves(
-    fault: Fault, models_here: Path, monkeypatch: pytest.MonkeyPatch
+    models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_a_kill_changes_nothing(monkeypatch, 3, roll_back(), fault)
-
-
-def test_training_stops_after_max_roll_backs(models_here: Path) -> None:
-    with pytest.raises(GuardTripped, match="after 2 roll backs"):
-        run_guarded(action="roll_back", kl_coef_factor=1.001, max_roll_backs=2)
+    assert_a_kill_changes_nothing(monkeypatch, 4, roll_back(), nan_scores)
 
 
 def test_a_rollout_with_infinite_numbers_is_written_out(models_here: Path) -> None:
@@ -276,7 +241,7 @@ def test_a_policy_with_nan_weights_trips_the_guard(models_here: Path) -> None:
 
 def test_a_score_that_is_nan_trips_the_guard(models_here: Path) -> None:
     CALLS.clear()
-    with pytest.raises(GuardTripped, match=r"non_finite: function .*:planted gave nan"):
+    with pytest.raises(GuardTripped, match=r"non_finite: ppo\.scorers: .*gave nan"):
         run(**{"ppo.scorers": [scorer(planted)]})
 
 
@@ -285,7 +250,7 @@ def test_nan_at_an_evaluation_trips_the_guard_and_keeps_the_curve(models_here: P
     CALLS.clear()
     tracker = Events()
     changes = {"ppo.scorers": [scorer(nan_at_the_second_evaluation)], "ppo.num_sample_generations": 0}
-    with pytest.raises(GuardTripped, match=r"non_finite: function .* gave nan") as caught:
+    with pytest.raises(GuardTripped, match=r"non_finite: ppo\.scorers: .*gave nan") as caught:
         ppo.run(small.view("ppo", SETTINGS | changes), Paths(), tracker)
     assert [name for name, _ in tracker.events] == ["guard.non_finite"]
     file = str(caught.value).split("see ")[1].split(")")[0]
