@@ -252,7 +252,7 @@ STOP = 9
 def test_scores_are_under_the_eos_rule(truncation: dict[str, Any], unfinished: list[float]) -> None:
     """The optimised score is the length of a response, the held-out one is half of it."""
     scorers = Recorder()
-    rule = {"truncation": truncation, "stop_token": STOP}
+    rule: dict[str, Any] = {"truncation": truncation, "stop_token": STOP}
     one = Evaluations(scorer=scorers, heldout=lambda rows: length(*rows.given) / 2, **rule)
     metrics, (responses,) = one.evaluate(16), scorers.calls
     ended = [len(response) for response in responses if response[-1] == STOP]
@@ -291,7 +291,8 @@ SECTION = Section.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
 def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> None:
     """An http scorer and the judge are called by the first rank alone."""
     JUDGED.clear()
-    scorers, changes = [Recorder(), Recorder()], {"scorers": [HTTP]} if outside else {}
+    scorers = [Recorder(), Recorder()]
+    changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
 
     def make(rt: Runtime) -> Evaluations:
         judge = lambda rt: SelectionJudge(rt, SECTION, Paths())  # noqa: E731

@@ -38,7 +38,12 @@ def test_kl_in_the_loss_pulls_the_policy_to_the_reference(estimator: str) -> Non
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_the_adaptive_coefficient_follows_k1_from_the_next_rollout(estimator: str) -> None:
     adaptive = {"target": 0.5, "horizon": 1600, "clip": 50.0}
-    changes = {"kl_coef": 0.1, "kl__estimator": estimator, "total_episodes": 32, "adaptive_kl": adaptive}
+    changes: dict[str, Any] = {
+        "kl_coef": 0.1,
+        "kl__estimator": estimator,
+        "total_episodes": 32,
+        "adaptive_kl": adaptive,
+    }
     first, second = toy(reference_seed=7, **changes, **ONE_STEP).updates
     error = first["objective/kl_k1"] / 0.5 - 1
     assert abs(error) < 50, "the error is not clipped"
@@ -59,7 +64,7 @@ def test_the_penalty_keeps_the_policy_near_the_one_that_sampled() -> None:
 
 
 def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
-    penalty = {"kl_penalty": {"beta": 1.0, "target": 1e-4}}
+    penalty: dict[str, Any] = {"kl_penalty": {"beta": 1.0, "target": 1e-4}}
     one = toy(learning_rate=5e-3, num_mini_batches=2, num_ppo_epochs=1, **penalty)
     rollout, _ = one.estimate()
     metrics = one.learn(rollout)
@@ -81,7 +86,7 @@ def test_beta_has_the_next_value_from_the_next_update_on(target: float, factor: 
 
 
 def test_beta_does_not_change_in_the_critics_warm_up() -> None:
-    penalty = {"kl_penalty": {"beta": 1.0, "target": 0.01}}
+    penalty: dict[str, Any] = {"kl_penalty": {"beta": 1.0, "target": 0.01}}
     one = toy(advantages__critic__warmup={"max_updates": 3, "settled": 0.01}, **penalty)
     assert "warmup/value_loss" in next(one.updates)
     assert one.state.penalty_beta == 1
@@ -136,7 +141,7 @@ def test_the_entropy_bonus_flattens_the_policy() -> None:
 @pytest.mark.parametrize("max_tokens", [16384, 25])
 def test_ptx_adds_the_language_modeling_loss_of_the_demonstrations(max_tokens: int) -> None:
     """With no other gradient, the step's gradient is that of the LM loss times the coefficient."""
-    changes = {"ptx": {"coef": 0.3, "text": None}, "micro_batch_tokens": max_tokens}
+    changes: dict[str, Any] = {"ptx": {"coef": 0.3, "text": None}, "micro_batch_tokens": max_tokens}
     one = toy(text=DEMONSTRATIONS, **changes, **ONE_STEP)
     assert one.state.ptx is not None
     rollout = one.sample()
@@ -162,7 +167,7 @@ def test_every_row_comes_once_before_any_comes_again() -> None:
 
 def test_the_policy_with_its_adapters_off_is_the_reference() -> None:
     actor_critic, reference = with_lora()
-    lora = {"lora": {"r": 16, "alpha": 64.0}, "learning_rate": 1e-2, "total_episodes": 32}
+    lora: dict[str, Any] = {"lora": {"r": 16, "alpha": 64.0}, "learning_rate": 1e-2, "total_episodes": 32}
     first, second = toy(actor_critic=actor_critic, reference=reference, **lora).updates
     assert first["objective/kl"] == pytest.approx(0, abs=1e-4)
     assert second["objective/kl"] > 1e-3

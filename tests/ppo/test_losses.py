@@ -153,9 +153,9 @@ def losses(*, is_warmup: bool = False, importance: Tensor | None = None, **chang
     return token_losses(stats, values, batch, config, ppo_clip, state, is_warmup=is_warmup)
 
 
-ENTROPY_BONUS = {"entropy_coef": 0.3}
-KL_IN_LOSS = {"kl__kind": "in_loss", "kl__estimator": "k2", "kl_coef": 0.4}
-KL_PENALTY = {"kl_penalty": {"beta": 0.6, "target": 0.01}}
+ENTROPY_BONUS: dict[str, Any] = {"entropy_coef": 0.3}
+KL_IN_LOSS: dict[str, Any] = {"kl__kind": "in_loss", "kl__estimator": "k2", "kl_coef": 0.4}
+KL_PENALTY: dict[str, Any] = {"kl_penalty": {"beta": 0.6, "target": 0.01}}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_tokens_loss_is_the_weighted_sum_of_its_terms(
     assert total[MASK].tolist() == pytest.approx(expected, rel=1e-5)
     assert total[1, 1] == 0, "padding"
     measured = {"loss/policy_avg": POLICY, "loss/value_avg": VALUE, "policy/entropy_avg": ENTROPY}
-    measured |= {"policy/clipfrac_avg": [0, 0, 1]} | ({"loss/kl_avg": K2} if kl else {})
+    measured |= {"policy/clipfrac_avg": [0.0, 0.0, 1.0]} | ({"loss/kl_avg": K2} if kl else {})
     measured |= {"policy/penalty_kl_avg": PENALTY} if penalty else {}
     for name, values in measured.items():
         assert metrics[name][MASK].tolist() == pytest.approx(values, rel=1e-5, abs=1e-6), name

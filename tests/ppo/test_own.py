@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from rlhf_tasks.ppo.losses import MicroBatch, ppo_clip, token_weights
 from rlhf_tasks.ppo.rollout import Rollout
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
+from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.ranks import run_ranks
+from tests.ppo.test_steps import norm_of
 from tests.ppo.toy import (
     ONE_STEP,
     QUERIES,
@@ -148,7 +151,11 @@ def norm_by_rows(rollout: Rollout, reduction: str | int) -> float:
     divisor = rollout.mask.sum() if reduction == "token_mean" else 16
     total = torch.stack(sums).sum() / divisor / (reduction if isinstance(reduction, int) else 1)
     total.backward()
-    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).norm().item()
+    return norm_of(policy)
+
+
+def rank_toy(settings: dict[str, Any], rt: Runtime) -> Toy:
+    return toy(rt=rt, **settings)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "response_mean", 5])
@@ -170,7 +177,8 @@ def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(reduction: str |
     with given(rollout):
         for max_tokens in (16384, 25):
             sizes = settings | {"micro_batch_tokens": max_tokens}
-            found = [norm(toy(**sizes)), *run_ranks(lambda rt, sizes=sizes: toy(rt=rt, **sizes), norm)]
+            both = run_ranks(partial(rank_toy, sizes), norm)
+            found = [norm(toy(**sizes)), *both]
             assert found == pytest.approx([expected] * 3, rel=1e-3)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.data.batches import Ids, collate
+from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.guards import GuardTripped
 from rlhf_tasks.ppo.metrics import sampler_metrics, standard_error
@@ -93,8 +93,8 @@ def test_responses_that_the_reference_finds_impossible_are_an_error(tmp_path: Pa
     """A low temperature gives a rare token −1,000 nats, and no float holds exp(1000)."""
 
     class Surprised(FrozenCopy):
-        def logprobs(self, batch: Any, temperature: float) -> Tensor:
-            return super().logprobs(batch, temperature) - 1000 * batch.mask
+        def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+            return super().logprobs(batch, temperature) - 1000 * batch.mask.float()
 
     one = toy(reference=Surprised(small.causal(), moves=False), faults=tmp_path)
     before = one.weights
@@ -227,9 +227,8 @@ def test_whitened_rewards_keep_their_mean_and_bootstrapped_values_are_not_whiten
 
 
 def measured(rollout: Any = None, **changes: Any) -> dict[str, float]:
-    return toy(**{"truncation__kind": "none", "kl_coef": 0.1} | changes).estimate(
-        rollout or hand_made_rollout()
-    )[1]
+    settings: dict[str, Any] = {"truncation__kind": "none", "kl_coef": 0.1} | changes
+    return toy(**settings).estimate(rollout or hand_made_rollout())[1]
 
 
 def test_metrics_of_a_rollout_equal_hand_computed_values() -> None:

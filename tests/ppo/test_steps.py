@@ -302,7 +302,7 @@ def test_the_gradient_is_that_of_the_mean_token_loss(rollout: Rollout) -> None:
 
 def norm_of(*models: nn.Module) -> float:
     gradients = [p.grad.flatten() for model in models for p in model.parameters() if p.grad is not None]
-    return torch.cat(gradients).norm().item()
+    return float(torch.cat(gradients).norm())
 
 
 PerToken = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -398,7 +398,8 @@ def test_the_content_of_padding_changes_no_weight(pad: int, rollout: Rollout) ->
         return x.where(rollout.mask, 123.0)
 
     names = ("logprobs", "ref_logprobs", "values", "advantages", "returns", "importance")
-    padded = replace(rollout, pad=pad, **{name: dirty(getattr(rollout, name)) for name in names})
+    junk: dict[str, Any] = {name: dirty(getattr(rollout, name)) for name in names}
+    padded = replace(rollout, pad=pad, **junk)
     clean, other = toy(), toy(pad=pad)
     first, second = clean.learn(rollout), other.learn(padded)
     assert torch.equal(clean.weights, other.weights)
@@ -451,7 +452,7 @@ def test_without_a_critic_the_step_is_that_of_the_policy_loss_alone() -> None:
 def test_every_update_has_the_learning_rate_of_the_schedule(
     schedule: str, warmup: float, shares: list[float]
 ) -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "total_episodes": 64,
         "response_length": 2,
         "learning_rate": 1e-3,

@@ -107,7 +107,12 @@ def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
 
 
 def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled() -> None:
-    changes = {"learning_rate": 3e-3, "num_ppo_epochs": 4, "truncation__kind": "none", "total_episodes": 16}
+    changes: dict[str, Any] = {
+        "learning_rate": 3e-3,
+        "num_ppo_epochs": 4,
+        "truncation__kind": "none",
+        "total_episodes": 16,
+    }
     one = toy(advantages__critic__warmup={"max_updates": 12, "settled": 0.3}, **changes)
     policy, losses = copy.deepcopy(one.actor_critic.policy.state_dict()), []
     for metrics in one.updates:
@@ -223,7 +228,7 @@ def test_training_stops_after_max_roll_backs(tmp_path: Path) -> None:
 
 
 def test_a_run_resumed_after_a_roll_back_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    changes = {"guards": ROLL_BACK, "faults": tmp_path, "reference_seed": 7}
+    changes: dict[str, Any] = {"guards": ROLL_BACK, "faults": tmp_path, "reference_seed": 7}
     whole = toy(NanIn(3), snapshots=(memory := Memory()), **changes)
     series = untimed(list(whole.updates))
     assert whole.state.roll_backs == 1
