@@ -91,8 +91,9 @@ def test_every_reward_model_of_an_update_is_counted(workload: workloads.Workload
     """Two more of the same size pass forward twice more."""
     trunk = 2 * 6144 * 7 + 2 * 2 * 16 * 7**2
     one = measurement.update_flops(workload, 4, 3)
-    workload.scorers.reward_models *= 3
-    assert measurement.update_flops(workload, 4, 3) - one == 8 * 2 * trunk
+    scorers: Any = SimpleNamespace(reward_models=[*workload.scorers.reward_models] * 3)
+    three = replace(workload, scorers=scorers)
+    assert measurement.update_flops(three, 4, 3) - one == 8 * 2 * trunk
 
 
 def test_an_update_without_a_critic_costs_no_critics_passes() -> None:
