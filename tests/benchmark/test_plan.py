@@ -19,7 +19,8 @@ from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.cli import main
 from rlhf_tasks.modeling import logprobs
 from rlhf_tasks.modeling.checkpointing import recompute_activations
-from rlhf_tasks.modeling.load import load_causal
+from rlhf_tasks.modeling.load import TokenScores, load_causal
+from rlhf_tasks.ppo.rollout import FrozenCopy
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic
 
@@ -141,10 +142,13 @@ def test_the_peak_is_that_of_a_measured_update_within_15_percent(
     )
     work = replace(work, settings=work.settings.model_copy(update={"num_ppo_epochs": 2}))
     actor_critic, (reward,) = work.actor_critic, work.scorers.reward_models
+    reference, critic = work.reference, actor_critic.value
+    assert isinstance(reference, FrozenCopy)
+    assert isinstance(critic, TokenScores)
     if work.settings.gradient_checkpointing:
-        for model in (actor_critic.policy, actor_critic.value.model):
+        for model in (actor_critic.policy, critic.model):
             recompute_activations(model)
-    whole = [actor_critic, work.reference.model, reward]  # type: ignore[union-attr]
+    whole = [actor_critic, reference.model, reward]
     before = sum(p.nbytes for module in whole for p in module.parameters())
     measured = before + measured_peak(lambda: list(work.updates()))
     policy = fit.sizes_of(actor_critic.policy)

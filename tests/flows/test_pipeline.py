@@ -44,7 +44,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.presets import Request
 from rlhf_tasks.project import dvc_files, experiments, git
 from rlhf_tasks.report import comparison
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 from tests.flows import toy
 
 pytestmark = [
@@ -215,7 +215,7 @@ def test_a_stage_that_exceeds_its_timeout_is_ended_with_its_processes_and_retrie
 
 
 def test_a_retry_says_what_it_resumes_from(root: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "point", lambda paths, stage: "update 12" if stage == "second" else None)
+    monkeypatch.setattr(checkpoint, "point", lambda paths, stage: "update 12" if stage == "second" else None)
     toy.write_params(root, tracking={"enabled": False}, service={"retries": 1, "gpu_slots": 0})
     toy.write_script(
         root, ["test -e ../../../tried || { touch ../../../tried; exit 1; }", toy.SECOND.strip()]

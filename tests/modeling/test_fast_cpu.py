@@ -35,7 +35,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """By the layer that `accelerate` makes, with these very tensors."""
-    layer = accelerate(torch.nn.Linear(*weight.shape[::-1], bias=bias is not None))
+    layer = accelerate(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None))
     given = {"weight": weight} | ({} if bias is None else {"bias": bias})
     result: Tensor = torch.func.functional_call(layer, given, (x,))
     return result

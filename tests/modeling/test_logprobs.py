@@ -138,7 +138,7 @@ def test_no_tensor_has_more_logits_than_a_chunk() -> None:
             kept.append(tensor.numel())
         return tensor
 
-    head.forward = counted  # type: ignore[method-assign]
+    head.forward = counted
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         stats = token_stats(model, BATCH, entropy_grad=True)
     num_forward = len(sizes)
@@ -250,11 +250,13 @@ def test_nan_in_one_row_is_seen_in_its_log_probs_only() -> None:
     forward = head.forward
 
     def spoilt(hidden: Tensor) -> Tensor:
-        return forward(torch.where((hidden == hidden_of_third).all(-1, keepdim=True), torch.nan, hidden))
+        is_third = (hidden == hidden_of_third).all(-1, keepdim=True)
+        logits: Tensor = forward(torch.where(is_third, torch.nan, hidden))
+        return logits
 
     with torch.no_grad():
         hidden_of_third = token_stats(model, BATCH).states[2, -2]  # before the last token
-        head.forward = spoilt  # type: ignore[method-assign]
+        head.forward = spoilt
         found = token_stats(model, BATCH).logprobs
     is_nan = found.isnan()
     assert is_nan[2].any()

@@ -20,7 +20,7 @@ from rlhf_tasks.config import Section
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.training import resume
+from rlhf_tasks.training import checkpoint
 from tests import small
 from tests.flows import toy
 from tests.flows.chain import Chain, times
@@ -401,13 +401,13 @@ def test_with_auto_an_unfinished_run_in_another_precision_is_refused_by_name(rec
     manifest: dict[str, Any] = {"identity": {**identity, "launch.precision": "bf16"}, "step": 1}
     (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     with (
-        pytest.raises(UserError, match=r"set launch\.precision to bf16"),
-        resume.claim(paths, view, main=True),
+        pytest.raises(UserError, match=r"set it to bf16 to resume"),
+        checkpoint.claim(paths, view, main=True),
     ):
         pass
     manifest["identity"]["sft.patience"] = 99
     (snapshot / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with resume.claim(paths, view, main=True) as claim:
+    with checkpoint.claim(paths, view, main=True) as claim:
         assert claim.folder is not None
 
 

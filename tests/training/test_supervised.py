@@ -16,6 +16,7 @@ from rlhf_tasks.data.batches import Batch, TokenBudget
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training.checkpoint import Nowhere
 from rlhf_tasks.training.optim import adamw, learning_rate
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, Sums, Task, TrainState, evaluate, train
@@ -30,7 +31,7 @@ class Stopped(Exception):
     """What ends a run after its snapshot, as a signal does."""
 
 
-class Memory:
+class Memory(Nowhere):
     """Snapshots in memory: one after so many steps, which ends the run."""
 
     def __init__(self, last: int = 0) -> None:
