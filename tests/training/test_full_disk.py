@@ -15,7 +15,7 @@ import torch
 
 from rlhf_tasks import config
 from rlhf_tasks.config import SftView
-from rlhf_tasks.project import disk
+from rlhf_tasks.project import disk, inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking.events import Notice
@@ -48,7 +48,7 @@ def resize(folder: Path, kilobytes: int, *words: str) -> None:
 
 def snapshot(steps: int, floats: int) -> None:
     """Snapshots of a loop of stage sft."""
-    view = SftView.of(config.load())
+    view = SftView.of(inputs.resolved(config.load()))
     with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
         for step in range(1, steps + 1):
             snapshots.save(step, {"step": step, "shared": {"weights": torch.zeros(step * floats)}})
@@ -78,7 +78,7 @@ def test_a_process_on_a_full_disk_leaves_the_files_that_another_one_is_writing(
         save(part, path)
 
     monkeypatch.setattr(torch, "save", beside_another)
-    with checkpoint.open(rt, Paths(), SftView.of(config.load()), "loop") as snapshots:
+    with checkpoint.open(rt, Paths(), SftView.of(inputs.resolved(config.load())), "loop") as snapshots:
         monkeypatch.setattr(rt, "world_size", 2)
         monkeypatch.setattr(rt, "barrier", lambda: None)
         monkeypatch.setattr(rt, "max", lambda value: value)

@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks import config
 from rlhf_tasks.config import SftView
+from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import checkpoint, failures, stopping
 from tests import small, toy
@@ -35,7 +36,7 @@ PYTHON_SECONDS = 15.0  # for the end of Python itself after torch, on a busy mac
 def loop_with_signals(*at: int) -> list[str]:
     """Runs three steps of a loop of stage sft; SIGTERM arrives in the middle of the steps in `at`."""
     seen: list[str] = []
-    view = SftView.of(config.load())
+    view = SftView.of(inputs.resolved(config.load()))
     before = signal.getsignal(signal.SIGTERM)
     try:
         with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
@@ -77,7 +78,7 @@ def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
 
 
 def test_a_signal_after_the_last_step_ends_the_stage(project: Path) -> None:
-    view = SftView.of(config.load())
+    view = SftView.of(inputs.resolved(config.load()))
     with pytest.raises(stopping.Stopped), checkpoint.open(small.runtime(), Paths(), view, "loop"):
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -87,7 +88,8 @@ def test_the_estimate_is_the_rest_of_a_step_like_the_last_one_and_a_snapshot_lik
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with checkpoint.open(small.runtime(), Paths(), SftView.of(config.load()), "loop") as snapshots:
+    view = SftView.of(inputs.resolved(config.load()))
+    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
         assert snapshots.plan() == "finishing this step and saving a snapshot"
         now[0] = 100.0
         snapshots.due()
