@@ -34,11 +34,12 @@ def trained_by(example: dict[str, Any], processes: int, max_tokens: int) -> dict
     ppo = example | {
         "scorers": [{"kind": "function", "weight": 1.0, "function": "scorer:length"}],
         "micro_batch_tokens": max_tokens,
-        "truncation": "none",
+        "truncation": {"kind": "none"},
         "learning_rate": 1e-3,
         "schedule": "constant",
     }
-    changes = SETTINGS | dict(small.WITHOUT_REWARD) | {f"ppo.{key}": value for key, value in ppo.items()}
+    without = {key: value for key, value in small.WITHOUT_REWARD.items() if "critic" not in key}
+    changes = SETTINGS | without | {f"ppo.{key}": value for key, value in ppo.items()}
     changes |= {"launch.num_processes": processes, "tracking.enabled": False}
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         YAML().dump(small.params(changes), file)
