@@ -168,7 +168,7 @@ def test_rlhf_flow_refuses_an_unreadable_params_yaml_in_one_message(
     for text, expected in [
         (b"ppo: [", "params.yaml is not readable as YAML"),
         (b"7", "must hold sections"),
-        (b"ppo: {}", "ppo.kl_coef: is missing"),
+        (b"ppo: {kl_coeff: 1.0}", "ppo.kl_coeff: unknown key"),
         (b"ppo: \xff", "params.yaml is not readable as YAML"),
         (None, "params.yaml does not exist"),
     ]:
