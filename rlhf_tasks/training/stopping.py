@@ -179,6 +179,9 @@ def listening(stage: str) -> Iterator[Listener]:
     thread.start()
     try:
         yield listener
+    except Stopped:
+        kill_descendants()  # what unwinding has not closed
+        raise
     finally:
         signal.set_wakeup_fd(pipe_before)
         for number, handler in before.items():

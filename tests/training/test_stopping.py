@@ -21,6 +21,7 @@ from rlhf_tasks import config
 from rlhf_tasks.config import SftView
 from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.tracking import context
 from rlhf_tasks.training import checkpoint, failures, stopping
 from tests import small, toy
 
@@ -64,14 +65,14 @@ def test_the_second_signal_does_not_wait(project: Path) -> None:
 
 
 def test_a_worker_ignores_the_second_copy_of_a_signal(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(context, "is_worker", lambda: True)
     assert loop_with_signals(2, 2) == ["step 1", "step 2", "save 2", "Stopped"]
 
 
 def test_a_signal_after_the_failure_of_another_worker_does_not_wait(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(context, "is_worker", lambda: True)
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
     failures.report(RuntimeError("another worker failed"))
     assert loop_with_signals(2) == ["step 1", "PeerFailed"]
