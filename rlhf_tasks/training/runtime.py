@@ -1,7 +1,12 @@
-"""The runtime of a stage: device, processes, precision, and one optimiser step over micro-batches.
+"""The runtime of a stage: device, precision, the exchange between ranks, and one training step.
 
-Only this package uses accelerate, DeepSpeed and FSDP2. Rank and world size come from
-torch.distributed, because accelerate reports a world size of 1 under DeepSpeed on CPU.
+`launch.parallelism` says how ranks share a step. Only this package knows which of these it is:
+
+    one process, ddp   accelerate; every rank has the whole model
+    zero2, zero3       accelerate starts DeepSpeed, whose engine stands for the model from `prepare` on
+    fsdp2              PyTorch's `fully_shard` itself: accelerate 1.15 starts it on GPUs only
+
+Rank and world size come from torch.distributed: accelerate reports 1 under DeepSpeed on a CPU.
 """
 
 from __future__ import annotations
@@ -32,15 +37,16 @@ from rlhf_tasks.config import Launch, Precision
 from rlhf_tasks.data.batches import TokenBudget, micro_batches
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.fast_cpu import accelerate
+from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.compiling import compile_layers, compiled_layers
-from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
+ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
 ROOM = 1.2  # memory that a whole model needs for a check of a few rows, to that of its weights
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
@@ -77,26 +83,17 @@ class Runtime:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
-        self._layout, self.shards = self._chosen(launch, is_distributed=distributed)
+        self._is_fsdp2 = launch.parallelism == "fsdp2" and distributed  # else the stage trains nothing
+        is_zero3 = self.is_deepspeed and self.accelerator.state.deepspeed_plugin.zero_stage == 3
+        self.shards: bool = self._is_fsdp2 or is_zero3
+        """Whether a rank holds only a part of the weights."""
+        self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if self.shards else None
+        self._computes_in = torch.bfloat16 if self._is_fsdp2 and not self.is_float32 else None
+        self._offload = launch.offload
+        self._loss = torch.zeros((), device=self.device)  # of this step, under DeepSpeed
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-
-    def _chosen(self, launch: Launch, *, is_distributed: bool) -> tuple[Layout, bool]:
-        """The layout, and whether a process holds only a part of the weights.
-
-        A stage that runs in one process trains nothing, and has no layout.
-        """
-        self._offload, self._mesh, self._computes_in = launch.offload, None, None
-        if self.is_deepspeed:
-            layout = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
-            self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if layout.shards else None
-            return layout, layout.shards
-        if launch.parallelism == "fsdp2" and is_distributed:
-            self._mesh = init_device_mesh(self.device.type, (self.world_size,))
-            self._computes_in = None if self.is_float32 else torch.bfloat16
-            return Fsdp2(self._mesh, self.sum, self.put), True
-        return Parallel(self.accelerator), False
 
     @property
     def is_main(self) -> bool:
@@ -151,7 +148,7 @@ class Runtime:
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap for the layout; call the returned module instead of the given one.
+        """Share a model and its new optimizer; call the returned module instead of the given one.
 
         The model trains in eval mode: what is random in training, such as dropout, would make PPO's ratio
         differ from 1 before the first step.
@@ -161,7 +158,33 @@ class Runtime:
             compile_layers(model)
         if self._accelerates:
             accelerate(model)
-        return self._layout.prepare(model, optimizer, max_grad_norm)
+        if self._is_fsdp2:  # the optimizer gets the sharded weights in place of the whole ones
+            whole = list(model.parameters())
+            self.put(model)
+            sharded = dict(zip(whole, model.parameters(), strict=True))
+            for group in optimizer.param_groups:
+                group["params"] = [sharded[weight] for weight in group["params"]]
+            return model, optimizer
+        if self.is_deepspeed:
+            self._configure_deepspeed(max_grad_norm)
+            if self.shards:
+                sharding.keep_structure(model)
+        prepared, wrapped = self.accelerator.prepare(model, optimizer)
+        return prepared, wrapped
+
+    def _configure_deepspeed(self, max_grad_norm: float | None) -> None:
+        """Add to the settings in infra/deepspeed what params.yaml says."""
+        settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["gradient_clipping"] = max_grad_norm or 0.0  # DeepSpeed clips within its own step
+        zero = settings["zero_optimization"]
+        if self.shards:
+            # weights that are fetched ahead and then not used, as by a pass of the critic alone, are an
+            # error of DeepSpeed: "still have inflight params" (its issue 5828)
+            zero["stage3_prefetch_bucket_size"] = 0
+        if self._offload:
+            settings["zero_force_ds_cpu_optimizer"] = False  # AdamW stays torch's own
+            for part in ("optimizer", "param") if self.shards else ("optimizer",):
+                zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
 
     def place(self, model: M) -> M:
         """A model on this device. One that is to be sharded stays on the CPU until it is: the GPU need not
@@ -272,17 +295,27 @@ class Runtime:
     def passes(self, model: nn.Module, work: Sequence[T]) -> Iterator[T]:
         """Each piece of work, for one pass that trains a prepared model.
 
-        Ranks exchange gradients after the last one.
+        Gradients add up over the passes. DDP and DeepSpeed exchange them after the last one; FSDP2 does so
+        after each, so that a rank never holds a whole gradient.
         """
         for number, piece in enumerate(work):
-            compiled = compiled_layers() if self._compiles else nullcontext()
-            with compiled, self._layout.accumulating(model, is_last=number == len(work) - 1):
+            is_last = number == len(work) - 1
+            exchange: AbstractContextManager[Any] = nullcontext()
+            if self.is_deepspeed:
+                model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
+            elif not is_last:
+                exchange = self.accelerator.no_sync(model)
+            with exchange, compiled_layers() if self._compiles else nullcontext():
                 yield piece
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's loss, which is its part of the **sum** over all ranks."""
-        # gradients are averaged over ranks; the loss is a part of a sum, hence × world
-        self._layout.backward(model, loss * self.world_size)
+        loss = loss * self.world_size  # because gradients are averaged over ranks
+        if self.is_deepspeed:  # accelerate's `backward` would take the step too
+            self._loss += loss.detach()
+            model.backward(loss)  # type: ignore[operator]
+        else:
+            self.accelerator.backward(loss)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
         """Clip the gradient, and take an optimizer step; returns the gradient's norm before clipping.
@@ -291,7 +324,32 @@ class Runtime:
             NonFiniteError: on all ranks. The weights are unchanged, except where only the gradient is not
                 finite under DeepSpeed: it has then changed them.
         """
-        return self._layout.step(model, optimizer, max_grad_norm)
+        if self.is_deepspeed:
+            return self._step_deepspeed(model)
+        if self._is_fsdp2:
+            norm = sharding.clip_gradients(model, max_grad_norm, self.sum)
+        else:
+            norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+        if math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient is NaN or infinite")
+        return norm
+
+    def _step_deepspeed(self, model: Any) -> float:
+        is_finite = bool(self.sum(self._loss).isfinite())
+        self._loss = torch.zeros_like(self._loss)
+        if not is_finite:
+            model.zero_grad()
+            raise NonFiniteError("the loss is NaN or infinite")
+        model.step()
+        norm = float(model.get_global_grad_norm() or 0.0)  # which the step has computed
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                "the gradient is NaN or infinite, and DeepSpeed has changed the weights by it"
+            )
+        return norm
 
     def attempts(
         self, budget: TokenBudget, optimizer: torch.optim.Optimizer | None = None
@@ -332,15 +390,32 @@ class Runtime:
 
     # --------------------------------------------------------------------------------- snapshots
 
-    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
-        """Weights and optimiser of what `prepare` returned, for a snapshot; equal on all processes."""
-        return self._layout.training_state(model, optimizer)
+    def training_state(self, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
+        """Weights and optimizer of what `prepare` returned, for a snapshot; equal on all ranks.
+
+        Where ranks have different parts of them, they write files.
+        """
+        if self.is_deepspeed:
+            return Files(lambda folder: model.save_checkpoint(str(folder), tag=ENGINE, save_latest=False))
+        if self._is_fsdp2:
+            return Files(lambda folder: sharding.save_shards(model, optimizer, self._shards_in(folder)))
+        inner = self.accelerator.unwrap_model(model)
+        return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load_training_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
+        self, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
     ) -> None:
         """Restore a `training_state` from a snapshot; that of `Files` is the path of their folder."""
-        self._layout.load_training_state(model, optimizer, state)
+        if isinstance(state, dict):
+            self.accelerator.unwrap_model(model).load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        elif self.is_deepspeed:
+            model.load_checkpoint(str(state), tag=ENGINE)
+        else:
+            sharding.load_shards(model, optimizer, self._shards_in(state))
+
+    def _shards_in(self, folder: Path) -> Path:
+        return folder / f"part-{self.rank}.pt"
 
     def rng_state(self) -> dict[str, Any]:
         """This process's generators of torch (CPU and its GPU), numpy and Python, in plain types."""

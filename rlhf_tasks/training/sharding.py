@@ -10,9 +10,11 @@ A collective function must be called by all processes, or they wait for each oth
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -126,12 +128,8 @@ def num_parameters(model: nn.Module) -> int:
 def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The whole of one weight, on the device that computes, in its own type or another. Collective."""
     if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        own = weight.to_local().to(mesh.device_type, dtype)  # offloaded weights are gathered on the GPU
-        part = DTensor.from_local(
-            own, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-        return part.full_tensor()
+        own = weight.to_local().to(weight.device_mesh.device_type, dtype)  # offloaded ones go to the GPU
+        return _shard_like(weight, own).full_tensor()
     if hasattr(weight, "ds_id"):
         from deepspeed import zero
 
@@ -261,9 +259,61 @@ def move_towards(own: nn.Module, other: nn.Module, alpha: float) -> None:
             mine.lerp_(gathered(theirs).to(mine.dtype), alpha)
 
 
-# ------------------------------------------------------------------------------ a process's own part
+# ------------------------------------------------------------------------- FSDP2's shards of this rank
 
 
-def parts_of(values: Sequence[Tensor]) -> list[Tensor]:
-    """This process's part of each."""
-    return [value.to_local() if isinstance(value, DTensor) else value for value in values]
+def clip_gradients(model: nn.Module, max_norm: float | None, total: Callable[[Tensor], Tensor]) -> float:
+    """Scale all gradients so that their norm is at most `max_norm`, if it is finite; returns the norm.
+
+    It is the L2 norm over all ranks; `total` sums over them. Gradients that are offloaded are on the CPU.
+    """
+    gradients = [_local(weight.grad) for weight in model.parameters() if weight.grad is not None]
+    squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    weight: Any = next(model.parameters())
+    norm = math.sqrt(float(total(squares.to(weight.device_mesh.device_type))))
+    if max_norm is not None and math.isfinite(norm):
+        torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Write this rank's shards of the weights and of the optimizer's moments."""
+    weights = {name: _local(weight.detach()).clone() for name, weight in model.named_parameters()}
+    moments = {
+        key: {name: _local(value).clone() for name, value in state.items()}
+        for key, state in optimizer.state_dict()["state"].items()
+    }
+    torch.save({"model": weights, "optimizer": moments}, file)
+
+
+@torch.no_grad()
+def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Restore `save_shards`."""
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    for name, weight in model.named_parameters():
+        _local(weight).copy_(saved["model"][name])
+    numbered = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for key, moments in saved["optimizer"].items():
+        weight = numbered[key]
+        device = _local(weight).device
+        optimizer.state[weight] = {
+            name: value.to(device) if value.ndim == 0 else _shard_like(weight, value.to(device))
+            for name, value in moments.items()  # AdamW's step count is a number, and no shard
+        }
+
+
+def _local(value: Tensor) -> Tensor:
+    """This rank's shard, whose memory it shares."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _shard_like(weight: DTensor, shard: Tensor) -> DTensor:
+    """The tensor of which this rank's part is `shard`, split as `weight` is."""
+    return DTensor.from_local(
+        shard,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )

@@ -186,9 +186,7 @@ SECONDS = 150
 
 FAULTS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "nan": """
-        for layout in (layouts.Parallel, layouts.DeepSpeed, layouts.Fsdp2):
-            layout.backward = spoilt(layout.backward)""",
+    "nan": "Runtime.backward = spoilt(Runtime.backward)",
     "out of memory": "Runtime.backward = full",
 }
 SAID = {
@@ -199,13 +197,12 @@ SAID = {
 PROGRAM = """
 import os, pathlib, signal
 import torch
-from rlhf_tasks.training import layouts
 from rlhf_tasks.training.runtime import Runtime
 
 calls = 0
 
 def spoilt(backward):
-    return lambda self, model, loss, **named: backward(self, model, loss * float("nan"), **named)
+    return lambda self, model, loss: backward(self, model, loss * float("nan"))
 
 def full(*given):
     raise torch.OutOfMemoryError("no memory is left")
@@ -245,7 +242,7 @@ def failed(toy_project: Path) -> subprocess.CompletedProcess[str]:
 
 
 def assert_all_end(toy_project: Path, layout: str, fault: str, **changes: Any) -> None:
-    (toy_project / "faulty.py").write_text(PROGRAM.replace("FAULT", FAULTS[fault].strip()), encoding="utf-8")
+    (toy_project / "faulty.py").write_text(PROGRAM.replace("FAULT", FAULTS[fault]), encoding="utf-8")
     layouts.partition_small_weights(toy_project)
     scorers = [
         {"kind": "reward_model", "weight": 1.0, "path": None},

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlhf_tasks.config import Lora
+from rlhf_tasks.config import Launch, Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import logprobs
 from rlhf_tasks.modeling.classifiers import build_classifier, find_trunk
@@ -22,8 +22,8 @@ from rlhf_tasks.modeling.sampling import sample
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.layouts import Fsdp2
 from rlhf_tasks.training.optim import adamw
+from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.small import EOS, PAD
 
@@ -173,10 +173,10 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     loss(plain).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     expected.step()
-    engine = Fsdp2(mesh, lambda x: x, lambda model: sharding.shard(model, mesh, offload=False))
-    model, optimizer = engine.prepare(split, adamw(split, settings), 0.5)
-    engine.backward(model, loss(model))
-    assert engine.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
+    rt = Runtime(Launch(parallelism="fsdp2", precision="fp32"), seed=1)
+    model, optimizer = rt.prepare(split, adamw(split, settings), 0.5)
+    rt.backward(model, loss(model))
+    assert rt.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
     assert norm > 0.5
     for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(sharding.gathered(mine), theirs.detach(), rtol=1e-4, atol=1e-6)
