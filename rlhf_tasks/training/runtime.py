@@ -31,21 +31,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Launch, Precision
+from rlhf_tasks.config import Launch
 from rlhf_tasks.data.batches import TokenBudget, micro_batches
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.fast_cpu import accelerate
 from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.project.precision import resolve
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.compiling import compile_layers, compiled_layers
 from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
-PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
+PATIENCE = timedelta(hours=2)  # ranks wait so long for one with a slow judge; a dead one ends all at once
 ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
 ROOM = 1.2  # memory that a whole model needs for a check of a few rows, to that of its weights
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
@@ -63,11 +64,9 @@ class Runtime:
 
     def __init__(self, launch: Launch, seed: int) -> None:
         if not torch.cuda.is_available():
-            os.environ.setdefault(
-                "DS_ACCELERATOR", "cpu"
-            )  # else DeepSpeed warns at import that it found no GPU
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
         keep_freed_memory()
-        self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
+        self.is_float32, self._compiles = resolve(launch.precision) == "fp32", launch.compile
         self._accelerates = launch.parallelism == "ddp" and not launch.compile  # which chooses matmuls itself
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
@@ -77,8 +76,8 @@ class Runtime:
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:
-            # models are created whole, and ZeRO-3 partitions them in `prepare`: into a model that
-            # transformers creates in partitions, load_state_dict would load nothing without an error
+            # ZeRO-3 partitions whole models in `prepare`: into one that transformers creates in partitions,
+            # load_state_dict would load nothing without an error
             unset_hf_deepspeed_config()
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
@@ -100,13 +99,13 @@ class Runtime:
         return self.rank == 0
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device, of the same state on all processes (see `sampling.Share`)."""
+        """A generator on this device, of the same state on all ranks (see `sampling.Share`)."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    # ------------------------------------------------------------------------- between processes
+    # ----------------------------------------------------------------------------- between ranks
 
     def sum(self, x: Tensor) -> Tensor:
-        """Σ over processes, on each of them."""
+        """Σ over all ranks, on each of them."""
         if self.world_size == 1:
             return x
         total = x.detach().clone()
@@ -121,18 +120,18 @@ class Runtime:
         return int(largest)
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
-        """This process's share of rows that all processes hold."""
+        """This rank's share of rows that all ranks hold."""
         return list(rows[self.rank :: self.world_size])
 
     def each(self, value: T) -> list[T]:
-        """The values of all processes by rank, on each process; they are pickled, with tensors on the CPU."""
+        """The values of all ranks, on each of them; they are pickled, with tensors on the CPU."""
         values = [value] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(values, value)
         return values
 
     def from_main(self, value: Any) -> Any:
-        """The first process's value, on all processes."""
+        """The first rank's value, on all ranks."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -167,8 +166,8 @@ class Runtime:
             return model, optimizer
         if self.is_deepspeed:
             self._configure_deepspeed(max_grad_norm)
-            if self.shards:
-                sharding.keep_structure(model)
+        if self.shards:
+            sharding.keep_structure(model)
         prepared, wrapped = self.accelerator.prepare(model, optimizer)
         return prepared, wrapped
 
@@ -217,9 +216,9 @@ class Runtime:
     def on_device(self, model: nn.Module) -> Iterator[bool]:
         """Within the block, a model that `place` left on the CPU is whole on this device, if there is room.
 
-        Yields whether this process is to compute with it. Without room it stays on the CPU, and the first
-        process computes alone: the others would only compete for the cores. After the block the model
-        has its own tensors again: views of the checkpoint's file, which the processes of a machine share.
+        Yields whether this rank is to compute with it. Without room it stays on the CPU, and the first rank
+        computes alone: the others would only compete for the cores. After the block the model has its own
+        tensors again: views of the checkpoint's file, which the ranks of a machine share.
         """
         if not self.shards:
             model.to(self.device)
@@ -243,16 +242,16 @@ class Runtime:
                 yield plain
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"process {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
+                f"rank {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
                 "let vLLM sample (ppo.sampler), on another GPU"
             ) from error
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
     ) -> None:
-        """Call `compute` with every micro-batch of this process's rows; `rows` are their tokens.
+        """Call `compute` with every micro-batch of this rank's rows; `rows` are their tokens.
 
-        Where the weights are sharded, the processes need each other for every pass. All of them then call
+        Where the weights are sharded, the ranks need each other for every pass. All of them then call
         `compute` equally often, some with an empty list, for which it must make a pass like any other. And
         out of memory ends the stage.
 
@@ -305,7 +304,7 @@ class Runtime:
                 model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
             elif not is_last:
                 exchange = self.accelerator.no_sync(model)
-            with exchange, compiled_layers() if self._compiles else nullcontext():
+            with exchange, torch.compiler.set_stance("default") if self._compiles else nullcontext():
                 yield piece
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
@@ -418,7 +417,7 @@ class Runtime:
         return folder / f"part-{self.rank}.pt"
 
     def rng_state(self) -> dict[str, Any]:
-        """This process's generators of torch (CPU and its GPU), numpy and Python, in plain types."""
+        """This rank's generators of torch (CPU and its GPU), numpy and Python, in plain types."""
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
         return {
             "torch": torch.get_rng_state(),
@@ -447,27 +446,41 @@ def free_memory(device: torch.device) -> float:
 @contextmanager
 def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within the block, a model is on another device; after it, it has the very tensors from before."""
-    modules = list(model.modules())
-    weights = [
-        (own, name, w, w.data) for own in modules for name, w in own._parameters.items() if w is not None
-    ]
-    buffers = [(own, name, buffer) for own in modules for name, buffer in own._buffers.items()]
+    tensors = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    values = {weight: weight.data for weight in model.parameters()}
     try:
         model.to(device)
         yield
     finally:
-        for owner, name, weight, value in weights:
+        for module, weights, buffers in tensors:
+            module._parameters.update(weights)
+            module._buffers.update(buffers)
+        for weight, value in values.items():
             weight.data = value
-            owner._parameters[name] = weight
-        for owner, name, buffer in buffers:
-            owner._buffers[name] = buffer
 
 
-def is_bf16(precision: Precision) -> bool:
-    """Whether `launch.precision` asks for bfloat16 on this machine."""
-    if precision == "auto":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return precision == "bf16"
+def compile_layers(model: nn.Module) -> None:
+    """Let torch compile a model's layers, for `Runtime.passes` alone; outside of it they run as written.
+
+    They have the same code, so that it is compiled once for all of them, for every number of rows and tokens.
+    In sampling, a cache that grows by every token would be compiled again and again.
+
+    Raises:
+        UserError: if torch cannot compile on this machine.
+    """
+    try:
+        with torch.compiler.set_stance("default"):
+            torch.compile(lambda x: x + x)(torch.ones(8, device=next(model.parameters()).device))
+    except RuntimeError as error:  # what torch._dynamo raises
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"launch.compile: true, but torch cannot compile on this machine ({reason}); install a C++ "
+            "compiler (g++), or set launch.compile to false"
+        ) from error
+    torch.compiler.set_stance("force_eager")
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(dynamic=True)
 
 
 def keep_freed_memory() -> None:

@@ -81,7 +81,7 @@ def count_compiled_frames() -> None:
 PROGRAM = """
 import torch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.training.compiling import compile_layers
+from rlhf_tasks.training.runtime import compile_layers
 try:
     compile_layers(torch.nn.Linear(2, 2))
 except UserError as error:
