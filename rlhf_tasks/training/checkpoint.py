@@ -4,7 +4,7 @@
       run                                the key of the run that is resumed
       LOOP/step-000000120/               a snapshot: fsynced, then renamed; the last K are kept
         manifest.json                    the sha256 of every file, and the settings of the run
-        shared.pt  rank-0.pt  files-0/   the state that all ranks share, that of each, files of DeepSpeed, FSDP2
+        shared.pt  rank-0.pt  files-0/   the state that all ranks share, that of each, other files
 
 The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
