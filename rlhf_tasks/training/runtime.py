@@ -29,6 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -145,8 +146,8 @@ class Runtime:
     # ------------------------------------------------------------------------------------- models
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None
+    ) -> tuple[nn.Module, Optimizer]:
         """Share a model and its new optimizer; call the returned module instead of the given one.
 
         The model trains in eval mode: what is random in training, such as dropout, would make PPO's ratio
@@ -302,7 +303,7 @@ class Runtime:
             exchange: AbstractContextManager[Any] = nullcontext()
             if self.is_deepspeed:
                 model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
-            elif not is_last:
+            elif not (is_last or self._is_fsdp2):
                 exchange = self.accelerator.no_sync(model)
             with exchange, torch.compiler.set_stance("default") if self._compiles else nullcontext():
                 yield piece
@@ -316,7 +317,7 @@ class Runtime:
         else:
             self.accelerator.backward(loss)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+    def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:
         """Clip the gradient, and take an optimizer step; returns the gradient's norm before clipping.
 
         Raises:
@@ -351,7 +352,7 @@ class Runtime:
         return norm
 
     def attempts(
-        self, budget: TokenBudget, optimizer: torch.optim.Optimizer | None = None
+        self, budget: TokenBudget, optimizer: Optimizer | None = None
     ) -> Iterator[AbstractContextManager[None]]:
         """`for attempt in rt.attempts(budget): with attempt: …` until the block has enough memory.
 
@@ -389,7 +390,7 @@ class Runtime:
 
     # --------------------------------------------------------------------------------- snapshots
 
-    def training_state(self, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
+    def training_state(self, model: Any, optimizer: Optimizer) -> dict[str, Any] | Files:
         """Weights and optimizer of what `prepare` returned, for a snapshot; equal on all ranks.
 
         Where ranks have different parts of them, they write files.
@@ -401,9 +402,7 @@ class Runtime:
         inner = self.accelerator.unwrap_model(model)
         return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
 
-    def load_training_state(
-        self, model: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
-    ) -> None:
+    def load_training_state(self, model: Any, optimizer: Optimizer, state: dict[str, Any] | Path) -> None:
         """Restore a `training_state` from a snapshot; that of `Files` is the path of their folder."""
         if isinstance(state, dict):
             self.accelerator.unwrap_model(model).load_state_dict(state["model"])
