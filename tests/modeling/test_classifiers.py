@@ -159,7 +159,8 @@ BART = BartConfig(
     forced_eos_token_id=None,
 )
 SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-BERT = BertConfig(**TINY, **SHAPE, intermediate_size=16, num_labels=1)
+BERT = BertConfig(**TINY, **SHAPE, intermediate_size=16)
+BERT.num_labels = 1
 VIT = ViTConfig(**SHAPE, intermediate_size=16, image_size=16)
 
 

@@ -266,8 +266,8 @@ def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
 
 
 def test_the_reported_rate_is_the_rate_in_use() -> None:
-    layer, how = nn.Linear(1, 1), {"schedule": "linear", "learning_rate": 1.0, "num_epochs": 2.0}
-    state, steps = fit(layer, Counted([1] * 10), batch_size=5, **how)
+    how: dict[str, Any] = {"batch_size": 5, "num_epochs": 2.0, "schedule": "linear", "learning_rate": 1.0}
+    state, steps = fit(nn.Linear(1, 1), Counted([1] * 10), **how)
     assert [step["lr"] for step in steps] == pytest.approx([1.0, 0.75, 0.5, 0.25])
     assert {group["lr"] for group in state.optimizer.param_groups} == {steps[-1]["lr"]}
 
