@@ -10,24 +10,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_tasks import config
-from rlhf_tasks.config import SftView
-from rlhf_tasks.project import disk, inputs
+from rlhf_tasks.project import disk
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking.events import Notice
 from rlhf_tasks.tracking.outbox import Record
 from rlhf_tasks.training import checkpoint, failures
-from rlhf_tasks.training.checkpoint import Checkpoint
-from rlhf_tasks.training.runtime import Runtime
 from tests import small
+from tests.training.stages import loop
 from tests.training.test_resume import workspace, written
 
 STAGES = ("base", "sft", "reward", "ppo")
@@ -47,12 +43,6 @@ def little(tmp_path: Path) -> Iterator[Path]:
     mount(folder, "-t", "tmpfs", "-o", "size=1000k", "tmpfs")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def loop(rt: Runtime | None = None) -> AbstractContextManager[Checkpoint]:
-    """The snapshots of a loop of stage sft."""
-    view = SftView.of(inputs.resolved(config.load()))
-    return checkpoint.open(rt or small.runtime(), Paths(), view, "loop")
 
 
 def snapshot(steps: int, floats: int) -> None:
@@ -85,7 +75,7 @@ def test_a_process_on_a_full_disk_leaves_the_files_that_another_one_is_writing(
         save(part, path)
 
     monkeypatch.setattr(torch, "save", beside_another)
-    with loop(rt) as snapshots:
+    with loop(rt=rt) as snapshots:
         monkeypatch.setattr(rt, "world_size", 2)
         monkeypatch.setattr(rt, "barrier", lambda: None)
         monkeypatch.setattr(rt, "max", lambda value: value)

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, reward, sft
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.checkpoint import Checkpoint
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
 from tests.ppo.toy import without_critic
+from tests.training.stages import loop
 
 SMALL: Mapping[str, Any] = {
     "model.scratch": {"hidden_size": 16, "num_layers": 2, "num_heads": 2},
@@ -174,19 +173,15 @@ def view(project: Path) -> SftView:
     return SftView.of(settings.model_copy(update={"resume": quick}))
 
 
-def snapshots(view: SftView) -> AbstractContextManager[Checkpoint]:
-    return checkpoint.open(small.runtime(), Paths(), view, "loop")
-
-
 def keep(view: SftView, *steps: int) -> None:
-    with snapshots(view) as loop:
+    with loop(view) as snapshots:
         for step in steps:
-            loop.save(step, {"step": step, "shared": {"weights": torch.full((3,), float(step))}})
+            snapshots.save(step, {"step": step, "shared": {"weights": torch.full((3,), float(step))}})
 
 
 def loaded(view: SftView) -> State | None:
-    with snapshots(view) as loop:
-        return loop.load()
+    with loop(view) as snapshots:
+        return snapshots.load()
 
 
 def step_of(view: SftView) -> int | None:
@@ -216,8 +211,8 @@ def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parame
     keep(view, 3, 7)
     assert checkpoint.point(Paths(), "sft") == "step 7 of loop"
     assert checkpoint.point(Paths(), "ppo") is checkpoint.point(Paths(), "report") is None
-    snapshots = snapshots_of(project)
-    os.utime(snapshots[0], (time.time() + 9, time.time() + 9))
+    first = snapshots_of(project)[0]
+    os.utime(first, (time.time() + 9, time.time() + 9))
     assert checkpoint.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
     yaml = YAML()
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
@@ -267,9 +262,9 @@ def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftVie
     def write(folder: Path) -> None:
         (folder / "part.bin").write_bytes(b"own")
 
-    with snapshots(view) as loop:
-        loop.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
-        found = loop.load()
+    with loop(view) as snapshots:
+        snapshots.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
+        found = snapshots.load()
     assert found is not None
     assert (found["shared"]["deep"]["training"] / "part.bin").read_bytes() == b"own"
     assert found["x"] == [1, None, "text", 0.5]
@@ -279,15 +274,15 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     object.__setattr__(view.resume, "every_seconds", 60.0)
-    with snapshots(view) as loop:
+    with loop(view) as snapshots:
         seen = []
         for now[0] in (159.0, 160.0, 161.0):
-            seen.append(loop.due())
-        loop.save(1, {})
+            seen.append(snapshots.due())
+        snapshots.save(1, {})
         now[0] = 220.0
-        seen.append(loop.due())
+        seen.append(snapshots.due())
         now[0] = 221.0
-        seen.append(loop.due())
+        seen.append(snapshots.due())
     assert seen == [False, True, True, False, True]
 
 

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -18,14 +17,11 @@ import psutil
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_tasks import config
-from rlhf_tasks.config import SftView
-from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import checkpoint, failures, stopping
-from rlhf_tasks.training.checkpoint import Checkpoint
 from tests import small, toy
+from tests.training.stages import loop
 
 HEARD_SECONDS = 2.0
 PASSED_ON_SECONDS = 6.0  # until the processes that were launched hear it, on a busy machine
@@ -34,11 +30,6 @@ PYTHON_SECONDS = 15.0  # for the end of Python itself after torch, on a busy mac
 
 
 # ------------------------------------------------------------------------------------------ in this process
-
-
-def loop() -> AbstractContextManager[Checkpoint]:
-    """The snapshots of a loop of stage sft."""
-    return checkpoint.open(small.runtime(), Paths(), SftView.of(inputs.resolved(config.load())), "loop")
 
 
 def loop_with_signals(*at: int) -> list[str]:
