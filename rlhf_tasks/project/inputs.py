@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_tasks import config
-from rlhf_tasks.config import VIEWS, Config, Stage
+from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
 from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
@@ -258,7 +258,7 @@ def _beside(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _packages(stage: str, values: Mapping[str, Any]) -> Sequence[str]:
     """The packages whose code a stage's results depend on, beside those of functions."""
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
-    has_models = any(view.has_models for name, view in VIEWS.items() if name == stage)
+    has_models = any(issubclass(view, ModelView) for name, view in VIEWS.items() if name == stage)
     models = MODEL_PACKAGES if has_models else TOKENIZER_PACKAGES if stage == "prepare" else ()
     return (*models, *harness)
 

@@ -327,7 +327,7 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ),
         ({"ppo.kl.kind": "in_loss", "ppo.kl.estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
-        ({"ppo.scorers": []}, "scorers is empty"),
+        ({"ppo.scorers": []}, "ppo.scorers: Tuple should have at least 1 item"),
         ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is named 2 times; keep one"),
         ({"ppo.scorers": [OWN, OWN]}, "the reward model models/reward is named 2 times"),
         ({"ppo.scorers": [OWN, {**OWN, "path": "a"}, {**OWN, "path": "./a"}]}, "model a is named 2 times"),

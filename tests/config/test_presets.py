@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from rlhf_tasks import config, errors, presets
 from rlhf_tasks.cli import main
-from rlhf_tasks.config.ppo import AdaptiveKl, EosTrickReplace, Gae, Guards, Rloo, SeparateCritic
+from rlhf_tasks.config.ppo import AdaptiveKl, EosTrickReplace, Gae, Group, Guards, SeparateCritic
 from rlhf_tasks.data.batches import micro_batches
 from rlhf_tasks.presets import Request
 from tests import toy
@@ -237,7 +237,7 @@ def test_one_command_trains_without_a_critic(project: Path, name: str, advantage
 def test_a_preset_that_names_no_kind_keeps_the_one_in_force(project: Path) -> None:
     assert main.main(["preset", "rloo"]) == 0
     assert main.main(["preset", "smoke"]) == 0
-    assert config.load().ppo.advantages == Rloo()
+    assert config.load().ppo.advantages == Group(kind="rloo")
 
 
 def test_a_key_inside_a_section_keeps_its_kind_and_another_kind_replaces_the_section() -> None:
@@ -248,7 +248,7 @@ def test_a_key_inside_a_section_keeps_its_kind_and_another_kind_replaces_the_sec
         assert settings.ppo.advantages.lam == 0.5
         several = {"ppo.advantages.samples_per_prompt": 8, "ppo.advantages.kind": "rloo"}
         _, settings, changes = Request(overrides=several).resolve(text)
-        assert settings.ppo.advantages == Rloo(samples_per_prompt=8)
+        assert settings.ppo.advantages == Group(kind="rloo", samples_per_prompt=8)
         assert "ppo.advantages.kind: gae → rloo" in changes
         with pytest.raises(errors.ConfigError, match=r"advantages\.lam: unknown key"):
             Request(overrides={"ppo.advantages": {"kind": "rloo", "lam": 0.5}}).resolve(text)
