@@ -39,10 +39,10 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     data, scratch, problems = config.data, config.model.scratch, Problems()
     # 1. Rows of any source, as the base model's chat template renders them.
     if scratch is None:
-        words: PreTrainedTokenizerBase | None = tokenizer.ready(config.model)
+        words = tokenizer.ready(config.model)
         rendering = tokenizer.ready_rendering(words, config.model.base)
     else:
-        words, rendering = None, tokenizer.scratch_rendering()
+        rendering = tokenizer.scratch_rendering()
     corpus = _read(paths, config, rendering, problems)
     # 2. What can be checked without token ids.
     rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
@@ -56,7 +56,6 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
         train = {role: tables.get("train", []) for role, tables in good.items()}
         texts = (row[name] for role, table in train.items() for row in table for name in TEXTS[role])
         words = tokenizer.train(scratch, texts, data.max_prompt_tokens + data.max_completion_tokens)
-    assert words is not None
     lengths = rows.measure(corpus, lambda texts: tokenizer.count_tokens(words, texts))
     if data.source == "docstrings":  # the source estimates lengths, so a long row is no bad row
         corpus = _within_limits(corpus, lengths, data)
