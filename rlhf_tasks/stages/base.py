@@ -12,10 +12,10 @@ from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import from_scratch, load_causal
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages.saving import save
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, train
 
 

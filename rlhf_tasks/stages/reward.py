@@ -43,10 +43,10 @@ from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.reward_model import RewardModel
-from rlhf_tasks.stages.saving import save
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import Sums, train
 
 NONE_MADE = """\

@@ -10,10 +10,10 @@ from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import fetch_tokenizer, load_causal
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages.saving import save
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import demonstrations, evaluate, train
 
 

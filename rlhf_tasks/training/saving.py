@@ -1,4 +1,4 @@
-"""How the training stages write a checkpoint."""
+"""How a training stage writes its model."""
 
 from __future__ import annotations
 
