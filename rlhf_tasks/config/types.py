@@ -152,6 +152,7 @@ def _address(value: str) -> str:
     """An http address without a login, which would be stored wherever parameters are."""
     if not re.match(r"https?://[^\s/]", value):
         raise ValueError("must begin with http:// or https:// and name a host")
+    _ = urlsplit(value).port  # which raises for one that cannot be
     if "@" in value.split("//", 1)[1].split("/", 1)[0]:
         raise ValueError(
             "holds a login, which would be stored in git, dvc.lock and MLflow; remove it, and name the "
