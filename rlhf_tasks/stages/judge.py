@@ -221,11 +221,7 @@ def _response_table(sampled: Contenders, judged: Judged) -> pa.Table:
 
 
 def _show(
-    config: JudgeView,
-    results: typed.EvaluationResults,
-    sampled: Contenders,
-    judged: Judged,
-    tracker: Tracker,
+    config: JudgeView, results: typed.EvaluationResults, sampled: Contenders, judged: Judged, tracker: Tracker
 ) -> None:
     prompts, texts = sampled.prompts, sampled.texts
     rows = tables.win_rates(results.comparisons)

@@ -33,11 +33,7 @@ CHATML = (
 WITHOUT_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 )
-CONVERSATIONS = (
-    ["hi"],
-    ["hi", "yes?", "w1 w2"],
-    ["one", "two", "three", "four", "five\nsix"],
-)
+CONVERSATIONS = (["hi"], ["hi", "yes?", "w1 w2"], ["one", "two", "three", "four", "five\nsix"])
 
 
 def bytes_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:

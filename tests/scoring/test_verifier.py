@@ -67,14 +67,7 @@ def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
     columns: Columns = {"answer": [4] * 6, "form": [r"\d"] * 6}
     assert verifier.answers(responses) == ["4", "4.0", "5", None, None, ""]
     rows = Responses.of_texts(["p"] * 6, responses, columns)
-    assert verifier(rows).tolist() == [
-        2.75,
-        2.25,
-        0.75,
-        0.0,
-        0.0,
-        0.25,
-    ]
+    assert verifier(rows).tolist() == [2.75, 2.25, 0.75, 0.0, 0.0, 0.25]
     assert verifier.correct(responses, columns) == [True, False, False, False, False, False]
     assert verifier.formatted(responses) == [True, True, True, False, False, True]
 
