@@ -127,9 +127,11 @@ def _make_test(check: Check, value: Any) -> Test:
             most = Decimal(str(check.tolerance))
             return lambda answer: (x := parse_number(answer)) is not None and abs(x - right) <= most
         case "regex":
+            if not isinstance(value, str):
+                raise ValueError(f"{excerpt(value)} is not a regular expression")
             try:
                 pattern = re.compile(value, re.DOTALL)
-            except (re.error, TypeError) as error:
+            except re.error as error:
                 raise ValueError(f"{excerpt(value)} is not a regular expression: {error}") from None
             return lambda answer: pattern.fullmatch(answer) is not None
         case "json_schema":

@@ -218,10 +218,7 @@ def _train(
 
 
 def model_of(prompt: str) -> str:
-    """The model that a prompt's pairs train, by its hash.
-
-    Each gets half of the prompts: the two are trained at once, and neither waits for the other.
-    """
+    """The model that a prompt's pairs train, by its hash: each gets half of the prompts."""
     return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 2 else "reward_heldout"
 
 

@@ -39,12 +39,12 @@ JUDGE = {"kind": "function", "name": "own", "function": "my_columns:judged"}
 FIRST_WORD = {"kind": "regex", "column": "first"}
 KEEP = {"data.columns.keep": ["first"]}
 VERIFIER = {"kind": "verifier", "checks": [FIRST_WORD], "format": {"pattern": "(.*)", "weight": 0.5}}
+PPO = {"total_episodes": 32, "rollout_batch_size": 16, "num_mini_batches": 2, "response_length": 8}
+SAMPLES = {"num_selections": 1, "num_selection_prompts": 8, "num_sample_generations": 1}
 SETTINGS = {
-    "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
-    "ppo.response_length": 8, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
-    "ppo.num_sample_generations": 1, "ppo.advantages.critic.init": "sft", "ppo.scorers": [OWN],
-    "ppo.select_by": {"judge": JUDGE},
-}  # fmt: skip
+    **{f"ppo.{key}": value for key, value in (PPO | SAMPLES).items()},
+    **{"ppo.advantages.critic.init": "sft", "ppo.scorers": [OWN], "ppo.select_by": {"judge": JUDGE}},
+}
 
 
 @pytest.fixture

@@ -100,10 +100,14 @@ def bad_files(folder: Path) -> None:
 
 
 FOUND = {
-    "sft.train.jsonl:9": "empty", "sft.train.jsonl:10": "duplicate", "sft.train.jsonl:11": "too_long",
-    "sft.train.jsonl:12": "too_long", "sft.train.jsonl:13": "malformed", "sft.test.jsonl:1": "leak",
-    "preferences.train.jsonl:1": "chosen_is_rejected", "preferences.train.jsonl:2": "malformed",
-}  # fmt: skip
+    "sft.train.jsonl:9": "empty",
+    "sft.train.jsonl:10": "duplicate",
+    **{f"sft.train.jsonl:{line}": "too_long" for line in (11, 12)},
+    "sft.train.jsonl:13": "malformed",
+    "sft.test.jsonl:1": "leak",
+    "preferences.train.jsonl:1": "chosen_is_rejected",
+    "preferences.train.jsonl:2": "malformed",
+}
 LIMITS = {
     "data.source": "files",
     "data.path": "in",
