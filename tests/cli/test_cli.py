@@ -17,10 +17,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlhf_tasks import config, presets
+from rlhf_tasks import config
 from rlhf_tasks.cli import generate, main
 from rlhf_tasks.config import StageView
 from rlhf_tasks.errors import UserError
+from rlhf_tasks.presets import overlays
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking import Tracker
@@ -424,7 +425,7 @@ def preset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         encoding="utf-8",
     )
     (folder / "wrong.yaml").write_text("seed: 8\nppo: {kl_coef: -1.0}\n", encoding="utf-8")
-    monkeypatch.setattr(presets, "FOLDER", folder)
+    monkeypatch.setattr(overlays, "FOLDER", folder)
     return folder
 
 
