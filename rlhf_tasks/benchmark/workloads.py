@@ -36,8 +36,8 @@ from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.ppo.state import begin
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.scoring.build import WeightedSum
 from rlhf_tasks.scoring.build import build as build_scorers
-from rlhf_tasks.scoring.combine import WeightedSum
 from rlhf_tasks.stages.ppo import estimator_of, load_models, policy_loss_of, ptx_text
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere

@@ -4,7 +4,7 @@ The types hold names, units, ranges, rules and defaults; `params.yaml` holds wha
 sections of several kinds. An optional feature is a section that is null when it is off.
 """
 
-from rlhf_tasks.config.judge import Judge, Judging
+from rlhf_tasks.config.judge import Judging
 from rlhf_tasks.config.load import (
     differences,
     in_force,
@@ -20,7 +20,7 @@ from rlhf_tasks.config.load import (
     values,
     written,
 )
-from rlhf_tasks.config.ppo import Lora, Ppo, SeparateCritic, SharedCritic
+from rlhf_tasks.config.ppo import Lora, Ppo
 from rlhf_tasks.config.schema import (
     Columns,
     Config,
@@ -31,21 +31,19 @@ from rlhf_tasks.config.schema import (
     Model,
     Optimization,
     Precision,
-    Preferences,
     Promotion,
     Resume,
     Reward,
     Scratch,
-    Service,
     Sft,
     TaskPolicy,
     Tracking,
 )
-from rlhf_tasks.config.scorers import Scorer
 from rlhf_tasks.config.stages import (
     VIEWS,
     BaseView,
     JudgeView,
+    ModelView,
     PpoView,
     PreferencesView,
     PrepareView,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from rlhf_tasks.config import types as t
-from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED, Check, Format
+from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED, Checks, Scorer, reward_folders
 from rlhf_tasks.config.types import Section, check_source
 
 RESERVED = (
@@ -29,13 +29,10 @@ def _not_reserved(name: str) -> str:
     return name
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_not_reserved)]
-
-
 class NamedJudge(Section):
     """What every judge has."""
 
-    name: Name
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$"), AfterValidator(_not_reserved)]
     """Name of the judge in the metrics: lower-case letters, digits and `_`."""
 
 
@@ -55,28 +52,28 @@ class RewardModelJudge(NamedJudge):
     path: str
     """Folder of the reward model."""
 
+    @property
+    def is_of_pipeline(self) -> bool:
+        """Whether stage reward makes the model."""
+        return Path(self.path).as_posix() in (OPTIMISED, HELDOUT)
+
 
 class FunctionJudge(NamedJudge):
     """A Python function that scores each response."""
 
     kind: Literal["function"]
     function: t.ImportPath
-    """`module:function`, called with a list of prompts and a list of responses, and with the columns of
-    `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for one that it
-    cannot score."""
+    """`module:function`, called with lists of prompts and responses, and with the columns of
+    `data.columns.keep` that it takes by keyword; it returns one float per response, NaN for no decision."""
     pairwise: bool = False
-    """Whether the function compares: it is called with a list of prompts and two lists of responses, once in
-    each order, and returns per prompt the probability that the first response is better, or None."""
+    """Whether the function compares: it gets prompts and two lists of responses, in both orders, and returns
+    per prompt the probability that the first response is better, or None."""
 
 
-class VerifierJudge(NamedJudge):
+class VerifierJudge(NamedJudge, Checks):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
     kind: Literal["verifier"]
-    checks: tuple[Check, ...] = Field(strict=False, min_length=1)
-    """List of checks by kind; a response is right if it passes all of them."""
-    format: Format | None = None
-    """What must stand around the answer; null: the whole response is the answer."""
 
 
 class Budget(Section):
@@ -101,8 +98,7 @@ class LlmJudge(NamedJudge):
     prompt: str = "tldr"
     """Prompt of the judge: tldr, hhh, or a file with {prompt}, {first} and {second}."""
     logprobs: bool = True
-    """Whether the request includes log-probabilities, so that the comparison is the probability of A against
-    B; if false, or if the server sends none, the reply is parsed."""
+    """Whether the comparison is the probability of A against B; without log-probs the reply is parsed."""
     max_reply_tokens: t.PositiveInt = 4
     """Longest reply, in tokens; its last line must be A or B."""
     concurrency: t.PositiveInt = 8
@@ -155,9 +151,8 @@ class CombinedJudge(NamedJudge):
     """Several judges of the list combined into one."""
 
     kind: Literal["all_of", "majority"]
-    """`all_of`: a win or loss needs all judges, else it is a tie; `majority`: the side with more judges
-    wins."""
-    judges: tuple[str, ...] = Field(strict=False, min_length=2)
+    """`all_of`: a win or loss needs all judges, else it is a tie; `majority`: the side with more judges."""
+    judges: Annotated[t.Names, Field(min_length=2)]
     """Names of the judges of `judge.judges` that are combined."""
 
 
@@ -174,6 +169,16 @@ Judge = Annotated[
 ]
 
 
+def optimised_by(scorers: Sequence[Scorer], judge: Judge) -> str | None:
+    """The reward model or function of a judge that is also a scorer of PPO; None for any other judge."""
+    if isinstance(judge, FunctionJudge):
+        functions = [scorer.function for scorer in scorers if scorer.kind == "function"]
+        return judge.function if judge.function in functions else None
+    if isinstance(judge, RewardModelJudge) and Path(judge.path).as_posix() in reward_folders(scorers):
+        return judge.path
+    return None
+
+
 class Selection(Section):
     """A judge that selects the checkpoint that PPO keeps; the gold judge only judges the final policy."""
 
@@ -185,7 +190,7 @@ class Selection(Section):
     """Largest share of failed comparisons on one checkpoint; above it the stage fails."""
 
     def problems(self) -> Iterator[str]:
-        if isinstance(self.judge, RewardModelJudge) and _is_pipeline_model(self.judge):
+        if isinstance(self.judge, RewardModelJudge) and self.judge.is_of_pipeline:
             yield (
                 f"select_by cannot name {self.judge.path}: set select_by to null to select by "
                 "models/reward_heldout; models/reward, which PPO optimizes, never selects"
@@ -195,20 +200,14 @@ class Selection(Section):
 class Tasks(Section):
     """Tasks of lm-evaluation-harness, an extra (`pip install -e '.[eval]'`), done by base, SFT and policy."""
 
-    names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(strict=False, min_length=1)
+    names: Annotated[t.Names, Field(min_length=1)]
     """Names of tasks, or of groups or tags of tasks."""
     folder: str | None = None
-    """Folder of the tasks' YAML files, whose paths are relative to the project's folder; null: only the tasks
-    of the harness, whose data is on a hub."""
+    """Folder of the tasks' YAML files, whose paths are relative to the project; null: the harness's tasks."""
     num_examples: t.PositiveInt | None = None
     """Largest number of documents per task; null: all of them."""
     batch_size: t.PositiveInt = 32
     """Number of requests per forward pass."""
-
-    def problems(self) -> Iterator[str]:
-        twice = sorted(name for name, count in Counter(self.names).items() if count > 1)
-        if twice:
-            yield f"names: {', '.join(twice)} is there twice; name each task once"
 
 
 class Retention(Section):
@@ -250,15 +249,14 @@ class Judging(Section):
     num_samples_shown: t.Count = 20
     """Number of prompts whose responses MLflow shows."""
     num_traces: t.Count = 100
-    """Number of replies per llm judge that MLflow shows as traces, beside those on pairs that people
-    labelled; 0: none at all."""
+    """Number of replies per llm judge that MLflow shows as traces, beside those on human-labelled pairs; 0:
+    none at all."""
     labels: str = "rlhf_tasks/evaluation/no_labels.jsonl"
     """File of human labels; `rlhf label` writes data/labels.jsonl, which DVC then tracks."""
     retention: Retention | None = Retention()
     """Perplexity and multiple-choice accuracy of base, SFT and policy; null: not measured."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the names."""
         twice = sorted(name for name, n in Counter(judge.name for judge in self.judges).items() if n > 1)
         if twice:
             yield f"judges: several have the name {', '.join(twice)}; give each judge its own name"
@@ -270,24 +268,12 @@ class Judging(Section):
                     f"judges: {judge.name} combines {', '.join(unknown)}, which is not in the list or is a "
                     f"combination itself; known: {', '.join(sorted(plain)) or 'none'}"
                 )
-            if len(set(judge.judges)) < len(judge.judges):
-                yield f"judges: {judge.name} names a judge twice"
 
     @property
     def scoring(self) -> set[str]:
         """Names of the judges that score each response; they make no requests."""
         kinds = (GoldJudge, RewardModelJudge, FunctionJudge, VerifierJudge)
-        return {
-            judge.name
-            for judge in self.judges
-            if isinstance(judge, kinds) and not (isinstance(judge, FunctionJudge) and judge.pairwise)
+        pairwise = {
+            judge.name for judge in self.judges if isinstance(judge, FunctionJudge) and judge.pairwise
         }
-
-    @property
-    def needs_pipeline_reward_model(self) -> bool:
-        """Whether a judge is a reward model that this pipeline trains."""
-        return any(_is_pipeline_model(judge) for judge in self.judges if isinstance(judge, RewardModelJudge))
-
-
-def _is_pipeline_model(judge: RewardModelJudge) -> bool:
-    return Path(judge.path).as_posix() in (OPTIMISED, HELDOUT)
+        return {judge.name for judge in self.judges if isinstance(judge, kinds)} - pairwise

@@ -11,6 +11,7 @@ from ruamel.yaml.comments import CommentedMap
 from rlhf_tasks.config.schema import Config
 from rlhf_tasks.config.types import Section, field_of, section_of
 
+MISSING = object()
 CRITIC = "ppo.advantages.critic"
 MOVED: Mapping[str, str] = {
     "reward.centring_coef": "reward.centering_coef",
@@ -57,48 +58,45 @@ def upgrade(tree: CommentedMap) -> list[str]:
     Returns a line per key. A value is left out if it is the default null, or if the present kind of its
     section does not have it, so that it had no effect.
     """
-    found = [old for old in MOVED if _is_old(tree, old.split("."))]
+    given = {old: _inside(tree, old) for old in MOVED}
+    found = [old for old, value in given.items() if value is not MISSING and new_place(old.split("."), value)]
     new: dict[str, Any] = {}
     for old in found:
-        value = copy.deepcopy(_inside(tree, old.split(".")))
         *path, last = MOVED[old].split(".")
         section = new
         for part in path:
-            if section.get(part) is None:
-                section[part] = {}
+            section[part] = section.get(part) or {}
             section = section[part]
+        value = copy.deepcopy(given[old])
         section[last] = CONVERTED[old](value, tree["ppo"]) if old in CONVERTED else value
     _drop_unknown(new, Config)
     for old in found:
-        (*path, last), place = old.split("."), MOVED[old].split(".")
-        owner, target, value = _inside(tree, path), place[len(path)], _inside(new, place[: len(path) + 1])
+        path_of_owner, _, last = old.rpartition(".")
+        owner = _inside(tree, path_of_owner)
         position, comment = list(owner).index(last), owner.ca.items.pop(last, None)
         del owner[last]
-        if place[: len(path)] == path and target not in owner and value is not None:
+        if not MOVED[old].startswith(f"{path_of_owner}."):
+            continue
+        target, _, rest = MOVED[old].removeprefix(f"{path_of_owner}.").partition(".")
+        value = _inside(new, f"{path_of_owner}.{target}")
+        if target not in owner and value not in (MISSING, None):
             owner.insert(position, target, _in_one_line(value))
-            if comment is not None and (target == last or len(place) == len(path) + 1):
+            if comment is not None and (target == last or not rest):
                 owner.ca.items[target] = comment
     return [
-        f"{old} → {MOVED[old]}"
-        if _has(new, MOVED[old].split("."))
-        else f"{old} is left out: it has no effect"
+        f"{old} is left out: it has no effect"
+        if _inside(new, MOVED[old]) is MISSING
+        else f"{old} → {MOVED[old]}"
         for old in found
     ]
 
 
-def _is_old(tree: Mapping[str, Any], path: Sequence[str]) -> bool:
-    return _has(tree, path) and new_place(path, _inside(tree, path)) is not None
-
-
-def _has(tree: Mapping[str, Any], path: Sequence[str]) -> bool:
-    owner = _inside(tree, path[:-1])
-    return isinstance(owner, Mapping) and path[-1] in owner
-
-
-def _inside(tree: Any, path: Sequence[str]) -> Any:
-    """The value at a path; None where there is nothing."""
-    for part in path:
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
+def _inside(tree: Any, key: str) -> Any:
+    """The value of a dotted key, or MISSING."""
+    for part in key.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return MISSING
+        tree = tree[part]
     return tree
 
 
@@ -113,8 +111,7 @@ def _drop_unknown(tree: dict[str, Any], owner: type[Section] | None) -> None:
 
 
 def _in_one_line(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    line = CommentedMap({key: _in_one_line(inner) for key, inner in value.items()})
-    line.fa.set_flow_style()
-    return line
+    if isinstance(value, Mapping):
+        value = CommentedMap({key: _in_one_line(inner) for key, inner in value.items()})
+        value.fa.set_flow_style()
+    return value

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_tasks.config import types as t
-from rlhf_tasks.config.judge import Selection
-from rlhf_tasks.config.scorers import Combination, RewardModelScorer, Scorer, conflicts, reward_folders
+from rlhf_tasks.config.judge import Selection, optimised_by
+from rlhf_tasks.config.scorers import Combination, RewardModelScorer, Scorer, conflicts
 from rlhf_tasks.config.types import Between, Section
 
 BENDING = ("top_k", "top_p", "min_p", "min_length", "min_new_tokens", "repetition_penalty", "num_beams")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOWEST_TEMPERATURE = 0.01  # vLLM samples at this temperature where a lower one is given
-SeveralSamples = Annotated[int, Between(2, 2**20)]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean, per step
 
 
@@ -104,19 +100,13 @@ class Gae(Section):
     """Model of the values."""
 
 
-class Rloo(Section):
-    """A response's return minus the mean of the other responses to its prompt (arXiv 2402.14740)."""
-
-    kind: Literal["rloo"] = "rloo"
-    samples_per_prompt: SeveralSamples = 4
-    """Responses to each prompt of a rollout."""
-
-
 class Group(Section):
-    """A response's return minus its prompt's mean, in standard deviations: GRPO (arXiv 2402.03300)."""
+    """A response's return against those of the other responses to its prompt, without a critic."""
 
-    kind: Literal["group"] = "group"
-    samples_per_prompt: SeveralSamples = 4
+    kind: Literal["rloo", "group"]
+    """`rloo`: minus the mean of the others (arXiv 2402.14740); `group`: minus the mean of all, in standard
+    deviations, as GRPO does (arXiv 2402.03300)."""
+    samples_per_prompt: Annotated[int, Between(2, 2**20)] = 4
     """Responses to each prompt of a rollout."""
 
 
@@ -136,7 +126,7 @@ class OwnEstimator(Section):
     """Model of the values; null: the function needs none."""
 
 
-Advantages = Annotated[Gae | Rloo | Group | OwnEstimator, Field(discriminator="kind")]
+Advantages = Annotated[Gae | Group | OwnEstimator, Field(discriminator="kind")]
 
 # ------------------------------------------------------------------------------- responses and scores
 
@@ -157,32 +147,19 @@ class EosTrickSubtract(Section):
     """Penalty that is added to the score; a positive one would reward unfinished responses."""
 
 
-class Bootstrap(Section):
-    """Without a stop token γ·V of the last state replaces the score, or is added to it (`bootstrap_add`)."""
+class NoEosTrick(Section):
+    """A response without the stop token has no fixed score."""
 
-    kind: Literal["bootstrap", "bootstrap_add"] = "bootstrap"
-    """`bootstrap`: in place of the score; `bootstrap_add`: added to the score."""
-
-
-class NoTruncation(Section):
-    """A response without the stop token keeps its score."""
-
-    kind: Literal["none"] = "none"
+    kind: Literal["none", "bootstrap", "bootstrap_add"]
+    """`none`: it keeps its score; `bootstrap`: γ·V of the last state replaces the score; `bootstrap_add`: γ·V
+    is added to it."""
 
 
-EosTrick = EosTrickReplace | EosTrickSubtract
-Truncation = Annotated[
-    EosTrickReplace | EosTrickSubtract | Bootstrap | NoTruncation, Field(discriminator="kind")
-]
+Truncation = Annotated[EosTrickReplace | EosTrickSubtract | NoEosTrick, Field(discriminator="kind")]
 
 
 def _loopback_url(value: str) -> str:
-    try:
-        parts = urlsplit(value)
-        is_local = parts.scheme == "http" and parts.hostname in LOOPBACK and parts.port is not None
-    except ValueError:
-        is_local = False
-    if not is_local or parts.path.strip("/") or parts.query:
+    if not re.fullmatch(r"http://(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}/?", value):
         raise ValueError(
             f"{value!r} is not the address of a server on this machine, such as http://127.0.0.1:8000; "
             "whoever reaches the server can replace its weights, so that PPO uses loopback only"
@@ -206,17 +183,16 @@ class VllmSampler(Section):
     url: Annotated[str, AfterValidator(_loopback_url)] | None = None
     """Address of a running server on this machine; null: the stage starts the server and ends it."""
     command: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
-    """Words that start the server in its own environment, such as `[/opt/vllm/bin/vllm, serve]`; the stage
-    adds the folder of the weights and its options; null: there is a `url`."""
+    """Words that start the server, such as `[/opt/vllm/bin/vllm, serve]`; the stage adds the folder of the
+    weights and its options; null: there is a `url`."""
     weights_folder: str | None = None
-    """Folder, on a disk that the server reads too, in which the stage writes the weights of each version;
-    null: .rlhf/engine."""
+    """Folder, on a disk that the server reads too, for each version of the weights; null: .rlhf/engine."""
     transfer: Literal["folder", "ipc"] = "folder"
-    """How new weights reach the server: `folder`, in files in `weights_folder`; `ipc`, from the memory of the
-    GPU that training and server share, by vLLM's weight transfer. The first weights are always in files."""
+    """How new weights reach the server: by files in `weights_folder`, or by vLLM's weight transfer (`ipc`)
+    within the GPU that training and server share. The first weights are always in files."""
     ahead: Literal[0, 1] = 0
-    """Number of rollouts that are sampled ahead: 0, or 1 to sample the next rollout while the policy learns
-    from this one, from weights that are one update older (arXiv 2410.18252)."""
+    """Rollouts sampled ahead: 1 samples the next one while the policy learns from this one, by weights that
+    are one update older (arXiv 2410.18252)."""
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = 2.0
     """Cap of the importance weights π_old/π_sampler on each token's policy loss; null: no weights."""
     max_logprob_diff: t.PositiveFloat = 0.1
@@ -357,18 +333,6 @@ def _eos_or_id(value: Any) -> Any:
     raise ValueError("must be `eos`, or the id of a token: a whole number from 0")
 
 
-def _loss_name(value: Any) -> Any:
-    if isinstance(value, str) and (value == "ppo_clip" or re.fullmatch(r"[\w.]+:\w+", value)):
-        return value
-    raise ValueError("must be ppo_clip, or a function of yours as module:function")
-
-
-def _reduction(value: Any) -> Any:
-    if value in ("token_mean", "response_mean") or isinstance(value, dict | Constant):
-        return value
-    raise ValueError("must be token_mean, response_mean or {constant: 32}")
-
-
 class Ppo(Section):
     """PPO training of the policy. An episode is one prompt with one sampled response."""
 
@@ -383,11 +347,13 @@ class Ppo(Section):
     micro_batch_tokens: t.PositiveInt = 4096
     """Maximum padded tokens per micro-batch and rank."""
 
-    scorers: tuple[Scorer, ...] = Field(default=(RewardModelScorer(kind="reward_model"),), strict=False)
+    scorers: tuple[Scorer, ...] = Field(
+        default=(RewardModelScorer(kind="reward_model"),), strict=False, min_length=1
+    )
     """List of scorers by kind; their scores are added up by weight."""
     combine_reward_models: Combination = "sum"
-    """How weighted scores of several reward models become one: `sum`, `min`, or their mean minus a multiple
-    of their standard deviation (`{mean_minus_deviations: 1.0}`). Other scorers are added to it."""
+    """How weighted scores of reward models become one, to which other scorers are added: `sum`, `min`, or the
+    mean minus a multiple of the standard deviation (`{mean_minus_deviations: 1.0}`)."""
     score_scaling: ScoreScaling | None = None
     """Division of the scores by their running standard deviation; null: raw scores."""
 
@@ -402,8 +368,7 @@ class Ppo(Section):
     max_grad_norm: t.PositiveFloat | None = 1.0
     """Largest L2 norm of a gradient; a larger one is scaled down; null: no clipping."""
     lora: Lora | None = None
-    """Low-rank adapters for the policy; the reference is the policy without them. The learning rate should be
-    about ten times higher. null: full training."""
+    """Low-rank adapters for the policy, for about ten times the learning rate; null: full training."""
     gradient_checkpointing: bool = False
     """Whether activations are computed again in the backward pass, to save memory."""
 
@@ -440,10 +405,11 @@ class Ppo(Section):
     advantage_clip: t.PositiveFloat | None = None
     """Largest absolute advantage, after whitening; null: no clipping."""
 
-    loss: Annotated[str, BeforeValidator(_loss_name)] = "ppo_clip"
+    loss: Annotated[str, Field(pattern=r"^(ppo_clip|[\w.]+:\w+)$")] = "ppo_clip"
     """Loss of each token: `ppo_clip`, or a function of yours as `module:function` with the same signature."""
     loss_reduction: Annotated[
-        Literal["token_mean", "response_mean"] | Constant, BeforeValidator(_reduction)
+        Literal["token_mean", "response_mean"] | Constant,
+        t.one_of("token_mean", "response_mean", example="{constant: 32}"),
     ] = "token_mean"
     """How the tokens' losses become one number: the mean over all tokens of the minibatch (`token_mean`), or
     over responses, of each one's mean (`response_mean`) or of its sum divided by `{constant: 32}`."""
@@ -462,15 +428,15 @@ class Ppo(Section):
     """Checks that warn, stop or roll back; null: no checks."""
 
     num_sample_generations: t.Count = 10
-    """Number of times that a few responses to validation prompts are shown and stored: before training, at
-    its end and evenly in between; 1: only at the end."""
+    """Times that responses to validation prompts are shown and stored, evenly from start to end; 1: at the
+    end."""
     num_selections: t.PositiveInt = 4
     """Number of evaluations of the policy on the selection prompts; the best weights are kept."""
     num_selection_prompts: t.PositiveInt = 256
     """Number of selection prompts, taken from the validation split."""
     select_by: Selection | None = None
-    """Judge whose win rate over the references selects the weights; null: the mean score of
-    models/reward_heldout selects them, or the last weights are kept if there is no reward model."""
+    """Judge whose win rate over the references selects the weights; null: models/reward_heldout selects them
+    by its mean score, and without a reward model the last weights are kept."""
 
     @property
     def critic(self) -> SeparateCritic | SharedCritic | None:
@@ -485,20 +451,17 @@ class Ppo(Section):
     @property
     def gamma(self) -> float:
         """Discount of future rewards; 1 for an estimator that compares whole responses."""
-        gamma: float = getattr(self.advantages, "gamma", 1.0)
-        return gamma
+        return 1.0 if isinstance(self.advantages, Group) else self.advantages.gamma
 
     @property
     def whiten_rewards(self) -> bool:
         """Whether token rewards are scaled to variance 1."""
-        whitens: bool = getattr(self.advantages, "whiten_rewards", False)
-        return whitens
+        return not isinstance(self.advantages, Group) and self.advantages.whiten_rewards
 
     @property
     def missing_eos_score(self) -> float:
         """Score for a missing stop token; only the two EOS tricks read it."""
-        score: float = getattr(self.truncation, "missing_eos_score", 0.0)
-        return score
+        return 0.0 if isinstance(self.truncation, NoEosTrick) else self.truncation.missing_eos_score
 
     @model_validator(mode="before")
     @classmethod
@@ -513,7 +476,6 @@ class Ppo(Section):
         return values
 
     def problems(self) -> Iterator[str]:
-        """Values that have no effect, or a wrong one, with the other values."""
         yield from self._size_problems()
         yield from self._kl_problems()
         yield from self._sampler_problems()
@@ -523,14 +485,8 @@ class Ppo(Section):
                 f"truncation.kind={self.truncation.kind} needs the value of a critic, and advantages.kind="
                 f"{self.advantages.kind} has none; set it to eos_trick_replace, eos_trick_subtract or none"
             )
-        judge = None if self.select_by is None else self.select_by.judge
-        functions = [scorer.function for scorer in self.scorers if scorer.kind == "function"]
-        scored = judge is not None and judge.kind == "function" and judge.function in functions
-        if judge is not None and judge.kind == "reward_model":
-            scored = Path(judge.path).as_posix() in reward_folders(self.scorers)
-        if judge is not None and scored:
-            what = judge.path if judge.kind == "reward_model" else "its function"
-            yield f"select_by: {what} is also a scorer, and PPO does not select by what it optimizes"
+        if self.select_by is not None and (name := optimised_by(self.scorers, self.select_by.judge)):
+            yield f"select_by: {name} is also a scorer, and PPO does not select by what it optimizes"
 
     def _size_problems(self) -> Iterator[str]:
         """Sizes that do not divide each other, and values that need more optimizer steps."""

@@ -12,13 +12,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from rlhf_tasks.config import types as t
-from rlhf_tasks.config.judge import CombinedJudge, FunctionJudge, Judge, Judging, RewardModelJudge
+from rlhf_tasks.config.judge import CombinedJudge, Judge, Judging, RewardModelJudge, optimised_by
 from rlhf_tasks.config.ppo import Lora, Ppo
 from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.config.types import Between, Section, check_source
 
 Schedule = Literal["constant", "linear", "cosine"]
 NumEpochs = Annotated[float, Field(gt=0, le=10_000)]
+Source = Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
 NumProcesses = Annotated[int, Between(1, 2**16)]
 
 # ------------------------------------------------------------------------------------- data and model
@@ -35,13 +36,9 @@ class Columns(Section):
     """Column that holds the preferred response of a pair."""
     rejected: str = "rejected"
     """Column that holds the other response of a pair."""
-    keep: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
-    """List of further columns of the prompt rows, such as `answer`, that scorers and judges get; empty: none.
-    The built-in task has `who`, `thing`, `place` and `plan`, arithmetic has `answer`."""
-
-    def problems(self) -> Iterator[str]:
-        if len(set(self.keep)) < len(self.keep):
-            yield f"`keep` names a column twice: {', '.join(self.keep)}; name each once"
+    keep: t.Names = ()
+    """List of further columns of the prompts' rows for scorers and judges. The built-in task has `who`,
+    `thing`, `place` and `plan`, arithmetic has `answer`."""
 
 
 class HubSet(Section):
@@ -77,9 +74,9 @@ class HubSources(Section):
 class Data(Section):
     """The data that stage prepare reads, checks and splits."""
 
-    source: Literal["synthetic", "arithmetic", "docstrings", "files", "hub"] = "synthetic"
-    """Origin of the data: the built-in TL;DR task, sums and products, docstrings of installed packages, the
-    user's files, or data sets of the Hugging Face hub."""
+    source: Source = "synthetic"
+    """Origin: the built-in TL;DR task, sums and products, docstrings of installed packages, the user's files,
+    or data sets of the Hugging Face hub."""
     path: str = "rlhf_tasks/data/examples"
     """File or folder that `source: files` reads; a DVC dependency of stage prepare."""
     hub: HubSources | None = None
@@ -87,8 +84,8 @@ class Data(Section):
     columns: Columns = Columns()
     """Column names of `source: files` and `source: hub`."""
     on_bad_row: Literal["fail", "quarantine"] = "fail"
-    """What happens to rows that cannot be used: `fail` stops the stage and names all of them, `quarantine`
-    writes them to data/quarantine and continues without them."""
+    """Rows that cannot be used: `fail` names them and ends the stage, `quarantine` leaves them out and writes
+    them to data/quarantine."""
     max_prompt_tokens: t.Tokens = 80
     """Longest prompt, in tokens; a longer one is a bad row."""
     max_completion_tokens: t.Tokens = 32
@@ -102,7 +99,7 @@ class Data(Section):
 
     @property
     def in_words(self) -> str:
-        """The source as people read it; `path` only where it is read."""
+        """The source for people."""
         if self.hub is not None:
             sets = (one for one in (self.hub.sft, self.hub.preferences) if one is not None)
             return ", ".join(f"{one.id} at {one.revision[:10]}" for one in sets)
@@ -134,8 +131,7 @@ class Scratch(Section):
     vocab_size: t.PositiveInt = 1024
     """Largest vocabulary of the trained tokenizer, in tokens."""
     tokenizer: Literal["words", "bpe", "bpe_uncased"] = "words"
-    """Kind of the trained tokenizer: whole words, byte-pair encoding, or byte-pair encoding of lower-cased
-    text."""
+    """Kind of the trained tokenizer: whole words, or byte-pair encoding, also of lower-cased text."""
 
     def problems(self) -> Iterator[str]:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
@@ -281,8 +277,7 @@ class Reward(Trained):
     centering_coef: t.NonNegativeFloat = 0.01
     """Weight of (r_chosen + r_rejected)² in the loss (arXiv 2312.09244); 0: no such term."""
     lm_coef: t.NonNegativeFloat = 0.0
-    """Weight of the language-model loss on the chosen response, β of PPO-max (arXiv 2307.04964, eq. 4); 0: no
-    such term."""
+    """Weight β of the language-model loss on the chosen response (arXiv 2307.04964, eq. 4); 0: none."""
     lora: Lora | None = None
     """Low-rank adapters for the reward models; null: full training."""
 
@@ -351,19 +346,20 @@ class Promotion(Section):
                     f"promotion.{key}={name!r} is not in judge.judges ({', '.join(known)}); name one of "
                     "those, or set promotion to null"
                 )
-            for reward in _optimized(judging, ppo, with_parts(judging.judges, name)):
-                yield (
-                    f"promotion.{key}={name!r} uses {reward}, which PPO optimises, so it cannot show whether "
-                    "the policy got better; name another judge"
-                )
+            for one in judging.judges:
+                if one.name in with_parts(judging.judges, name) and (
+                    reward := optimised_by(ppo.scorers, one)
+                ):
+                    yield (
+                        f"promotion.{key}={name!r} uses {reward}, which PPO optimises, so it cannot show "
+                        "whether the policy got better; name another judge"
+                    )
         first, *second = (
-            {one.name: _definition(one) for one in judging.judges if one.name in parts}
-            for parts in (with_parts(judging.judges, name) for name in self.named)
+            [one for one in judging.judges if one.name in with_parts(judging.judges, name)]
+            for name in self.named
         )
-        shared = sorted(
-            name for judges in second for name, definition in judges.items() if definition in first.values()
-        )
-        if shared:
+        definitions = [_definition(one) for one in first]
+        if shared := sorted(one.name for part in second for one in part if _definition(one) in definitions):
             yield (
                 f"promotion.second_judge={self.second_judge!r} and promotion.judge={self.judge!r} both use "
                 f"{', '.join(shared)}; name a second judge that is independent, or set it to null"
@@ -382,19 +378,6 @@ def _definition(judge: Judge) -> dict[str, Any]:
     return known | ({"path": Path(known["path"]).as_posix()} if "path" in known else {})
 
 
-def _optimized(judging: Judging, ppo: Ppo, names: set[str]) -> Iterator[str]:
-    """The named judges that are also a scorer of PPO, according to params.yaml."""
-    functions = {scorer.function for scorer in ppo.scorers if scorer.kind == "function"}
-    folders = reward_folders(ppo.scorers)
-    for judge in judging.judges:
-        if judge.name not in names:
-            continue
-        if isinstance(judge, FunctionJudge) and judge.function in functions:
-            yield judge.function
-        if isinstance(judge, RewardModelJudge) and Path(judge.path).as_posix() in folders:
-            yield judge.path
-
-
 # ------------------------------------------------------------------------ where and how a stage runs
 
 Parallelism = Literal["ddp", "zero2", "zero3", "fsdp2"]
@@ -409,19 +392,16 @@ class Launch(Section):
     num_machines: NumProcesses = 1
     """Number of machines that share the processes."""
     parallelism: Parallelism = "ddp"
-    """What the processes share of a model in training. `ddp`: each has all of it. `zero2` (DeepSpeed): each
-    keeps a part of the gradients and of the optimizer's state. `zero3` (DeepSpeed) and `fsdp2` (PyTorch):
-    each keeps a part of the weights too."""
+    """What the processes shard: `ddp` nothing, `zero2` (DeepSpeed) gradients and optimizer state, `zero3`
+    (DeepSpeed) and `fsdp2` (PyTorch) the weights too."""
     offload: bool = False
-    """Whether a process's part of the optimizer's state, and of sharded weights, is in the machine's memory
-    and not in the GPU's. Not with `ddp`."""
+    """Whether the shards of optimizer state and weights are in the machine's memory; not with `ddp`."""
     precision: Precision = "auto"
-    """Number format of forward and backward passes: float32 or bfloat16. `auto` is bf16 on a GPU that has it,
-    and fp32 elsewhere. On a CPU, with `ddp`, bf16 rounds the factors and results of matrix products only; a
-    CPU without instructions for it computes in float32."""
+    """Number format of forward and backward passes: float32 or bfloat16; `auto`: bf16 on a GPU that has it,
+    else fp32. On a CPU, with `ddp`, bf16 only rounds the factors and results of matmuls."""
     compile: bool = False
-    """Whether torch compiles the models' layers for the passes that train them. It takes some seconds at the
-    start of a stage, and pays for itself in long runs. Only with `ddp`; it needs a C++ compiler."""
+    """Whether torch compiles the layers of models in training: some seconds at the start of a stage. Only
+    with `ddp`; it needs a C++ compiler."""
 
 
 class Resume(Section):
@@ -439,8 +419,8 @@ class Tracking(Section):
     enabled: bool = True
     """Whether stages log to MLflow."""
     uri: t.StoreUri | None = None
-    """Address of MLflow's store, a database or folder by its absolute path; null: the environment variable
-    MLFLOW_TRACKING_URI, else .rlhf/mlflow.db of the main checkout."""
+    """Address of MLflow's store, by absolute path if local; null: the environment's MLFLOW_TRACKING_URI, else
+    .rlhf/mlflow.db of the main checkout."""
     experiment: str = "rlhf"
     """Name of the MLflow experiment."""
 
@@ -455,8 +435,8 @@ class TaskPolicy(Section):
     timeout_seconds: t.PositiveFloat | None = None
     """Longest time of one try, in seconds; null: no limit."""
     gpu_slots: t.Count = 1
-    """Number of slots of the concurrency limit `gpu` that the stage holds while it runs. Where the machine
-    has GPUs, each slot is one of them, and a training stage holds at least one per process."""
+    """Slots of the concurrency limit `gpu` that the stage holds while it runs: each is one of the machine's
+    GPUs, and a training stage holds at least one per process."""
 
 
 class Service(TaskPolicy):
@@ -470,11 +450,11 @@ class Service(TaskPolicy):
     """Values of the keys above that differ for a stage, by its name."""
 
     def problems(self) -> Iterator[str]:
+        known = ", ".join(TaskPolicy.model_fields)
         for stage in self.stages:
             try:
                 self.policy(stage)
             except ValidationError as error:
-                known = ", ".join(TaskPolicy.model_fields)
                 for problem in error.errors():
                     key = ".".join(map(str, (stage, *problem["loc"])))
                     yield f"stages.{key}: {problem['msg']}; known keys are {known}"
@@ -520,7 +500,6 @@ class Config(Section):
     """How the Prefect flow runs stages."""
 
     def problems(self) -> Iterator[str]:
-        """The problems of sections with each other."""
         yield from self._launch_problems()
         yield from self._data_problems()
         yield from self._reward_model_problems()
@@ -539,11 +518,8 @@ class Config(Section):
             yield f"launch.compile: true compiles whole layers, which {how} splits; set it to false"
         if launch.parallelism == "ddp" and launch.offload:
             yield f"launch.offload: true has nothing to move with {how}; set it to fsdp2, zero3 or zero2"
-        if (
-            sampler.kind == "vllm"
-            and sampler.transfer == "ipc"
-            and (launch.parallelism != "ddp" or processes > 1)
-        ):
+        is_ipc = sampler.kind == "vllm" and sampler.transfer == "ipc"
+        if is_ipc and (launch.parallelism != "ddp" or processes > 1):
             yield (
                 "ppo.sampler.transfer=ipc needs PPO in one process with whole weights, and launch has "
                 f"num_processes={processes} and parallelism={launch.parallelism}; set it to folder"
@@ -583,7 +559,9 @@ class Config(Section):
         users = {
             "ppo.scorers": OPTIMISED in reward_folders(self.ppo.scorers),
             "ppo.advantages.critic.init": getattr(self.ppo.critic, "init", None) == "reward",
-            "judge.judges": self.judge.needs_pipeline_reward_model,
+            "judge.judges": any(
+                isinstance(one, RewardModelJudge) and one.is_of_pipeline for one in self.judge.judges
+            ),
         }
         named = ", ".join(key for key, uses_reward_model in users.items() if uses_reward_model)
         if named and not self.reward.train:

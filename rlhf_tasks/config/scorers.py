@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from rlhf_tasks.config import types as t
 from rlhf_tasks.config.types import Section
@@ -23,9 +23,8 @@ class Check(Section):
     """One check of the answer in a response against a column of the prompt's row."""
 
     kind: Literal["exact", "number", "regex", "json_schema"]
-    """`exact`: the answer is the column's text; `number`: it is the column's number, within `tolerance`;
-    `regex`: the column's regular expression matches all of it; `json_schema`: it is JSON that the column's
-    schema allows."""
+    """`exact`: the column's text; `number`: its number, within `tolerance`; `regex`: the column's expression
+    matches the whole answer; `json_schema`: JSON that the column's schema allows."""
     column: Annotated[str, Field(min_length=1)]
     """Column of `data.columns.keep` with the right answer, the expression or the schema."""
     tolerance: t.NonNegativeFloat = 0.0
@@ -50,45 +49,54 @@ class Format(Section):
     """What must stand around the answer."""
 
     pattern: Annotated[str, AfterValidator(_has_one_group)]
-    """Regular expression that matches the whole response; its one group is the answer. `.` matches line
-    breaks too, and white space at both ends of the response does not count."""
+    """Regular expression for the whole stripped response; its one group is the answer, `.` matches line
+    breaks."""
     weight: t.FiniteFloat = 0.0
     """Score of a response that the pattern matches, whether the answer is right or not."""
 
 
-class RewardModelScorer(Section):
+class Checks(Section):
+    """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
+
+    checks: tuple[Check, ...] = Field(strict=False, min_length=1)
+    """List of checks by kind; a response is right if it passes all of them."""
+    format: Format | None = None
+    """What must stand around the answer; null: the whole response is the answer."""
+
+
+class Weighted(Section):
+    """What every scorer but `dummy` has."""
+
+    weight: t.FiniteFloat = 1.0
+    """Factor of this score in the sum; reward models are combined after it."""
+
+
+class RewardModelScorer(Weighted):
     """A reward model: models/reward, which stage reward makes, or a folder."""
 
     kind: Literal["reward_model"]
-    weight: t.FiniteFloat = 1.0
-    """Factor of this score, before the reward models are combined."""
     path: str | None = None
-    """Folder of a ready reward model, which may have another tokenizer and chat template; null:
-    models/reward."""
+    """Folder of a reward model, whose tokenizer and chat template may be others; null: models/reward."""
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")] | None = None
     """Name in the metrics: lower-case letters, digits, `_`; null: its kind, numbered from the second on."""
 
 
-class FunctionScorer(Section):
+class FunctionScorer(Weighted):
     """A Python function that scores responses."""
 
     kind: Literal["function"]
-    weight: t.FiniteFloat = 1.0
-    """Factor of this score in the sum."""
     function: t.ImportPath
-    """`module:function`, called with a list of prompts and a list of responses, and with the columns of
+    """`module:function`, called with lists of prompts and responses, and with the columns of
     `data.columns.keep` that it takes by keyword; it returns one float per response."""
 
 
-class HttpScorer(Section):
+class HttpScorer(Weighted):
     """A server that scores responses. Requests are retried after status 429 or 5xx and after timeouts."""
 
     kind: Literal["http"]
-    weight: t.FiniteFloat = 1.0
-    """Factor of this score in the sum."""
     url: t.Address
-    """Address that receives {"prompts": […], "responses": […]} and returns {"scores": […]}; where columns are
-    kept, it also receives {"columns": {NAME: […]}}. It holds no login."""
+    """Address that receives {"prompts": […], "responses": […]}, and {"columns": {NAME: […]}} where columns
+    are kept, and returns {"scores": […]}. It holds no login."""
     key_variable: t.KeyVariable | None = None
     """Environment variable with a key, sent as `Authorization: Bearer …`; null: the server needs none."""
     timeout_seconds: t.PositiveFloat = 30.0
@@ -97,12 +105,11 @@ class HttpScorer(Section):
     """Responses per request."""
 
 
-class LengthPenalty(Section):
+class LengthPenalty(Weighted):
     """A soft penalty on long responses (DAPO, arXiv 2503.14476, eq. 13): from 0 down to −1."""
 
     kind: Literal["length_penalty"]
     weight: t.PositiveFloat = 1.0
-    """Factor of this score in the sum."""
     max_tokens: t.PositiveInt
     """Length from which the penalty is −1, in tokens, stop token included."""
     buffer: t.PositiveInt
@@ -116,16 +123,10 @@ class LengthPenalty(Section):
             )
 
 
-class VerifierScorer(Section):
+class VerifierScorer(Weighted, Checks):
     """Answers that are right or wrong, checked against columns of the prompts' rows; no model is needed."""
 
     kind: Literal["verifier"]
-    weight: t.FiniteFloat = 1.0
-    """Factor of this score in the sum."""
-    checks: tuple[Check, ...] = Field(strict=False, min_length=1)
-    """List of checks by kind; a response is right if it passes all of them."""
-    format: Format | None = None
-    """What must stand around the answer; null: the whole response is the answer."""
 
 
 class DummyScorer(Section):
@@ -147,15 +148,10 @@ class MeanMinusDeviations(Section):
     """Multiple of the standard deviation."""
 
 
-def _check_combination(value: Any) -> Any:
-    if value in ("sum", "min") or isinstance(value, dict | MeanMinusDeviations):
-        return value
-    raise ValueError("must be sum, min or {mean_minus_deviations: 1.0}")
-
-
-Combination = Annotated[Literal["sum", "min"] | MeanMinusDeviations, BeforeValidator(_check_combination)]
-
-# ----------------------------------------------------------------------------- rules of the list
+Combination = Annotated[
+    Literal["sum", "min"] | MeanMinusDeviations,
+    t.one_of("sum", "min", example="{mean_minus_deviations: 1.0}"),
+]
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
@@ -176,8 +172,6 @@ def reward_folders(scorers: Sequence[Scorer]) -> list[str]:
 
 def conflicts(scorers: Sequence[Scorer], combine: Combination, response_length: int) -> Iterator[str]:
     """The problems of `ppo.scorers` with each other and with how they are combined."""
-    if not scorers:
-        yield "scorers is empty; add at least one, such as {kind: dummy}"
     if (dummies := sum(one.kind == "dummy" for one in scorers)) > 1:
         yield f"scorers: dummy is named {dummies} times; keep one"
     for name, count in Counter(scorer_names(scorers)).items():
@@ -200,6 +194,6 @@ def conflicts(scorers: Sequence[Scorer], combine: Combination, response_length: 
         yield f"scorers: PPO must not optimize {HELDOUT}, which selects and judges; give another reward model"
     if combine != "sum" and len(folders) < 2:
         yield (
-            f"combine_reward_models needs at least two reward models, and scorers has "
-            f"{len(folders)}; add another one, or set it to sum"
+            f"combine_reward_models needs at least two reward models, and scorers has {len(folders)}; add "
+            "another one, or set it to sum"
         )

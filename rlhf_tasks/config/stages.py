@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Self
+from operator import attrgetter
+from typing import Any, ClassVar, Self
 
 from rlhf_tasks.config import schema as s
 from rlhf_tasks.config.judge import Judge, Judging
 from rlhf_tasks.config.ppo import Ppo
 from rlhf_tasks.config.types import Stage, flatten
 
-RUNTIME_SECTIONS = ("launch", "resume", "tracking")
-"""Sections that every stage may read: where and how it runs. Only PRECISION changes results."""
 PRECISION = "launch.precision"
+"""The only key of where and how a stage runs that changes results."""
 KEY = "key"
 """The name, in a field's metadata, of the dotted key of one value inside a section."""
-DataSource = Literal["synthetic", "arithmetic", "docstrings", "files", "hub"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """The sections that every stage reads. Subclasses add those that their stage declares."""
+    """What every stage reads: where and how it runs. Subclasses add what their stage declares."""
 
     stage: ClassVar[Stage]
-    has_models: ClassVar[bool] = False
-    """Whether the stage computes with models, so that its results depend on PRECISION."""
 
     launch: s.Launch
     resume: s.Resume
@@ -38,27 +35,24 @@ class StageView:
     """The declared parameters as plain `{"ppo.kl_coef": 0.05, …}`, for tracking and model cards."""
 
     @classmethod
+    def _own(cls) -> dict[str, str]:
+        """The dotted key of each field that the stage declares."""
+        common = {one.name for one in fields(StageView)}
+        return {one.name: one.metadata.get(KEY, one.name) for one in fields(cls) if one.name not in common}
+
+    @classmethod
     def reads(cls) -> tuple[str, ...]:
         """The dotted keys of the parameters on which the stage's results depend."""
-        own = [one for one in fields(cls) if one.name not in (*RUNTIME_SECTIONS, "declared")]
-        return (*(one.metadata.get(KEY, one.name) for one in own), *([PRECISION] if cls.has_models else []))
+        return (*cls._own().values(), *([PRECISION] if issubclass(cls, ModelView) else []))
 
     @classmethod
     def of(cls, config: s.Config) -> Self:
         """The stage's part of a config."""
-        reads = cls.reads()
-        flat = flatten(config.model_dump(mode="json", by_alias=True))
-        declared = {
-            key: v for key, v in flat.items() if any(key == r or key.startswith(f"{r}.") for r in reads)
-        }
-        values: dict[str, Any] = {name: getattr(config, name) for name in RUNTIME_SECTIONS}
-        for one in fields(cls):
-            if one.name not in (*RUNTIME_SECTIONS, "declared"):
-                value: Any = config
-                for part in one.metadata.get(KEY, one.name).split("."):
-                    value = getattr(value, part)
-                values[one.name] = value
-        return cls(declared=declared, **values)
+        flat, sections = flatten(config.model_dump(mode="json", by_alias=True)), cls.reads()
+        declared = {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{r}.") for r in sections)}
+        own = {name: attrgetter(key)(config) for name, key in cls._own().items()}
+        where = {name: getattr(config, name) for name in ("launch", "resume", "tracking")}
+        return cls(declared=declared, **where, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,62 +66,57 @@ class PrepareView(StageView):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseView(StageView):
-    stage = "base"
-    has_models = True
+class ModelView(StageView):
+    """Of a stage that computes with models, so that its results depend on PRECISION."""
 
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseView(ModelView):
+    stage = "base"
+
     model: s.Model
     base: s.Base
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftView(StageView):
+class SftView(ModelView):
     stage = "sft"
-    has_models = True
 
-    seed: int
     sft: s.Sft
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferencesView(StageView):
+class PreferencesView(ModelView):
     stage = "preferences"
-    has_models = True
 
-    seed: int
-    data_source: DataSource = field(metadata={KEY: "data.source"})
+    data_source: s.Source = field(metadata={KEY: "data.source"})
     max_completion_tokens: int = field(metadata={KEY: "data.max_completion_tokens"})
     preferences: s.Preferences
     train_reward_model: bool = field(metadata={KEY: "reward.train"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardView(StageView):
+class RewardView(ModelView):
     stage = "reward"
-    has_models = True
 
-    seed: int
     reward: s.Reward
 
 
 @dataclass(frozen=True, kw_only=True)
-class PpoView(StageView):
+class PpoView(ModelView):
     stage = "ppo"
-    has_models = True
 
-    seed: int
     ppo: Ppo
     has_reward_model: bool = field(metadata={KEY: "reward.train"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeView(StageView):
+class JudgeView(ModelView):
     stage = "judge"
-    has_models = True
 
-    seed: int
-    data_source: DataSource = field(metadata={KEY: "data.source"})
+    data_source: s.Source = field(metadata={KEY: "data.source"})
     max_completion_tokens: int = field(metadata={KEY: "data.max_completion_tokens"})
     judge: Judging
 
@@ -157,4 +146,8 @@ class ReportView(StageView):
     promotion: s.Promotion | None
 
 
-VIEWS: Mapping[Stage, type[StageView]] = {view.stage: view for view in StageView.__subclasses__()}
+VIEWS: Mapping[Stage, type[StageView]] = {
+    view.stage: view
+    for view in (*StageView.__subclasses__(), *ModelView.__subclasses__())
+    if view is not ModelView
+}

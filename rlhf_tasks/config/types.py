@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -143,6 +152,7 @@ def _address(value: str) -> str:
     """An http address without a login, which would be stored wherever parameters are."""
     if not re.match(r"https?://[^\s/]", value):
         raise ValueError("must begin with http:// or https:// and name a host")
+    _ = urlsplit(value).port  # which raises for one that cannot be
     if "@" in value.split("//", 1)[1].split("/", 1)[0]:
         raise ValueError(
             "holds a login, which would be stored in git, dvc.lock and MLflow; remove it, and name the "
@@ -157,6 +167,28 @@ Address = Annotated[str, AfterValidator(_address)]
 KeyVariable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """A function of the user's, as `module:function`."""
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"{', '.join(twice)} is there twice; name each once")
+    return names
+
+
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), AfterValidator(_distinct)
+]
+
+
+def one_of(*words: str, example: str) -> BeforeValidator:
+    """For a value that is one of the words or a section such as the example: one message names both."""
+
+    def check(value: Any) -> Any:
+        if value in words or isinstance(value, Mapping | Section):
+            return value
+        raise ValueError(f"must be {', '.join(words)} or {example}")
+
+    return BeforeValidator(check)
 
 
 def is_hub_id(source: str) -> bool:

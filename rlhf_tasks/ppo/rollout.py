@@ -156,7 +156,7 @@ class AdapterOff:
 
 
 class Scorers(Protocol):
-    """What gives responses their scores; `scoring.combine.WeightedSum` outside of tests."""
+    """What gives responses their scores; `scoring.build.WeightedSum` outside of tests."""
 
     def parts(self, rows: Responses) -> dict[str, Tensor]:
         """(B,) by scorer, unweighted, on the CPU."""

@@ -42,10 +42,11 @@ class Request:
         given = dict(self.overrides or {}) | ({} if self.seed is None else {"seed": self.seed})
         single = _together([config.nested(key, value) for key, value in given.items()])
         overlays = [read(self.preset)] if self.preset else []
-        return combined(text, overlays, "params.yaml with the run's changes", single)
+        return _combine(text, overlays, "params.yaml with the run's changes", single)
 
 
 def names() -> list[str]:
+    """The names of all presets."""
     return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
@@ -95,12 +96,12 @@ def apply(chosen: Sequence[str], path: Path, settings: Sequence[str] = ()) -> li
     """
     overlays, single = [read(name) for name in chosen], _together([_setting(words) for words in settings])
     origin = f"params.yaml with {', '.join([*chosen, *settings])}"
-    text, _, changes = combined(config.read_text(path), overlays, origin, single)
+    text, _, changes = _combine(config.read_text(path), overlays, origin, single)
     atomic.write_text(path, text)
     return changes
 
 
-def combined(
+def _combine(
     text: str, overlays: Sequence[Mapping[str, Any]], origin: str, single: Mapping[str, Any]
 ) -> tuple[str, config.Config, list[str]]:
     """A parameter file's text with overlays, its config, and the changes as `key: old → new`.

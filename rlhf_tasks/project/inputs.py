@@ -25,8 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from rlhf_tasks import config
-from rlhf_tasks.config import VIEWS, Config, Stage
+from rlhf_tasks.config import VIEWS, Config, ModelView, Stage
 from rlhf_tasks.config.scorers import HELDOUT, OPTIMISED
 from rlhf_tasks.config.stages import PRECISION
 from rlhf_tasks.errors import UserError
@@ -60,14 +63,15 @@ FUNCTIONS = (
 )
 """The parameters that name a function, as `module:function`; other values name a built-in one."""
 FUNCTION = re.compile(r"[\w.]+:\w+")
+LIST_INDEX = re.compile(r"\.\d+(?=\.)")
 READS_NO_FILES: tuple[Stage, ...] = ("verdict", "report")
 """Stages that read what the stages before them wrote, and not what params.yaml names."""
 TOKENIZER_PACKAGES = ("tokenizers", "transformers")
 MODEL_PACKAGES = ("peft", "torch", *TOKENIZER_PACKAGES)
 NO_RESULT = (
-    "rlhf_tasks/config", "rlhf_tasks/cli", "rlhf_tasks/project", "rlhf_tasks/tracking",
-    "rlhf_tasks/console.py", "rlhf_tasks/errors.py", "rlhf_tasks/stages/runner.py",
-)  # fmt: skip
+    *(f"rlhf_tasks/{name}" for name in ("config", "cli", "project", "tracking", "console.py", "errors.py")),
+    "rlhf_tasks/stages/runner.py",
+)
 """Code on which no result depends: it decides where a stage runs, and what it prints and records. The values
 that `config` gives a stage are in its inputs file."""
 SHOWN_DIFFERENCES = 8
@@ -219,47 +223,40 @@ def collect(paths: Paths, stage: str, values: Mapping[str, Any]) -> Inputs:
 
 def files_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, path) of each file and folder that the parameters name; a hub id is a value, and no folder."""
-    for key, known, value, siblings in _texts(values):
-        is_hub_id = siblings.get("revision") is not None
-        if value in FILES.get(known, (value,)) or is_hub_id:
-            continue
-        if known == "data.path" and values.get("data.source") != "files":
-            continue
-        yield key, Path(value).as_posix()
+    flat = _flatten(values)
+    for key, value in flat.items():
+        known = LIST_INDEX.sub("", key)
+        is_hub_id = flat.get(f"{key.rpartition('.')[0]}.revision") is not None
+        is_unread = known == "data.path" and values.get("data.source") != "files"
+        if (
+            isinstance(value, str)
+            and value not in FILES.get(known, (value,))
+            and not (is_hub_id or is_unread)
+        ):
+            yield key, Path(value).as_posix()
 
 
 def functions_named(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, `module:function`) of each function that the parameters name."""
-    for key, known, value, _ in _texts(values):
-        if known in FUNCTIONS and FUNCTION.fullmatch(value):
+    for key, value in _flatten(values).items():
+        if LIST_INDEX.sub("", key) in FUNCTIONS and isinstance(value, str) and FUNCTION.fullmatch(value):
             yield key, value
 
 
-def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """(key, key without numbers, text, values beside it) of each text in parameters by dotted key."""
-    todo: list[tuple[str, str, Any, Mapping[str, Any]]] = [
-        (key, key, value, _beside(values, key)) for key, value in values.items()
-    ]
-    while todo:
-        key, known, value, siblings = todo.pop(0)
-        if isinstance(value, str):
-            yield key, known, value, siblings
-        elif isinstance(value, Mapping):
-            todo += [(f"{key}.{name}", f"{known}.{name}", inner, value) for name, inner in value.items()]
-        elif isinstance(value, list | tuple):
-            todo += [(f"{key}.{number}", known, inner, {}) for number, inner in enumerate(value)]
-
-
-def _beside(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    section = f"{key.rpartition('.')[0]}."
-    return {name.removeprefix(section): value for name, value in values.items() if name.startswith(section)}
+def _flatten(value: Any, key: str = "") -> dict[str, Any]:
+    """All values by dotted key, those inside lists too: `ppo.scorers.0.path`."""
+    if not isinstance(value, Mapping | list | tuple):
+        return {key: value}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    prefix = f"{key}." if key else ""
+    return {k: v for name, inner in items for k, v in _flatten(inner, f"{prefix}{name}").items()}
 
 
 def _packages(stage: str, values: Mapping[str, Any]) -> Sequence[str]:
     """The packages whose code a stage's results depend on, beside those of functions."""
     harness = ("lm_eval",) if values.get("judge.retention.tasks.names") else ()
-    has_models = any(view.has_models for name, view in VIEWS.items() if name == stage)
-    models = MODEL_PACKAGES if has_models else TOKENIZER_PACKAGES if stage == "prepare" else ()
+    model_stages = [name for name, view in VIEWS.items() if issubclass(view, ModelView)]
+    models = MODEL_PACKAGES if stage in model_stages else TOKENIZER_PACKAGES if stage == "prepare" else ()
     return (*models, *harness)
 
 
@@ -280,10 +277,11 @@ def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Inputs:
     Raises:
         UserError: if its module is neither below `root` nor installed, or a file is not Python.
     """
-    module = function.partition(":")[0]
-    if (file := _file(root, module)) is None:
+    module, found = function.partition(":")[0], dict[str, str]()
+    own = root.joinpath(*module.split("."))
+    if not (own.with_suffix(".py").is_file() or (own / "__init__.py").is_file()):
         return _installed(root, key, function)
-    todo, found = [file, *_parents(root, module)], dict[str, str]()
+    todo = _files(root, module)
     while todo:
         file = todo.pop()
         path = file.relative_to(root).as_posix()
@@ -295,20 +293,17 @@ def _code(root: Path, key: str, function: str, known: Sequence[str]) -> Inputs:
         except (SyntaxError, ValueError) as error:
             raise UserError(f"{key}: {path} is not readable as Python: {error}; correct it") from None
         for name in _imports(tree, ".".join(file.relative_to(root).parent.parts)):
-            todo += [*_parents(root, name), *([each] if (each := _file(root, name)) else [])]
+            todo += _files(root, name)
     return Inputs({}, found, {})
 
 
-def _file(root: Path, module: str) -> Path | None:
-    path = root.joinpath(*module.split("."))
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
-
-
-def _parents(root: Path, module: str) -> list[Path]:
-    """The packages that Python imports before a module."""
+def _files(root: Path, module: str) -> list[Path]:
+    """The project's files that Python runs to import a module: those of its packages, and its own."""
     parts = module.split(".")
-    names = [".".join(parts[:end]) for end in range(1, len(parts))]
-    return [file for name in names if (file := _file(root, name)) is not None]
+    paths = [root.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
+    return [
+        file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()
+    ]
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
@@ -325,7 +320,7 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
 
 def _installed(root: Path, key: str, function: str) -> Inputs:
     """The installed package of a function, or the file of a module that is in no package."""
-    top = _top(function)
+    top = re.split("[.:]", function)[0]
     try:
         spec = importlib.util.find_spec(top)
     except ValueError:  # __main__ and the like
@@ -345,12 +340,8 @@ def _installed(root: Path, key: str, function: str) -> Inputs:
 
 def _distributions(function: str) -> list[str]:
     """The normalized names of the installed packages that have the top-level module of a function."""
-    names = importlib.metadata.packages_distributions().get(_top(function), [])
-    return sorted({re.sub(r"[-_.]+", "-", name).lower() for name in names})
-
-
-def _top(function: str) -> str:
-    return function.partition(":")[0].partition(".")[0]
+    names = importlib.metadata.packages_distributions().get(re.split("[.:]", function)[0], [])
+    return sorted({canonicalize_name(name) for name in names})
 
 
 def module_path(function: str) -> str:
@@ -385,10 +376,6 @@ def _packages_of_project(root: Path) -> set[str]:
     file = root / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.exists() else {}
     extras = project.get("optional-dependencies", {}).values()
-    required = [
-        project.get("name", ""),
-        *project.get("dependencies", ()),
-        *(one for e in extras for one in e),
-    ]
-    names = [match[0] for text in required if (match := re.match(r"[A-Za-z0-9._-]+", text))]
-    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+    required = [*project.get("dependencies", ()), *(one for extra in extras for one in extra)]
+    names = [project.get("name", ""), *(Requirement(text).name for text in required)]
+    return {canonicalize_name(name) for name in names}

@@ -1,18 +1,23 @@
-"""Builds the scorers of `ppo.scorers`."""
+"""The scorers of `ppo.scorers`: built, and added up by weight.
+
+M reward models · B responses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.modeling.load import TokenScores
-from rlhf_tasks.scoring.combine import LengthPenalty, Part, WeightedSum, score_zero
 from rlhf_tasks.scoring.function import FunctionScorer
 from rlhf_tasks.scoring.http import HttpScorer
-from rlhf_tasks.scoring.protocol import Scorer
+from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer
 from rlhf_tasks.scoring.reward_model import Placement, RewardModel, load_foreign
 from rlhf_tasks.scoring.verifier import Verifier
 
@@ -34,8 +39,8 @@ def build(
     models are put into the `placement`. `columns` are the names of the kept columns.
 
     Raises:
-        UserError: for a function that cannot be imported or needs a column that is not kept, an invalid
-            URL, or a folder without a trained reward model.
+        UserError: for a function that cannot be imported or needs a column that is not kept, an unset
+            key, or a folder without a trained reward model.
     """
 
     def make(one: config.Scorer) -> Scorer:
@@ -48,12 +53,7 @@ def build(
             case config.FunctionScorer():
                 return FunctionScorer(one.function, "ppo.scorers", root, columns)
             case config.HttpScorer():
-                return HttpScorer(
-                    one.url,
-                    timeout_seconds=one.timeout_seconds,
-                    batch_size=one.batch_size,
-                    key_variable=one.key_variable,
-                )
+                return HttpScorer(one)
             case config.LengthPenalty():
                 return LengthPenalty(one.max_tokens, one.buffer, tokenizer)
             case config.VerifierScorer():
@@ -65,3 +65,83 @@ def build(
         for name, one in zip(config.scorer_names(settings), settings, strict=True)
     ]
     return WeightedSum(parts, combine)
+
+
+class Part(NamedTuple):
+    """A scorer with its name in the metrics and its weight."""
+
+    name: str
+    weight: float
+    scorer: Scorer
+
+
+class WeightedSum:
+    """Σ weight · score over the parts, of which the reward models are first combined by `combine`."""
+
+    def __init__(self, parts: Sequence[Part], combine: config.Combination = "sum") -> None:
+        self._rewards = [part for part in parts if isinstance(part.scorer, RewardModel)]
+        self._others = [part for part in parts if not isinstance(part.scorer, RewardModel)]
+        self._names, self._combine = [part.name for part in parts], combine
+
+    @property
+    def reward_models(self) -> list[TokenScores]:
+        """The models of the parts that are reward models."""
+        return [part.scorer.model for part in self._rewards if isinstance(part.scorer, RewardModel)]
+
+    def parts(self, rows: Responses) -> dict[str, Tensor]:
+        """Each part's scores, unweighted: (B,) float32 on the CPU.
+
+        Raises:
+            ScorerError: if one of them is not finite, or the scorer fails.
+        """
+        # Reward models come first: where they are sharded, all processes make their passes together, and a
+        # part that raises must not keep one process from them.
+        found = {part.name: part.scorer(rows).float() for part in [*self._rewards, *self._others]}
+        for name in self._names:
+            wrong = (~found[name].isfinite()).nonzero().flatten().tolist()
+            if wrong:
+                raise NonFiniteScore(
+                    f"ppo.scorers: {name} gave {float(found[name][wrong[0]])} for response {wrong[0]} of "
+                    f"{len(rows)} ({len(wrong)} of them are not finite)"
+                )
+        return {name: found[name] for name in self._names}
+
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """(B,): the combined scores of the reward models, plus Σ weight · score over the other parts."""
+        weighted = [part.weight * parts[part.name] for part in self._others]
+        if self._rewards:
+            rewards = torch.stack([part.weight * parts[part.name] for part in self._rewards])
+            weighted.insert(0, combine_rewards(rewards, self._combine))
+        return torch.stack(weighted).sum(dim=0)
+
+
+def combine_rewards(scores: Tensor, rule: config.Combination) -> Tensor:
+    """(M, B) weighted scores of reward models → (B,).
+
+    `sum`, `min` (worst-case optimization of arXiv 2310.02743), or the mean minus a multiple of the standard
+    deviation over the models, which divides by M.
+    """
+    if rule == "sum":
+        return scores.sum(dim=0)
+    if rule == "min":
+        return scores.amin(dim=0)
+    return scores.mean(dim=0) - rule.mean_minus_deviations * scores.std(dim=0, correction=0)
+
+
+class LengthPenalty:
+    """The soft over-length penalty of DAPO (arXiv 2503.14476, eq. 13), 0 to −1.
+
+    0 up to max_tokens − buffer, then (max_tokens − buffer − length) / buffer, and −1 above max_tokens.
+    """
+
+    def __init__(self, max_tokens: int, buffer: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._start, self._buffer, self._tokenizer = max_tokens - buffer, buffer, tokenizer
+
+    def __call__(self, rows: Responses) -> Tensor:
+        lengths = torch.tensor([len(response) for response in rows.ids(self._tokenizer)[1]]).float()
+        return ((self._start - lengths) / self._buffer).clamp(-1.0, 0.0)
+
+
+def score_zero(rows: Responses) -> Tensor:
+    """Zero for every response: it runs the pipeline with nothing to learn."""
+    return torch.zeros(len(rows))

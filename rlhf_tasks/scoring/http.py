@@ -12,6 +12,7 @@ import httpx
 import torch
 from torch import Tensor
 
+from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.columns import take
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.scoring.protocol import Responses, ScorerError, UnusableScores, excerpt, read_scores
@@ -31,39 +32,24 @@ class HttpScorer:
     `timeout_seconds` limits the connection, each pause, and the whole reply.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_seconds: float,
-        batch_size: int,
-        key_variable: str | None = None,
-    ) -> None:
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise UserError(f"ppo.scorers: {url!r} is not a URL: {error}") from error
-        if not parsed.host or (parsed.port or 0) > 65535:
-            raise UserError(f"ppo.scorers: {url!r} names no host and port")
-        # The name has no part of the URL that may be secret.
-        self._name = f"http scorer {parsed.copy_with(username=None, password=None, query=None)}"
-        self._url, self._timeout, self._batch_size = url, timeout_seconds, batch_size
-        self._headers = {}
-        if key_variable is not None:
-            key = os.environ.get(key_variable, "").strip()
+    def __init__(self, settings: config.HttpScorer) -> None:
+        self._settings, self._headers = settings, dict[str, str]()
+        self._name = f"http scorer {settings.url.partition('?')[0]}"  # what follows may be secret
+        if settings.key_variable is not None:
+            key = os.environ.get(settings.key_variable, "").strip()
             if not key:
                 raise UserError(
-                    f"ppo.scorers: the environment variable {key_variable} holds no key; export it, or set "
-                    "key_variable to null for a server that needs none"
+                    f"ppo.scorers: the environment variable {settings.key_variable} holds no key; export it, "
+                    "or set key_variable to null for a server that needs none"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
 
     def __call__(self, rows: Responses) -> Tensor:
-        scores = [torch.zeros(0)]
+        scores, size = [torch.zeros(0)], self._settings.batch_size
         # A client for each call: the service would close an idle connection between updates.
-        with httpx.Client(timeout=self._timeout) as client:
-            for start in range(0, len(rows), self._batch_size):
-                part = range(len(rows))[start : start + self._batch_size]
+        with httpx.Client(timeout=self._settings.timeout_seconds) as client:
+            for start in range(0, len(rows), size):
+                part = range(len(rows))[start : start + size]
                 request: dict[str, Any] = {
                     "prompts": [rows.prompts[i] for i in part],
                     "responses": [rows.texts[i] for i in part],
@@ -105,10 +91,11 @@ class HttpScorer:
 
     def _post(self, client: httpx.Client, request: Mapping[str, Any]) -> tuple[int, httpx.Headers, bytes]:
         """Limits the whole reply; the timeout of httpx limits only each pause in it."""
-        deadline, body = time.monotonic() + self._timeout, b""
-        with client.stream("POST", self._url, json=request, headers=self._headers) as response:
+        limit, body = self._settings.timeout_seconds, b""
+        deadline = time.monotonic() + limit
+        with client.stream("POST", self._settings.url, json=request, headers=self._headers) as response:
             for chunk in response.iter_bytes():
                 body += chunk
                 if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout(f"the reply was not complete after {self._timeout} s")
+                    raise httpx.ReadTimeout(f"the reply was not complete after {limit} s")
         return response.status_code, response.headers, body

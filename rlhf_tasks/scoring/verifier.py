@@ -71,7 +71,7 @@ class Verifier:
     def _test(self, number: int, value: Any) -> Test:
         key = (number, json.dumps(value, sort_keys=True))
         if key not in self._tests:
-            self._tests[key] = _TESTS[self._checks[number].kind](value, self._checks[number])
+            self._tests[key] = _make_test(self._checks[number], value)
         return self._tests[key]
 
     def check(self, rows: Sequence[Mapping[str, Any]], kept: Columns, title: str) -> None:
@@ -112,32 +112,33 @@ def parse_number(text: str) -> Decimal | None:
         return None
 
 
-def _exact(value: Any, check: Check) -> Test:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"{excerpt(value)} is neither text nor a whole number, as `exact` needs")
-    return str(value).strip().__eq__
+def _make_test(check: Check, value: Any) -> Test:
+    """The test of an answer against a column's value; ValueError for a value that the check cannot use."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    match check.kind:
+        case "exact":
+            if not isinstance(value, str) and not (is_number and isinstance(value, int)):
+                raise ValueError(f"{excerpt(value)} is neither text nor a whole number, as `exact` needs")
+            return str(value).strip().__eq__
+        case "number":
+            right = parse_number(str(value)) if is_number or isinstance(value, str) else None
+            if right is None:
+                raise ValueError(f"{excerpt(value)} is not a number")
+            most = Decimal(str(check.tolerance))
+            return lambda answer: (x := parse_number(answer)) is not None and abs(x - right) <= most
+        case "regex":
+            if not isinstance(value, str):
+                raise ValueError(f"{excerpt(value)} is not a regular expression")
+            try:
+                pattern = re.compile(value, re.DOTALL)
+            except re.error as error:
+                raise ValueError(f"{excerpt(value)} is not a regular expression: {error}") from None
+            return lambda answer: pattern.fullmatch(answer) is not None
+        case "json_schema":
+            return _json_schema(value)
 
 
-def _number(value: Any, check: Check) -> Test:
-    is_given = isinstance(value, str | int | float) and not isinstance(value, bool)
-    right = parse_number(str(value)) if is_given else None
-    if right is None:
-        raise ValueError(f"{excerpt(value)} is not a number")
-    tolerance = Decimal(str(check.tolerance))
-    return lambda answer: (x := parse_number(answer)) is not None and abs(x - right) <= tolerance
-
-
-def _regex(value: Any, check: Check) -> Test:
-    if not isinstance(value, str):
-        raise ValueError(f"{excerpt(value)} is not a regular expression")
-    try:
-        pattern = re.compile(value, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{excerpt(value)} is not a regular expression: {error}") from None
-    return lambda answer: pattern.fullmatch(answer) is not None
-
-
-def _json_schema(value: Any, check: Check) -> Test:
+def _json_schema(value: Any) -> Test:
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema_specifications import REGISTRY  # the published meta-schemas; it fetches nothing
     from referencing.exceptions import Unresolvable
@@ -179,11 +180,3 @@ def _json_schema(value: Any, check: Check) -> Test:
             return False
 
     return test
-
-
-_TESTS: Mapping[str, Callable[[Any, Check], Test]] = {
-    "exact": _exact,
-    "number": _number,
-    "regex": _regex,
-    "json_schema": _json_schema,
-}

@@ -9,33 +9,31 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data.batches import TokenBudget, encode, load_tokenizer, read_table
 from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import from_scratch, load_causal, save_checkpoint
+from rlhf_tasks.modeling.load import from_scratch, load_causal
 from rlhf_tasks.project import hashing
-from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
 from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, train
-
-ROLES = ("sft", "preferences")
 
 
 def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/base. Metrics: loss and perplexity on validation prompts, number of parameters."""
     rt = Runtime(config.launch, config.seed)
     tokenizer = load_tokenizer(paths.tokenizer)
-    validation = _texts(paths, tokenizer, "validation")
+    validation = _prompts(paths, tokenizer, "validation")
+    # 1. A model trained on the prompts, or a ready one.
     if config.model.scratch is not None:
-        texts = _texts(paths, tokenizer, "train")
+        texts = _prompts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
-        model = from_scratch(
-            config.model.scratch, tokenizer, max_positions=2 ** math.ceil(math.log2(4 * longest))
-        )
+        max_positions = 2 ** math.ceil(math.log2(4 * longest))
+        model = rt.place(from_scratch(config.model.scratch, tokenizer, max_positions))
         with checkpoint.open(rt, paths, config, "base") as snapshots:
             train(
                 rt,
-                rt.place(model),
+                model,
                 texts,
                 config.base,
                 seed=config.seed,
@@ -47,30 +45,24 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         model = load_causal(config.model.base, config.model.revision)
         rt.put(model)
     contracts.check_fits(model, tokenizer, "model.base")
-    result = evaluate(rt, model, validation, TokenBudget(config.base.micro_batch_tokens))
-    with sharding.to_save(model) as plain:
-        if rt.is_main:
-            with whole(paths.base) as folder:
-                save_checkpoint(
-                    plain, tokenizer, folder,
-                    identity={"kind": "base", "parents": {}},
-                    card=contracts.model_card(
-                        "Base model", task="base", parameters=config.declared,
-                        inputs={"data/tokenizer": hashing.file_hash(paths.tokenizer),
-                                "data/sft": hashing.file_hash(paths.rows("sft"))},
-                        how="A causal language model of the task's prompts, before any instruction.",
-                    ),
-                )  # fmt: skip
-    rt.barrier()
-    loss = result["loss"]
-    return {
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "parameters": sharding.num_parameters(model),
-    }
+    loss = evaluate(rt, model, validation, TokenBudget(config.base.micro_batch_tokens))["loss"]
+    # 2. The checkpoint.
+    card = contracts.model_card(
+        "Base model",
+        task="base",
+        parameters=config.declared,
+        inputs={
+            "data/tokenizer": hashing.file_hash(paths.tokenizer),
+            "data/sft": hashing.file_hash(paths.rows("sft")),
+        },
+        how="A causal language model of the task's prompts, before any instruction.",
+    )
+    save(rt, model, tokenizer, paths.base, {"kind": "base", "parents": {}}, card)
+    return {"loss": loss, "perplexity": math.exp(loss), "parameters": sharding.num_parameters(model)}
 
 
-def _texts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
-    """All prompts, without responses."""
-    prompts = {row["prompt"]: None for role in ROLES for row in read_table(paths, role, split)}
-    return plain_text(encode(tokenizer, list(prompts)), tokenizer.pad_token_id)
+def _prompts(paths: Paths, tokenizer: PreTrainedTokenizerBase, split: Split) -> LanguageModeling:
+    """All prompts of a split, without responses."""
+    rows = [row for role in ("sft", "preferences") for row in read_table(paths, role, split)]
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+    return plain_text(encode(tokenizer, prompts), tokenizer.pad_token_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,39 +16,15 @@ from rlhf_tasks.config.scorers import OPTIMISED
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.synthetic import gold_scores
-from rlhf_tasks.evaluation import (
-    accuracy,
-    human_labels,
-    progress,
-    reward_diagnostics,
-    statistics,
-    summary,
-    tables,
-)
-from rlhf_tasks.evaluation.contenders import (
-    SAMPLED,
-    Contenders,
-    response_statistics,
-    sample_contenders,
-    sample_policy,
-)
-from rlhf_tasks.evaluation.human_labels import Label
+from rlhf_tasks.evaluation import accuracy, contenders, human_labels, progress, statistics, summary, tables
+from rlhf_tasks.evaluation import results as typed
+from rlhf_tasks.evaluation import reward_diagnostics as diagnostics
+from rlhf_tasks.evaluation.contenders import SAMPLED, Contenders, sample_contenders
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.length_control import matched_length_gain
-from rlhf_tasks.evaluation.results import (
-    ComparisonResult,
-    EvaluationResults,
-    HumanLabels,
-    Interval,
-    RetentionResult,
-    RewardDiagnostic,
-    RewardGaps,
-    TaskChange,
-)
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.evaluation.reward_diagnostics import Rows
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
@@ -61,22 +37,14 @@ MIN_PROMPTS_FOR_GAIN = 3
 
 
 @dataclass(frozen=True)
-class JudgeOutput:
-    """The output of the judges: comparisons, scores by judge and contender, facets by judge and contender."""
+class Judged:
+    """What the judges say of the contenders."""
 
-    comparisons: dict[summary.Key, Comparisons]
-    scores: dict[tuple[str, str], list[float]]
-    facets: dict[str, dict[str, dict[str, float]]]
-
-
-@dataclass(frozen=True)
-class DiagnosticOutput:
-    """Reward diagnostics, and the rows of their figures."""
-
-    diagnostics: tuple[RewardDiagnostic, ...]
-    gaps: RewardGaps | None
-    bins: Rows
-    lengths: Rows
+    comparisons: dict[summary.Key, Comparisons] = field(default_factory=dict)
+    scores: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """By judge and contender."""
+    facets: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """By judge and contender."""
 
 
 def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
@@ -88,46 +56,23 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     Raises:
         UserError: if a judge cannot work or fails too often, or a file of labels or texts cannot be read.
     """
-    rt = Runtime(config.launch, config.seed)
-    rows = read_table(paths, "prompts", "test")
-    labels = human_labels.decided(human_labels.read(paths.root / config.judge.labels))
+    rt, settings = Runtime(config.launch, config.seed), config.judge
+    # 1. Whatever can fail is built and checked before anything is sampled.
+    labels = human_labels.decided(human_labels.read(paths.root / settings.labels))
     labelled = {label.pair.prompt for label in labels}
-    accuracy.check(config.judge, accuracy.judged_rows(paths, config.judge.num_examples, labelled))
+    accuracy.check(settings, accuracy.judged_rows(paths, settings.num_examples, labelled))
+    rows = read_table(paths, "prompts", "test")
     judges = build_judges(
-        config.judge, config.data_source, rt.device, paths, trace=tracker.trace, labels=labels,
+        settings,
+        config.data_source,
+        rt.device,
+        paths,
+        trace=tracker.trace,
+        labels=labels,
         columns=columns.of_rows(rows),
-    )  # fmt: skip
-    probes = None if config.judge.retention is None else Probes(config.judge.retention, paths)
-    optimised = _warn_of_optimised(config, paths, tracker)
-    contenders = sample_contenders(config, paths, rt.device)
-    retention, task_changes = _retention(probes, paths, rt)
-    judged = _judge(config, judges, contenders)
-    scoring = [judge for judge in judges if judge.name in config.judge.scoring]
-    progress.log(paths, scoring, tracker)
-    people = _human_labels(labels, judges, paths)
-    diagnosed = _diagnose(rt, config, paths, contenders, judged)
-    results = EvaluationResults(
-        comparisons=_results(judged, contenders),
-        optimised_judges=optimised,
-        responses={who: response_statistics(contenders, who) for who in SAMPLED},
-        facets=judged.facets,
-        accuracies=accuracy.measure(config.judge, contenders.texts, contenders.columns),
-        retention=retention,
-        task_changes=task_changes,
-        reward_diagnostics=diagnosed.diagnostics,
-        reward_gaps=diagnosed.gaps,
-        human_labels=people,
-        judge_kappas=summary.kappas(judged.comparisons),
     )
-    if rt.is_main:
-        _write(paths, results, contenders, judged, diagnosed)
-        _show(config, results, contenders, judged, tracker)
-    return results.metrics()
-
-
-def _warn_of_optimised(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, str]:
-    """Warn of the judges that are the reward model which PPO optimised: name → folder."""
-    optimised = optimised_judges(config.judge, paths.policy, paths.root)
+    probes = None if settings.retention is None else Probes(settings.retention, paths)
+    optimised = optimised_judges(settings, paths.policy, paths.root)
     for name, path in optimised.items():
         text = (
             f"judge {name} ({path}) is the reward model that PPO optimised: its win rates do not show that "
@@ -135,23 +80,64 @@ def _warn_of_optimised(config: JudgeView, paths: Paths, tracker: Tracker) -> dic
         )
         console.say(f"WARNING: {text}")
         tracker.event("judge_is_the_optimised_reward", text, step=0)
-    return optimised
+    # 2. Responses, and what the language models retain.
+    sampled = sample_contenders(config, paths, rt.device)
+    models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
+    retention, task_changes = probes.measure_all(models, rt.device) if probes else ({}, {})
+    # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labelled.
+    judged = _judge(config, judges, sampled)
+    progress.log(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
+    people = _compare_with_people(labels, judges, rows)
+    # 4. The reward models, on pairs and by the length of responses.
+    rewards = diagnostics.load_rewards(paths, rt.device)
+    pairs = _sample_pairs(rt, config, paths, sampled) if rewards else {}
+    given = diagnostics.labelled_pairs(paths) if rewards else {}
+    diagnosed, bins = diagnostics.measure(rewards, given, pairs)
+    scores, gaps = dict(judged.scores), None
+    if "reward" in rewards and contracts.fingerprint(paths.reward) in contracts.optimized_rewards(
+        paths.policy
+    ):
+        own: dict[str, list[float]] = {
+            who: rewards["reward"](Responses.of_texts(sampled.prompts, texts)).tolist()
+            for who, texts in sampled.texts.items()
+        }
+        scores |= {(OPTIMISED, who): values for who, values in own.items()}
+        gaps = _reward_gaps(own, judged.comparisons)
+    lengths = diagnostics.by_length(scores, sampled.texts)
+    # 5. The results document and the tables.
+    results = typed.EvaluationResults(
+        comparisons=tuple(
+            _with_length_gain(one, judged, sampled)
+            for one in summary.summarise_all(judged.comparisons, sampled.texts)
+        ),
+        optimised_judges=optimised,
+        responses={who: contenders.response_statistics(sampled, who) for who in SAMPLED},
+        facets=judged.facets,
+        accuracies=accuracy.measure(settings, sampled.texts, sampled.columns),
+        retention=retention,
+        task_changes=task_changes,
+        reward_diagnostics=diagnosed,
+        reward_gaps=gaps,
+        human_labels=people,
+        judge_kappas=summary.kappas(judged.comparisons),
+    )
+    if rt.is_main:
+        sources = tables.source_table(judged.comparisons, sampled.sources)
+        with whole(paths.judge_results) as folder:
+            results.write(folder / paths.evaluation_results.name)
+            pq.write_table(tables.comparison_table(judged.comparisons), folder / "comparisons.parquet")
+            pq.write_table(sources, folder / "sources.parquet")
+            calibration = pa.Table.from_pylist(bins, diagnostics.CALIBRATION)
+            pq.write_table(calibration, folder / "calibration.parquet")
+            by_length = pa.Table.from_pylist(lengths, diagnostics.LENGTHS)
+            pq.write_table(by_length, folder / "lengths.parquet")
+            pq.write_table(_response_table(sampled, judged), folder / paths.judged_responses.name)
+        _show(config, results, sampled, judged, tracker)
+    return results.metrics()
 
 
-def _retention(
-    probes: Probes | None, paths: Paths, rt: Runtime
-) -> tuple[dict[str, RetentionResult], dict[str, TaskChange]]:
-    if probes is None:
-        return {}, {}
-    return probes.measure_all({"base": paths.base, "sft": paths.sft, "policy": paths.policy}, rt.device)
-
-
-# ---------------------------------------------------------------------------------------- judges
-
-
-def _judge(config: JudgeView, judges: Sequence[Judge], contenders: Contenders) -> JudgeOutput:
-    judged = JudgeOutput({}, {}, {})
-    prompts, texts, kept = contenders.prompts, contenders.texts, contenders.columns
+def _judge(config: JudgeView, judges: Sequence[Judge], sampled: Contenders) -> Judged:
+    judged, prompts, texts, kept = Judged(), sampled.prompts, sampled.texts, sampled.columns
     for judge in judges:
         compared = summary.compare(judge, PAIRS, prompts, texts, config.judge.max_failure_share, kept)
         judged.comparisons.update(compared)
@@ -162,152 +148,87 @@ def _judge(config: JudgeView, judges: Sequence[Judge], contenders: Contenders) -
     return judged
 
 
-def _results(judged: JudgeOutput, contenders: Contenders) -> tuple[ComparisonResult, ...]:
-    return tuple(
-        result.model_copy(update={"matched_length_gain": _length_gain(result.judge, judged, contenders)})
-        if (result.a, result.b) == ("policy", "sft")
-        else result
-        for result in summary.summarise_all(judged.comparisons, contenders.texts)
-    )
+def _with_length_gain(
+    result: typed.ComparisonResult, judged: Judged, sampled: Contenders
+) -> typed.ComparisonResult:
+    """Policy against SFT, with how much higher it scores at equal length; others, or too few, unchanged."""
+    policy, sft = (judged.scores.get((result.judge, who)) for who in ("policy", "sft"))
+    if (result.a, result.b) != ("policy", "sft") or policy is None or sft is None:
+        return result
+    if np.isfinite(np.subtract(policy, sft)).sum() < MIN_PROMPTS_FOR_GAIN:
+        return result
+    lengths = [[len(ids) for ids in sampled.sampled[who].ids] for who in ("policy", "sft")]
+    gain = typed.Interval.of(matched_length_gain(policy, sft, *lengths))
+    return result.model_copy(update={"matched_length_gain": gain})
 
 
-def _length_gain(judge: str, judged: JudgeOutput, contenders: Contenders) -> Interval | None:
-    """How much higher PPO's responses score than SFT's at equal length; None without enough scores."""
-    scores = [judged.scores.get((judge, who)) for who in ("policy", "sft")]
-    if scores[0] is None or scores[1] is None:
-        return None
-    if np.isfinite(np.subtract(scores[0], scores[1])).sum() < MIN_PROMPTS_FOR_GAIN:
-        return None
-    lengths = [[len(ids) for ids in contenders.sampled[who].ids] for who in ("policy", "sft")]
-    return Interval.of(matched_length_gain(scores[0], scores[1], lengths[0], lengths[1]))
-
-
-def _human_labels(labels: Sequence[Label], judges: Sequence[Judge], paths: Paths) -> HumanLabels | None:
+def _compare_with_people(
+    labels: Sequence[human_labels.Label], judges: Sequence[Judge], rows: Sequence[Mapping[str, Any]]
+) -> typed.HumanLabels | None:
     """How far each judge agrees with the human labels; None without labels.
 
     Where columns are kept, labels of prompts that data/prompts does not have are left out.
     """
-    rows = {row["prompt"]: row for row in read_table(paths, "prompts", "test")} if labels else {}
-    if any(columns.KEY in row for row in rows.values()):
-        labels = [label for label in labels if label.pair.prompt in rows]
+    known = {row["prompt"]: row for row in rows}
+    if any(columns.KEY in row for row in rows):
+        labels = [label for label in labels if label.pair.prompt in known]
     if not labels:
         return None
     pairs = [label.pair for label in labels]
-    kept = columns.of_rows([rows.get(pair.prompt, {}) for pair in pairs])
-    agreements = {}
-    for judge in judges:
-        comparisons = judge.compare(
-            [pair.prompt for pair in pairs],
-            [pair.answer_a for pair in pairs],
-            [pair.answer_b for pair in pairs],
-            kept,
-        )
-        agreements[judge.name] = human_labels.agreement(labels, comparisons.outcomes)
-    known = {name: one for name, one in agreements.items() if one is not None}
-    return HumanLabels(labels=len(labels), judges=known)
-
-
-# ---------------------------------------------------------------------------- reward diagnostics
-
-
-def _diagnose(
-    rt: Runtime, config: JudgeView, paths: Paths, contenders: Contenders, judged: JudgeOutput
-) -> DiagnosticOutput:
-    rewards = reward_diagnostics.load_rewards(paths, rt.device)
-    samples = _sampled_pairs(rt, config, paths, contenders) if rewards else {}
-    labelled = reward_diagnostics.labelled_pairs(paths) if rewards else {}
-    diagnostics, bins = reward_diagnostics.measure(rewards, labelled, samples)
-    scores, gaps = dict(judged.scores), None
-    if "reward" in rewards and _is_optimised(paths):
-        texts = contenders.texts
-        own: dict[str, list[float]] = {
-            who: rewards["reward"](Responses.of_texts(contenders.prompts, texts[who])).tolist()
-            for who in texts
-        }
-        scores |= {(OPTIMISED, who): values for who, values in own.items()}
-        gaps = _reward_gaps(own, judged.comparisons)
-    lengths = reward_diagnostics.by_length(scores, contenders.texts)
-    return DiagnosticOutput(diagnostics, gaps, bins, lengths)
-
-
-def _is_optimised(paths: Paths) -> bool:
-    """Whether PPO optimised models/reward, by its weights, when it trained the policy."""
-    return contracts.fingerprint(paths.reward) in contracts.optimized_rewards(paths.policy)
-
-
-def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> RewardGaps:
-    """PPO's win rate over SFT by the scores `own` of the reward that it optimised, minus each judge's."""
-    by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
-    return RewardGaps(
-        win_rate_by_reward=by_reward,
-        by_judge={
-            key.judge: by_reward - statistics.rate(comparisons.outcomes).value
-            for key, comparisons in compared.items()
-            if (key.a, key.b) == ("policy", "sft")
-        },
+    prompts, first, second = zip(
+        *((pair.prompt, pair.answer_a, pair.answer_b) for pair in pairs), strict=True
     )
+    kept = columns.of_rows([known.get(prompt, {}) for prompt in prompts])
+    agreements = {
+        judge.name: human_labels.agreement(labels, judge.compare(prompts, first, second, kept).outcomes)
+        for judge in judges
+    }
+    decided = {name: one for name, one in agreements.items() if one is not None}
+    return typed.HumanLabels(labels=len(labels), judges=decided)
 
 
-def _sampled_pairs(
-    rt: Runtime, config: JudgeView, paths: Paths, contenders: Contenders
-) -> dict[str, reward_diagnostics.Pairs]:
+def _sample_pairs(
+    rt: Runtime, config: JudgeView, paths: Paths, sampled: Contenders
+) -> dict[str, diagnostics.Pairs]:
     """Two samples of each policy per prompt, ordered by gold; empty for data without a gold judge."""
     if config.data_source != "synthetic":
         return {}
-    pairs = {}
+    pairs, prompts = {}, sampled.prompts
     for who in SAMPLED:
-        second = sample_policy(config, paths, who, contenders.prompts, config.seed + 1, rt.device)
-        pairs[f"{who}_samples"] = reward_diagnostics.order_by(
-            gold_scores, contenders.prompts, contenders.texts[who], second.texts
-        )
+        second = contenders.sample_policy(config, paths, who, prompts, config.seed + 1, rt.device).texts
+        pairs[f"{who}_samples"] = diagnostics.order_by(gold_scores, prompts, sampled.texts[who], second)
     return pairs
 
 
-# ------------------------------------------------------------------------------------ the output
+def _reward_gaps(own: Mapping[str, list[float]], compared: summary.ByKey) -> typed.RewardGaps:
+    """PPO's win rate over SFT by the scores `own` of the reward that it optimised, minus each judge's."""
+    by_reward = statistics.rate(statistics.outcomes(own["policy"], own["sft"])).value
+    by_judge = {
+        key.judge: by_reward - statistics.rate(comparisons.outcomes).value
+        for key, comparisons in compared.items()
+        if (key.a, key.b) == ("policy", "sft")
+    }
+    return typed.RewardGaps(win_rate_by_reward=by_reward, by_judge=by_judge)
 
 
-def _write(
-    paths: Paths,
-    results: EvaluationResults,
-    contenders: Contenders,
-    judged: JudgeOutput,
-    diagnosed: DiagnosticOutput,
-) -> None:
-    scores = {f"{judge}/{who}": values for (judge, who), values in judged.scores.items()}
-    table: dict[str, Any] = {"index": list(range(len(contenders.prompts))), "prompt": contenders.prompts}
-    shown = [columns.shown(columns.of_row(contenders.columns, i)) for i in table["index"]]
+def _response_table(sampled: Contenders, judged: Judged) -> pa.Table:
+    """A row per prompt: its kept columns, all responses and all scores."""
+    table: dict[str, Any] = {"index": list(range(len(sampled.prompts))), "prompt": sampled.prompts}
+    shown = [columns.shown(columns.of_row(sampled.columns, i)) for i in table["index"]]
     table |= {name: [row[name] for row in shown] for name in shown[0]}
-    with whole(paths.judge_results) as folder:
-        results.write(folder / paths.evaluation_results.name)
-        pq.write_table(tables.comparison_table(judged.comparisons), folder / "comparisons.parquet")
-        pq.write_table(
-            tables.source_table(judged.comparisons, contenders.sources), folder / "sources.parquet"
-        )
-        pq.write_table(
-            pa.Table.from_pylist(diagnosed.bins, reward_diagnostics.CALIBRATION),
-            folder / "calibration.parquet",
-        )
-        pq.write_table(
-            pa.Table.from_pylist(diagnosed.lengths, reward_diagnostics.LENGTHS), folder / "lengths.parquet"
-        )
-        pq.write_table(pa.table(table | contenders.texts | scores), folder / paths.judged_responses.name)
+    scores = {f"{judge}/{who}": values for (judge, who), values in judged.scores.items()}
+    return pa.table(table | sampled.texts | scores)
 
 
 def _show(
-    config: JudgeView,
-    results: EvaluationResults,
-    contenders: Contenders,
-    judged: JudgeOutput,
-    tracker: Tracker,
+    config: JudgeView, results: typed.EvaluationResults, sampled: Contenders, judged: Judged, tracker: Tracker
 ) -> None:
-    prompts, texts = contenders.prompts, contenders.texts
+    prompts, texts = sampled.prompts, sampled.texts
     rows = tables.win_rates(results.comparisons)
     tables.show(f"win rates on {len(prompts)} test prompts (ties count half)", rows)
     tracker.table("win_rates", rows)
-    tracker.table(
-        "comparisons", tables.text_table(judged.comparisons, prompts, texts, contenders.columns).to_pylist()
-    )
+    compared = tables.text_table(judged.comparisons, prompts, texts, sampled.columns)
+    tracker.table("comparisons", compared.to_pylist())
     shown = range(min(config.judge.num_samples_shown, len(prompts)))
-    tracker.table(
-        "responses", [{"prompt": prompts[i], **{who: t[i] for who, t in texts.items()}} for i in shown]
-    )
+    responses = [{"prompt": prompts[i], **{who: t[i] for who, t in texts.items()}} for i in shown]
+    tracker.table("responses", responses)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from rlhf_tasks import console
 from rlhf_tasks.config import PreferencesView, Split
@@ -36,12 +35,13 @@ Row = dict[str, str]
 
 def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write data/comparisons. Metrics: pairs by split and origin, and the number of flipped labels."""
-    rt = Runtime(config.launch, config.seed)
+    rt, settings = Runtime(config.launch, config.seed), config.preferences
     # 1. The prompts to sample for. Without any, no model is loaded.
     prompts = {split: _choose_prompts(paths, config, split) for split in SPLITS}
     num_rounds = 2 if config.data_source == "synthetic" else 1
     total = num_rounds * sum(map(len, prompts.values()))
-    sampler = _Sampler(config, paths, rt.device) if total else None
+    if total:
+        model, tokenizer = place(load_causal(paths.sft), rt.device), load_tokenizer(paths.sft)
     metrics: dict[str, float] = {}
     with (
         whole(paths.rows("comparisons")) as folder,
@@ -52,13 +52,27 @@ def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, fl
             rows: list[Row] = []
             if config.train_reward_model:
                 rows += [row | {"origin": "given"} for row in read_table(paths, "preferences", split)]
-            if sampler is not None:
-                seeds = [2 * (config.seed * len(SPLITS) + number) + i for i in range(num_rounds)]
-                texts = [sampler.sample(prompts[split], seed, meter) for seed in seeds]
-                rows += _pair(prompts[split], texts)
+            if total:
+                samples = [
+                    sample_responses(
+                        model,
+                        tokenizer,
+                        [row["prompt"] for row in prompts[split]],
+                        max_new_tokens=config.max_completion_tokens,
+                        temperature=settings.temperature,
+                        seed=2 * (config.seed * len(SPLITS) + number) + i,
+                        meter=meter,
+                    )
+                    for i in range(num_rounds)
+                ]
+                rows += _pair(prompts[split], [[text_of(tokenizer, ids) for ids in one] for one in samples])
             # 3. Labels err in training only.
             if split == "train" and config.data_source == "synthetic":
-                metrics["flipped"] = _flip(rows, config.preferences.label_noise, config.seed)
+                rng = random.Random(f"label-noise-{config.seed}")
+                flipped = [row for row in rows if rng.random() < settings.label_noise]
+                for row in flipped:
+                    row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+                metrics["flipped"] = len(flipped)
             if config.train_reward_model and not rows and split == "train":
                 raise UserError(
                     "there is no pair to train a reward model on: data/preferences is empty and "
@@ -83,43 +97,17 @@ def _choose_prompts(paths: Paths, config: PreferencesView, split: Split) -> list
     return [row for row in chosen for _ in range(settings.pairs_per_prompt)]
 
 
-class _Sampler:
-    """The SFT policy."""
-
-    def __init__(self, config: PreferencesView, paths: Paths, device: torch.device) -> None:
-        self._model, self._tokenizer = place(load_causal(paths.sft), device), load_tokenizer(paths.sft)
-        self._max_new_tokens, self._temperature = config.max_completion_tokens, config.preferences.temperature
-
-    def sample(self, rows: Sequence[Row], seed: int, meter: console.Meter) -> list[str]:
-        """A response to the prompt of each row."""
-        responses = sample_responses(
-            self._model,
-            self._tokenizer,
-            [row["prompt"] for row in rows],
-            max_new_tokens=self._max_new_tokens,
-            temperature=self._temperature,
-            seed=seed,
-            meter=meter,
-        )
-        return [text_of(self._tokenizer, response) for response in responses]
-
-
 def _pair(rows: Sequence[Row], texts: Sequence[list[str]]) -> list[Row]:
     """Pairs of two samples that gold compares, or of a sample and the prompt's reference; no equal texts."""
     if len(texts) == 2:
         pairs = compare_by_gold([row["prompt"] for row in rows], *texts)
     else:
         pairs = [(row["reference"], text) for row, text in zip(rows, texts[0], strict=True)]
+    made = [(row, *pair) for row, pair in zip(rows, pairs, strict=True) if pair is not None]
     return [
-        {
-            "prompt": row["prompt"],
-            "chosen": pair[0],
-            "rejected": pair[1],
-            "source": row["source"],
-            "origin": "sft_samples",
-        }
-        for row, pair in zip(rows, pairs, strict=True)
-        if pair is not None and pair[0].strip() != pair[1].strip()
+        dict(zip(COLUMNS, (row["prompt"], chosen, rejected, row["source"], "sft_samples"), strict=True))
+        for row, chosen, rejected in made
+        if chosen.strip() != rejected.strip()
     ]
 
 
@@ -130,12 +118,3 @@ def compare_by_gold(prompts: list[str], first: list[str], second: list[str]) -> 
         None if a == b else (x, y) if a > b else (y, x)
         for (a, b), x, y in zip(scores, first, second, strict=True)
     ]
-
-
-def _flip(rows: list[Row], share: float, seed: int) -> int:
-    """Exchange chosen and rejected in a random share of the rows, in place; returns their number."""
-    rng = random.Random(f"label-noise-{seed}")
-    flipped = [row for row in rows if rng.random() < share]
-    for row in flipped:
-        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
-    return len(flipped)

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Data, Model, PrepareView, Split
-from rlhf_tasks.data import columns, rows, tokenizer
+from rlhf_tasks.config import Data, PrepareView, Split
+from rlhf_tasks.data import arithmetic, columns, docstrings, files, hub, rows, synthetic, tokenizer
 from rlhf_tasks.data.rows import HELD_OUT, ROLES, SPLITS, TEXTS, Corpus, Lengths, Problems, Role, Row
 from rlhf_tasks.data.splits import cap_train, complete
 from rlhf_tasks.data.tables import Rendering
@@ -36,27 +36,43 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     Raises:
         UserError: naming every bad row, with data.on_bad_row: fail; or a missing file, column or split.
     """
-    data: Data = config.data
-    ready = _ready_tokenizer(config.model)
-    rendering = _rendering(config.model, ready)
-    problems = Problems()
+    data, scratch, problems = config.data, config.model.scratch, Problems()
+    # 1. Rows of any source, as the base model's chat template renders them.
+    if scratch is None:
+        words = tokenizer.ready(config.model)
+        rendering = tokenizer.ready_rendering(words, config.model.base)
+    else:
+        rendering = tokenizer.scratch_rendering()
     corpus = _read(paths, config, rendering, problems)
+    # 2. What can be checked without token ids.
     rows.check_sizes(corpus, data.max_prompt_tokens, data.max_completion_tokens, problems)
     corpus = rows.without(corpus, problems)  # no step below reads a text that is too long for all of them
     rows.check_texts(corpus, rendering.eos, problems)
     rows.check_duplicates(corpus, problems)
     rows.check_leaks(corpus, problems)
-    words = ready or _train_tokenizer(config.model, data, rows.without(corpus, problems))
+    # 3. The tokenizer, and lengths in its tokens.
+    if scratch is not None:
+        good = rows.without(corpus, problems)
+        train = {role: tables.get("train", []) for role, tables in good.items()}
+        texts = (row[name] for role, table in train.items() for row in table for name in TEXTS[role])
+        words = tokenizer.train(scratch, texts, data.max_prompt_tokens + data.max_completion_tokens)
     lengths = rows.measure(corpus, lambda texts: tokenizer.count_tokens(words, texts))
-    if data.source == "docstrings":
-        corpus = _fitting(corpus, lengths, data)
+    if data.source == "docstrings":  # the source estimates lengths, so a long row is no bad row
+        corpus = _within_limits(corpus, lengths, data)
     rows.check_lengths(corpus, lengths, data.max_prompt_tokens, data.max_completion_tokens, problems)
     if problems and data.on_bad_row == "fail":
         advice = "Fix them, or set data.on_bad_row: quarantine to leave them out."
         raise UserError(f"{problems.report()}\n{advice}")
+    # 4. The good rows, their numbers and the files.
     good = rows.without(corpus, problems)
-    kept = cap_train(_complete(good, problems), data.max_rows, config.seed)
-    metrics = _metrics(kept, good, lengths, problems) | {"tokens/unknown": _unknown_share(words, kept)}
+    try:
+        kept = cap_train(complete(good), data.max_rows, config.seed)
+    except UserError as error:
+        raise UserError(f"{error}\n{problems.report()}" if problems else str(error)) from None
+    metrics = _measure(kept, good, lengths, problems)
+    # Unknown tokens in demonstrations that did not train the tokenizer.
+    held_out = [row[name] for split in HELD_OUT for row in kept["sft"][split] for name in TEXTS["sft"]]
+    metrics["tokens/unknown"] = tokenizer.unknown_share(words, held_out)
     _write(paths, kept, words, problems)
     _say(paths, data.source, kept, metrics, problems)
     for role in ROLES:
@@ -64,122 +80,55 @@ def run(config: PrepareView, paths: Paths, tracker: Tracker) -> dict[str, float]
     return metrics
 
 
-# ---------------------------------------------------------------------------------------- reading
-
-
 def _read(paths: Paths, config: PrepareView, rendering: Rendering, problems: Problems) -> Corpus:
-    data: Data = config.data
+    data, settings, seed = config.data, config.prepare, config.seed
     sizes: dict[Split, int] = {"validation": data.num_validation, "test": data.num_test}
-    if data.source == "synthetic":
-        from rlhf_tasks.data import synthetic
-
-        tables = synthetic.generate(
-            config.seed,
-            num_prompts=config.prepare.synthetic_prompt_rows,
-            num_sft=config.prepare.synthetic_sft_rows,
-            num_preferences=config.prepare.synthetic_preference_rows,
-            num_validation=data.num_validation,
-            num_test=data.num_test,
-            keep=_available(data, synthetic.SLOTS),
-        )
-        return cast(Corpus, tables)
-    if data.source == "arithmetic":
-        from rlhf_tasks.data import arithmetic
-
-        generated = arithmetic.generate(
-            config.seed,
-            num_prompts=config.prepare.synthetic_prompt_rows,
-            num_sft=config.prepare.synthetic_sft_rows,
-            num_validation=data.num_validation,
-            num_test=data.num_test,
-            keep=_available(data, arithmetic.COLUMNS),
-        )
-        return cast(Corpus, generated)
-    if data.source == "docstrings":
-        from rlhf_tasks.data import docstrings
-
-        _available(data, ())
-        pairs = config.prepare.docstrings_max_pairs
-        prompt_tokens = data.max_prompt_tokens
-        return docstrings.load(config.seed, max_prompt_tokens=prompt_tokens, max_pairs=pairs, sizes=sizes)
-    if data.source == "files":
-        from rlhf_tasks.data import files
-
-        return files.load(
-            paths.root / data.path, data.columns, rendering, problems, seed=config.seed, sizes=sizes
-        )
-    from rlhf_tasks.data import hub
-
-    assert data.hub is not None  # by a rule of config
-    return hub.load(data.hub, data.columns, rendering, problems, seed=config.seed, sizes=sizes)
-
-
-def _available(data: Data, columns: Sequence[str]) -> tuple[str, ...]:
-    """`data.columns.keep` for a generated source that has these columns.
-
-    Raises:
-        UserError: if the source lacks one.
-    """
-    lost = [name for name in data.columns.keep if name not in columns]
-    if lost:
+    generated = {
+        "synthetic": tuple(synthetic.SLOTS),
+        "arithmetic": tuple(arithmetic.COLUMNS),
+        "docstrings": (),
+    }
+    if lost := [name for name in data.columns.keep if name not in generated.get(data.source, (name,))]:
         raise UserError(
             f"data.columns.keep: the rows of data.source={data.source} have no column {', '.join(lost)}; "
-            f"they have {', '.join(columns) or 'none'}"
+            f"they have {', '.join(generated[data.source]) or 'none'}"
         )
-    return data.columns.keep
-
-
-def _complete(good: Corpus, problems: Problems) -> Corpus:
-    try:
-        return complete(good)
-    except UserError as error:
-        raise UserError(f"{error}\n{problems.report()}" if problems else str(error)) from None
-
-
-def _fitting(corpus: Corpus, lengths: Lengths, data: Data) -> Corpus:
-    """The rows within the limits; the source estimated the lengths, so the others are no bad rows."""
-    return {
-        role: {
-            split: [
-                row
-                for row in table
-                if all(n <= most for n, most in zip(lengths[id(row)], bounds, strict=True))
-            ]
-            for split, table in tables.items()
-        }
-        for role, tables in corpus.items()
-        for bounds in [rows.limits(role, data.max_prompt_tokens, data.max_completion_tokens)]
+    counts: dict[str, Any] = {
+        "num_prompts": settings.synthetic_prompt_rows,
+        "num_sft": settings.synthetic_sft_rows,
+        "num_validation": data.num_validation,
+        "num_test": data.num_test,
+        "keep": data.columns.keep,
     }
+    match data.source:
+        case "synthetic":
+            pairs = settings.synthetic_preference_rows
+            return cast(Corpus, synthetic.generate(seed, num_preferences=pairs, **counts))
+        case "arithmetic":
+            return cast(Corpus, arithmetic.generate(seed, **counts))
+        case "docstrings":
+            most = settings.docstrings_max_pairs
+            return docstrings.load(
+                seed, max_prompt_tokens=data.max_prompt_tokens, max_pairs=most, sizes=sizes
+            )
+        case "files":
+            path = paths.root / data.path
+            return files.load(path, data.columns, rendering, problems, seed=seed, sizes=sizes)
+    assert data.hub is not None  # by a rule of config
+    return hub.load(data.hub, data.columns, rendering, problems, seed=seed, sizes=sizes)
 
 
-# -------------------------------------------------------------------------------------- tokenizer
+def _within_limits(corpus: Corpus, lengths: Lengths, data: Data) -> Corpus:
+    """The rows whose texts are within the limits of data."""
 
+    def fits(role: Role, row: Row) -> bool:
+        most = rows.limits(role, data.max_prompt_tokens, data.max_completion_tokens)
+        return all(n <= limit for n, limit in zip(lengths[id(row)], most, strict=True))
 
-def _ready_tokenizer(model: Model) -> PreTrainedTokenizerBase | None:
-    return None if model.scratch is not None else tokenizer.ready(model)
-
-
-def _rendering(model: Model, ready: PreTrainedTokenizerBase | None) -> Rendering:
-    if ready is None:
-        return tokenizer.scratch_rendering()
-    return tokenizer.ready_rendering(ready, model.base)
-
-
-def _train_tokenizer(model: Model, data: Data, good: Corpus) -> PreTrainedTokenizerBase:
-    assert model.scratch is not None
-    texts = (
-        row[name] for role, tables in good.items() for row in tables.get("train", []) for name in TEXTS[role]
-    )
-    return tokenizer.train(model.scratch, texts, data.max_prompt_tokens + data.max_completion_tokens)
-
-
-def _unknown_share(words: PreTrainedTokenizerBase, corpus: Corpus) -> float:
-    """The share of unknown tokens in held-out demonstrations, which did not train the tokenizer."""
-    texts = [row[name] for split in HELD_OUT for row in corpus["sft"][split] for name in TEXTS["sft"]]
-    return tokenizer.unknown_share(words, texts)
-
-
-# ---------------------------------------------------------------------------------------- writing
+    return {
+        role: {split: [row for row in table if fits(role, row)] for split, table in tables.items()}
+        for role, tables in corpus.items()
+    }
 
 
 def _write(paths: Paths, corpus: Corpus, words: PreTrainedTokenizerBase, problems: Problems) -> None:
@@ -190,31 +139,26 @@ def _write(paths: Paths, corpus: Corpus, words: PreTrainedTokenizerBase, problem
     with atomic.whole(paths.tokenizer) as folder:
         tokenizer.save(words, folder)
     with atomic.whole(paths.quarantine.parent) as folder:
-        (folder / "rows.jsonl").write_text(
-            "".join(f"{line}\n" for line in problems.lines()), encoding="utf-8"
-        )
+        lines = "".join(f"{line}\n" for line in problems.lines())
+        (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
 
 
-def _arrow(role: Role, table: list[Row]) -> pa.Table:
+def _arrow(role: Role, table: Sequence[Row]) -> pa.Table:
     kept = (columns.KEY,) if role == "prompts" and table and columns.KEY in table[0] else ()
-    names = (*TEXTS[role], "source", *kept)
-    schema = pa.schema([(name, pa.string()) for name in names])
+    schema = pa.schema([(name, pa.string()) for name in (*TEXTS[role], "source", *kept)])
     written = [columns.encoded(row) for row in table]
-    return pa.table({name: [row[name] for row in written] for name in names}, schema=schema)
+    return pa.table({name: [row[name] for row in written] for name in schema.names}, schema=schema)
 
 
-# -------------------------------------------------------------------------------------- reporting
-
-
-def _metrics(corpus: Corpus, good: Corpus, lengths: Lengths, problems: Problems) -> dict[str, float]:
+def _measure(corpus: Corpus, good: Corpus, lengths: Lengths, problems: Problems) -> dict[str, float]:
     """Counts of the written rows; token counts of all good rows that were read, EOS included."""
-    metrics: dict[str, float] = {
-        f"rows/{role}/{split}": float(len(corpus[role][split])) for role in ROLES for split in SPLITS
-    }
     counts = problems.counts()
-    metrics["duplicates"] = float(counts["duplicate"])
-    metrics["quarantined"] = float(len(problems))
-    metrics |= {f"quarantined/{reason}": float(count) for reason, count in counts.items()}
+    metrics: dict[str, float] = {
+        **{f"rows/{role}/{split}": float(len(corpus[role][split])) for role in ROLES for split in SPLITS},
+        "duplicates": float(counts["duplicate"]),
+        "quarantined": float(len(problems)),
+        **{f"quarantined/{reason}": float(count) for reason, count in counts.items()},
+    }
     measured = [lengths[id(row)] for _, _, _, row in rows.every(good)]
     groups = {"prompt": [m[0] for m in measured], "completion": [n for m in measured for n in m[1:]]}
     for name, counted in groups.items():

@@ -2,7 +2,7 @@
 
     loss = −log σ(r_chosen − r_rejected − margin)                      Bradley-Terry
          + centering_coef · (r_chosen + r_rejected)²                    arXiv 2312.09244
-         + lm_coef · LM loss on the chosen answer                      arXiv 2307.04964, eq. 4
+         + lm_coef · LM loss on the chosen response                    arXiv 2307.04964, eq. 4
 
 The score is read at the last real token. The mean score of the demonstrations is stored with the model and
 subtracted from every score, so that demonstrations score zero on average.
@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,17 +23,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Reward, RewardView
-from rlhf_tasks.data.batches import (
-    Batch,
-    Ids,
-    collate,
-    encode,
-    encode_answers,
-    fork,
-    load_tokenizer,
-    read_table,
-    sizes,
-)
+from rlhf_tasks.data import batches
+from rlhf_tasks.data.batches import Batch, Ids, load_tokenizer, read_table, sizes
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.modeling import contracts
@@ -44,8 +35,6 @@ from rlhf_tasks.modeling.load import (
     fetch_tokenizer,
     load_causal,
     load_reward,
-    merge_adapter,
-    save_checkpoint,
     supports_shared_prefix,
 )
 from rlhf_tasks.modeling.logprobs import token_stats
@@ -55,8 +44,9 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training import checkpoint, sharding
+from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import Sums, train
 
 NONE_MADE = """\
@@ -68,40 +58,47 @@ Row = dict[str, Any]
 
 
 def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
-    """Write models/reward and models/reward_heldout.
+    """Write models/reward and models/reward_heldout, one after the other.
 
     Metrics on the test pairs, for the optimised model (and for the other under `heldout/`): accuracy
     with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
     the folders hold only a README, and there are no metrics.
     """
-    rt = Runtime(config.launch, config.seed)
-    if not config.reward.train:
-        return _write_placeholders(rt, paths)
-    metrics = _make_reward_model(rt, config, paths, tracker, "reward")
-    return metrics | _make_reward_model(rt, config, paths, tracker, "reward_heldout")
-
-
-def _make_reward_model(
-    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker, name: Literal["reward", "reward_heldout"]
-) -> dict[str, float]:
-    """Write one of the two models; returns its metrics."""
-    tokenizer = load_tokenizer(paths.sft)
-    if config.reward.source is not None and name == "reward":
-        scores, parents = _fetch(paths, config.reward, tokenizer)
-    else:
-        seed = config.seed + 1000 * (name == "reward_heldout")
-        scores = _train(rt, paths, config, tokenizer, tracker, name, seed)
-        parents = {"sft": contracts.fingerprint(paths.sft)}
-    metrics = _measure(rt, paths, scores, tokenizer, "" if name == "reward" else "heldout/")
-    with sharding.to_save(scores.model) as plain:
-        if rt.is_main:
-            _save(paths, config, plain, tokenizer, _outs(paths)[name], parents)
+    rt, metrics = Runtime(config.launch, config.seed), dict[str, float]()
+    for out in (paths.reward, paths.reward_heldout):
+        if config.reward.train:
+            metrics |= _make_reward_model(rt, config, paths, tracker, out)
+        elif rt.is_main:
+            with whole(out) as folder:  # `contracts.has_model` is False for it
+                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
     rt.barrier()
     return metrics
 
 
-def _outs(paths: Paths) -> dict[str, Path]:
-    return {"reward": paths.reward, "reward_heldout": paths.reward_heldout}
+def _make_reward_model(
+    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker, out: Path
+) -> dict[str, float]:
+    """Train one of the two models on its half of the prompts, or fetch it; write it, and measure it."""
+    tokenizer, prefix = load_tokenizer(paths.sft), "" if out == paths.reward else "heldout/"
+    if config.reward.source is not None and out == paths.reward:
+        scores, parents = _fetch(paths, config.reward, tokenizer)
+    else:
+        scores = _train(rt, paths, config, tokenizer, tracker, out.name, prefix)
+        parents = {"sft": contracts.fingerprint(paths.sft)}
+    metrics = _measure(rt, paths, scores, tokenizer)
+    card = contracts.model_card(
+        f"Reward model ({out.name})",
+        task="reward-model",
+        parameters=config.declared,
+        inputs={
+            "data/comparisons": hashing.file_hash(paths.rows("comparisons")),
+            "models/sft": parents.get("sft", "lineage unknown"),
+        },
+        how="One score, read at the last token of query + response + EOS, minus `score_mean` of the "
+        "config. `reward_heldout` is trained on other prompts and never optimised.",
+    )
+    save(rt, scores.model, tokenizer, out, contracts.identity("reward", parents), card)
+    return {prefix + key: value for key, value in metrics.items()}
 
 
 # ----------------------------------------------------------------------------------- training
@@ -136,9 +133,9 @@ class Pairs:
             [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
         )
         if self.forked:
-            found, _ = model(fork(queries, chosen, rejected, self.pad).to(device))
+            found, _ = model(batches.fork(queries, chosen, rejected, self.pad).to(device))
             return pair_sums(found[:, 0], found[:, 1], self.margin, self.centering_coef)
-        batch = collate(queries * 2, chosen + rejected, self.pad).to(device)
+        batch = batches.collate(queries * 2, chosen + rejected, self.pad).to(device)
         found, of_lm = model(batch, len(rows) if self.lm_coef else 0)
         of_chosen, of_rejected = found[:, 0].chunk(2)
         sums = pair_sums(of_chosen, of_rejected, self.margin, self.centering_coef)
@@ -184,82 +181,58 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     tracker: Tracker,
     name: str,
-    seed: int,
+    prefix: str,
 ) -> TokenScores:
-    settings = config.reward
-    generator = torch.Generator().manual_seed(seed)
-    scores = TokenScores.from_policy(paths.sft, generator)
+    settings, seed = config.reward, config.seed + 1000 * (name == "reward_heldout")
+    # 1. The SFT model with a new head.
+    scores = TokenScores.from_policy(paths.sft, torch.Generator().manual_seed(seed))
     if settings.lora is not None:
         add_lora(scores.model, settings.lora, seed=seed)
-    policy = load_causal(paths.sft) if settings.lm_coef else None
-    learner = rt.place(Learner(scores, policy))
+    learner = rt.place(Learner(scores, load_causal(paths.sft) if settings.lm_coef else None))
+    # 2. Its pairs, trained on.
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     forked = not settings.lm_coef and supports_shared_prefix(scores.model)
-    pairs = _pairs(
-        tokenizer, rows, forked=forked, margin=settings.margin, centering_coef=settings.centering_coef,
-        lm_coef=settings.lm_coef,
-    )  # fmt: skip
-    validation = _pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked)
-    prefix = "" if name == "reward" else "heldout/"
+    coefs = {key: getattr(settings, key) for key in ("margin", "centering_coef", "lm_coef")}
     with checkpoint.open(rt, paths, config, name) as snapshots:
         train(
             rt,
             learner,
-            pairs,
+            _pairs(tokenizer, rows, forked=forked, **coefs),
             settings,
             seed=seed,
             name=name,
             tracker=tracker,
             snapshots=snapshots,
-            validation=validation,
+            validation=_pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked),
             num_evaluations=2,
             prefix=prefix,
         )
-    _center(rt, paths, scores, tokenizer, settings.micro_batch_tokens)
+    # 3. Demonstrations score zero on average.
+    shown = read_table(paths, "sft", "train")[:1000]
+    given = Responses.of_texts([row["prompt"] for row in shown], [row["completion"] for row in shown])
+    found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, rt)(given)
+    scores.set_mean(scores.mean + float(found.mean()))
     return scores
 
 
 def model_of(prompt: str) -> str:
-    """The model that a prompt's pairs train, by its hash.
-
-    Each gets half of the prompts: the two are trained at once, and neither waits for the other.
-    """
+    """The model that a prompt's pairs train, by its hash: each gets half of the prompts."""
     return "reward" if hashlib.sha256(prompt.encode()).digest()[0] % 2 else "reward_heldout"
 
 
 def _pairs(tokenizer: PreTrainedTokenizerBase, rows: list[Row], **settings: Any) -> Pairs:
     return Pairs(
-        encode(tokenizer, [row["prompt"] for row in rows]),
-        encode_answers(tokenizer, [row["chosen"] for row in rows]),
-        encode_answers(tokenizer, [row["rejected"] for row in rows]),
+        batches.encode(tokenizer, [row["prompt"] for row in rows]),
+        batches.encode_answers(tokenizer, [row["chosen"] for row in rows]),
+        batches.encode_answers(tokenizer, [row["rejected"] for row in rows]),
         tokenizer.pad_token_id,
         **settings,
     )
 
 
-def _center(
-    rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, max_tokens: int
-) -> None:
-    """Make the mean score of the demonstrations zero; the model's config stores the constant."""
-    rows = read_table(paths, "sft", "train")[:1000]
-    given = Responses.of_texts([row["prompt"] for row in rows], [row["completion"] for row in rows])
-    found = RewardModel(scores, tokenizer, max_tokens, rt)(given)
-    scores.set_mean(scores.mean + float(found.mean()))
-
-
-# ------------------------------------------------------------------------- fetching, measuring, saving
-
-
-def _write_placeholders(rt: Runtime, paths: Paths) -> dict[str, float]:
-    """Write both outs with a README in place of a model; `contracts.has_model` is False for them."""
-    for out in _outs(paths).values():
-        if rt.is_main:
-            with whole(out) as folder:
-                (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
-    rt.barrier()
-    return {}
+# ---------------------------------------------------------------------------- fetching and measuring
 
 
 def _fetch(
@@ -277,7 +250,7 @@ def _fetch(
 
 @torch.no_grad()
 def _measure(
-    rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase, prefix: str
+    rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
     """Accuracy, margin, calibration and length correlation on the test pairs."""
     rows = read_table(paths, "comparisons", "test") or read_table(paths, "comparisons", "validation")
@@ -295,37 +268,10 @@ def _measure(
     origins = np.array([row["origin"] for row in rows])
     for name, mask in {"": origins != "", **{f"/{o}": origins == o for o in sorted(set(origins))}}.items():
         found = statistics.rate(statistics.outcomes(chosen[mask], rejected[mask]))
-        metrics |= {
-            f"accuracy{name}": found.value,
-            f"accuracy{name}/low": found.low,
-            f"accuracy{name}/high": found.high,
-        }
+        bounds = {"": found.value, "/low": found.low, "/high": found.high}
+        metrics |= {f"accuracy{name}{bound}": value for bound, value in bounds.items()}
     metrics["calibration"] = statistics.calibration_error(lead, np.ones(len(lead)))
     lengths = [len(a) for a in pairs.chosen + pairs.rejected]
     metrics["length_correlation"] = statistics.pearson(np.concatenate([chosen, rejected]), lengths)
     metrics["score_mean"] = scores.mean
-    return {prefix + key: value for key, value in metrics.items()}
-
-
-def _save(
-    paths: Paths,
-    config: RewardView,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    out: Path,
-    parents: dict[str, str],
-) -> None:
-    with whole(out) as folder:
-        save_checkpoint(
-            merge_adapter(model), tokenizer, folder,
-            identity=contracts.identity("reward", parents),
-            card=contracts.model_card(
-                f"Reward model ({out.name})", task="reward-model", parameters=config.declared,
-                inputs={
-                    "data/comparisons": hashing.file_hash(paths.rows("comparisons")),
-                    "models/sft": parents.get("sft", "lineage unknown"),
-                },
-                how="One score, read at the last token of query + response + EOS, minus `score_mean` of the "
-                "config. `reward_heldout` is trained on other prompts and never optimised.",
-            ),
-        )  # fmt: skip
+    return metrics

@@ -50,7 +50,7 @@ def run(stage: Stage, paths: Paths) -> int:
 
 def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
     settings = config.load(paths.params)
-    check_inputs(paths, stage)
+    _check_inputs(paths, stage)
     settings = inputs.in_force(paths, stage, settings, check=not context.is_worker())
     if STAGES.index(stage) <= STAGES.index("judge") and settings.judge.retention is not None:
         harness.check(settings.judge.retention.tasks, paths.root)  # before the training, not after it
@@ -67,7 +67,7 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
             metrics: dict[str, float] = module.run(view, paths, tracker)
             if not is_main:
                 return 0
-            write_results(paths, stage, claim.key, metrics, tracker.history())
+            _write_results(paths, stage, claim.key, metrics, tracker.history())
             tracker.final(metrics)
         claim.finish()
     _print_summary(paths, stage, metrics, time.monotonic() - start)
@@ -76,12 +76,8 @@ def _run(stage: Stage, paths: Paths, listener: stopping.Listener) -> int:
     return 0
 
 
-def check_inputs(paths: Paths, stage: Stage) -> None:
-    """Check that the stage's inputs exist.
-
-    Raises:
-        UserError: naming each missing input and the stage that makes it.
-    """
+def _check_inputs(paths: Paths, stage: Stage) -> None:
+    """Refuse to run without an input, naming each missing one and the stage that makes it."""
     graph = dvc_files.graph(paths.root)
     if stage not in graph:
         raise UserError(f"dvc.yaml declares no stage {stage!r}; it has {', '.join(graph)}")
@@ -98,18 +94,10 @@ def check_inputs(paths: Paths, stage: Stage) -> None:
         raise UserError(f"stage {stage} lacks {', '.join(named)}{advice if is_made else ''}")
 
 
-def write_results(
-    paths: Paths,
-    stage: Stage,
-    key: str,
-    metrics: Mapping[str, float],
-    history: Sequence[Mapping[str, float]],
+def _write_results(
+    paths: Paths, stage: Stage, key: str, metrics: Mapping[str, float], history: Sequence[Mapping[str, float]]
 ) -> None:
-    """metrics/STAGE.json (if declared), plots/STAGE.csv (stages with curves) and models/lineage/STAGE.json.
-
-    Raises:
-        ValueError: for a metric that is not a finite number.
-    """
+    """Metrics (if declared), curves (of stages that have them) and lineage."""
     wrong = [f"{name}={value!r}" for name, value in sorted(metrics.items()) if not math.isfinite(value)]
     if wrong:
         raise ValueError(f"stage {stage} ended with metrics that are not finite numbers: {', '.join(wrong)}")
@@ -122,10 +110,8 @@ def write_results(
 
 def _print_summary(paths: Paths, stage: Stage, metrics: Mapping[str, float], seconds: float) -> None:
     names, title = catalogue.ordered(stage, metrics), f"{stage}: done in {console.duration(seconds)}"
-    if names:
-        console.table(title, ["metric", "value"], [(name, metrics[name]) for name in names[:SHOWN_METRICS]])
-    else:
-        console.say(title)
+    shown = [(name, metrics[name]) for name in names[:SHOWN_METRICS]]
+    console.table(title, ["metric", "value"], shown) if names else console.say(title)
     if len(names) > SHOWN_METRICS:
         console.say(f"and {len(names) - SHOWN_METRICS} more in {paths.relative(paths.metrics(stage))}")
     outs = [path for path in dvc_files.graph(paths.root)[stage].outs if (paths.root / path).exists()]

@@ -17,6 +17,8 @@ from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.toy import ENGINE
 
+FUNCTION = {"kind": "function", "function": "m:f"}
+
 
 def problems(changes: Mapping[str, Any]) -> str:
     with pytest.raises(ConfigError) as raised:
@@ -73,32 +75,17 @@ def test_a_value_of_the_wrong_type_is_refused_and_never_converted(key: str, valu
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            {"seed": 2**64},
-            "seed: must be a whole number from 0 to 4,294,967,295 (given: 18446744073709551616)",
-        ),
+        ({"seed": 2**64}, "seed: must be a whole number from 0 to 4,294,967,295 (given: 1844674407370955"),
         ({"seed": -1}, "seed: must be a whole number from 0 to 4,294,967,295 (given: -1)"),
-        (
-            {"model.scratch.hidden_size": 2**31 - 2},
-            "model.scratch.hidden_size: must be a whole number from 1 to",
-        ),
+        ({"model.scratch.hidden_size": 2**31}, "hidden_size: must be a whole number from 1 to"),
         (
             {"model.scratch.hidden_size": 2**16, "model.scratch.num_layers": 96},
             "hidden_size=65536 and num_layers=96 make about 4,948 billion parameters, 19,791 GB in float32",
         ),
-        (
-            {"model.scratch.num_layers": 10**9},
-            "model.scratch.num_layers: must be a whole number from 1 to 1,024",
-        ),
+        ({"model.scratch.num_layers": 10**9}, "num_layers: must be a whole number from 1 to 1,024"),
         ({"sft.num_epochs": 1e300}, "sft.num_epochs: Input should be less than or equal to 10000"),
-        ({"ppo.num_ppo_epochs": 10**9}, "ppo.num_ppo_epochs: must be a whole number from 1 to 10,000"),
-        (
-            {"prepare.synthetic_prompt_rows": 10**12},
-            "prompt_rows: must be a whole number from 1 to 10,000,000",
-        ),
         ({"data.num_test": 10**9}, "data.num_test: must be a whole number from 1 to 10,000,000"),
         ({"data.max_prompt_tokens": 10**9}, "max_prompt_tokens: must be a whole number from 1 to 1,048,576"),
-        ({"reward.batch_size": 2**40}, "reward.batch_size: must be a whole number from 1 to 1,048,576"),
         ({"ppo.rollout_batch_size": 2**40}, "rollout_batch_size: must be a whole number from 1 to 1,048,576"),
         ({"ppo.total_episodes": 2**63}, "total_episodes: must be a whole number from 1 to 2,147,483,647"),
         ({"launch.num_processes": 10**6}, "launch.num_processes: must be a whole number from 1 to 65,536"),
@@ -132,15 +119,9 @@ def test_a_key_without_a_default_that_is_missing_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            {"ppo.rollout_batch_size": 100, "ppo.num_mini_batches": 3},
-            "100 is not divisible by num_mini_batches=3",
-        ),
+        ({"ppo.num_mini_batches": 3}, "is not divisible by num_mini_batches=3"),
         ({"ppo.total_episodes": 4}, "is less than one rollout"),
-        (
-            {"ppo.advantages.samples_per_prompt": 3},
-            "is not divisible by advantages.samples_per_prompt=3",
-        ),
+        ({"ppo.advantages.samples_per_prompt": 3}, "is not divisible by advantages.samples_per_prompt=3"),
         (
             {"ppo.advantages.samples_per_prompt": 128, "launch.num_processes": 4},
             "ppo.rollout_batch_size / samples_per_prompt=2 is not divisible by launch.num_processes=4",
@@ -160,19 +141,10 @@ def test_a_key_without_a_default_that_is_missing_is_named() -> None:
         ({"reward.from": "some/name", "reward.revision": "main"}, "full commit hash"),
         ({"model.scratch.num_heads": 5}, "must be an even whole number"),
         ({"preferences.label_noise": 0.5}, "less than 0.5"),
-        ({"ppo.select_by": {"judge": small.GOLD, "max_failure_share": 0.05}}, "'gold' found using 'kind'"),
+        ({"ppo.select_by": {"judge": small.GOLD}}, "'gold' found using 'kind'"),
+        ({"ppo.select_by": {"judge": small.HELDOUT}}, "select_by cannot name models/reward_heldout"),
         (
-            {"ppo.select_by": {"judge": small.HELDOUT, "max_failure_share": 0.05}},
-            "select_by cannot name models/reward_heldout",
-        ),
-        (
-            {
-                "ppo.scorers": [{"kind": "function", "function": "m:f", "weight": 1.0}],
-                "ppo.select_by": {
-                    "judge": {"kind": "function", "name": "f", "function": "m:f"},
-                    "max_failure_share": 0.05,
-                },
-            },
+            {"ppo.scorers": [FUNCTION], "ppo.select_by": {"judge": {**FUNCTION, "name": "f"}}},
             "PPO does not select by what it optimizes",
         ),
     ],
@@ -195,14 +167,7 @@ def test_a_tracking_store_with_a_relative_path_is_refused(uri: str, monkeypatch:
 
 @pytest.mark.parametrize(
     "uri",
-    [
-        "sqlite:////a/mlflow.db",
-        "file:///a/mlruns",
-        "/a/mlruns",
-        "http://a:5000",
-        "databricks",
-        "databricks://a",
-    ],
+    ["sqlite:////a/mlflow.db", "file:///a/mlruns", "/a/mlruns", "http://a", "databricks", "databricks://a"],
 )
 def test_a_tracking_store_with_an_absolute_address_is_accepted(
     uri: str, monkeypatch: pytest.MonkeyPatch
@@ -222,22 +187,17 @@ def test_the_message_names_a_parameter_file_that_cannot_be_read(tmp_path: Path) 
     file = tmp_path / "params.yaml"
     with pytest.raises(ConfigError, match="does not exist"):
         config.load(file)
-    file.write_text("seed: [1\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="not readable as YAML"):
-        config.load(file)
-    file.write_text(f"seed: {'9' * 5000}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="not readable as YAML: Exceeds the limit"):
-        config.load(file)
-    file.write_text("a: " + "[" * 5000 + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="not readable as YAML: maximum recursion depth"):
-        config.load(file)
-    file.write_text("seed: 1\nseed: 2\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r'found duplicate key "seed" with value "2"') as error:
-        config.load(file)
-    assert "suppress" not in str(error.value)
-    file.write_text("- seed\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="must hold sections"):
-        config.load(file)
+    for text, why in {
+        "seed: [1\n": "not readable as YAML",
+        f"seed: {'9' * 5000}\n": "not readable as YAML: Exceeds the limit",
+        "a: " + "[" * 5000 + "\n": "not readable as YAML: maximum recursion depth",
+        "seed: 1\nseed: 2\n": 'found duplicate key "seed" with value "2"',
+        "- seed\n": "must hold sections",
+    }.items():
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=why) as error:
+            config.load(file)
+        assert "suppress" not in str(error.value), "advice for programmers"
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -250,18 +210,12 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 def test_a_stage_view_has_the_declared_sections_and_no_other() -> None:
-    view = small.view("sft")
-    assert view.seed == small.params()["seed"]
-    assert view.sft.batch_size == small.params()["sft"]["batch_size"]
-    assert view.launch.num_processes == 1
-    for section in ("ppo", "reward", "judge", "data"):
-        assert not hasattr(view, section)
-
-
-def test_a_stage_view_has_a_single_declared_field_without_its_section() -> None:
     view = small.view("judge")
-    assert view.data_source == small.params()["data"]["source"]
-    assert not hasattr(view, "data")
+    assert view.seed == small.params()["seed"]
+    assert view.launch.num_processes == 1
+    assert view.judge.num_examples == small.params()["judge"]["num_examples"]
+    assert view.data_source == small.params()["data"]["source"], "one value of a section"
+    assert not any(hasattr(view, section) for section in ("ppo", "reward", "sft", "data"))
 
 
 @pytest.mark.parametrize("stage", config.STAGES)
@@ -277,9 +231,13 @@ def test_flatten_joins_nested_keys_with_dots() -> None:
 
 
 DUMMY = {"kind": "dummy"}
-OWN = {"kind": "reward_model", "weight": 1.0}
-LONG = {"kind": "length_penalty", "weight": 1.0, "max_tokens": 16, "buffer": 4}
-HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0, "batch_size": 4}
+OWN = {"kind": "reward_model"}
+A = {"kind": "reward_model", "path": "a"}
+BY_A = {"kind": "reward_model", "name": "a", "path": "./a"}
+LONG = {"kind": "length_penalty", "max_tokens": 16, "buffer": 4}
+HTTP = {"kind": "http", "url": "http://x"}
+NO_USER = {"ppo.advantages.critic.init": "sft", "judge.judges": [small.GOLD]}
+ONE_STEP = {"ppo.num_ppo_epochs": 1, "ppo.num_mini_batches": 1}
 
 
 @pytest.mark.parametrize(
@@ -291,46 +249,24 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
             {"ppo.advantages.critic": {"kind": "shared", "warmup": {}}},
             "unknown key; known here: vf_coef, cliprange_value, kind",
         ),
-        (
-            {
-                "ppo.lora": {"r": 4, "alpha": 8.0},
-                "ppo.reference_sync": {"every": 2, "alpha": 0.5},
-            },
-            "the reference is the policy without its adapter",
-        ),
-        ({"ppo.reference_sync": {"every": 999, "alpha": 0.5}}, "it would never happen"),
-        ({"ppo.kl_coef": 0.0, "ppo.adaptive_kl": {"target": 6.0, "horizon": 9999, "clip": 0.2}}, "stay 0"),
-        ({"ppo.adaptive_kl": {"target": 6.0, "horizon": 50, "clip": 0.2}}, "kl_coef would turn negative"),
+        ({"ppo.lora": {}, "ppo.reference_sync": {"every": 2}}, "the reference is the policy without its"),
+        ({"ppo.reference_sync": {"every": 999}}, "it would never happen"),
+        ({"ppo.kl_coef": 0.0, "ppo.adaptive_kl": {}}, "stay 0"),
+        ({"ppo.adaptive_kl": {"horizon": 50}}, "kl_coef would turn negative"),
         ({"ppo.target_kl": 0.1, "ppo.num_ppo_epochs": 1}, "has no further one"),
-        (
-            {
-                "ppo.kl_penalty": {"beta": 1.0, "target": 0.1},
-                "ppo.num_ppo_epochs": 1,
-                "ppo.num_mini_batches": 1,
-            },
-            "its gradient is zero at the only optimizer step",
-        ),
+        ({"ppo.kl_penalty": {}, **ONE_STEP}, "its gradient is zero at the only optimizer step"),
         (
             {"ppo.truncation.kind": "eos_trick_subtract", "ppo.truncation.missing_eos_score": 1.0},
             "missing_eos_score: Input should be less than or equal to 0",
         ),
-        (
-            {
-                "ppo.advantages.critic.warmup": {"max_updates": 3, "settled": 0.1},
-                "ppo.advantages.critic.vf_coef": 0.0,
-            },
-            "with vf_coef=0 the critic learns nothing",
-        ),
-        (
-            {"ppo.advantages.critic.warmup": {"max_updates": 3, "settled": 1.0}},
-            "ppo.advantages.critic.warmup.settled: ",
-        ),
+        ({"ppo.advantages.critic": {"warmup": {}, "vf_coef": 0.0}}, "with vf_coef=0 the critic learns"),
+        ({"ppo.advantages.critic.warmup": {"settled": 1.0}}, "ppo.advantages.critic.warmup.settled: "),
         ({"ppo.kl.kind": "in_loss", "ppo.kl.estimator": "k3", "ppo.kl_coef": 0.0}, "is no penalty at all"),
         ({"ppo.top_p": 0.9}, "another distribution than the log-probabilities"),
-        ({"ppo.scorers": []}, "scorers is empty"),
+        ({"ppo.scorers": []}, "ppo.scorers: Tuple should have at least 1 item"),
         ({"ppo.scorers": [DUMMY, DUMMY]}, "dummy is named 2 times; keep one"),
         ({"ppo.scorers": [OWN, OWN]}, "the reward model models/reward is named 2 times"),
-        ({"ppo.scorers": [OWN, {**OWN, "path": "a"}, {**OWN, "path": "./a"}]}, "model a is named 2 times"),
+        ({"ppo.scorers": [OWN, A, {**A, "path": "./a"}]}, "model a is named 2 times"),
         ({"ppo.scorers": [{**OWN, "path": "models/reward_heldout"}]}, "must not optimize models/reward_held"),
         (
             {"ppo.scorers": [{**OWN, "path": "models/reward"}]},
@@ -338,44 +274,24 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ),
         ({"ppo.scorers": [{**OWN, "name": "Bad name"}]}, "ppo.scorers.0.name: "),
         ({"ppo.scorers": [{**OWN, "name": "score"}]}, "'score': a column of samples.parquet has this name"),
-        (
-            {"ppo.scorers": [{**OWN, "name": "safe"}, {**OWN, "name": "safe", "path": "a"}]},
-            "'safe': several scorers have this name",
-        ),
+        ({"ppo.scorers": [{**OWN, "name": "a"}, {**A, "name": "a"}]}, "'a': several scorers have this name"),
         ({"ppo.combine_reward_models": "min"}, "needs at least two reward models, and scorers has 1"),
         (
-            {"ppo.combine_reward_models": {"mean_minus_deviations": 1.0}, "ppo.scorers": [OWN, DUMMY]},
-            "needs at least two reward models, and scorers has 1",
+            {"ppo.combine_reward_models": "min", "ppo.scorers": [OWN, DUMMY]},
+            "needs at least two reward models",
         ),
         ({"ppo.combine_reward_models": "max"}, "must be sum, min or {mean_minus_deviations: 1.0}"),
         ({"ppo.combine_reward_models": {"mean_minus_deviations": 0.0}}, "mean_minus_deviations: "),
         ({"ppo.scorers": [{**LONG, "buffer": 17}]}, "buffer=17 exceeds max_tokens=16"),
         ({"ppo.scorers": [{**LONG, "max_tokens": 40}]}, "which no response exceeds with response_length=32"),
         (
-            {
-                "ppo.scorers": [OWN, {**OWN, "path": "a"}],
-                "judge.judges": [{"kind": "reward_model", "name": "a", "path": "./a"}],
-                "promotion.judge": "a",
-                "promotion.second_judge": None,
-            },
+            {"ppo.scorers": [OWN, A], "judge.judges": [BY_A], "promotion.judge": "a"},
             "promotion.judge='a' uses ./a, which PPO optimises",
         ),
+        ({"ppo.scorers": [A], "ppo.select_by": {"judge": BY_A}}, "select_by: ./a is also a scorer"),
+        ({**NO_USER, "ppo.scorers": [A]}, "reward.train is true, but no scorer, critic or judge uses one"),
         (
-            {
-                "ppo.scorers": [{**OWN, "path": "a"}],
-                "ppo.select_by": {
-                    "judge": {"kind": "reward_model", "name": "a", "path": "./a"},
-                    "max_failure_share": 0.05,
-                },
-            },
-            "select_by: ./a is also a scorer",
-        ),
-        (
-            {
-                "ppo.scorers": [{**OWN, "path": "a"}],
-                "ppo.advantages.critic.init": "sft",
-                "judge.judges": [small.GOLD],
-            },
+            {**NO_USER, "ppo.scorers": [DUMMY]},
             "reward.train is true, but no scorer, critic or judge uses one",
         ),
         ({"ppo.scorers": [{**HTTP, "url": "x"}]}, "ppo.scorers.0.url: "),
@@ -383,10 +299,6 @@ HTTP = {"kind": "http", "weight": 1.0, "url": "http://x", "timeout_seconds": 1.0
         ({"ppo.stop_token": "foo"}, "must be `eos`, or the id of a token"),
         ({"ppo.cliprange": 3.0}, "ppo.cliprange: "),
         ({"reward.train": False}, "needed by ppo.scorers, ppo.advantages.critic.init, judge.judges"),
-        (
-            {"ppo.scorers": [DUMMY], "ppo.advantages.critic.init": "sft", "judge.judges": [small.GOLD]},
-            "reward.train is true, but no scorer, critic or judge uses one",
-        ),
     ],
 )
 def test_ppo_settings_that_contradict_each_other_are_refused_with_the_reason(
@@ -438,24 +350,14 @@ def test_without_a_critic_the_reward_model_is_needed_by_scorers_and_judges_only(
 
 
 @pytest.mark.parametrize(
-    ("changes", "accepted"),
-    [
-        ({"ppo.loss": "mine:gspo"}, True),
-        ({"ppo.loss": "gspo"}, False),
-        ({"ppo.loss_reduction": "response_mean"}, True),
-        ({"ppo.loss_reduction": {"constant": 32}}, True),
-        ({"ppo.loss_reduction": {"constant": 0}}, False),
-        ({"ppo.loss_reduction": "sum"}, False),
-        ({"ppo.advantages": {"kind": "function", "function": "m:f", "critic": {"kind": "shared"}}}, True),
-    ],
+    ("key", "value"),
+    [("loss", "gspo"), ("loss_reduction", {"constant": 0}), ("loss_reduction", "sum")],
 )
-def test_a_loss_is_named_by_its_import_path_and_reduced_by_a_setting(
-    changes: dict[str, object], accepted: bool
-) -> None:
-    if accepted:
-        config.validate(small.params(changes), "test")
-    else:
-        assert next(iter(changes)) in problems(changes)
+def test_a_loss_is_named_by_its_import_path_and_reduced_by_a_setting(key: str, value: Any) -> None:
+    assert f"ppo.{key}" in problems({f"ppo.{key}": value})
+    own = {"ppo.loss": "mine:gspo", "ppo.advantages": {**FUNCTION, "critic": {"kind": "shared"}}}
+    for reduction in ("response_mean", {"constant": 32}):
+        config.validate(small.params(own | {"ppo.loss_reduction": reduction}), "test")
 
 
 # ----------------------------------------------------------------------------------- vLLM as sampler

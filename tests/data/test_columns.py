@@ -90,7 +90,7 @@ def test_the_built_in_task_keeps_its_facts() -> None:
         prepared(settings, "answer")
     with pytest.raises(UserError, match=r"data.source=docstrings have no column answer; they have none"):
         prepared({"data.source": "docstrings", "judge.judges": [small.HELDOUT]}, "answer")
-    with pytest.raises(ConfigError, match="names a column twice: who, who"):
+    with pytest.raises(ConfigError, match="who is there twice"):
         prepared(settings, "who", "who")
 
 

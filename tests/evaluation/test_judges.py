@@ -264,7 +264,7 @@ def judge(prompts, a, b, *, biased):
         ([small.GOLD | {"name": "kappa"}], "the name of another metric"),
         ([small.GOLD | {"name": "A/B"}], "judge.judges.0.name: "),
         ([small.GOLD, BOTH], "both combines longest, which is not in the list"),
-        ([small.GOLD, BOTH | {"judges": ["gold", "gold"]}], "names a judge twice"),
+        ([small.GOLD, BOTH | {"judges": ["gold", "gold"]}], "gold is there twice"),
         ([small.GOLD, BOTH | {"judges": ["gold"]}], "at least 2 items"),
         ([small.HELDOUT | {"pathh": "x"}], "did you mean 'path'?"),
         ([BOTH | {"judge": "x"}], "did you mean 'judges'?"),

@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
 from rlhf_tasks.config import Section
+from rlhf_tasks.config.types import sections
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.project import dvc_cli, hashing, inputs, lineage, precision
 from rlhf_tasks.project.paths import Paths
@@ -86,14 +87,8 @@ def test_a_change_of_a_value_reruns_the_stages_that_read_it(chain: Project) -> N
 @pytest.mark.e2e
 def test_a_change_of_what_a_value_names_reruns_the_stages_that_read_it(chain: Project) -> None:
     root = chain.root
-    for path in (
-        "words.py",
-        "mine/__init__.py",
-        "mine/deep.py",
-        "ready/weights",
-        "text.txt",
-        "questions.txt",
-    ):
+    mine = ("mine/__init__.py", "mine/deep.py")
+    for path in ("words.py", *mine, "ready/weights", "text.txt", "questions.txt"):
         (root / path).parent.mkdir(exist_ok=True)
         (root / path).write_text("", encoding="utf-8")
     (root / "mine/reward.py").write_text("from .deep import x\ndef score(p, r):\n    import words\n", "utf-8")
@@ -141,10 +136,8 @@ def test_another_version_of_a_package_reruns_the_stages_that_use_it(
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     reward = {"kind": "function", "weight": 1.0, "function": "their_rewards:score"}
-    assert chain.change({"ppo.scorers": [{"kind": "reward_model", "weight": 1.0}, reward]}) == {
-        "ppo",
-        "report",
-    }
+    scorers = [{"kind": "reward_model", "weight": 1.0}, reward]
+    assert chain.change({"ppo.scorers": scorers}) == {"ppo", "report"}
     install("their_rewards", "1.1")
     assert chain.repro() == {"ppo", "report"}
     recorded = json.loads((chain.root / "inputs/ppo.json").read_text(encoding="utf-8"))
@@ -234,19 +227,7 @@ def test_every_parameter_that_names_a_file_or_a_function_is_known() -> None:
     """Texts that could be a path: a new one must be added to FILES, to FUNCTIONS, or here."""
     others = ("model.scratch", "data.columns", "ppo.engine", "ppo.sampler", "judge.judges.judges")
     elsewhere = ("tracking", "promotion", "service", "launch")
-    names = [
-        "path",
-        "from",
-        "base",
-        "text",
-        "folder",
-        "prompt",
-        "labels",
-        "general",
-        "questions",
-        "function",
-        "loss",
-    ]
+    names = {key.rpartition(".")[2] for key in (*inputs.FILES, *inputs.FUNCTIONS)}
     found = {key for key in _texts_of(config.Config) if key.rpartition(".")[2] in names}
     unknown = {
         key for key in found - {*inputs.FILES, *inputs.FUNCTIONS} if not key.startswith(others + elsewhere)
@@ -255,12 +236,10 @@ def test_every_parameter_that_names_a_file_or_a_function_is_known() -> None:
 
 
 def _texts_of(section: type[Section], prefix: str = "") -> set[str]:
-    from tests.test_contracts import sections_in
-
     found = set[str]()
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
-        inner = sections_in(field.annotation)
+        inner = sections(field.annotation)
         found |= {text for kind in inner for text in _texts_of(kind, f"{key}.")} if inner else {key}
     return found
 
@@ -308,20 +287,14 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rewrite(root: Path, stage: str, **values: Any) -> None:
-    file = root / f"inputs/{stage}.json"
-    tree = json.loads(file.read_text(encoding="utf-8"))
-    tree["values"] |= {"launch.precision": values["precision"]}
-    file.write_text(json.dumps(tree), encoding="utf-8")
-
-
 def test_a_stage_uses_the_recorded_precision_or_says_why_it_cannot(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, settings = Paths(record), config.load()
     assert settings.launch.precision == "auto"
     assert inputs.in_force(paths, "ppo", settings).launch.precision == "fp32"
-    rewrite(record, "ppo", precision="bf16")
+    file = record / "inputs/ppo.json"
+    file.write_text(file.read_text(encoding="utf-8").replace('"fp32"', '"bf16"'), encoding="utf-8")
     with pytest.raises(UserError, match=r"records launch\.precision: bf16.*no GPU that computes in it"):
         inputs.in_force(paths, "ppo", settings)
     monkeypatch.setattr(precision, "_torch_has_cuda", lambda: True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -32,10 +34,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def http(
-    url: str, *, timeout_seconds: float = 5.0, batch_size: int = 8, key_variable: str | None = None
-) -> HttpScorer:
-    return HttpScorer(url, timeout_seconds=timeout_seconds, batch_size=batch_size, key_variable=key_variable)
+def http(url: str, timeout_seconds: float = 5.0, **settings: Any) -> HttpScorer:
+    return HttpScorer(config.HttpScorer(kind="http", url=url, timeout_seconds=timeout_seconds, **settings))
 
 
 def test_a_service_gets_texts_and_columns_in_batches_and_its_scores_come_in_order(server: Server) -> None:
@@ -140,20 +140,9 @@ def test_a_score_that_is_not_finite_is_passed_on_to_the_sum_which_names_it(serve
     assert http(server.url)(ROWS).isfinite().tolist() == [True, False, False]
 
 
-def test_a_password_in_the_url_is_sent_and_never_shown(server: Server) -> None:
-    url = server.url.replace("http://", "http://me:secret@") + "?key=hidden"
-    assert http(url)(ROWS).tolist() == [5.0, 2.0, 0.0]
-    server.script = [status(401)]
-    with pytest.raises(ScorerError) as raised:
-        http(url)(ROWS)
-    assert "secret" not in str(raised.value)
-    assert "hidden" not in str(raised.value)
-
-
 def test_a_key_of_the_environment_is_sent_and_never_shown(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """config refuses a login in the address, which would be stored with every run."""
     monkeypatch.delenv("SCORER_KEY", raising=False)
     with pytest.raises(UserError, match="the environment variable SCORER_KEY holds no key"):
         http(server.url, key_variable="SCORER_KEY")
@@ -161,23 +150,21 @@ def test_a_key_of_the_environment_is_sent_and_never_shown(
     assert http(server.url, key_variable="SCORER_KEY")(ROWS).tolist() == [5.0, 2.0, 0.0]
     assert server.logins == ["Bearer planted"]
     server.script = [status(401)]
-    with pytest.raises(ScorerError) as raised:
-        http(server.url, key_variable="SCORER_KEY")(ROWS)
-    assert "planted" not in str(raised.value)
-    with pytest.raises(ValidationError, match="holds a login"):
-        config.HttpScorer(
-            kind="http", weight=1.0, url="http://me:secret@here/score", timeout_seconds=5.0, batch_size=8
-        )
+    with pytest.raises(ScorerError, match="401") as raised:
+        http(f"{server.url}?key=hidden", key_variable="SCORER_KEY")(ROWS)
+    assert not re.search("planted|hidden", str(raised.value))
 
 
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("http://", "no host"),
-        ("http://here:99999/", "no host and port"),
-        ("http://here:there/", "is not a URL"),
+        ("http://", "name a host"),
+        ("http://here:99999/", "Port out of range"),
+        ("http://here:there/", "Port could not be cast"),
+        ("http://me:secret@here/score", "holds a login"),
     ],
 )
-def test_an_invalid_url_is_a_user_error(url: str, why: str) -> None:
-    with pytest.raises(UserError, match=why):
+def test_an_invalid_address_is_refused(url: str, why: str) -> None:
+    """A login would be stored with every run."""
+    with pytest.raises(ValidationError, match=why):
         http(url)

@@ -33,11 +33,7 @@ CHATML = (
 WITHOUT_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 )
-CONVERSATIONS = (
-    ["hi"],
-    ["hi", "yes?", "w1 w2"],
-    ["one", "two", "three", "four", "five\nsix"],
-)
+CONVERSATIONS = (["hi"], ["hi", "yes?", "w1 w2"], ["one", "two", "three", "four", "five\nsix"])
 
 
 def bytes_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
@@ -61,16 +57,12 @@ def messages(texts: Sequence[str], system: str | None) -> list[Message]:
 
 @pytest.mark.parametrize("system", [None, "Answer in Greek."])
 @pytest.mark.parametrize("texts", CONVERSATIONS, ids=len)
-@pytest.mark.parametrize("template", [CHAT, CHATML], ids=["plain", "default system"])
+@pytest.mark.parametrize("template", [CHAT, CHATML, WITHOUT_SYSTEM], ids=["plain", "default", "no system"])
 def test_the_messages_of_a_prompt_are_found_again(
     template: str, texts: list[str], system: str | None
 ) -> None:
-    chat, given = chat_of(template), messages(texts, system)
-    assert messages_of(chat(given, True), chat) == given
-
-
-def test_a_template_without_a_system_role_is_understood() -> None:
-    chat, given = chat_of(WITHOUT_SYSTEM), messages(["a", "b", "c"], None)
+    chat = chat_of(template)
+    given = messages(texts, None if template == WITHOUT_SYSTEM else system)
     assert messages_of(chat(given, True), chat) == given
 
 
@@ -159,8 +151,7 @@ def test_an_answer_cannot_add_turns_to_the_conversation(answer: str) -> None:
     own, policy = with_turns(TURNS), bytes_tokenizer(CHAT)
     prompt = chat_of(CHAT)(messages(["hi <U>there"], None), True)
     (ids,) = ids_read(own, policy, prompt, *encode(policy, [answer]))
-    assert own.convert_ids_to_tokens(ids).count("<U>") == 2
-    assert own.convert_ids_to_tokens(ids).count("<E>") == 2
+    assert [own.convert_ids_to_tokens(ids).count(name) for name in ("<U>", "<E>")] == [2, 2]
     assert own.decode(ids) == ("<U>user\nhi there<E><U>assistant\nfineuser\nthanksassistant\nGreat<E>")
 
 
@@ -196,6 +187,13 @@ def given(queries: Sequence[Ids], responses: Sequence[Ids]) -> Responses:
     return Responses.of_ids(queries, responses, small.tokenizer())
 
 
+@torch.no_grad()
+def score_alone(folder: Path, ids: Ids) -> float:
+    """The score of these ids in the model's own tokenizer, without a batch; its mean is 0.125."""
+    model = load_classifier(folder)
+    return float(score_head(model)(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])) - 0.125
+
+
 @pytest.mark.parametrize("max_tokens", [40, 9999])
 def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alone(
     foreign: Path, max_tokens: int
@@ -203,15 +201,11 @@ def test_the_score_of_another_tokenizer_is_the_models_own_score_of_the_text_alon
     queries, responses = small.rows(9)
     found = load(foreign, max_tokens)(given(queries, responses))
     policy, own = small.tokenizer(), bytes_tokenizer()
-    loaded = load_classifier(foreign)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
         end = [int(own.eos_token_id)] if response[-1] == small.EOS else []
         text = policy.decode([token for token in response if token != small.EOS])
         ids = own(policy.decode(query))["input_ids"] + own(text)["input_ids"] + end
-        with torch.no_grad():
-            hidden = loaded.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
-            alone = float(score_head(loaded)(hidden)) - 0.125
-        assert float(found[row]) == pytest.approx(alone, abs=1e-5)
+        assert float(found[row]) == pytest.approx(score_alone(foreign, ids), abs=1e-5)
 
 
 def test_a_reward_model_without_a_trained_head_is_refused(foreign: Path) -> None:
@@ -233,12 +227,8 @@ def test_the_start_of_a_query_is_cut_where_the_model_cannot_read_all(
     found = [float(scorer(given([query], [response]))[0]) for _ in range(2)]
     policy, own = small.tokenizer(), bytes_tokenizer()
     ids = own(policy.decode(query))["input_ids"] + own(policy.decode(response))["input_ids"]
-    loaded = load_classifier(foreign)
-    with torch.no_grad():
-        hidden = loaded.base_model(torch.tensor([ids[-128:]])).last_hidden_state[0, -1]
-        alone = float(score_head(loaded)(hidden)) - 0.125
     assert len(ids) > 128
-    assert found == pytest.approx([alone, alone], abs=1e-5)
+    assert found == pytest.approx([score_alone(foreign, ids[-128:])] * 2, abs=1e-5)
     assert capsys.readouterr().out.count("foreign can read 128 tokens") == 1
 
 
@@ -271,12 +261,9 @@ def test_a_reward_model_that_answers_otherwise_in_a_batch_is_refused(
 
 
 def test_a_model_that_rescales_its_positions_reads_no_more_than_their_first_length(foreign: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 60}
     file = foreign / "config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(
-        json.dumps(saved | {"rope_parameters": {**rope, "original_max_position_embeddings": 60}}),
-        encoding="utf-8",
-    )
+    file.write_text(json.dumps(saved | {"rope_parameters": rope}), encoding="utf-8")
     with pytest.raises(UserError, match="foreign can read 60 tokens"):
         load(foreign)(given([[3]], [[4] * 40]))

@@ -60,23 +60,14 @@ def test_the_tolerance_is_an_absolute_difference_that_is_included() -> None:
 def test_the_format_is_weighted_apart_and_gives_the_answer() -> None:
     form = Format(pattern=r".*<answer>(.*)</answer>", weight=0.25)
     verifier = Verifier([check("number", weight=2.0), check("regex", column="form", weight=0.5)], form)
-    responses = [
-        "two and two\nis <answer> 4 </answer> ", "<answer>4.0</answer>", "<answer>5</answer>", "4",
-        "<answer>4</answer> or not", "<answer></answer>",
-    ]  # fmt: skip
+    tagged = [f"<answer>{answer}</answer>" for answer in ("4.0", "5", "")]
+    responses = ["two and two\nis <answer> 4 </answer> ", *tagged, "4", "<answer>4</answer> or not"]
     columns: Columns = {"answer": [4] * 6, "form": [r"\d"] * 6}
-    assert verifier.answers(responses) == ["4", "4.0", "5", None, None, ""]
+    assert verifier.answers(responses) == ["4", "4.0", "5", "", None, None]
     rows = Responses.of_texts(["p"] * 6, responses, columns)
-    assert verifier(rows).tolist() == [
-        2.75,
-        2.25,
-        0.75,
-        0.0,
-        0.0,
-        0.25,
-    ]
-    assert verifier.correct(responses, columns) == [True, False, False, False, False, False]
-    assert verifier.formatted(responses) == [True, True, True, False, False, True]
+    assert verifier(rows).tolist() == [2.75, 2.25, 0.75, 0.25, 0.0, 0.0]
+    assert verifier.correct(responses, columns) == [True] + [False] * 5
+    assert verifier.formatted(responses) == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(
@@ -125,9 +116,7 @@ def test_a_column_that_is_not_kept_is_refused_by_name() -> None:
         Verifier([check("exact")], None).check([], {"other": []}, "a verifier")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"), [("(", "not a regular"), ("a", "0 groups"), ("(a)(b)", "2 g")]
-)
-def test_a_format_has_one_group(pattern: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        Format(pattern=pattern, weight=0.1)
+def test_a_format_has_one_group() -> None:
+    for pattern, reason in (("(", "not a regular"), ("a", "0 groups"), ("(a)(b)", "2 g")):
+        with pytest.raises(ValueError, match=reason):
+            Format(pattern=pattern, weight=0.1)

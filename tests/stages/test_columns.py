@@ -36,14 +36,15 @@ def lost(prompts, responses, *, label):
 """
 OWN = {"kind": "function", "weight": 1.0, "function": "my_columns:reward"}
 JUDGE = {"kind": "function", "name": "own", "function": "my_columns:judged"}
-FIRST_WORD = {"kind": "regex", "column": "first", "tolerance": 0.0, "weight": 1.0}
+FIRST_WORD = {"kind": "regex", "column": "first"}
+KEEP = {"data.columns.keep": ["first"]}
 VERIFIER = {"kind": "verifier", "checks": [FIRST_WORD], "format": {"pattern": "(.*)", "weight": 0.5}}
+PPO = {"total_episodes": 32, "rollout_batch_size": 16, "num_mini_batches": 2, "response_length": 8}
+SAMPLES = {"num_selections": 1, "num_selection_prompts": 8, "num_sample_generations": 1}
 SETTINGS = {
-    "ppo.total_episodes": 32, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
-    "ppo.response_length": 8, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
-    "ppo.num_sample_generations": 1, "ppo.advantages.critic.init": "sft", "ppo.scorers": [OWN],
-    "ppo.select_by": {"judge": JUDGE, "max_failure_share": 0.05},
-}  # fmt: skip
+    **{f"ppo.{key}": value for key, value in (PPO | SAMPLES).items()},
+    **{"ppo.advantages.critic.init": "sft", "ppo.scorers": [OWN], "ppo.select_by": {"judge": JUDGE}},
+}
 
 
 @pytest.fixture
@@ -66,9 +67,8 @@ def test_scorers_selection_and_judges_get_the_columns_of_their_prompts(project: 
     samples: list[dict[str, Any]] = pq.read_table(Paths().ppo_samples / "samples.parquet").to_pylist()
     assert samples
     assert all(row["column/place"] in row["prompt"] for row in samples)
-    changes = {
-        "judge.judges": [small.GOLD, JUDGE, {"kind": "all_of", "name": "both", "judges": ["gold", "own"]}]
-    }
+    both = {"kind": "all_of", "name": "both", "judges": ["gold", "own"]}
+    changes = {"judge.judges": [small.GOLD, JUDGE, both]}
     judge.run(small.view("judge", changes), Paths(), NullTracker("judge"))
     rows = pq.read_table(Paths().judged_responses).to_pylist()
     assert rows
@@ -88,23 +88,13 @@ def test_a_function_that_asks_for_another_column_stops_the_stage_before_training
 
 
 def test_a_verifier_rewards_and_measures_accuracy(project: Path) -> None:
-    keep = {"data.columns": {**small.params()["data"]["columns"], "keep": ["first"]}}
-    changes: dict[str, Any] = {
-        "ppo.scorers": [VERIFIER | {"weight": 2.0}],
-        "ppo.select_by": None,
-        "reward.train": False,
-    }
-    changes |= {"judge.judges": [VERIFIER | {"name": "verifier"}], **keep}
-    ppo.run(small.view("ppo", SETTINGS | changes), Paths(), NullTracker("ppo"))
-    metrics = judge.run(
-        small.view("judge", changes | {"ppo.advantages.critic.init": "sft"}), Paths(), NullTracker("judge")
-    )
-    rows = pq.read_table(Paths().judged_responses).to_pylist()
-    right = {
-        who: [row[who].strip().startswith(("my ", "so ")) for row in rows] for who in ("sft", "reference")
-    }
+    changes = SETTINGS | KEEP | {"ppo.scorers": [VERIFIER | {"weight": 2.0}], "ppo.select_by": None}
+    changes |= {"judge.judges": [VERIFIER | {"name": "verifier"}], "reward.train": False}
+    ppo.run(small.view("ppo", changes), Paths(), NullTracker("ppo"))
+    metrics = judge.run(small.view("judge", changes), Paths(), NullTracker("judge"))
+    texts = [row["sft"].strip() for row in pq.read_table(Paths().judged_responses).to_pylist()]
     assert metrics["verifier/accuracy/reference"] == 1
-    assert metrics["verifier/accuracy/sft"] == sum(right["sft"]) / len(rows)
+    assert metrics["verifier/accuracy/sft"] == sum(t.startswith(("my ", "so ")) for t in texts) / len(texts)
     gain = metrics["verifier/accuracy/policy"] - metrics["verifier/accuracy/sft"]
     assert metrics["verifier/accuracy_gain"] == pytest.approx(gain)
     assert metrics["verifier/accuracy_gain/low"] <= gain <= metrics["verifier/accuracy_gain/high"]
@@ -113,18 +103,16 @@ def test_a_verifier_rewards_and_measures_accuracy(project: Path) -> None:
 
 
 def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(project: Path) -> None:
-    columns_kept = small.params()["data"]["columns"]
     changes = {"ppo.scorers": [VERIFIER | {"weight": 1.0}], "ppo.select_by": None}
     with pytest.raises(ConfigError, match=r"ppo.scorers: a verifier needs the column first; add it to data"):
         small.view("ppo", SETTINGS | changes)
-    kept = {"data.columns": {**columns_kept, "keep": ["first"]}}
     rows = read_table(Paths(), "prompts", "validation")
     rows[2]["columns"]["first"] = "("
     small.write_rows(project, "prompts", "validation", [columns.encoded(row) for row in rows])
     with pytest.raises(UserError, match=r"ppo.scorers: .*validation\): .*\n  synthetic row 3: first: '\('"):
-        ppo.run(small.view("ppo", SETTINGS | changes | kept), Paths(), NullTracker("ppo"))
+        ppo.run(small.view("ppo", SETTINGS | changes | KEEP), Paths(), NullTracker("ppo"))
     small.write_rows(project, "prompts", "test", [columns.encoded(row) for row in rows])
-    judged = small.view("judge", {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], **kept})
+    judged = small.view("judge", {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], **KEEP})
     with pytest.raises(UserError, match=r"judge.judges: right: 2 value\(s\) cannot"):
         judge.run(judged, Paths(), NullTracker("judge"))
 
@@ -132,12 +120,9 @@ def test_a_verifier_on_a_missing_or_malformed_column_is_refused_before_training(
 def test_stage_judge_checks_every_row_that_a_verifier_reads_before_it_samples(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = {"data.columns": {**small.params()["data"]["columns"], "keep": ["first"]}}
-    view = small.view(
-        "judge",
-        {"judge.judges": [VERIFIER | {"name": "right"}, small.HELDOUT], "judge.num_examples": 2,
-         "judge.labels": "labels.jsonl", **kept},
-    )  # fmt: skip
+    judges = [VERIFIER | {"name": "right"}, small.HELDOUT]
+    changes = {"judge.judges": judges, "judge.num_examples": 2, "judge.labels": "labels.jsonl"}
+    view = small.view("judge", changes | KEEP)
     monkeypatch.setattr(judge, "sample_contenders", lambda *_: pytest.fail("the stage has begun to sample"))
     tests, validation = (read_table(Paths(), "prompts", split) for split in ("test", "validation"))
     answers = [{"episode": 0, "prompt": row["prompt"]} for row in validation[:3]]

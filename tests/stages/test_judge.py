@@ -19,7 +19,7 @@ from rlhf_tasks.evaluation import human_labels, summary
 from rlhf_tasks.evaluation.human_labels import Label, Pair
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
-from rlhf_tasks.evaluation.results import EvaluationResults, Interval
+from rlhf_tasks.evaluation.results import EvaluationResults
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
@@ -29,11 +29,26 @@ from rlhf_tasks.tracking.events import Assessment
 from tests import small
 from tests.evaluation import endpoint
 
-SETTINGS = {
-    "judge.num_examples": 10,
-    "judge.judges": [small.GOLD, small.HELDOUT],
-    "judge.num_samples_shown": 3,
-}
+SETTINGS = {"judge.num_examples": 10, "judge.judges": [small.GOLD, small.HELDOUT]}
+
+
+class Recorder(NullTracker):
+    """Keeps what a tracker is told beside the metrics."""
+
+    def __init__(self) -> None:
+        super().__init__("judge")
+        self.said: list[list[tuple[str, str | None]]] = []
+        self.events: list[str] = []
+        self.tables: dict[str, list[dict[str, Any]]] = {}
+
+    def trace(self, *_: Any, assessments: Sequence[Assessment] = (), **__: Any) -> None:
+        self.said.append([(one["source"], one["value"]) for one in assessments])
+
+    def event(self, name: str, text: str, *, step: int) -> None:
+        self.events.append(name)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.tables[name] = [dict(row) for row in rows]
 
 
 def run(tracker: NullTracker | None = None, root: Path | None = None, **changes: Any) -> dict[str, float]:
@@ -57,23 +72,12 @@ def metrics(project: Path) -> dict[str, float]:
     return run(root=project)
 
 
-def test_every_judge_and_pair_has_a_win_rate_with_its_interval(metrics: dict[str, float]) -> None:
+def test_the_metrics_are_those_of_the_results_document(project: Path, metrics: dict[str, float]) -> None:
+    assert EvaluationResults.read(Paths(project).evaluation_results).metrics() == metrics
     for judge in ("gold", "reward_model"):
         for pair in ("sft_vs_reference", "policy_vs_reference", "policy_vs_sft"):
             low, rate, high = (metrics[f"{judge}/{pair}/{key}"] for key in ("low", "win_rate", "high"))
             assert 0 <= low <= rate <= high <= 1
-
-
-def test_the_metrics_are_those_of_the_results_document(project: Path, metrics: dict[str, float]) -> None:
-    results = EvaluationResults.read(Paths(project).evaluation_results)
-    assert results.metrics() == metrics
-    comparison = results.comparison("gold", "policy", "sft")
-    assert comparison is not None
-    rate = comparison.win_rate
-    key = "gold/policy_vs_sft"
-    assert rate == Interval(
-        value=metrics[f"{key}/win_rate"], low=metrics[f"{key}/low"], high=metrics[f"{key}/high"]
-    )
 
 
 def test_the_win_rate_during_training_is_a_curve(project: Path, metrics: dict[str, float]) -> None:
@@ -86,20 +90,13 @@ def test_the_win_rate_during_training_is_a_curve(project: Path, metrics: dict[st
 
 
 def test_the_metrics_contain_every_documented_measure(metrics: dict[str, float]) -> None:
-    expected = {
-        f"gold/{who}/{f}" for who in ("reference", "sft", "policy") for f in ("coverage", "faithfulness")
-    }
-    plain = ("rouge_l", "length", "ended", "distinct_1", "distinct_2", "repetition")
-    expected |= {f"{key}/{who}" for key in plain for who in ("sft", "policy")}
-    expected |= {
-        f"{key}/{who}" for key in ("perplexity/sft_text", "choice") for who in ("base", "sft", "policy")
-    }
-    expected |= {"length/policy_over_sft"}
-    expected |= {
-        f"agreement/{r}/{who}_samples" for r in ("reward", "reward_heldout") for who in ("sft", "policy")
-    }
-    expected |= {"reward_model/policy_vs_sft/matched_length_gain"}
-    assert expected <= set(metrics)
+    expected = {"length/policy_over_sft", "reward_model/policy_vs_sft/matched_length_gain"}
+    for who in ("sft", "policy"):
+        plain = ("rouge_l", "length", "ended", "distinct_1", "distinct_2", "repetition")
+        expected |= {f"{key}/{who}" for key in (*plain, "perplexity/sft_text", "choice")}
+        expected |= {f"gold/{who}/coverage", f"gold/{who}/faithfulness"}
+        expected |= {f"agreement/{reward}/{who}_samples" for reward in ("reward", "reward_heldout")}
+    assert expected | {"gold/reference/coverage", "choice/base"} <= set(metrics)
 
 
 def test_the_tables_hold_every_comparison_and_response(project: Path, metrics: dict[str, float]) -> None:
@@ -111,11 +108,8 @@ def test_the_tables_hold_every_comparison_and_response(project: Path, metrics: d
     for comparison in of_gold:
         row = responses[comparison["index"]]
         ours, theirs = gold(row["prompt"], row["policy"]).score, gold(row["prompt"], row["reference"]).score
-        assert (
-            (comparison["score_a"], comparison["score_b"])
-            == (ours, theirs)
-            == (row["gold/policy"], row["gold/reference"])
-        )
+        assert (row["gold/policy"], row["gold/reference"]) == (ours, theirs)
+        assert (comparison["score_a"], comparison["score_b"]) == (ours, theirs)
         points.append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
         assert comparison["outcome"] == points[-1]
     assert metrics["gold/policy_vs_reference/win_rate"] == pytest.approx(sum(points) / 10)
@@ -160,10 +154,9 @@ def preferring_a(server: endpoint.Server, monkeypatch: pytest.MonkeyPatch) -> di
     Path("prompt.txt").write_text(endpoint.PROMPT.replace("{prompt}", "{prompt}\n."), encoding="utf-8")
     server.reply = lambda body: endpoint.completion("A")
     return {
-        "kind": "llm", "name": "gpt", "base_url": server.url, "model": endpoint.MODEL,
-        "key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_reply_tokens": 1,
-        "concurrency": 4, "timeout_seconds": 10.0, "max_retries": 0, "budget": None,
-    }  # fmt: skip
+        **{"kind": "llm", "name": "gpt", "base_url": server.url, "model": endpoint.MODEL},
+        **{"key_variable": "JUDGE_KEY", "prompt": "prompt.txt", "logprobs": False, "max_retries": 0},
+    }
 
 
 def test_a_pairwise_judge_adds_position_bias_and_cost(
@@ -184,9 +177,7 @@ def test_a_pairwise_judge_adds_position_bias_and_cost(
     assert "kappa/gold_and_gpt" in result
     assert "gold/policy_vs_sft/position_bias" not in result
     rows = [row for row in table(Path(), "comparisons.parquet") if row["judge"] == "gpt"]
-    assert {(row["score_a"], row["a_shown_first"], row["a_shown_second"]) for row in rows} == {
-        (None, 1.0, 0.0)
-    }
+    assert {(row["score_a"], row["a_shown_first"], row["a_shown_second"]) for row in rows} == {(None, 1, 0)}
 
 
 def test_agreement_with_human_labels_is_measured_for_every_judge(models_here: Path) -> None:
@@ -205,22 +196,13 @@ def test_agreement_with_human_labels_is_measured_for_every_judge(models_here: Pa
     assert "human/reward_model/kappa" in result
 
 
-class Traces(NullTracker):
-    def __init__(self) -> None:
-        super().__init__("judge")
-        self.said: list[list[tuple[str, str | None]]] = []
-
-    def trace(self, *_: Any, assessments: Sequence[Assessment] = (), **__: Any) -> None:
-        self.said.append([(one["source"], one["value"]) for one in assessments])
-
-
 def test_labels_of_people_are_on_the_traces_of_an_llm_judge(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One trace by `num_traces`, and those of the labelled pair in both orders."""
     prompt = read_table(Paths(), "prompts", "test")[0]["prompt"]
     human_labels.add(Path("labels.jsonl"), Label(Pair(prompt, "policy", "sft", " my lamp", " my stuff"), 0.0))
-    tracker = Traces()
+    tracker = Recorder()
     with endpoint.serving() as server:
         llm = preferring_a(server, monkeypatch)
         run(tracker, judges=[llm], labels="labels.jsonl", num_traces=1, retention=None)
@@ -229,26 +211,15 @@ def test_labels_of_people_are_on_the_traces_of_an_llm_judge(
     assert tracker.said == [[judge], *([judge, *said] for said in people)]
 
 
-class Events(NullTracker):
-    def __init__(self) -> None:
-        super().__init__("judge")
-        self.events: list[str] = []
-
-    def event(self, name: str, text: str, *, step: int) -> None:
-        self.events.append(name)
-
-
 def test_a_judge_that_ppo_optimised_is_marked_in_metrics_events_and_output(
     models_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = Path("models/policy")
-    save_checkpoint(
-        load_causal(policy), load_tokenizer(policy), policy, card="a card",
-        identity=contracts.identity("policy", {"reward": contracts.fingerprint(Path("models/reward"))}),
-    )  # fmt: skip
+    identity = contracts.identity("policy", {"reward": contracts.fingerprint(Path("models/reward"))})
+    save_checkpoint(load_causal(policy), load_tokenizer(policy), policy, card="a card", identity=identity)
     console.set_quiet(False)
     optimised = small.HELDOUT | {"name": "optimised", "path": "models/reward"}
-    tracker = Events()
+    tracker = Recorder()
     result = run(tracker, judges=[small.GOLD, optimised])
     assert result["optimised/is_optimised_reward"] == 1.0
     assert "gold/is_optimised_reward" not in result
@@ -272,29 +243,17 @@ def test_without_reward_models_there_are_no_reward_diagnostics(trained: Path, tm
     assert [key for key in result if any(word in key for word in absent)] == []
 
 
-class Tables(NullTracker):
-    def __init__(self) -> None:
-        super().__init__("judge")
-        self.tables: dict[str, list[dict[str, Any]]] = {}
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.tables[name] = [dict(row) for row in rows]
-
-
 def test_the_tracker_gets_every_comparison_with_its_texts(models_here: Path) -> None:
-    tracker = Tables()
+    tracker = Recorder()
     run(tracker, judges=[small.GOLD])
     rows = tracker.tables["comparisons"]
     assert len(rows) == 3 * 10
     for row in rows:
         ours, theirs = (gold(row["prompt"], row[response]).score for response in ("response_a", "response_b"))
         assert row["outcome"] == (ours > theirs) + 0.5 * (ours == theirs)
-    assert [row["pair"] for row in tracker.tables["win_rates"]] == [
-        "sft vs reference", "policy vs reference", "policy vs sft"
-    ]  # fmt: skip
+    pairs = [row["pair"] for row in tracker.tables["win_rates"]]
+    assert pairs == ["sft vs reference", "policy vs reference", "policy vs sft"]
     origins = {(row["model"], row["origin"]) for row in table(Path(), "calibration.parquet")}
     assert {("reward", "given"), ("reward_heldout", "given")} <= origins
-    lengths = table(Path(), "lengths.parquet")
-    assert {(row["judge"], row["who"]) for row in lengths} == {
-        ("gold", who) for who in ("reference", "sft", "policy")
-    }
+    lengths = {(row["judge"], row["who"]) for row in table(Path(), "lengths.parquet")}
+    assert lengths == {("gold", who) for who in ("reference", "sft", "policy")}

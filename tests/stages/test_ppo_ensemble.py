@@ -16,7 +16,7 @@ from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.project.paths import Paths
-from rlhf_tasks.stages import judge, ppo
+from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker, catalogue
 from tests import small
 from tests.scoring.test_reward_model import bytes_tokenizer
@@ -82,13 +82,13 @@ def test_no_model_that_ppo_optimised_counts_as_a_judge(ensemble: Path) -> None:
     assert found == {"a": "copy", "b": "models/reward"}
     card = (Paths().policy / "README.md").read_text(encoding="utf-8")
     assert f"| rewards/second | `{parents['reward/second']}` |" in card
-    assert judge._is_optimised(Paths())
+    assert contracts.fingerprint(Paths().reward) in contracts.optimized_rewards(Paths().policy)
 
 
 def test_without_models_reward_only_the_folders_are_optimised(ensemble: Path) -> None:
     run([SECOND, FOREIGN])
     assert set(contracts.read_parents(Paths().policy)) == {"sft", "reward/second", "reward/foreign"}
-    assert not judge._is_optimised(Paths())
+    assert contracts.fingerprint(Paths().reward) not in contracts.optimized_rewards(Paths().policy)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf_tasks.config import PrepareView
 from rlhf_tasks.data import docstrings, tokenizer
 from rlhf_tasks.data.rows import REASONS, ROLES, SPLITS, TEXTS
 from rlhf_tasks.errors import UserError
@@ -25,33 +25,25 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def run(view: PrepareView) -> dict[str, float]:
-    return prepare.run(view, Paths(), NullTracker("prepare"))
-
-
 def table(role: str, split: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = pq.read_table(f"data/{role}/{split}.parquet").to_pylist()
     return rows
 
 
-def prepare_view(changes: Mapping[str, Any]) -> PrepareView:
-    """The shipped parameters with these changes, as stage prepare sees them."""
-    view: PrepareView = small.view("prepare", {"judge.judges": [small.HELDOUT], **changes})
-    return view
+def run(changes: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of the stage with the shipped parameters and these changes."""
+    view = small.view("prepare", {"judge.judges": [small.HELDOUT], **changes})
+    return prepare.run(view, Paths(), NullTracker("prepare"))
 
 
-def small_synthetic(**changes: Any) -> PrepareView:
-    return prepare_view(
-        {
-            "prepare.synthetic_prompt_rows": 60, "prepare.synthetic_sft_rows": 60,
-            "prepare.synthetic_preference_rows": 30,
-            "data.num_validation": 10, "data.num_test": 20, **changes,
-        }
-    )  # fmt: skip
+SYNTHETIC = {
+    **{f"prepare.synthetic_{name}_rows": 60 for name in ("prompt", "sft")},
+    **{"prepare.synthetic_preference_rows": 30, "data.num_validation": 10, "data.num_test": 20},
+}
 
 
 def test_synthetic_rows_are_written_by_role_and_split_and_counted() -> None:
-    metrics = run(small_synthetic())
+    metrics = run(SYNTHETIC)
     for role in ROLES:
         for split in SPLITS:
             rows = table(role, split)
@@ -71,7 +63,7 @@ def test_a_second_run_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        run(small_synthetic())
+        run(SYNTHETIC)
         written.append({str(f): f.read_bytes() for f in Path("data").rglob("*") if f.is_file()})
     assert len(written[0]) == 9 + 2 + 1
     assert written[0] == written[1]
@@ -81,7 +73,7 @@ def test_the_tokenizer_sees_no_held_out_text(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.train.jsonl", *demonstrations(5))
     jsonl(tmp_path / "in" / "sft.validation.jsonl", {"prompt": "validationword", "completion": "x"})
     jsonl(tmp_path / "in" / "sft.test.jsonl", {"prompt": "testword", "completion": "answer"})
-    metrics = run(prepare_view({"data.source": "files", "data.path": "in"}))
+    metrics = run({"data.source": "files", "data.path": "in"})
     vocabulary = AutoTokenizer.from_pretrained("data/tokenizer").get_vocab()
     assert "question" in vocabulary
     assert {"validationword", "testword"}.isdisjoint(vocabulary)
@@ -108,10 +100,14 @@ def bad_files(folder: Path) -> None:
 
 
 FOUND = {
-    "sft.train.jsonl:9": "empty", "sft.train.jsonl:10": "duplicate", "sft.train.jsonl:11": "too_long",
-    "sft.train.jsonl:12": "too_long", "sft.train.jsonl:13": "malformed", "sft.test.jsonl:1": "leak",
-    "preferences.train.jsonl:1": "chosen_is_rejected", "preferences.train.jsonl:2": "malformed",
-}  # fmt: skip
+    "sft.train.jsonl:9": "empty",
+    "sft.train.jsonl:10": "duplicate",
+    **{f"sft.train.jsonl:{line}": "too_long" for line in (11, 12)},
+    "sft.train.jsonl:13": "malformed",
+    "sft.test.jsonl:1": "leak",
+    "preferences.train.jsonl:1": "chosen_is_rejected",
+    "preferences.train.jsonl:2": "malformed",
+}
 LIMITS = {
     "data.source": "files",
     "data.path": "in",
@@ -124,7 +120,7 @@ LIMITS = {
 def test_bad_input_of_every_kind_is_in_one_report_and_nothing_is_written(tmp_path: Path) -> None:
     bad_files(tmp_path / "in")
     with pytest.raises(UserError) as error:
-        run(prepare_view(LIMITS))
+        run(LIMITS)
     for where, reason in FOUND.items():
         assert f"  {where}: {reason}: " in str(error.value)
     assert str(error.value).startswith("8 row(s) of the data cannot be used")
@@ -134,38 +130,32 @@ def test_bad_input_of_every_kind_is_in_one_report_and_nothing_is_written(tmp_pat
 
 def test_quarantine_writes_bad_rows_with_reasons_and_counts_them(tmp_path: Path) -> None:
     bad_files(tmp_path / "in")
-    metrics = run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
-    lines = [
-        json.loads(line)
-        for line in Path("data/quarantine/rows.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    assert {line["where"]: line["problems"][0]["reason"] for line in lines} == FOUND
-    assert next(line["row"] for line in lines if line["where"] == "sft.train.jsonl:13") == {
-        "line": '{"prompt": '
-    }
+    metrics = run(LIMITS | {"data.on_bad_row": "quarantine"})
+    text = Path("data/quarantine/rows.jsonl").read_text(encoding="utf-8")
+    lines = {line["where"]: line for line in map(json.loads, text.splitlines())}
+    assert {where: line["problems"][0]["reason"] for where, line in lines.items()} == FOUND
+    assert lines["sft.train.jsonl:13"]["row"] == {"line": '{"prompt": '}
     assert [len(table("sft", split)) for split in SPLITS] == [8, 2, 2]
     assert metrics["quarantined"] == 8
-    assert {reason: metrics[f"quarantined/{reason}"] for reason in REASONS} == {
-        "malformed": 2, "not_utf8": 0, "empty": 1, "too_long": 2,
-        "chosen_is_rejected": 1, "duplicate": 1, "leak": 1,
-    }  # fmt: skip
+    counts = Counter(FOUND.values())
+    assert {reason: metrics[f"quarantined/{reason}"] for reason in REASONS} == {r: counts[r] for r in REASONS}
 
 
 def test_a_missing_column_fails_under_quarantine_too(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", {"question": "q", "completion": "a"})
     with pytest.raises(UserError, match="no column 'prompt'"):
-        run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
+        run(LIMITS | {"data.on_bad_row": "quarantine"})
 
 
 def test_an_error_about_an_empty_split_includes_the_bad_rows(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *({"prompt": " ", "completion": "a"} for _ in range(4)))
     with pytest.raises(UserError, match=r"no usable row is left for sft/train(.|\n)*sft.jsonl:1: empty"):
-        run(prepare_view(LIMITS | {"data.on_bad_row": "quarantine"}))
+        run(LIMITS | {"data.on_bad_row": "quarantine"})
 
 
 def test_roles_without_comparisons_still_have_their_columns(tmp_path: Path) -> None:
     jsonl(tmp_path / "in" / "sft.jsonl", *demonstrations(8))
-    metrics = run(prepare_view({"data.source": "files", "data.path": "in"}))
+    metrics = run({"data.source": "files", "data.path": "in"})
     assert metrics["rows/preferences/train"] == 0
     empty = pq.read_table("data/preferences/train.parquet")
     assert empty.column_names == ["prompt", "chosen", "rejected", "source"]
@@ -178,23 +168,13 @@ def test_a_base_models_tokenizer_is_copied_and_its_template_applied(tmp_path: Pa
         for n in range(8)
     ]
     jsonl(tmp_path / "talks.jsonl", *rows)
-    run(
-        prepare_view(
-            {
-                "data.source": "files", "data.path": "talks.jsonl", "data.max_prompt_tokens": 200,
-                "model.base": str(chat_model), "model.scratch": None,
-            }
-        )
-    )  # fmt: skip
+    files = {"data.source": "files", "data.path": "talks.jsonl", "data.max_prompt_tokens": 200}
+    run(files | {"model.base": str(chat_model), "model.scratch": None})
     ours, theirs = (AutoTokenizer.from_pretrained(path) for path in ("data/tokenizer", chat_model))
     assert ours.get_vocab() == theirs.get_vocab()
     assert ours.chat_template == theirs.chat_template
-    assert all(
-        r["prompt"].endswith("<eos>\n<assistant>") and r["completion"] == "x" for r in table("sft", "train")
-    )
-    assert "hi" in AutoTokenizer.from_pretrained("data/tokenizer").decode(
-        ours(rows[0]["messages"][0]["content"])["input_ids"]
-    )
+    written = table("sft", "train")
+    assert all(r["prompt"].endswith("<eos>\n<assistant>") and r["completion"] == "x" for r in written)
 
 
 def test_mined_pairs_that_are_too_long_are_left_out_and_are_not_bad_rows(
@@ -208,7 +188,7 @@ def test_mined_pairs_that_are_too_long_are_left_out_and_are_not_bad_rows(
         return {"sft": {"train": rows[:30:2] + rows[30:], "validation": rows[1:5:2], "test": rows[5:9:2]}}
 
     monkeypatch.setattr(docstrings, "load", load)
-    metrics = run(prepare_view({"data.source": "docstrings", "data.max_prompt_tokens": 20}))
+    metrics = run({"data.source": "docstrings", "data.max_prompt_tokens": 20})
     assert metrics["quarantined"] == 0
     assert metrics["rows/sft/train"] == 10  # i = 0, 2, … 18: i + 2 tokens
     assert metrics["tokens/prompt_max"] == 20
@@ -231,7 +211,7 @@ def test_no_tokenizer_reads_a_text_that_is_too_long_for_any(
     monkeypatch.setattr(tokenizer, "count_tokens", lambda words, texts: count(words, seen(texts)))
     files = {"data.source": "files", "data.path": "rows.jsonl", "data.num_validation": 4, "data.num_test": 4}
     with pytest.raises(UserError, match=r"rows\.jsonl:41: too_long: completion has 500,000 characters"):
-        run(prepare_view(files))
+        run(files)
     assert max(map(len, read)) < 50
-    metrics = run(prepare_view({**files, "data.on_bad_row": "quarantine"}))
+    metrics = run({**files, "data.on_bad_row": "quarantine"})
     assert (metrics["quarantined/too_long"], metrics["rows/sft/train"]) == (1, 32)

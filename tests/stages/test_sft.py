@@ -15,11 +15,12 @@ from rlhf_tasks.stages import base, sft
 from rlhf_tasks.tracking import NullTracker
 from tests import small
 
+SFT = {"num_epochs": 4.0, "batch_size": 8, "evals_per_epoch": 1, "patience": 2, "schedule": "constant"}
 SMALL = {
-    "model.scratch.hidden_size": 16, "model.scratch.num_layers": 2, "model.scratch.num_heads": 2,
-    "base.num_epochs": 1.0, "base.batch_size": 8, "sft.num_epochs": 4.0, "sft.batch_size": 8,
-    "sft.evals_per_epoch": 1, "sft.patience": 2, "sft.schedule": "constant",
-}  # fmt: skip
+    **{"model.scratch.hidden_size": 16, "model.scratch.num_layers": 2, "model.scratch.num_heads": 2},
+    **{"base.num_epochs": 1.0, "base.batch_size": 8},
+    **{f"sft.{key}": value for key, value in SFT.items()},
+}
 
 
 def validation_loss(folder: Path) -> float:

@@ -14,8 +14,7 @@ from pydantic import TypeAdapter
 from rlhf_tasks.config import scorers as config
 from rlhf_tasks.data.batches import encode
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.scoring.build import build
-from rlhf_tasks.scoring.combine import Part, WeightedSum, combine_rewards
+from rlhf_tasks.scoring.build import Part, WeightedSum, build, combine_rewards
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, ScorerError
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
 from tests import small
