@@ -87,7 +87,6 @@ class Workload:
             rt,
             settings,
             state,
-            self.actor_critic,
             prompts=self.prompts,
             columns=self.columns,
             scorers=self.scorers,

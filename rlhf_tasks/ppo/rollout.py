@@ -95,14 +95,16 @@ class ActorCritic(nn.Module):
         self.policy, self.value = policy, value
 
     def forward(
-        self, batch: Batch, temperature: float = 1.0, *, entropy_grad: bool = False
-    ) -> tuple[TokenStats, Tensor]:
-        """The policy's statistics, (B, R) each, and (B, R + 1) values.
+        self, batch: Batch, temperature: float = 1.0, *, entropy_grad: bool = False, with_values: bool = True
+    ) -> tuple[TokenStats, Tensor | None]:
+        """The policy's statistics, (B, R) each, and (B, R + 1) values, or None `with_values=False`.
 
         `values[:, t]` is the value of the state before response token t; the one after a row's last token
         follows it.
         """
         stats = token_stats(self.policy, batch, temperature, entropy_grad=entropy_grad)
+        if not with_values:
+            return stats, None
         if isinstance(self.value, ValueHead):
             return stats, _left_aligned(self.value(stats.states).squeeze(-1).float(), batch)
         return stats, self.values(batch)

@@ -51,8 +51,9 @@ class Queue:
 class TrainState:
     """All that one update leaves to the next. A snapshot holds this, and a roll back returns to it."""
 
+    actor_critic: ActorCritic
     model: nn.Module
-    """The actor-critic as it is trained, wrapped for DDP, ZeRO or FSDP2."""
+    """The actor-critic wrapped for DDP, ZeRO or FSDP2: what is called where a pass needs gradients."""
     optimizer: torch.optim.Optimizer
     num_policy_groups: int
     """The optimizer's first groups; the others are the critic's."""
@@ -112,8 +113,8 @@ class TrainState:
         }
         return {"shared": shared, "sampling": self.sampling.get_state(), "rng": rt.rng_state()}
 
-    def load_training(self, rt: Runtime, state: dict[str, Any], policy: nn.Module) -> None:
-        """Restore `training`; `policy` is the model whose weights the selection has kept."""
+    def load_training(self, rt: Runtime, state: dict[str, Any]) -> None:
+        """Restore `training`."""
         shared = state["shared"]
         rt.load_training_state(self.model, self.optimizer, shared["weights"])
         if isinstance(self.reference, FrozenCopy) and self.reference.moves:
@@ -129,7 +130,7 @@ class TrainState:
         for budget, own in zip((self.budget, self.scoring_budget), shared["budgets"], strict=True):
             budget.load_state_dict(own)
         self.selection = Selection(**shared["selection"])
-        self.selection.weights = sharding.kept(policy, self.selection.weights)
+        self.selection.weights = sharding.kept(self.actor_critic.policy, self.selection.weights)
         for name, value in shared["plain"].items():
             setattr(self, name, value)
         self.sampling.set_state(state["sampling"])
@@ -139,9 +140,9 @@ class TrainState:
         """The content of a snapshot, but for the tracker's."""
         return self.training(rt) | {name: getattr(self, name) for name in (*COUNTED, "good", "newest")}
 
-    def load_state_dict(self, rt: Runtime, state: dict[str, Any], policy: nn.Module) -> None:
+    def load_state_dict(self, rt: Runtime, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.load_training(rt, state, policy)
+        self.load_training(rt, state)
         for name in (*COUNTED, "good", "newest"):
             setattr(self, name, state[name])
 
@@ -179,6 +180,7 @@ def begin(
         ratio_error = FLOAT32_RATIO_ERROR if rt.is_float32 else BF16_RATIO_ERROR
         guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
     return TrainState(
+        actor_critic=actor_critic,
         model=model,
         optimizer=optimizer,
         num_policy_groups=num_policy_groups,
@@ -219,7 +221,6 @@ def handle_trip(
     rt: Runtime,
     config: Ppo,
     state: TrainState,
-    actor_critic: ActorCritic,
     trip: GuardTrip,
     tracker: Tracker,
 ) -> bool:
@@ -243,7 +244,7 @@ def handle_trip(
             f"PPO was stopped at update {update} after {state.roll_backs} roll backs by the guard {trip}"
         )
     count, kl_coef = state.roll_backs + 1, state.kl_coef * guards.kl_coef_factor
-    state.load_training(rt, on_cpu(state.good), actor_critic.policy)
+    state.load_training(rt, on_cpu(state.good))
     state.newest, state.roll_backs, state.kl_coef = {}, count, kl_coef
     state.undone += (update - state.update) * batch_size
     console.say(

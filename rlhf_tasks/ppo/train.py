@@ -24,13 +24,12 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import Columns, take
+from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs
 from rlhf_tasks.modeling.tensors import NonFiniteError, whiten
 from rlhf_tasks.ppo.advantages import Estimator, response_returns
 from rlhf_tasks.ppo.evaluate import Evaluator
-from rlhf_tasks.ppo.guards import (
-    GuardTrip,
-)
+from rlhf_tasks.ppo.guards import GuardTrip
 from rlhf_tasks.ppo.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_tasks.ppo.kl import adapt_kl_coef, adapt_penalty, k3
 from rlhf_tasks.ppo.losses import MicroBatch, PolicyLoss, token_weights, value_loss
@@ -46,7 +45,6 @@ from rlhf_tasks.ppo.metrics import (
 )
 from rlhf_tasks.ppo.rewards import token_rewards, truncated_scores
 from rlhf_tasks.ppo.rollout import (
-    ActorCritic,
     FrozenCopy,
     NoCritic,
     Rollout,
@@ -71,7 +69,6 @@ def train(
     rt: Runtime,
     config: Ppo,
     state: TrainState,
-    actor_critic: ActorCritic,
     *,
     prompts: Sequence[Ids],
     columns: Columns,
@@ -89,8 +86,8 @@ def train(
 ) -> Iterator[Metrics]:
     """Train to the end; each update's metrics are yielded when all of it is done, snapshot included.
 
-    `actor_critic` is what `state.model` wraps; `columns` are those of the `prompts`; `ptx` is
-    PPO-ptx's text, or None without it. What a number that is not finite came from is written to `faults`.
+    `columns` are those of the `prompts`; `ptx` is PPO-ptx's text, or None without it. What a number that is
+    not finite came from is written to `faults`.
 
     Raises:
         GuardTripped: a guard stopped the training.
@@ -98,6 +95,7 @@ def train(
     num_updates, batch_size = config.total_episodes // config.rollout_batch_size, config.rollout_batch_size
     num_prompts, num_samples = batch_size // config.samples_per_prompt, config.samples_per_prompt  # n, k
     minibatch_size = batch_size // config.num_mini_batches
+    actor_critic = state.actor_critic
     has_critic = not isinstance(actor_critic.value, NoCritic)
     kl_of_tokens = KL_ESTIMATORS[config.kl.estimator]
     selections = selection_updates(config.num_selections, num_updates)
@@ -106,7 +104,7 @@ def train(
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
         snapshot = snapshots.load()
         if snapshot is not None:
-            state.load_state_dict(rt, snapshot, actor_critic.policy)
+            state.load_state_dict(rt, snapshot)
             tracker.load_state_dict(snapshot["tracker"])
             bar.skip(state.update * batch_size)
 
@@ -240,7 +238,7 @@ def train(
                     "train/num_epochs": num_epochs,
                 } | budget_metrics(state.budget)
                 if config.kl_penalty is not None and not is_warmup:
-                    divergence = _divergence(rt, config, state, actor_critic, rollout)
+                    divergence = _divergence(rt, config, state, rollout)
                     training |= {
                         "policy/penalty_beta": state.penalty_beta,
                         "policy/penalty_kl_avg": divergence,
@@ -300,7 +298,7 @@ def train(
             state.num_rollouts += 1
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
-            if not any(handle_trip(rt, config, state, actor_critic, trip, tracker) for trip in trips):
+            if not any(handle_trip(rt, config, state, trip, tracker) for trip in trips):
                 keep_good_state(rt, config, state)
 
             # 13. A snapshot, when one is due.
@@ -334,50 +332,57 @@ def accumulate_gradients(
     work = [(rollout, part) for part in rt.split(rollout.sizes, rt.share(rows), state.budget)]
     if ptx is not None and ptx_rows:
         work += [(ptx, part) for part in rt.split(ptx.sizes, rt.share(ptx_rows), state.budget)]
+    critic = state.actor_critic.value
+    # Where nothing wraps the two models, the critic has a pass of its own once the policy's activations are
+    # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
+    is_apart = isinstance(critic, TokenScores) and state.model is state.actor_critic and not rt.shards
     for source, part in rt.passes(state.model, work):
         batch = source.batch(part.rows).to(rt.device)
         width = batch.num_response_columns  # r
         temperature = config.temperature if source is rollout else 1.0
         with rt.autocast():
-            stats, values = state.model(batch, temperature, entropy_grad=config.entropy_coef > 0)
-            # (b, r) each, and (b, r + 1)
+            stats, values = state.model(
+                batch, temperature, entropy_grad=config.entropy_coef > 0, with_values=not is_apart
+            )  # (b, r) each, and (b, r + 1) or None
         if isinstance(source, Rollout):
             given = rollout.micro_batch(part.rows, width, rt.device)
-            losses, metrics = token_losses(
-                stats, values, given, config, loss, state, is_warmup=is_warmup
-            )  # (b, r)
+            weight = part.scale * weights[part.rows, :width].to(rt.device)  # (b, r)
+            losses, metrics = policy_losses(stats, given, config, loss, state)  # (b, r)
+            if is_warmup:  # 0 and not left out: under data parallelism every weight needs a gradient
+                losses = 0 * losses
+            total = (weight * losses).sum()
+            if is_apart:
+                rt.backward(state.model, total)
+                with rt.autocast():
+                    values = state.actor_critic.values(batch)
+                total = torch.zeros((), device=rt.device)
+            if config.critic is not None:
+                value, is_clipped = value_loss(
+                    values[:, :-1], given.values, given.returns, config.critic.cliprange_value
+                )  # (b, r)
+                metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
+                total = total + config.critic.vf_coef * (weight * value.where(given.mask, 0)).sum()
             sums.add(metrics, given.mask, part.scale)
             sums.count_padding(batch.attention_mask, part.scale)
-            total = (weights[part.rows, :width].to(rt.device) * losses).sum()
         else:  # PPO-ptx: the mean −log p of other text (Ouyang et al. 2022, eq. 2)
             assert config.ptx is not None
             ptx_sums.add({"loss/ptx_avg": -stats.logprobs}, batch.mask, part.scale)
-            total = -config.ptx.coef * stats.logprobs.sum() / source.weight(ptx_rows)
-            total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
-        rt.backward(state.model, part.scale * total)
+            total = -config.ptx.coef * part.scale * stats.logprobs.sum() / source.weight(ptx_rows)
+            if values is not None:
+                total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
+        rt.backward(state.model, total)
     return sums, ptx_sums
 
 
-def token_losses(
-    stats: TokenStats,
-    values: Tensor,
-    given: MicroBatch,
-    config: Ppo,
-    loss: PolicyLoss,
-    state: TrainState,
-    *,
-    is_warmup: bool,
+def policy_losses(
+    stats: TokenStats, given: MicroBatch, config: Ppo, loss: PolicyLoss, state: TrainState
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's loss of each token and its metrics, (b, r) each; the loss is zero on padding.
-
-    `values` (b, r + 1) are the critic's. With `is_warmup` only the critic learns.
-    """
+    """The policy's loss of each token and its metrics, (b, r) each; the loss is zero on padding."""
     logprobs, entropy = stats.logprobs, stats.entropy
-    policy, metrics = loss(logprobs, given, config)
-    policy = policy * given.importance
+    losses, metrics = loss(logprobs, given, config)
+    losses = losses * given.importance
     metrics = metrics | ratio_sums(logprobs, given.logprobs)
-    metrics |= {"loss/policy_avg": policy, "policy/entropy_avg": entropy}
-    losses = policy
+    metrics |= {"loss/policy_avg": losses, "policy/entropy_avg": entropy}
     if config.kl.kind == "in_loss":
         metrics["loss/kl_avg"] = KL_ESTIMATORS[config.kl.estimator](logprobs, given.ref_logprobs)
         losses = losses + state.kl_coef * metrics["loss/kl_avg"]
@@ -386,13 +391,6 @@ def token_losses(
         losses = losses + state.penalty_beta * metrics["policy/penalty_kl_avg"]
     if config.entropy_coef:
         losses = losses - config.entropy_coef * entropy
-    if is_warmup:  # under data parallelism every weight needs a gradient
-        losses = 0 * losses
-    critic = config.critic
-    if critic is not None:
-        value, is_clipped = value_loss(values[:, :-1], given.values, given.returns, critic.cliprange_value)
-        metrics |= {"loss/value_avg": value, "val/clipfrac_avg": is_clipped}
-        losses = losses + critic.vf_coef * value
     return torch.where(given.mask, losses, 0), metrics
 
 
@@ -405,15 +403,13 @@ def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
 
 
 @torch.no_grad()
-def _divergence(
-    rt: Runtime, config: Ppo, state: TrainState, actor_critic: ActorCritic, rollout: Rollout
-) -> float:
+def _divergence(rt: Runtime, config: Ppo, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
     sums = TokenSums()
     for part in rt.split(rollout.sizes, rt.share(range(len(rollout.queries))), state.budget):
         batch = rollout.batch(part.rows).to(rt.device)
         with rt.autocast():
-            logprobs = response_logprobs(actor_critic.policy, batch, config.temperature)  # (b, r)
+            logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)  # (b, r)
         given = rollout.micro_batch(part.rows, batch.num_response_columns, rt.device)
         sums.add({"divergence": k3(given.logprobs, logprobs)}, given.mask, part.scale)
     return TokenSums.means([sums], rt.sum)["divergence"]

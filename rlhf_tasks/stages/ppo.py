@@ -135,7 +135,6 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             rt,
             settings,
             state,
-            actor_critic,
             prompts=prompts,
             columns=kept,
             scorers=scorer,

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_tasks.modeling.logprobs import TokenStats
 from rlhf_tasks.ppo.losses import MicroBatch, importance_weights, policy_loss, ppo_clip, value_loss
 from rlhf_tasks.ppo.state import TrainState
-from rlhf_tasks.ppo.train import token_losses
+from rlhf_tasks.ppo.train import policy_losses
 from tests import small
 
 
@@ -127,16 +127,15 @@ def rows(a: float, b: float, c: float) -> Tensor:
     return torch.tensor([[a, b], [c, math.nan]])
 
 
-LOGPROBS, ENTROPY_OF, VALUES = rows(-1.0, -2.0, -0.5), rows(0.7, 0.2, 0.4), rows(1.0, 0.2, 0.5)
+LOGPROBS, ENTROPY_OF = rows(-1.0, -2.0, -0.5), rows(0.7, 0.2, 0.4)
 POLICY = [-2 * math.exp(0.1), 1.0, -0.5 * 1.2]
 """The third ratio, exp(0.4), is clipped."""
-VALUE = [0.5, 0.02, 0.125]
 ENTROPY = [0.7, 0.2, 0.4]
 K2 = [0.125, 0.5, 0.0]
 PENALTY = [math.exp(x) - 1 - x for x in (0.1, 0.0, 0.4)]
 
 
-def losses(*, is_warmup: bool = False, importance: Tensor | None = None, **changes: Any) -> Any:
+def losses(*, importance: Tensor | None = None, **changes: Any) -> Any:
     config, ones = small.ppo(**changes), torch.ones(2, 2)
     batch = MicroBatch(
         mask=MASK,
@@ -148,9 +147,8 @@ def losses(*, is_warmup: bool = False, importance: Tensor | None = None, **chang
         importance=ones if importance is None else importance,
     )
     stats = TokenStats(LOGPROBS, ENTROPY_OF, ones, ones)
-    values = torch.cat([VALUES, ones[:, :1]], dim=1)
     state = cast(TrainState, SimpleNamespace(kl_coef=0.4, penalty_beta=0.6))
-    return token_losses(stats, values, batch, config, ppo_clip, state, is_warmup=is_warmup)
+    return policy_losses(stats, batch, config, ppo_clip, state)
 
 
 ENTROPY_BONUS: dict[str, Any] = {"entropy_coef": 0.3}
@@ -167,27 +165,22 @@ KL_PENALTY: dict[str, Any] = {"kl_penalty": {"beta": 0.6, "target": 0.01}}
         (KL_PENALTY, 0, 0, 0.6),
         (ENTROPY_BONUS | KL_IN_LOSS | KL_PENALTY, 0.3, 0.4, 0.6),
     ],
-    ids=["policy-value", "entropy", "kl", "penalty", "all"],
+    ids=["policy", "entropy", "kl", "penalty", "all"],
 )
 def test_a_tokens_loss_is_the_weighted_sum_of_its_terms(
     changes: dict[str, Any], entropy: float, kl: float, penalty: float
 ) -> None:
     total, metrics = losses(**changes)
-    terms = zip(POLICY, VALUE, ENTROPY, K2, PENALTY, strict=True)
-    expected = [p + 0.1 * v - entropy * h + kl * k + penalty * d for p, v, h, k, d in terms]
+    terms = zip(POLICY, ENTROPY, K2, PENALTY, strict=True)
+    expected = [p - entropy * h + kl * k + penalty * d for p, h, k, d in terms]
     assert total[MASK].tolist() == pytest.approx(expected, rel=1e-5)
     assert total[1, 1] == 0, "padding"
-    measured = {"loss/policy_avg": POLICY, "loss/value_avg": VALUE, "policy/entropy_avg": ENTROPY}
+    measured = {"loss/policy_avg": POLICY, "policy/entropy_avg": ENTROPY}
     measured |= {"policy/clipfrac_avg": [0.0, 0.0, 1.0]} | ({"loss/kl_avg": K2} if kl else {})
     measured |= {"policy/penalty_kl_avg": PENALTY} if penalty else {}
     for name, values in measured.items():
         assert metrics[name][MASK].tolist() == pytest.approx(values, rel=1e-5, abs=1e-6), name
     assert ("loss/kl_avg" in metrics, "policy/penalty_kl_avg" in metrics) == (kl > 0, penalty > 0)
-
-
-def test_in_the_critics_warm_up_only_the_value_term_is_left() -> None:
-    total, _ = losses(is_warmup=True, **ENTROPY_BONUS, **KL_IN_LOSS, **KL_PENALTY)
-    assert total[MASK].tolist() == pytest.approx([0.1 * v for v in VALUE], rel=1e-5)
 
 
 def test_the_ratio_can_be_to_the_reference() -> None:
@@ -200,5 +193,4 @@ def test_the_policy_loss_of_a_token_is_multiplied_by_its_importance() -> None:
     total, metrics = losses(importance=torch.tensor([[2.0, 0.5], [3.0, 0.0]]))
     weighted = [2 * POLICY[0], 0.5 * POLICY[1], 3 * POLICY[2]]
     assert metrics["loss/policy_avg"][MASK].tolist() == pytest.approx(weighted, rel=1e-5)
-    expected = [p + 0.1 * v for p, v in zip(weighted, VALUE, strict=True)]
-    assert total[MASK].tolist() == pytest.approx(expected, rel=1e-5)
+    assert total[MASK].tolist() == pytest.approx(weighted, rel=1e-5)

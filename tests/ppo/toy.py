@@ -196,7 +196,6 @@ class Toy:
             self.rt,
             self.config,
             self.state,
-            self.actor_critic,
             prompts=QUERIES,
             columns=NONE,
             scorers=self.scorers,
