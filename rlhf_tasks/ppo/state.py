@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
@@ -26,7 +26,8 @@ from rlhf_tasks.ppo.guards import (
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
-from rlhf_tasks.ppo.sampler import Sampler
+from rlhf_tasks.ppo.sampler import Sampler, build_sampler
+from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.optim import adamw
@@ -158,13 +159,14 @@ def begin(
     config: Ppo,
     actor_critic: ActorCritic,
     reference: Reference,
-    sampler: Callable[[torch.Generator], Sampler],
+    tokenizer: PreTrainedTokenizerBase,
+    server: VllmServer | None = None,
     *,
     num_prompts: int,
     num_demonstrations: int,
     seed: int,
 ) -> TrainState:
-    """The state before training. `sampler` makes the sampler, from the generator of its draws."""
+    """The state before training; where vLLM samples, the first rank gives its `server`."""
     optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
     num_policy_groups = len(optimizer.param_groups)
     if not isinstance(actor_critic.value, NoCritic):
@@ -185,7 +187,7 @@ def begin(
         optimizer=optimizer,
         num_policy_groups=num_policy_groups,
         reference=reference,
-        sampler=sampler(sampling),
+        sampler=build_sampler(rt, config, actor_critic.policy, tokenizer, sampling, server),
         shuffling=shuffling,
         sampling=sampling,
         prompts=Queue(num_prompts, shuffling),

@@ -18,7 +18,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +58,10 @@ class VllmGone(VllmError):
 
 # ------------------------------------------------------------------------------------ requests and replies
 
+MAX_CONNECTIONS = 256
+SHOWN_CHARACTERS = 300  # of a reply, in a message
 ABOVE_ZERO = 1e-4  # nats by which rounding may lift a log-prob above 0
-PURE: Mapping[str, Any] = {
+PURE: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -165,30 +167,33 @@ class Client:
         VllmError: if it refuses the request, or its reply is no JSON.
     """
 
-    MAX_CONNECTIONS, SHOWN_CHARACTERS = 256, 300
-
     def __init__(self, url: str, seconds: float) -> None:
         self._url, self._seconds = url, seconds
 
     def get(self, path: str) -> Any:
-        """The JSON of a reply, or None for an empty one."""
-        return self._run("GET", path, [None])[0]
+        """The JSON of the reply, or None for an empty one."""
+        return self._send("GET", path, [None])[0]
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return self._run("POST", path, [body])[0]
+        return self._send("POST", path, [body])[0]
 
     def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The replies to all of these bodies, in their order."""
-        return self._run("POST", path, bodies)
+        return self._send("POST", path, bodies)
 
-    def _run(self, method: str, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Any]:
+    def _send(self, method: str, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Any]:
         try:
-            return asyncio.run(asyncio.wait_for(self._send(method, path, bodies), self._seconds))
+            return asyncio.run(asyncio.wait_for(self._send_all(method, path, bodies), self._seconds))
         except TimeoutError:
-            raise VllmGone(f"vLLM at {self._url} did not answer {path} within {self._seconds:g} s") from None
+            problem = f"did not answer {path} within {self._seconds:g} s"
+        except httpx.RequestError as error:
+            problem = f"does not answer {path} ({type(error).__name__}: {error})"
+        raise VllmGone(f"vLLM at {self._url} {problem}")
 
-    async def _send(self, method: str, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Any]:
-        limits = httpx.Limits(max_connections=self.MAX_CONNECTIONS)
+    async def _send_all(
+        self, method: str, path: str, bodies: Sequence[Mapping[str, Any] | None]
+    ) -> list[Any]:
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
         # With `trust_env` a proxy of the environment would receive what is meant for this machine. The
         # addresses are plain HTTP, so that no certificates need to be loaded.
         async with httpx.AsyncClient(
@@ -196,21 +201,15 @@ class Client:
         ) as client:
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._reply(client, method, path, body)) for body in bodies]
+                    requests = [client.request(method, path, json=body) for body in bodies]
+                    tasks = [group.create_task(self._read(path, request)) for request in requests]
             except BaseExceptionGroup as errors:  # one failure ends all requests
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _reply(
-        self, client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> Any:
-        try:
-            reply = await client.request(method, path, json=body)
-        except httpx.RequestError as error:
-            raise VllmGone(
-                f"vLLM at {self._url} does not answer {path} ({type(error).__name__}: {error})"
-            ) from None
-        text = reply.content[: self.SHOWN_CHARACTERS].decode("utf-8", errors="replace")
+    async def _read(self, path: str, request: Awaitable[httpx.Response]) -> Any:
+        reply = await request
+        text = reply.content[:SHOWN_CHARACTERS].decode("utf-8", errors="replace")
         if reply.status_code >= 500:
             raise VllmGone(f"vLLM answered {path} with status {reply.status_code}: {text}")
         if reply.status_code == 404:

@@ -32,15 +32,13 @@ from rlhf_tasks.modeling.load import (
 from rlhf_tasks.modeling.logprobs import head_width
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
-from rlhf_tasks.ppo.engines import build
-from rlhf_tasks.ppo.evaluate import Evaluator, Selection
+from rlhf_tasks.ppo.evaluate import Evaluator, Selection, SelectionJudge
 from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
-from rlhf_tasks.ppo.preconditions import stop_token
 from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, FrozenCopy, NoCritic, Reference, ValueHead
-from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
-from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.ppo.state import begin
 from rlhf_tasks.ppo.train import train
+from rlhf_tasks.ppo.vllm import open_server
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
@@ -78,15 +76,24 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     tokenizer = load_tokenizer(paths.sft)
     actor_critic, reference, reward = load_models(rt, config, paths)
     policy = actor_critic.policy
-    scorer = build_scorers(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
-        root=paths.root, combine=settings.combine_reward_models, placement=rt, columns=kept,
-    )  # fmt: skip
+    scorers = build_scorers(
+        settings.scorers,
+        tokenizer,
+        reward_model=reward,
+        max_tokens=settings.micro_batch_tokens,
+        root=paths.root,
+        combine=settings.combine_reward_models,
+        placement=rt,
+        columns=kept,
+    )
     prompts, selection = (encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation))
-    heldout = _heldout(rt, config, paths)
+    heldout = None
+    if config.has_reward_model:
+        heldout = rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
-    pad, stop = tokenizer.pad_token_id, stop_token(settings, tokenizer)
-    preconditions.check_models(rt, settings, actor_critic, rewards, prompts, selection, pad)
+    preconditions.check_models(
+        rt, settings, actor_critic, rewards, prompts, selection, tokenizer.pad_token_id
+    )
     for model in filter(None, rewards.values()):
         rt.put(model)
     evaluator = Evaluator(
@@ -96,37 +103,24 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         reference,
         tokenizer,
         validation,
-        stop=stop,
-        scorers=scorer,
+        scorers=scorers,
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
         judge=judge,
         seed=config.seed,
     )
-    ptx = ptx_text(settings, paths, tokenizer, policy)
+    ptx, stop = ptx_text(settings, paths, tokenizer, policy), stop_token(settings, tokenizer)
+    longest = max(map(len, [*prompts, *selection]))
     with (
-        build.opened(
-            settings,
-            paths.home,
-            tokenizer,
-            stop=stop,
-            longest_query=max(map(len, [*prompts, *selection])),
-            is_float32=rt.is_float32,
-            is_main=rt.is_main,
-        ) as engine,
+        open_server(rt, settings, paths.home, tokenizer, stop=stop, longest_query=longest) as server,
         checkpoint.open(rt, paths, config, "ppo") as snapshots,
     ):
-
-        def make_sampler(generator: torch.Generator) -> Sampler:
-            if engine is None:
-                return PolicySampler(rt, settings, policy, generator, stop=stop, pad=pad)
-            return VllmSampler(rt, settings, policy, generator, engine, stop=stop)
-
         state = begin(
             rt,
             settings,
             actor_critic,
             reference,
-            make_sampler,
+            tokenizer,
+            server,
             num_prompts=len(prompts),
             num_demonstrations=len(ptx.queries) if ptx else 0,
             seed=config.seed,
@@ -137,7 +131,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             state,
             prompts=prompts,
             columns=kept,
-            scorers=scorer,
+            scorers=scorers,
             loss=policy_loss_of(settings, paths.root),
             estimator=estimator_of(settings, paths.root),
             evaluator=evaluator,
@@ -236,12 +230,6 @@ def _critic(
     return critic
 
 
-def _heldout(rt: Runtime, config: PpoView, paths: Paths) -> TokenScores | None:
-    if not config.has_reward_model:
-        return None
-    return rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
-
-
 def ptx_text(
     settings: Ppo, paths: Paths, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedModel
 ) -> LanguageModeling | None:
@@ -301,11 +289,14 @@ def _save_policy(
     if sampler is not None:
         identity["sampler"] = sampler
         chosen += f"; its rollouts were sampled by {sampler}"
+    card = contracts.model_card(
+        "PPO policy",
+        task="ppo",
+        parameters=config.declared,
+        inputs=inputs,
+        how=f"PPO from the SFT policy; {chosen}.",
+    )
     with whole(paths.policy) as folder:
         save_checkpoint(
-            policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity,
-            card=contracts.model_card(
-                "PPO policy", task="ppo", parameters=config.declared, inputs=inputs,
-                how=f"PPO from the SFT policy; {chosen}.",
-            ),
-        )  # fmt: skip
+            policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity, card=card
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from rlhf_tasks.ppo.losses import MicroBatch, ppo_clip, token_weights
 from rlhf_tasks.ppo.rollout import Rollout
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
-from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.ranks import run_ranks
 from tests.ppo.test_steps import norm_of
@@ -29,6 +27,7 @@ from tests.ppo.toy import (
     Toy,
     given,
     hand_made_rollout,
+    log_p_alone,
     toy,
     without_critic,
 )
@@ -145,17 +144,12 @@ def norm_by_rows(rollout: Rollout, reduction: str | int) -> float:
     policy, sums = small.causal(), []
     for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
         n = len(response)
-        logits = policy(torch.tensor([query + response])).logits[0, len(query) - 1 : -1] / 0.8
-        losses = -rollout.advantages[row, :n] * logits.log_softmax(-1)[range(n), response]
+        losses = -rollout.advantages[row, :n] * log_p_alone(policy, query, response)[range(n), response]
         sums.append(losses.sum() / (n if reduction == "response_mean" else 1))
     divisor = rollout.mask.sum() if reduction == "token_mean" else 16
     total = torch.stack(sums).sum() / divisor / (reduction if isinstance(reduction, int) else 1)
     total.backward()
     return norm_of(policy)
-
-
-def rank_toy(settings: dict[str, Any], rt: Runtime) -> Toy:
-    return toy(rt=rt, **settings)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "response_mean", 5])
@@ -177,7 +171,7 @@ def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(reduction: str |
     with given(rollout):
         for max_tokens in (16384, 25):
             sizes = settings | {"micro_batch_tokens": max_tokens}
-            both = run_ranks(partial(rank_toy, sizes), norm)
+            both = run_ranks(lambda rt, sizes=sizes: toy(rt=rt, **sizes), norm)
             found = [norm(toy(**sizes)), *both]
             assert found == pytest.approx([expected] * 3, rel=1e-3)
 

@@ -94,8 +94,7 @@ def test_there_is_no_critic_in_weights_snapshots_or_metrics(name: str) -> None:
 
 
 def saved_by(one: Toy) -> Any:
-    assert isinstance(one.snapshots, Memory)
-    return one.snapshots.saved[2]["shared"]["weights"]
+    return one.inputs["snapshots"].saved[2]["shared"]["weights"]
 
 
 def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:

@@ -19,7 +19,7 @@ from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import TokenScores, load_causal
-from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.ppo.evaluate import SelectionJudge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker

@@ -13,28 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ruamel.yaml import YAML
 
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import load_causal
-from rlhf_tasks.ppo.engines import ipc
-from rlhf_tasks.ppo.engines.protocol import EngineGone
+from rlhf_tasks.ppo.vllm import VllmGone
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import State
 from tests import small
 from tests.ppo import standin
-from tests.ppo.test_engines import STANDIN, alive, of_servers, until
-from tests.ppo.toy import ENGINE
+from tests.ppo.test_vllm import alive, of_servers, share_memory, until
+from tests.ppo.toy import ENGINE, started
 from tests.stages.test_ppo import POLICY, SETTINGS, run
 from tests.stages.test_ppo_guards import Killed
 
 
 def section(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts, with options of the stand-in."""
-    words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"ppo.sampler": ENGINE | {"url": None, "command": words, **changes}}
+    return {"ppo.sampler": started(*options, **changes)}
 
 
 def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Path) -> None:
@@ -55,9 +52,7 @@ def test_weights_from_memory_give_the_run_that_weights_in_files_give(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, by_files = run(**section())
-    monkeypatch.setattr(ipc, "_device", lambda weights: torch.device("cuda"))
-    monkeypatch.setattr(ipc, "_wait", lambda weights: None)
-    monkeypatch.setattr(ipc, "_handle", lambda tensor: {standin.GPU: tensor})
+    share_memory(monkeypatch)
     _, from_memory = run(**section(transfer="ipc"))
     for name in ("objective/scores", "policy/approxkl_avg", "engine/logprob_diff"):
         curves = [[row[name] for row in rows if name in row] for rows in (by_files, from_memory)]
@@ -85,17 +80,17 @@ def test_an_engine_that_ends_again_ends_the_stage_with_one_message(
     models_here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contracts.fingerprint(POLICY)
-    with pytest.raises(EngineGone, match="started again once before, and its log is"):
+    with pytest.raises(VllmGone, match="started again once before, and its log is"):
         run(**section("--fault", "die"))
     assert contracts.fingerprint(POLICY) == before
     assert not of_servers(models_here)
 
     def fail(*_: object) -> int:
-        raise EngineGone("the engine has gone")
+        raise VllmGone("vLLM has gone")
 
     monkeypatch.setattr("rlhf_tasks.stages.runner.run", fail)
     assert cli.main(["ppo"]) == 1
-    assert capsys.readouterr().err == "rlhf: the engine has gone\n"
+    assert capsys.readouterr().err == "rlhf: vLLM has gone\n"
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -21,8 +21,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.runtime import Runtime
 from tests import small, toy
-from tests.ppo.test_engines import STANDIN
-from tests.ppo.toy import ENGINE
+from tests.ppo.toy import started
 from tests.training import chunked_steps
 from tests.training.stages import rlhf
 
@@ -92,8 +91,7 @@ def test_logits_in_chunks_take_the_steps_of_whole_logits(
 
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts: the stand-in, with these options."""
-    words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"sampler": ENGINE | {"url": None, "command": words, **changes}}
+    return {"sampler": started(*options, **changes)}
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
