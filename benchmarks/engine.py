@@ -59,7 +59,7 @@ def scores(seed: int, ahead: int | None) -> list[float]:
         actor_critic=ActorCritic(policy, critic),
         reference_seed=seed,
         server=None if ahead is None else InMemory(),
-        **({} if ahead is None else {"sampler": ENGINE | {"ahead": ahead}}),
+        sampler={"kind": "policy"} if ahead is None else ENGINE | {"ahead": ahead},
         seed=seed,
         total_episodes=UPDATES * 64,
         rollout_batch_size=64,

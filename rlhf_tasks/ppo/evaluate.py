@@ -8,7 +8,7 @@ B prompts · R response length.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.config.judge import Selection as SelectBy
+from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
 from rlhf_tasks.data.columns import Columns
@@ -41,7 +41,7 @@ SELECTED_NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "
 
 
 @dataclass
-class Selection:
+class EvaluationState:
     """The weights that scored best so far, and the responses of all evaluations."""
 
     best: float = -float("inf")
@@ -74,7 +74,7 @@ class SelectionJudge:
         UserError: if the judge cannot be made.
     """
 
-    def __init__(self, rt: Runtime, settings: SelectBy, paths: Paths, columns: Collection[str] = ()) -> None:
+    def __init__(self, rt: Runtime, settings: Selection, paths: Paths, columns: Collection[str] = ()) -> None:
         self._rt, self._max_failure_share = rt, settings.max_failure_share
         self.name = settings.judge.name
         self._judge = None
@@ -138,7 +138,7 @@ class Evaluator:
             return "eval/win_rate"
         return None if self._heldout is None else "eval/heldout_scores"
 
-    def evaluate(self, selection: Selection, sampler: Sampler, *, episode: int, update: int) -> Metrics:
+    def evaluate(self, state: EvaluationState, sampler: Sampler, *, episode: int, update: int) -> Metrics:
         """Sample a response to each selection prompt, score them, and keep the weights if they are best.
 
         Raises:
@@ -148,7 +148,7 @@ class Evaluator:
         kl = self._kl(result.queries, result.ids)  # (B,)
         texts = [text_of(self._tokenizer, ids) for ids in result.ids]
         rows = zip(self._prompts, self._references, texts, strict=True)
-        selection.responses += [
+        state.responses += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
             | columns.encoded(columns.of_row(self._columns, i))
             for i, (prompt, reference, text) in enumerate(rows)
@@ -166,21 +166,21 @@ class Evaluator:
                 self._prompts, texts, self._references, self._columns
             )
         name = self.selection_metric
-        if name is None or metrics[name] > selection.best:
+        if name is None or metrics[name] > state.best:
             frozen = {name for name, p in self._policy.named_parameters() if not p.requires_grad}
-            selection.weights = sharding.weights_of(self._policy, but=frozen)
+            state.weights = sharding.weights_of(self._policy, but=frozen)
             error = standard_error(metrics["eval/kl"], float((kl**2).sum()), len(kl))
-            selection.metrics = {
+            state.metrics = {
                 "selected_episode": float(episode),
                 "selected_kl": metrics["eval/kl"],
                 "selected_kl_standard_error": error,
             }
             if name is not None:
-                selection.best = selection.metrics[SELECTED_NAMES[name]] = metrics[name]
+                state.best = state.metrics[SELECTED_NAMES[name]] = metrics[name]
         return metrics
 
     def show(
-        self, selection: Selection, sampler: Sampler, *, episode: int, update: int
+        self, state: EvaluationState, sampler: Sampler, *, episode: int, update: int
     ) -> list[dict[str, Any]]:
         """Responses to the first few prompts with their scores, rows of samples.parquet."""
         prompts = self._prompts[:NUM_SAMPLE_PROMPTS]
@@ -194,7 +194,7 @@ class Evaluator:
             | {name: float(values[i]) for name, values in scores.items()}
             for i, (prompt, ids) in enumerate(zip(prompts, result.ids, strict=True))
         ]
-        selection.samples += rows
+        state.samples += rows
         return rows
 
     # ----------------------------------------------------------------------- sampling and scoring
@@ -206,11 +206,23 @@ class Evaluator:
         Raises:
             NonFiniteError: on all ranks, if a number is NaN or infinite; the responses are its `batch`.
         """
-        rt, prompts = self._rt, self._prompts[:count]
-        queries = encode(self._tokenizer, prompts)
-        ids = sampler.respond(prompts, self._seed, update)
+        rt, prompts, tokenizer = self._rt, self._prompts[:count], self._tokenizer
+        queries, ids = encode(tokenizer, prompts), sampler.respond(prompts, self._seed, update)
+        kept = columns.take(self._columns, rt.share(range(count)))
+        own = Responses.of_ids(rt.share(queries), rt.share(ids), tokenizer, kept)
         batch = {"prompts": rt.share(prompts), "responses": rt.share(ids)}
-        parts = self._score(queries, ids, columns.take(self._columns, range(count)), batch)
+
+        def gather(score: Callable[[Responses], Any]) -> Any:
+            return interleave(rt.each(raise_on_all_ranks(rt, lambda: score(own), batch)))
+
+        if any(scorer.kind == "http" for scorer in self._config.scorers) and not rt.shards:
+            # the first rank alone sends requests, but passes of a sharded reward model need all ranks
+            rows = Responses.of_ids(queries, ids, tokenizer, columns.take(self._columns, range(count)))
+            parts = rt.from_main(
+                raise_on_all_ranks(rt, lambda: self._scorers.parts(rows) if rt.is_main else {}, batch)
+            )
+        else:
+            parts = gather(self._scorers.parts)
         ended = torch.tensor([response[-1] == self._stop for response in ids])
         rule = self._config.truncation.kind
         if rule.startswith("bootstrap"):  # there is no critic here to value an unfinished response
@@ -219,12 +231,7 @@ class Evaluator:
         def under_eos_rule(scores: Tensor) -> Tensor:
             return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
 
-        heldout = None
-        if self._heldout is not None:
-            own_scores = raise_on_all_ranks(
-                rt, lambda: self._score_heldout(rt.share(queries), rt.share(ids)), batch
-            )
-            heldout = under_eos_rule(interleave(rt.each(own_scores)))
+        heldout = None if self._heldout is None else under_eos_rule(gather(self._score_heldout))
         return Scored(queries, ids, under_eos_rule(self._scorers.total(parts)), heldout, parts)
 
     @torch.no_grad()
@@ -255,29 +262,9 @@ class Evaluator:
         whole: Tensor = interleave(rt.each(result))
         return whole
 
-    def _score(
-        self,
-        queries: Sequence[Ids],
-        responses: Sequence[Ids],
-        kept: Columns,
-        batch: Mapping[str, Any],
-    ) -> dict[str, Tensor]:
-        """(B,) by scorer of all rows, on all ranks; the first rank alone sends requests."""
-        rt = self._rt
-        rows = Responses.of_ids(queries, responses, self._tokenizer, kept)
-        # but passes of a sharded reward model need all ranks
-        if any(scorer.kind == "http" for scorer in self._config.scorers) and not rt.shards:
-            parts = raise_on_all_ranks(rt, lambda: self._scorers.parts(rows) if rt.is_main else {}, batch)
-            result: dict[str, Tensor] = rt.from_main(parts)
-            return result
-        shares = {name: rt.share(values) for name, values in kept.items()}
-        own = Responses.of_ids(rt.share(queries), rt.share(responses), self._tokenizer, shares)
-        result = interleave(rt.each(raise_on_all_ranks(rt, lambda: self._scorers.parts(own), batch)))
-        return result
-
-    def _score_heldout(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def _score_heldout(self, rows: Responses) -> Tensor:
         assert self._heldout is not None
-        scores = self._heldout(Responses.of_ids(queries, responses, self._tokenizer))
+        scores = self._heldout(rows)
         if not bool(scores.isfinite().all()):
             raise NonFiniteError("models/reward_heldout gave NaN or infinity")
         return scores

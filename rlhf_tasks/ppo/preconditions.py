@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo, PpoView, Split
 from rlhf_tasks.config.judge import RewardModelJudge
@@ -115,8 +117,7 @@ def check_models(
     actor_critic: ActorCritic,
     rewards: Mapping[str, TokenScores | None],
     prompts: list[Ids],
-    selection: list[Ids],
-    pad: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Check that policy, reward models and critic compute the same numbers in every way that PPO uses.
 
@@ -129,7 +130,7 @@ def check_models(
         UserError: naming what differs, by how much, and the likely cause.
     """
     policy, critic = actor_critic.policy, actor_critic.value
-    longest = max(map(len, [*prompts, *selection])) + settings.response_length
+    longest, pad = max(map(len, prompts)) + settings.response_length, tokenizer.pad_token_id
     checks.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
     saves = rt.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL

@@ -77,23 +77,6 @@ class Sampler(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def build_sampler(
-    rt: Runtime,
-    config: Ppo,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    generator: torch.Generator,
-    server: VllmServer | None = None,
-) -> Sampler:
-    """The sampler of `config.sampler`; the first rank has the `server`.
-
-    `generator` is on this rank's device, and has the same state on all ranks.
-    """
-    if config.sampler.kind == "policy":
-        return PolicySampler(rt, config, policy, tokenizer, generator)
-    return VllmSampler(rt, config, policy, tokenizer, generator, server)
-
-
 class PolicySampler:
     """Samples of the policy in training: exact, and never older than the policy."""
 
@@ -108,6 +91,7 @@ class PolicySampler:
         tokenizer: PreTrainedTokenizerBase,
         generator: torch.Generator,
     ) -> None:
+        """`generator` is on this rank's device, and has the same state on all ranks."""
         self._rt, self._config, self._policy, self._generator = rt, config, policy, generator
         self._tokenizer, self._stop = tokenizer, stop_token(config, tokenizer)
         self._queries: Sequence[Ids] = ()
@@ -186,11 +170,12 @@ class VllmSampler:
         generator: torch.Generator,
         server: VllmServer | None,
     ) -> None:
+        """`generator`, of the same state on all ranks, draws the requests' seeds."""
         assert config.sampler.kind == "vllm"
         assert (server is not None) == rt.is_main
         self._rt, self._config, self._settings = rt, config, config.sampler
         self._policy, self._tokenizer, self._server = policy, tokenizer, server
-        self._generator = generator  # draws the requests' seeds
+        self._generator = generator
         self._loaded: int | None = None  # the updates that the server's weights have seen
         self._load_seconds, self._lag = 0.0, 0
         self._wait: Callable[[], Samples] | None = None  # for what was submitted; it may be called again

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Lora
-from rlhf_tasks.config.judge import Selection as Section
+from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.modeling.sampling import sample_responses
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluate import Evaluator, Selection, SelectionJudge
+from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference
-from rlhf_tasks.ppo.sampler import build_sampler
+from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
@@ -60,7 +60,7 @@ class Falling:
 
 
 class Evaluations:
-    """An evaluator with the selection and the sampler that the loop gives it."""
+    """An evaluator with the state and the sampler that the loop gives it."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Evaluations:
         **changes: Any,
     ) -> None:
         config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
-        rt, self.policy, self.selection = rt or small.runtime(), policy or small.causal(), Selection()
-        self._sampler = build_sampler(rt, config, self.policy, small.tokenizer(), torch.Generator())
+        rt, self.policy, self.state = rt or small.runtime(), policy or small.causal(), EvaluationState()
+        self._sampler = PolicySampler(rt, config, self.policy, small.tokenizer(), torch.Generator())
         self._evaluator = Evaluator(
             rt,
             config,
@@ -90,10 +90,10 @@ class Evaluations:
         )
 
     def evaluate(self, episode: int) -> Metrics:
-        return self._evaluator.evaluate(self.selection, self._sampler, episode=episode, update=0)
+        return self._evaluator.evaluate(self.state, self._sampler, episode=episode, update=0)
 
     def show(self, episode: int) -> list[dict[str, Any]]:
-        return self._evaluator.show(self.selection, self._sampler, episode=episode, update=0)
+        return self._evaluator.show(self.state, self._sampler, episode=episode, update=0)
 
 
 def copy_of(seed: int) -> FrozenCopy:
@@ -121,7 +121,7 @@ def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
     expected = kl_of_rows(policy, small.causal(seed=7), responses)
     assert max(expected) - min(expected) > 0.1, "the responses differ in their KL"
     assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
-    assert one.selection.metrics == {
+    assert one.state.metrics == {
         "selected_episode": 16,
         "selected_kl": metrics["eval/kl"],
         "selected_kl_standard_error": pytest.approx(
@@ -133,7 +133,7 @@ def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
 def test_the_kl_of_an_unchanged_policy_is_zero() -> None:
     one = Evaluations(reference=copy_of(0))
     assert one.evaluate(0)["eval/kl"] == 0
-    assert one.selection.metrics["selected_kl"] == one.selection.metrics["selected_kl_standard_error"] == 0
+    assert one.state.metrics["selected_kl"] == one.state.metrics["selected_kl_standard_error"] == 0
 
 
 def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
@@ -152,7 +152,7 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
 
 def responses_alone() -> list[Ids]:
     """What one process samples."""
-    settings = {"max_new_tokens": 8, "temperature": 0.8, "seed": 1, "stop": small.EOS}
+    settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.8, "seed": 1, "stop": small.EOS}
     return sample_responses(small.causal(), small.tokenizer(), PROMPTS, **settings)
 
 
@@ -193,10 +193,10 @@ def test_the_best_weights_are_kept_with_their_own_kl() -> None:
         changed(policy, 0.05)
         metrics = one.evaluate(episode)
     assert metrics["eval/kl"] != first["eval/kl"]
-    assert one.selection.metrics["selected_episode"] == 0
-    assert one.selection.metrics["selected_heldout_score"] == 4
-    assert one.selection.metrics["selected_kl"] == first["eval/kl"]
-    kept = one.selection.weights
+    assert one.state.metrics["selected_episode"] == 0
+    assert one.state.metrics["selected_heldout_score"] == 4
+    assert one.state.metrics["selected_kl"] == first["eval/kl"]
+    kept = one.state.weights
     assert all(torch.equal(kept[name], value) for name, value in start.items())
 
 
@@ -206,8 +206,8 @@ def test_without_a_judge_or_a_heldout_model_the_last_weights_are_kept_with_their
     one.evaluate(0)
     changed(policy, 0.05)
     metrics = one.evaluate(16)
-    assert one.selection.metrics["selected_episode"] == 16
-    assert one.selection.metrics["selected_kl"] == metrics["eval/kl"]
+    assert one.state.metrics["selected_episode"] == 16
+    assert one.state.metrics["selected_kl"] == metrics["eval/kl"]
 
 
 STOP = 9
@@ -256,7 +256,7 @@ def shorter(prompts: list[str], responses: list[str]) -> list[float]:
 
 JUDGED: list[int] = []
 FUNCTION = {"kind": "function", "name": "shorter", "function": f"{__name__}:shorter"}
-SECTION = Section.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
+SECTION = Selection.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -272,14 +272,14 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
             rt=rt, scorer=scorers[rt.rank], heldout=lambda rows: length(*rows.given), judge=judge, **changes
         )
 
-    def evaluate(one: Evaluations) -> tuple[Metrics, Selection]:
-        return one.evaluate(16), one.selection
+    def evaluate(one: Evaluations) -> tuple[Metrics, EvaluationState]:
+        return one.evaluate(16), one.state
 
-    (first, selection), (second, other) = run_ranks(make, evaluate)
+    (first, state), (second, other) = run_ranks(make, evaluate)
     assert first == second
-    assert selection.responses == other.responses
-    assert selection.metrics == other.metrics
-    assert [row["prompt"] for row in selection.responses] == PROMPTS
+    assert state.responses == other.responses
+    assert state.metrics == other.metrics
+    assert [row["prompt"] for row in state.responses] == PROMPTS
     everything = responses_alone()
     own = [everything[rank::2] for rank in range(2)]
     assert [one.calls for one in scorers] == ([[everything], []] if outside else [[own[0]], [own[1]]])

@@ -152,28 +152,32 @@ def norm_by_rows(rollout: Rollout, reduction: str | int) -> float:
     return norm_of(policy)
 
 
+@pytest.mark.parametrize("max_tokens", [16384, 25])
 @pytest.mark.parametrize("reduction", ["token_mean", "response_mean", 5])
-def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(reduction: str | int) -> None:
+def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(
+    reduction: str | int, max_tokens: int
+) -> None:
     """The mean over all tokens of all ranks; over responses of their means; or each sum by a constant."""
     rollout, _ = toy(reference_seed=7).estimate()
-    expected = norm_by_rows(rollout, reduction)
-    settings: dict[str, Any] = {
-        "loss": negative,
-        "loss_reduction": {"constant": 5} if reduction == 5 else reduction,
-        "advantages__critic__vf_coef": 0.0,
-        **ONE_STEP,
-    }
-    settings |= {"whiten_advantages": False, "estimator": lambda *_: (rollout.advantages, rollout.returns)}
+
+    def make(rt: Any = None) -> Toy:
+        return toy(
+            rt=rt,
+            loss=negative,
+            estimator=lambda *_: (rollout.advantages, rollout.returns),
+            whiten_advantages=False,
+            loss_reduction={"constant": 5} if reduction == 5 else reduction,
+            micro_batch_tokens=max_tokens,
+            advantages__critic__vf_coef=0.0,
+            **ONE_STEP,
+        )
 
     def norm(one: Toy) -> float:
         return next(one.updates)["train/grad_norm"]
 
     with given(rollout):
-        for max_tokens in (16384, 25):
-            sizes = settings | {"micro_batch_tokens": max_tokens}
-            both = run_ranks(lambda rt, sizes=sizes: toy(rt=rt, **sizes), norm)
-            found = [norm(toy(**sizes)), *both]
-            assert found == pytest.approx([expected] * 3, rel=1e-3)
+        found = [norm(make()), *run_ranks(make, norm)]
+    assert found == pytest.approx([norm_by_rows(rollout, reduction)] * 3, rel=1e-3)
 
 
 def test_the_weights_of_a_reduction_equal_numbers_worked_out_by_hand() -> None:

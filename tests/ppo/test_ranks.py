@@ -20,8 +20,8 @@ from rlhf_tasks.ppo.vllm import VllmError
 from tests import small
 from tests.ppo.ranks import OneOfTwo, run_ranks
 from tests.ppo.test_sampler import Counted
-from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, Toy, given, toy, without_critic
-from tests.small import EOS, PAD
+from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, Toy, given, rollout_of, toy, without_critic
+from tests.small import EOS
 
 NUM_ROWS, WIDTH = 16, 8
 
@@ -36,22 +36,14 @@ def uneven_rollout() -> Rollout:
     def numbers(mean: float, std: float) -> Tensor:
         return (mean + std * torch.randn(NUM_ROWS, WIDTH, generator=random)) * mask
 
-    scores = 1.0 + 2.0 * torch.randn(NUM_ROWS, generator=random)
-    return Rollout(
-        queries=queries,
-        responses=responses,
-        ended=torch.tensor([r[-1] == EOS for r in responses]),
-        mask=mask,
+    return rollout_of(
+        queries,
+        responses,
+        WIDTH,
+        scores=1.0 + 2.0 * torch.randn(NUM_ROWS, generator=random),
         logprobs=numbers(-3.0, 0.2),
         ref_logprobs=numbers(-3.0, 0.5),
         values=numbers(0.0, 1.0),
-        bootstrap_values=torch.zeros(NUM_ROWS),
-        scores=scores,
-        parts={"planted": scores},
-        importance=torch.ones(NUM_ROWS, WIDTH),
-        advantages=torch.zeros(NUM_ROWS, WIDTH),
-        returns=torch.zeros(NUM_ROWS, WIDTH),
-        pad=PAD,
     )
 
 

@@ -203,7 +203,11 @@ def test_advantages_are_whitened_over_the_rollout_and_then_clipped(changes: dict
 @pytest.mark.parametrize("rule", ["none", "bootstrap", "bootstrap_add"])
 def test_whitened_rewards_keep_their_mean_and_bootstrapped_values_are_not_whitened(rule: str) -> None:
     """With V = 4 and γ = 0.9 the return of the last token is its whitened reward plus 3.6."""
-    changes = {"advantages__whiten_rewards": True, "advantages__gamma": 0.9, "advantages__lam": 1.0}
+    changes: dict[str, Any] = {
+        "advantages__whiten_rewards": True,
+        "advantages__gamma": 0.9,
+        "advantages__lam": 1.0,
+    }
     one = toy(truncation__kind=rule, kl_coef=0.1, **changes)
     after = 0.0 if rule == "none" else 4.0
     rollout = replace(hand_made_rollout(), bootstrap_values=torch.tensor([0.0, after]))

@@ -292,24 +292,37 @@ def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
     return ActorCritic(policy, critic), AdapterOff(policy)
 
 
+def rollout_of(
+    queries: list[Ids], responses: list[Ids], width: int, scores: Tensor, **known: Tensor
+) -> Rollout:
+    """A rollout with (B, width) tensors, of which those that are not `known` are zero."""
+    mask = torch.arange(width) < torch.tensor([len(response) for response in responses])[:, None]
+    names = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
+    return Rollout(
+        queries=queries,
+        responses=responses,
+        ended=torch.tensor([response[-1] == EOS for response in responses]),
+        mask=mask,
+        bootstrap_values=torch.zeros(len(queries)),
+        scores=scores,
+        parts={"planted": scores},
+        importance=torch.ones(mask.shape),
+        pad=PAD,
+        **{name: torch.zeros(mask.shape) for name in names} | known,
+    )
+
+
 def hand_made_rollout() -> Rollout:
     """Two responses: 2 tokens with EOS, and 3 tokens without."""
-    zeros = torch.zeros(2, 4)
-    return Rollout(
-        queries=[[4], [5, 6]],
-        responses=[[7, EOS], [8, 9, 10]],
-        ended=torch.tensor([True, False]),
-        mask=torch.tensor([[True, True, False, False], [True, True, True, False]]),
-        logprobs=pad_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])], 4),
-        ref_logprobs=pad_rows([torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])], 4),
-        values=zeros,
-        bootstrap_values=torch.zeros(2),
-        scores=torch.tensor([2.0, 6.0]),
-        parts={"planted": torch.tensor([2.0, 6.0])},
-        importance=torch.ones(2, 4),
-        advantages=zeros,
-        returns=zeros,
-        pad=PAD,
+    logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])]
+    ref_logprobs = [torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])]
+    return rollout_of(
+        [[4], [5, 6]],
+        [[7, EOS], [8, 9, 10]],
+        4,
+        torch.tensor([2.0, 6.0]),
+        logprobs=pad_rows(logprobs, 4),
+        ref_logprobs=pad_rows(ref_logprobs, 4),
     )
 
 

@@ -59,11 +59,6 @@ def test_weights_from_memory_give_the_run_that_weights_in_files_give(
         assert curves[0] == pytest.approx(curves[1], rel=1e-3, abs=1e-6)
 
 
-def test_without_an_engine_the_policy_names_none(models_here: Path) -> None:
-    run()
-    assert "sampler" not in json.loads((POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
-
-
 def test_an_engine_that_is_killed_in_a_rollout_is_started_again_and_changes_nothing(
     models_here: Path,
 ) -> None:
@@ -132,11 +127,9 @@ def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, mo
     changes = SETTINGS | engine | {"tracking.enabled": False}
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         YAML().dump(small.params(changes), file)
-    stage = subprocess.Popen(
-        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
-        env=os.environ | {"PYTHONPATH": str(small.ROOT)}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(small.ROOT)}
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
+    stage = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until(lambda: stage.poll() is not None or marker.exists())
     assert stage.poll() is None
     running = of_servers(models_here)
