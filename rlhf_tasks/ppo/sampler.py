@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
@@ -63,8 +64,8 @@ class Sampler(Protocol):
             VllmError: if the server gives no usable responses, or they come from weights that are too old.
         """
 
-    def correct(self, rollout: Rollout, samples: Samples) -> tuple[Rollout, Metrics]:
-        """The scored rollout with its importance weights, and what was measured of the responses.
+    def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+        """The scored rollout of all ranks with its importance weights, and metrics of the sampler.
 
         Raises:
             VllmError: if the log-probs of a server that has the very weights in training differ too much.
@@ -125,7 +126,7 @@ class PolicySampler:
 
         return raise_on_all_ranks(rt, sample_own, {"queries": own})
 
-    def correct(self, rollout: Rollout, samples: Samples) -> tuple[Rollout, Metrics]:
+    def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return rollout, {}
 
     @torch.no_grad()
@@ -180,6 +181,7 @@ class VllmSampler:
         self._load_seconds, self._lag = 0.0, 0
         self._wait: Callable[[], Samples] | None = None  # for what was submitted; it may be called again
         self._submitted_at = 0  # the update after which it was
+        self._logprobs: list[Tensor] = []  # of the rollout that was collected last, by the server
         self.name: str | None = "vLLM"
         self.ahead = bool(self._settings.ahead)
 
@@ -202,19 +204,14 @@ class VllmSampler:
                 f"a rollout for update {update} was sampled after update {self._submitted_at}: it is stale; "
                 f"sampler.ahead={self._settings.ahead} is allowed"
             )
+        self._logprobs = samples.logprobs
         return Samples(self._rt.share(samples.responses), self._rt.share(samples.logprobs))
 
-    def correct(self, rollout: Rollout, samples: Samples) -> tuple[Rollout, Metrics]:
+    def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """π_old is the policy's own pass before the update."""
-        rt, cap = self._rt, self._settings.importance_cap
-        sampler_logprobs = pad_rows(samples.logprobs, rollout.mask.shape[1])  # (B, R)
-        metrics = sampler_metrics(
-            rollout,
-            sampler_logprobs,
-            cap,
-            reduce=lambda x: rt.sum(x.to(rt.device)).to(x.device),
-            largest=lambda x: max(rt.each(x)),
-        )
+        cap = self._settings.importance_cap
+        sampler_logprobs = pad_rows(self._logprobs, rollout.mask.shape[1])  # (B, R)
+        metrics = sampler_metrics(rollout, sampler_logprobs, cap)
         difference, most = metrics["engine/logprob_diff"], self._settings.max_logprob_diff
         if self._lag == 0 and not difference <= most:
             raise VllmError(

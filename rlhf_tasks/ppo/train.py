@@ -156,8 +156,8 @@ def train(
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )
-                rollout, measured = state.sampler.correct(rollout, samples)
                 rollout = gather_rollout(rt, rollout)  # from here on the B rows of all ranks, on each of them
+                rollout, measured = state.sampler.correct(rollout)
                 mask = rollout.mask  # (B, R)
                 scored = clock()
 

@@ -19,12 +19,8 @@ from tests.small import EOS, PAD
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_the_adaptive_coefficient_follows_k1_from_the_next_rollout(estimator: str) -> None:
     adaptive = {"target": 0.5, "horizon": 1600, "clip": 50.0}
-    changes: dict[str, Any] = {
-        "kl_coef": 0.1,
-        "kl__estimator": estimator,
-        "total_episodes": 32,
-        "adaptive_kl": adaptive,
-    }
+    changes: dict[str, Any] = {"kl_coef": 0.1, "kl__estimator": estimator, "adaptive_kl": adaptive}
+    changes |= {"total_episodes": 32}
     first, second = toy(reference_seed=7, **changes, **ONE_STEP).updates
     error = first["objective/kl_k1"] / 0.5 - 1
     assert abs(error) < 50, "the error is not clipped"

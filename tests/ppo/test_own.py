@@ -21,16 +21,7 @@ from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
 from tests import small
 from tests.ppo.ranks import run_ranks
 from tests.ppo.test_steps import norm_of
-from tests.ppo.toy import (
-    ONE_STEP,
-    QUERIES,
-    Toy,
-    given,
-    hand_made_rollout,
-    log_p_alone,
-    toy,
-    without_critic,
-)
+from tests.ppo.toy import ONE_STEP, QUERIES, Toy, given, hand_made_rollout, log_p_alone, toy, without_critic
 
 WITHOUT_CRITIC = without_critic("examples.estimator:batch_mean", 1)
 
@@ -44,15 +35,12 @@ S1, S2 = math.exp((0.2 - 0.1) / 2), math.exp(0.5)
     ("advantages", "losses", "clipped", "gradient"),
     [
         # d(½ L₁ + ½ L₂) / d log-prob, with L = −A·s and d s / d log-prob = s / length
-        ((1.0, -2.0), (-S1, 2 * S2), (0, 0), (-S1 / 4, -S1 / 4, S2)),
-        ((-1.0, 2.0), (S1, -2 * 1.2), (0, 1), (S1 / 4, S1 / 4, 0.0)),
+        ([1.0, -2.0], [-S1, 2 * S2], [0, 0], [-S1 / 4, -S1 / 4, S2]),
+        ([-1.0, 2.0], [S1, -2 * 1.2], [0, 1], [S1 / 4, S1 / 4, 0.0]),
     ],
 )
 def test_gspo_equals_numbers_worked_out_by_hand(
-    advantages: tuple[float, float],
-    losses: tuple[float, float],
-    clipped: tuple[int, int],
-    gradient: tuple[float, float, float],
+    advantages: list[float], losses: list[float], clipped: list[int], gradient: list[float]
 ) -> None:
     mask, zeros = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2)
     old = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])

@@ -310,10 +310,10 @@ def test_metrics_of_a_sampler_are_means_over_the_real_tokens() -> None:
     """Log-ratios: 0.1 and −0.3 of the first response, 0 of the second; its padding counts nowhere."""
     rollout = hand_made_rollout()
     sampler = rollout.logprobs - torch.tensor([[0.1, -0.3, 9.0, 9.0], [0.0, 0.0, 0.0, 9.0]])
-    found = sampler_metrics(rollout, sampler, 1.05, lambda x: x, lambda x: x)
+    found = sampler_metrics(rollout, sampler, 1.05)
     assert found["engine/logprob_diff"] == pytest.approx(0.4 / 5)
     assert found["engine/logprob_diff_max"] == pytest.approx(0.3)
     # exp(d) − 1 − d is 0.0051709 at 0.1 and 0.0408182 at −0.3
     assert found["engine/kl"] == pytest.approx((0.0051709 + 0.0408182) / 5, rel=1e-4)
     assert found["engine/capped_share"] == pytest.approx(1 / 5)  # exp(0.1) = 1.105
-    assert "engine/capped_share" not in sampler_metrics(rollout, sampler, None, lambda x: x, lambda x: x)
+    assert "engine/capped_share" not in sampler_metrics(rollout, sampler, None)

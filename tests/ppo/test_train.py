@@ -94,13 +94,9 @@ def test_a_critic_can_learn_from_several_samples_of_a_prompt() -> None:
 
 
 def test_the_warm_up_changes_the_critic_alone_and_ends_when_its_loss_has_settled() -> None:
-    changes: dict[str, Any] = {
-        "learning_rate": 3e-3,
-        "num_ppo_epochs": 4,
-        "truncation__kind": "none",
-        "total_episodes": 16,
-    }
-    one = toy(advantages__critic__warmup={"max_updates": 12, "settled": 0.3}, **changes)
+    changes: dict[str, Any] = {"learning_rate": 3e-3, "num_ppo_epochs": 4, "total_episodes": 16}
+    changes |= {"advantages__critic__warmup": {"max_updates": 12, "settled": 0.3}}
+    one = toy(truncation__kind="none", **changes)
     policy, losses = copy.deepcopy(one.actor_critic.policy.state_dict()), []
     for metrics in one.updates:
         if "lr" in metrics:

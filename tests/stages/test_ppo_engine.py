@@ -19,14 +19,12 @@ from rlhf_tasks.cli import main as cli
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.ppo.vllm import VllmGone
-from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.state import State
 from tests import small
 from tests.ppo import standin
 from tests.ppo.test_vllm import alive, of_servers, share_memory, until
 from tests.ppo.toy import ENGINE, started
 from tests.stages.test_ppo import POLICY, SETTINGS, run
-from tests.stages.test_ppo_guards import Killed
+from tests.stages.test_ppo_guards import killed_after
 
 
 def section(*options: str, **changes: Any) -> dict[str, Any]:
@@ -94,23 +92,14 @@ def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself
 ) -> None:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(small.ROOT / name, Path())
-    save = checkpoint.Checkpoint.save
-
-    def saved(self: checkpoint.Checkpoint, step: int, state: State) -> None:
-        save(self, step, state)
-        if step == 2:
-            raise Killed
-
     with standin.serving() as server:
         changes = {"ppo.sampler": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
         monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
         run(**changes)
         weights = load_causal(POLICY).state_dict()
         monkeypatch.setenv("RLHF_STATE_DIR", "killed")
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.Checkpoint, "save", saved)
-            with pytest.raises(Killed):
-                run(**changes)
+        with killed_after(2):
+            run(**changes)
         run(**changes)
     resumed = load_causal(POLICY).state_dict()
     # a server rounds by what it samples together, so that the bytes may differ
