@@ -57,17 +57,17 @@ class OneDnnLinear(nn.Linear):
     """`nn.Linear` by oneDNN."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class OneDnnConv1D(Conv1D):
     """GPT-2's linear layer by oneDNN; its weight is (in, out)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(x, self.weight.t(), self.bias)
+        return linear(x, self.weight.t(), self.bias)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(…, in), (out, in) and (out,) → (…, out)."""
     fits = (
         x.dtype == weight.dtype == torch.float32

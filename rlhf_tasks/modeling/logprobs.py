@@ -1,8 +1,8 @@
 """Log-probs and entropies of response tokens, with gradients, without all of a model's logits at once.
 
-With 50,000 tokens in the vocabulary the logits are by far the largest tensor of a pass. So the output layer
-is called for some tokens at a time, and what is kept of their logits is two numbers each. In the backward
-pass every chunk's logits are computed again (`torch.utils.checkpoint`).
+With 50,000 tokens in the vocabulary the logits are by far the largest tensor of a pass. So they are made for
+some tokens at a time, and what is kept of them is one number each. In the backward pass every chunk's logits
+are made again.
 
 The model itself runs as ever, wrapped for data parallelism or not: only the `forward` of its output layer is
 replaced while it runs. So the hooks of DDP, ZeRO and FSDP2 find the layer's weights where they expect them.
@@ -19,16 +19,23 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.modeling import fast_cpu
 from rlhf_tasks.modeling.contracts import ContractError
 
 CPU_LOGITS, GPU_LOGITS = 2**22, 2**25
-"""Logits of one chunk: 16 MB in float32 on a CPU, 128 MB on a GPU. About five such tensors live at once."""
+"""Logits of one chunk: 16 MB in float32 on a CPU, 128 MB on a GPU. Two or three such tensors live at once."""
 
-Forward = Callable[[Tensor], Tensor]
+LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+_LINEAR: dict[Any, LinearFunction] = {
+    nn.Linear.forward: F.linear,
+    fast_cpu.OneDnnLinear.forward: fast_cpu.linear,
+}
+"""The output layers whose logits are made in chunks, by their `forward`."""
 _ADJUSTED: WeakSet[nn.Module] = WeakSet()
 """Output layers whose model changes their logits: softcapping (Gemma 2), scaling (Cohere, Granite)."""
 
@@ -47,8 +54,8 @@ def token_stats(
 ) -> TokenStats:
     """The response tokens' statistics under softmax(logits / temperature) of a causal LM.
 
-    With `entropy_grad` the entropy has a gradient too. Where the model changes its logits after the output
-    layer, all of them are made.
+    With `entropy_grad` the entropy has a gradient too. All logits are made at once where the model changes
+    them after the output layer, or where this is not an ordinary linear layer.
 
     Raises:
         ContractError: if the model does not call its output layer.
@@ -57,6 +64,8 @@ def token_stats(
     head: nn.Module = inner.get_output_embeddings()
     mask, labels = batch.response_mask, batch.responses[batch.response_mask]  # (B, R), (N,)
     width, call_head = mask.shape[1] + 1, head.forward
+    linear = _LINEAR.get(getattr(call_head, "__func__", None))
+    makes_all = linear is None or head in _ADJUSTED
     states: list[Tensor] = []
     given: list[tuple[Tensor, int]] = []  # what the head returned; its version counts changes in place
 
@@ -64,7 +73,7 @@ def token_stats(
         """(B, T, H) → (B, R + 1, 3) in place of logits."""
         states.append(hidden[:, -width:])
         hidden = states[0][:, :-1][mask]  # (N, H)
-        stats = _chunked(head, call_head, hidden, labels, temperature, entropy_grad)  # (N, 3)
+        stats = _chunked_stats(head, linear, hidden, labels, temperature, entropy_grad)  # (N, 3)
         found = stats.new_zeros(*mask.shape, 3).masked_scatter(mask[:, :, None], stats)
         found = torch.cat([found, found.new_zeros(len(mask), 1, 3)], dim=1)
         given.append((found.detach(), found._version))
@@ -75,7 +84,7 @@ def token_stats(
         logits: Tensor = call_head(hidden)
         return logits
 
-    with _forward_replaced(head, plain_logits if head in _ADJUSTED else packed_stats):
+    with _forward_replaced(head, plain_logits if makes_all else packed_stats):
         out = model(
             input_ids=batch.query_response,
             attention_mask=batch.attention_mask,
@@ -88,7 +97,7 @@ def token_stats(
             f"{type(inner).__name__} (family {inner.config.model_type}) makes its logits without its output "
             "layer's forward pass, and cannot be trained here; use a model of another family"
         )
-    if head in _ADJUSTED:
+    if makes_all:
         logits = out.logits[:, -width:-1][mask]  # (N, V)
         return _left_aligned(_stats(logits, labels, temperature, entropy_grad), batch, states[0])
     own, version = given[0]
@@ -108,27 +117,93 @@ def head_width(model: PreTrainedModel) -> int:
     return cast(nn.Linear, model.get_output_embeddings()).in_features
 
 
-def _chunked(
-    head: nn.Module, forward: Forward, hidden: Tensor, labels: Tensor, temperature: float, entropy_grad: bool
+def _chunked_stats(
+    head: Any,
+    linear: LinearFunction | None,
+    hidden: Tensor,
+    labels: Tensor,
+    temperature: float,
+    entropy_grad: bool,
 ) -> Tensor:
     """`_stats` of (N, H) states, (N, 3), from as many logits at a time as one chunk may have."""
-    weight = next(head.parameters())  # (V, H)
-    dtype, vocab = weight.dtype, len(weight)
+    # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
+    # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden = hidden.to(head.weight.dtype)
+        result: Tensor = _ChunkedStats.apply(  # type: ignore[no-untyped-call]
+            hidden, head.weight, head.bias, labels, temperature, entropy_grad, linear
+        )
+    return result
 
-    def stats_of(hidden: Tensor, labels: Tensor) -> Tensor:
-        # Logits of 16 bits round by more than an update moves a log-prob: weights in float32 give float32
-        # logits, under autocast too. Weights that FSDP2 or DeepSpeed hold in 16 bits do not.
-        with torch.autocast(hidden.device.type, enabled=False):
-            return _stats(forward(hidden.to(dtype)), labels, temperature, entropy_grad)
 
-    most = CPU_LOGITS if hidden.device.type == "cpu" else GPU_LOGITS
-    count = max(1, -(-len(hidden) * vocab // most))
-    if count == 1:
-        return stats_of(hidden, labels)
-    chunks = zip(hidden.chunk(count), labels.chunk(count), strict=True)
-    return torch.cat(
-        [checkpoint(stats_of, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    )
+class _ChunkedStats(torch.autograd.Function):
+    """With z = logits / T and p = softmax(z): ∂ log p_y / ∂z = 1_y − p, and ∂H / ∂z = −p · (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        linear: LinearFunction,
+    ) -> Tensor:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        stats = torch.empty(len(hidden), 3, dtype=dtype, device=hidden.device)
+        totals = torch.empty(len(hidden), dtype=dtype, device=hidden.device)  # log Σ e^z
+        for rows in _chunks(len(hidden), len(weight), hidden.device):
+            z = linear(hidden[rows], weight, bias).to(dtype).div_(temperature)  # (n, V)
+            top = z.amax(-1)
+            chosen = z.gather(1, labels[rows, None]).squeeze(1)
+            p = z.sub_(top[:, None]).exp()  # unnormalized
+            total = p.sum(-1)
+            entropy = total.log() - torch.linalg.vecdot(p, z) / total
+            totals[rows] = top + total.log()
+            stats[rows, 0], stats[rows, 1], stats[rows, 2] = (
+                chosen - totals[rows],
+                entropy,
+                (chosen >= top).to(dtype),
+            )
+        ctx.save_for_backward(hidden, weight, bias, labels, totals, stats)
+        ctx.temperature, ctx.entropy_grad, ctx.linear = temperature, entropy_grad, linear
+        return stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, totals, stats = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        grads = [
+            torch.zeros_like(x) if is_needed else None
+            for x, is_needed in zip((hidden, weight, bias), needs, strict=True)
+        ]
+        for rows in _chunks(len(hidden), len(weight), hidden.device):
+            with torch.enable_grad():
+                own = [None if x is None else x.detach() for x in (hidden[rows], weight, bias)]
+                wanted = [x.requires_grad_() for x, is_needed in zip(own, needs, strict=True) if is_needed]
+                logits = ctx.linear(*own)
+            by_label, by_entropy = grad[rows, 0, None], grad[rows, 1, None]  # (n, 1)
+            z = logits.detach().to(totals.dtype).div_(ctx.temperature).sub_(totals[rows, None])  # log p
+            if ctx.entropy_grad:
+                d = z.exp().mul_(z.add_(stats[rows, 1, None]).mul_(-by_entropy).sub_(by_label))
+            else:
+                d = z.exp_().mul_(-by_label)
+            d.scatter_add_(1, labels[rows, None], by_label).div_(ctx.temperature)
+            found = iter(torch.autograd.grad(logits, wanted, d.to(logits.dtype)))
+            if grads[0] is not None:
+                grads[0][rows] = next(found)
+            for total in grads[1:]:
+                if total is not None:
+                    total += next(found)
+        return *grads, None, None, None, None
+
+
+def _chunks(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
+    """Slices of the tokens, each of at least one and of as many logits as a chunk may have."""
+    size = max(1, (CPU_LOGITS if device.type == "cpu" else GPU_LOGITS) // vocab)
+    return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 
 def _stats(logits: Tensor, labels: Tensor, temperature: float, entropy_grad: bool) -> Tensor:
@@ -154,7 +229,7 @@ def _left_aligned(stats: Tensor, batch: Batch, states: Tensor) -> TokenStats:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Forward) -> Iterator[None]:
+def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Within the block the module computes `forward` instead; its hooks stay."""
     own: Any = vars(module).get("forward")
     module.forward = forward
