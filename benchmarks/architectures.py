@@ -142,7 +142,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
         "([what it compares](../explanation/ppo.md#what-is-checked-before-training)). This page shows the",
         f"result for a tiny random model of every family of transformers {transformers.__version__} that has "
         "a causal LM. A family passes if",
-        f"no log-probability differs by more than {checks.TOLERANCE[torch.float32]:g} in float32. Your own "
+        f"no log-probability differs by more than {checks.TOLERANCE:g} in float32. Your own "
         "model may differ, so run `rlhf check-model FOLDER`.", "",
         "| Result | Families | Meaning |", "|---|---|---|",
         *(f"| {kind} | {counts[kind]} | {meaning} |" for kind, meaning in MEANINGS.items()),

@@ -134,13 +134,13 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "The disk is full while a snapshot is saved",
         "the snapshots before it are kept; one message names the folder and the missing bytes",
-        "tests/training/test_full_disk.py",
+        "tests/training/test_disks.py",
         "test_a_snapshot_that_does_not_fit_leaves_those_before_it",
     ),
     Fault(
         "The disk is full while a stage writes its result",
         "the old result stays; the same command resumes, and ends with the same bytes",
-        "tests/training/test_full_disk.py",
+        "tests/training/test_disks.py",
         "test_a_stage_on_a_full_disk_ends_with_one_message_and_resumes_to_the_same_bytes",
     ),
     Fault(
@@ -152,7 +152,7 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "A folder is read-only",
         "one message names the folder; exit status 2; the old result stays, and the same command resumes",
-        "tests/training/test_read_only.py",
+        "tests/training/test_disks.py",
         "test_a_stage_in_a_read_only_folder_ends_with_one_message_and_keeps_the_old_result",
     ),
     Fault(

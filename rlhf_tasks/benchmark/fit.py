@@ -35,7 +35,7 @@ SHARDING = ("fsdp2", "zero3")
 FP32, BF16 = 4, 2
 BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
 LIVE = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
-LOGIT_COPIES = 5  # float32 tensors of a chunk's logits that live at once, in modeling/logprobs.py
+LOGIT_COPIES = 2  # float32 tensors of a chunk's logits that live at once, in modeling/logprobs.py
 USABLE = 0.9  # share of a GPU's memory beside CUDA's own and what its allocator cannot use
 GPUS_PER_MACHINE = 8
 
@@ -182,7 +182,9 @@ def memory(run: Run) -> dict[str, float]:
 
     row, batch = run.longest + ppo.response_length, ppo.rollout_batch_size
     tokens = min(max(ppo.micro_batch_tokens, row), max(1, batch // ppo.num_mini_batches // n) * row)
-    passes = 2 if ppo.critic is not None and ppo.critic.kind == "separate" else 1
+    # one process frees the policy's activations before the critic's pass; ranks need both in one pass
+    has_two = ppo.critic is not None and ppo.critic.kind == "separate"
+    passes = 2 if has_two and (n > 1 or run.layout != "ddp") else 1
     kept, recomputed = width * policy.activations, 0
     if (
         ppo.gradient_checkpointing
@@ -199,6 +201,7 @@ def memory(run: Run) -> dict[str, float]:
     prefill = prompts * 3 * (FP32 * policy.hidden + width * policy.widest)
     sampling = max(3 * FP32 * rows * policy.vocab, prefill)
     logits = LOGIT_COPIES * FP32 * min(run.chunk, tokens * ppo.response_length // row * policy.vocab)
+    logits += 2 * FP32 * policy.vocab * policy.hidden  # the head's gradient of a micro-batch and of a chunk
     parts["sampling, logits"] = max(sampling, logits)
     gathered, live, start = 0, 0, 0
     if is_sharded:  # the whole policy to sample; in a pass some layers

@@ -28,10 +28,8 @@ from rlhf_tasks.modeling.logprobs import token_stats
 from rlhf_tasks.modeling.sampling import GPU_CHECK, Samples, sample
 from rlhf_tasks.project import disk
 
-TOLERANCE = {torch.float32: 5e-3}
+TOLERANCE = 5e-3
 """Nats of a token, or score units: what rounding alone may cause. Errors of models are 0.05 and more."""
-COARSE = 0.25
-"""The same for weights of 16 bits."""
 NUM_PROMPTS, NUM_NEW = 4, 2 * GPU_CHECK
 """Rows of a check, and tokens sampled for each: enough for rows to leave the batch on a GPU too."""
 LONGEST = 24
@@ -39,19 +37,16 @@ LONGEST = 24
 SMALL = 10**8
 """Parameters up to which a check takes a few seconds, and stage ppo writes a copy and reads it back."""
 NO_TOKEN = -1
-
-TWICE, PADDED = "two training passes agree", "a padded batch and single rows agree"
-SAMPLED, ENDED = "sampling and training agree", "ended rows do not change the others"
-SAVED, COPIED = "a saved copy has the same weights", "a saved copy agrees"
-SCORED = "scores of a padded batch and of single rows agree"
 CAUSES = {
-    TWICE: "a part of the model is random even in eval mode",
-    PADDED: "the model ignores its attention mask or its position ids, or other rows change its positions",
-    SAMPLED: "the model's cache does not hold all that it has read",
-    ENDED: "the model's cache does not drop the rows that have ended",
-    SAVED: "the model does not write all of its weights",
-    COPIED: "the model's config does not hold all of its settings",
-    SCORED: "the reward model ignores its attention mask or its position ids",
+    "two training passes agree": "a part of the model is random even in eval mode",
+    "a padded batch and single rows agree": "the model ignores its attention mask or its position ids, or "
+    "other rows change its positions",
+    "sampling and training agree": "the model's cache does not hold all that it has read",
+    "ended rows do not change the others": "the model's cache does not drop the rows that have ended",
+    "a saved copy has the same weights": "the model does not write all of its weights",
+    "a saved copy agrees": "the model's config does not hold all of its settings",
+    "scores of a padded batch and of single rows agree": "the reward model ignores its attention mask or its "
+    "position ids",
 }
 """The likely cause, by the name of a check that fails."""
 
@@ -97,12 +92,10 @@ def require(results: Sequence[Result], subject: str) -> None:
     Raises:
         ModelFault: with all that have not.
     """
-    failed = [str(result) for result in results if not result.passed]
-    if failed:
-        lines = "\n".join(f"  {line}" for line in failed)
+    if failed := "\n".join(f"  {result}" for result in results if not result.passed):
         raise ModelFault(
             f"{subject} fails the check before training, because the same input gives different numbers:\n"
-            f"{lines}\nuse a model of another family (`model.base`, `sft.from` or `reward.from`); "
+            f"{failed}\nuse a model of another family (`model.base`, `sft.from` or `reward.from`); "
             "`rlhf check-model FOLDER` repeats this check"
         )
 
@@ -124,7 +117,6 @@ def check_policy(
     At most `num_new` tokens are sampled for each. With `saves` a copy is written to a temporary folder and
     read back. A result that failed to be computed is the last.
     """
-    limit = TOLERANCE.get(model.dtype, COARSE)
 
     def draw(stop: int) -> Samples:
         """The same uniform numbers each time, so that a response is the same up to its end."""
@@ -138,22 +130,30 @@ def check_policy(
             generator=torch.Generator(model.device).manual_seed(0),
         )
 
+    def trained(model: PreTrainedModel, responses: Sequence[Ids]) -> list[Tensor]:
+        """Each response's log-probs as PPO's epochs compute them: in one padded batch, with gradients."""
+        batch = collate(queries, responses, pad).to(model.device)
+        with torch.enable_grad():
+            logprobs = token_stats(model, batch, temperature).logprobs.detach()
+        return list(logprobs[batch.mask].cpu().split([len(r) for r in responses]))
+
     def results() -> Iterator[Result]:
         samples = draw(NO_TOKEN)
-        rows = Rows(queries, samples.responses)
-        trained = _train_logprobs(model, rows, pad, temperature)
-        yield _compare(TWICE, trained, _train_logprobs(model, rows, pad, temperature), limit)
-        yield _compare(PADDED, trained, _single_logprobs(model, rows, temperature), limit)
-        yield _compare(SAMPLED, samples.logprobs, trained, limit)
-        stop = _find_splitting_token(samples.responses)
+        responses, expected = samples.responses, trained(model, samples.responses)
+        yield _compare("two training passes agree", expected, trained(model, responses))
+        alone = _logprobs_alone(model, Rows(queries, responses), temperature)
+        yield _compare("a padded batch and single rows agree", expected, alone)
+        yield _compare("sampling and training agree", samples.logprobs, expected)
+        stop = _find_splitting_token(responses)
         if stop is not None:
             ended = draw(stop)
-            shorter = _train_logprobs(model, Rows(queries, ended.responses), pad, temperature)
-            yield _compare(ENDED, ended.logprobs, shorter, limit)
+            shorter = trained(model, ended.responses)
+            yield _compare("ended rows do not change the others", ended.logprobs, shorter)
         if saves:
             copy, has_same_weights = _save_and_load(model)
-            yield Result(SAVED, 0.0 if has_same_weights else 1.0, 0.0, CAUSES[SAVED])
-            yield _compare(COPIED, trained, _train_logprobs(copy, rows, pad, temperature), limit)
+            name = "a saved copy has the same weights"
+            yield Result(name, 0.0 if has_same_weights else 1.0, 0.0, CAUSES[name])
+            yield _compare("a saved copy agrees", expected, trained(copy, responses))
 
     return _collect(model, results())
 
@@ -167,16 +167,8 @@ def _find_splitting_token(responses: Sequence[Ids]) -> int | None:
     return None
 
 
-def _train_logprobs(model: PreTrainedModel, rows: Rows, pad: int, temperature: float) -> list[Tensor]:
-    """Each response's log-probs as PPO's epochs compute them: in one padded batch, with gradients."""
-    batch = collate(rows.queries, rows.responses, pad).to(model.device)
-    with torch.enable_grad():
-        logprobs = token_stats(model, batch, temperature).logprobs.detach()
-    return list(logprobs[batch.mask].cpu().split([len(r) for r in rows.responses]))
-
-
 @torch.no_grad()
-def _single_logprobs(model: PreTrainedModel, rows: Rows, temperature: float) -> list[Tensor]:
+def _logprobs_alone(model: PreTrainedModel, rows: Rows, temperature: float) -> list[Tensor]:
     """Each response's log-probs from the model's plain logits: one row, no padding, no mask, no positions."""
     logprobs = []
     for query, response in zip(*rows, strict=True):
@@ -213,7 +205,8 @@ def check_scores(scores: TokenScores, rows: Rows, *, pad: int) -> list[Result]:
         alone = [scores(collate([q], [r], pad).to(device))[0].cpu() for q, r in zip(*rows, strict=True)]
         own = [row[-len(one) :].cpu() for row, one in zip(padded, alone, strict=True)]
         size = max(1.0, *(float(one.abs().max()) for one in alone))
-        yield _compare(SCORED, own, alone, size * TOLERANCE.get(scores.model.dtype, COARSE))
+        name = "scores of a padded batch and of single rows agree"
+        yield _compare(name, own, alone, size * TOLERANCE)
 
     return _collect(scores.model, results())
 
@@ -275,8 +268,7 @@ def _collect(model: PreTrainedModel, results: Iterator[Result]) -> list[Result]:
     if (size := model.num_parameters()) > SMALL:
         console.say(f"{name}, {size / 1e6:,.0f} million parameters, is checked before it is trained")
     found: list[Result] = []
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         try:
             found.extend(results)
         except (torch.OutOfMemoryError, disk.DiskFullError):  # of the machine, not of the model
@@ -287,7 +279,9 @@ def _collect(model: PreTrainedModel, results: Iterator[Result]) -> list[Result]:
     return found
 
 
-def _compare(name: str, first: Sequence[Tensor], second: Sequence[Tensor], tolerance: float) -> Result:
+def _compare(
+    name: str, first: Sequence[Tensor], second: Sequence[Tensor], tolerance: float = TOLERANCE
+) -> Result:
     """The largest absolute difference; NaN, which passes no check, where a number is NaN."""
     difference = torch.stack([(a - b).abs().max() for a, b in zip(first, second, strict=True)]).max()
     return Result(name, float(difference), tolerance, CAUSES[name])

@@ -15,14 +15,16 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,10 +33,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_tasks.config import Lora, Scratch, is_hub_id
 from rlhf_tasks.data.batches import Batch
+from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
 from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
 from rlhf_tasks.modeling.fast_cpu import accelerate
@@ -50,14 +54,15 @@ SCORE_HEADS = ("score", "classifier", "v_head", "value_head")
 
 def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positions: int) -> PreTrainedModel:
     """A randomly initialized causal LM of one of the known families; weights from torch's global RNG."""
+    hidden = shape.hidden_size
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "hidden_size": shape.hidden_size,
+        "hidden_size": hidden,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "max_position_embeddings": max_positions,
         # 1/√fan-in: the families' 0.02 suits widths of thousands; with it a narrow model starts on a plateau
-        "initializer_range": shape.hidden_size**-0.5,
+        "initializer_range": hidden**-0.5,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -65,17 +70,12 @@ def from_scratch(shape: Scratch, tokenizer: PreTrainedTokenizerBase, max_positio
     if shape.family == "gpt2":
         sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     elif shape.family == "gpt_neox":
-        sizes["intermediate_size"] = 4 * shape.hidden_size
+        sizes["intermediate_size"] = 4 * hidden
     else:
         # SwiGLU has three matrices: 8/3 · hidden keeps the parameters of a 4 · hidden MLP
-        sizes |= {
-            "intermediate_size": 8 * round(shape.hidden_size / 3),
-            "num_key_value_heads": shape.num_heads,
-        }
+        sizes |= {"intermediate_size": 8 * round(hidden / 3), "num_key_value_heads": shape.num_heads}
     config = AutoConfig.for_model(shape.family, **sizes)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.eval()
-    return model
+    return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
 
 
 def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -96,10 +96,9 @@ def load_config(source: str | Path, revision: str | None = None) -> PretrainedCo
         ContractError: if it cannot be read.
     """
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision)
+        return cast(PretrainedConfig, AutoConfig.from_pretrained(source, revision=revision))
     except (OSError, ValueError) as error:
         raise _cannot_load(source, error) from error
-    return config
 
 
 def load_causal(source: str | Path, revision: str | None = None) -> PreTrainedModel:
@@ -219,29 +218,20 @@ class TokenScores(nn.Module):
             score_head(model).weight.normal_(0.0, std, generator=generator)
         return cls(model.eval())
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """(B, R + 1, H) of the last layer: before each response token, and after the last."""
-        return self._all_states(batch)[:, -batch.num_response_columns - 1 :]
-
-    def _all_states(self, batch: Batch) -> Tensor:
-        """(B, T, H)."""
-        out = self.model.base_model(
-            input_ids=batch.query_response,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        )
-        states: Tensor = out.last_hidden_state
-        return states
-
     def forward(self, batch: Batch, *, ends_only: bool = False) -> Tensor:
         """(B, R + 1) float32: a score before each response token, and after the last.
 
         With `ends_only`, (B, N): the score after the last token of each of a row's N responses.
         """
+        states: Tensor = self.model.base_model(
+            input_ids=batch.query_response,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state  # (B, T, H)
         if ends_only:
-            return self.scored(self._all_states(batch).take_along_dim(batch.ends[:, :, None], 1))
-        return self.scored(self.hidden_states(batch))
+            return self.scored(states.take_along_dim(batch.ends[:, :, None], 1))
+        return self.scored(states[:, -batch.num_response_columns - 1 :])
 
     def scored(self, hidden: Tensor) -> Tensor:
         """(B, N, H) → (B, N) float32, minus the stored mean."""
@@ -299,25 +289,22 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int) -> PreTrainedMode
     scores = model.get_output_embeddings() is None
     head = score_head(model) if scores else model.get_output_embeddings()
     # by their names: for "all-linear" peft adapts experts too, in a form that could not be merged
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        target_modules=linear,
+        target_modules=[name for name, module in linear.items() if module is not head],
         task_type=TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's (in, out)
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),  # GPT-2's (in, out)
     )
     with torch.random.fork_rng(devices=[]):  # adapters change no other random draw
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model)
     if scores:
         head.requires_grad_(True)
-    model.eval()
-    return model
+    return cast(PreTrainedModel, model.eval())
 
 
 @contextmanager
@@ -363,13 +350,40 @@ def merge_adapter(model: PreTrainedModel) -> PreTrainedModel:
     merged.load_state_dict(weights)
     if model.can_generate():
         merged.generation_config = copy.deepcopy(model.generation_config)
-    merged.eval()
-    return merged
+    return cast(PreTrainedModel, merged.eval())
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that carry an adapter, by name; recognized without peft, which takes long to import."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+# ------------------------------------------------------------------------ gradient checkpointing
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Let the backward pass compute the activations of every layer again, so that they need no memory.
+
+    transformers itself does so in training mode only, in which dropout is on.
+
+    Raises:
+        UserError: if the family has no layers that can be computed again.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"ppo.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer.forward = partial(_checkpoint_layer, layer.forward)
+
+
+def _checkpoint_layer(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **named)
+    # the layer draws nothing in eval mode: no RNG state is worth keeping
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **named)
 
 
 # -------------------------------------------------------------------------------------- saving

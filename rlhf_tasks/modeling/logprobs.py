@@ -159,7 +159,7 @@ class _ChunkedStats(torch.autograd.Function):
             chosen = z.gather(1, labels[rows, None]).squeeze(1)
             p = z.sub_(top[:, None]).exp()  # unnormalized
             total = p.sum(-1)
-            entropy = total.log() - torch.linalg.vecdot(p, z) / total
+            entropy = total.log() - torch.einsum("nv,nv->n", p, z) / total
             totals[rows] = top + total.log()
             stats[rows, 0], stats[rows, 1], stats[rows, 2] = (
                 chosen - totals[rows],
@@ -182,7 +182,9 @@ class _ChunkedStats(torch.autograd.Function):
         for rows in _chunks(len(hidden), len(weight), hidden.device):
             with torch.enable_grad():
                 own = [None if x is None else x.detach() for x in (hidden[rows], weight, bias)]
-                wanted = [x.requires_grad_() for x, is_needed in zip(own, needs, strict=True) if is_needed]
+                wanted = [
+                    x.requires_grad_() for x, yes in zip(own, needs, strict=True) if yes and x is not None
+                ]
                 logits = ctx.linear(*own)
             by_label, by_entropy = grad[rows, 0, None], grad[rows, 1, None]  # (n, 1)
             z = logits.detach().to(totals.dtype).div_(ctx.temperature).sub_(totals[rows, None])  # log p

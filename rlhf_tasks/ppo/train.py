@@ -56,8 +56,7 @@ from rlhf_tasks.ppo.state import TrainState, handle_trip, keep_good_state, write
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Checkpoint
-from rlhf_tasks.training.layouts import reset_moments
-from rlhf_tasks.training.optim import learning_rate, set_learning_rate
+from rlhf_tasks.training.optim import learning_rate, reset_moments, set_learning_rate
 from rlhf_tasks.training.runtime import MicroRows, Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, budget_metrics
 

@@ -19,13 +19,13 @@ from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.checkpointing import recompute_activations
 from rlhf_tasks.modeling.load import (
     TokenScores,
     add_lora,
     load_causal,
     load_reward,
     merge_adapter,
+    recompute_activations,
     save_checkpoint,
     score_head,
 )

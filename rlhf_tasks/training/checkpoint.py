@@ -4,7 +4,7 @@
       run                                the key of the run that is resumed
       LOOP/step-000000120/               a snapshot: fsynced, then renamed; the last K are kept
         manifest.json                    the sha256 of every file, and the settings of the run
-        shared.pt  rank-0.pt  files-0/   the state that all processes share, that of each, DeepSpeed's files
+        shared.pt  rank-0.pt  files-0/   the state that all ranks share, that of each, other files
 
 The digest covers all that decides what the stage writes (`lineage.identity`). So a changed value, input or
 line of code never resumes from another's snapshots, and all worktrees share the folder under one lock. It
@@ -60,9 +60,9 @@ def state_folder(paths: Paths, stage: str, identity: Mapping[str, Any]) -> Path:
 
 def point(paths: Paths, stage: str) -> str | None:
     """Where a run of the stage resumes, such as `update 12`, by its newest snapshot; None without one."""
-    view = next((view for name, view in VIEWS.items() if name == stage), None)
-    if view is None or not any(states(paths).glob(f"{stage}/*/*/step-*")):
+    if stage not in launch.TRAINING or not any(states(paths).glob(f"{stage}/*/*/step-*")):
         return None
+    view = VIEWS[stage]
     settings = inputs.in_force(paths, view.stage, config.load(paths.params), check=False)
     identity = lineage.identity(paths, stage, view.of(settings).declared)
     newest = None if identity is None else _newest(state_folder(paths, stage, identity))
@@ -71,8 +71,7 @@ def point(paths: Paths, stage: str) -> str | None:
 
 def _newest(folder: Path) -> tuple[str, float] | None:
     """The newest snapshot of a stage, as `update 12` or `step 7 of LOOP`, and its age in seconds."""
-    snapshots = list(folder.glob("*/step-*"))
-    snapshot = max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    snapshot = max(folder.glob("*/step-*"), key=lambda path: path.stat().st_mtime, default=None)
     manifest = None if snapshot is None else read_manifest(snapshot)
     if snapshot is None or manifest is None:
         return None
@@ -82,11 +81,10 @@ def _newest(folder: Path) -> tuple[str, float] | None:
 
 
 def read_manifest(snapshot: Path) -> dict[str, Any] | None:
-    try:
-        manifest: dict[str, Any] = json.loads((snapshot / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest
+    """The content of its manifest; None if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((snapshot / MANIFEST).read_text(encoding="utf-8")))
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ the claim
@@ -106,20 +104,19 @@ class Claim:
 
     def next_run(self) -> str:
         """What a run begins with that follows on one which ends now."""
-        try:
+        with suppress(OSError):  # a snapshot was removed for a newer one meanwhile
             newest = None if self.folder is None else _newest(self.folder)
-        except OSError:  # a snapshot was removed for a newer one meanwhile
-            return ""
-        if newest is None:
-            return "; the next run starts it from the beginning"
-        return f"; the next run resumes from {newest[0]} (saved {console.duration(newest[1])} ago)"
+            if newest is None:
+                return "; the next run starts it from the beginning"
+            return f"; the next run resumes from {newest[0]} (saved {console.duration(newest[1])} ago)"
+        return ""
 
 
 @contextmanager
 def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     """Lock the stage's snapshots within the block; waits for another process that holds them.
 
-    Only the first process of a training stage locks them.
+    Only the first rank of a training stage locks them.
     """
     stage, holds = view.stage, main and view.stage in launch.TRAINING
     identity = lineage.identity(paths, stage, view.declared) if holds else None
@@ -133,13 +130,13 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.with_suffix(".lock"))
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         console.say(
             f"{stage}: another process trains with the same parameters, code and inputs; waiting for its end"
         )
-        lock.acquire(poll_interval=0.5)
-    try:
+        held = lock.acquire(poll_interval=0.5)
+    with held:
         folder.mkdir(exist_ok=True)  # another stage may have removed it
         (folder / FINISHED).unlink(missing_ok=True)
         run = folder / "run"
@@ -147,8 +144,6 @@ def claim(paths: Paths, view: StageView, *, main: bool) -> Iterator[Claim]:
             _show_others(folder, identity, config.load(paths.params).launch.precision == "auto")
             atomic.write_text(run, lineage.new_key(stage))
         yield Claim(run.read_text(encoding="utf-8"), folder)
-    finally:
-        lock.release()
 
 
 def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> None:
@@ -157,22 +152,23 @@ def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> No
     Raises:
         UserError: if only the precision differs, which `auto` stands for here and stood for there.
     """
+    stage = folder.parent.name
     for other in sorted(path for path in folder.parent.iterdir() if path.is_dir() and path != folder):
         with suppress(Timeout), FileLock(other.with_suffix(".lock"), timeout=0):  # none trains there now
             manifest = next(filter(None, map(read_manifest, other.glob("*/step-*"))), None)
-            old = {} if manifest is None else manifest["identity"]
-            if is_auto and old and {**old, PRECISION: identity.get(PRECISION)} == identity:
+            if manifest is None:
+                continue
+            old, here = manifest["identity"], identity.get(PRECISION)
+            if is_auto and {**old, PRECISION: here} == identity:
                 raise UserError(
-                    f"{PRECISION}: auto is {identity[PRECISION]} on this machine, and an unfinished run of "
-                    f"{folder.parent.name} computed in {old[PRECISION]} (it is in {other}); set it to "
-                    f"{old[PRECISION]} to resume that run, or to {identity[PRECISION]} to begin anew"
+                    f"{PRECISION}: auto is {here} on this machine, and an unfinished run of {stage} computed "
+                    f"in {old[PRECISION]} (it is in {other}); set it to {old[PRECISION]} to resume that run, "
+                    f"or to {here} to begin anew"
                 )
-            if manifest is not None:
-                what = lineage.differences(manifest["identity"], identity)
-                console.say(
-                    f"{folder.parent.name} starts from the beginning. The snapshots of an unfinished run "
-                    f"differ in {what}; if you do not need them, remove {other}"
-                )
+            console.say(
+                f"{stage} starts from the beginning. The snapshots of an unfinished run differ in "
+                f"{lineage.differences(old, identity)}; if you do not need them, remove {other}"
+            )
 
 
 # -------------------------------------------------------------------------------------------- the snapshots
@@ -190,42 +186,41 @@ def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Chec
         yield Nowhere()
         return
     folder = rt.from_main(state_folder(paths, view.stage, identity) / name if rt.is_main else None)
-    made_by = {
-        "launch.num_processes": rt.world_size,
-        "launch.parallelism": view.launch.parallelism,
-        "launch.offload": view.launch.offload,
-        "launch.precision": "fp32" if rt.is_float32 else "bf16",
-        "device": rt.device.type,
-    }
     with stopping.listening(view.stage) as listener:
-        checkpoint = Checkpoint(rt, folder, identity, made_by, view.resume, listener)
+        checkpoint = Checkpoint(rt, folder, identity, view, listener)
         with listener.deferring(checkpoint.plan):
             yield checkpoint
 
 
 class Checkpoint:
-    """The last K snapshots of one training loop, in one folder. All processes call each method."""
+    """The last K snapshots of one training loop, in one folder. All ranks call each method."""
 
     def __init__(
         self,
         rt: Runtime,
         folder: Path,
         identity: Mapping[str, Any],
-        made_by: Mapping[str, Any],
-        settings: config.Resume,
+        view: StageView,
         listener: stopping.Listener,
     ) -> None:
-        self._rt, self.folder, self._settings, self._listener = rt, folder, settings, listener
-        self._identity, self._made_by = identity, made_by
+        self._rt, self.folder, self._identity = rt, folder, identity
+        self._settings, self._listener = view.resume, listener
+        self._made_by = {  # to the last bit, results depend on these too
+            "launch.num_processes": rt.world_size,
+            "launch.parallelism": view.launch.parallelism,
+            "launch.offload": view.launch.offload,
+            "launch.precision": "fp32" if rt.is_float32 else "bf16",
+            "device": rt.device.type,
+        }
         self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took
-        self._ended_by = 0  # the signal that all processes have agreed on
+        self._ended_by = 0  # the signal that all ranks have agreed on
 
     def load(self) -> State | None:
-        """The newest whole state, each process its own part; None to begin at the beginning.
+        """The newest whole state, each rank its own part; None to begin at the beginning.
 
         Raises:
-            UserError: if it was saved with other processes, parameters or inputs.
+            UserError: if it was saved with other ranks, parameters or inputs.
         """
         import torch
 
@@ -234,7 +229,7 @@ class Checkpoint:
             return None
         manifest = read_manifest(snapshot)
         if manifest is None:
-            raise UserError(f"process {self._rt.rank} cannot read {snapshot}; {SHARE_A_DISK}")
+            raise UserError(f"rank {self._rt.rank} cannot read {snapshot}; {SHARE_A_DISK}")
         old, new = {**manifest["identity"], **manifest["made_by"]}, {**self._identity, **self._made_by}
         if old != new:
             raise UserError(
@@ -250,7 +245,8 @@ class Checkpoint:
         shared = torch.load(snapshot / "shared.pt", map_location="cpu", weights_only=True)
         console.say(f"{self.folder.name}: resumed from the snapshot after step {manifest['step']}")
         self._saved_at = self._step_began_at = time.monotonic()
-        return find_files(own | {"shared": shared}, snapshot)
+        state: State = find_files(own | {"shared": shared}, snapshot)
+        return state
 
     def _newest_whole(self) -> Path | None:
         """The newest snapshot whose files are as they were written; damaged ones are reported and removed."""
@@ -273,7 +269,7 @@ class Checkpoint:
         now = time.monotonic()
         self._step_seconds, self._step_began_at = now - self._step_began_at, now
         is_late = now - self._saved_at >= self._settings.every_seconds
-        agreed = self._rt.max(2 * self._listener.received + is_late)  # one process may have the signal first
+        agreed = self._rt.max(2 * self._listener.received + is_late)  # one rank may have the signal first
         self._ended_by = agreed // 2
         return agreed > 0
 
@@ -296,7 +292,7 @@ class Checkpoint:
         rt.barrier()
         blind = rt.max(0 if partial.exists() else rt.rank + 1)  # all have looked before one writes and fails
         if blind:
-            raise UserError(f"process {blind - 1} cannot read {partial}; {SHARE_A_DISK}")
+            raise UserError(f"rank {blind - 1} cannot read {partial}; {SHARE_A_DISK}")
         try:
             with disk.room(self.folder, lambda: _num_bytes(state)):
                 own = write_files(state, partial)
@@ -354,6 +350,8 @@ class Nowhere(Checkpoint):
 
 def _num_bytes(part: Any) -> int:
     """The bytes of the tensors in a state."""
-    if isinstance(part, Mapping | list | tuple):
-        return sum(map(_num_bytes, part.values() if isinstance(part, Mapping) else part))
+    if isinstance(part, Mapping):
+        part = list(part.values())
+    if isinstance(part, list | tuple):
+        return sum(map(_num_bytes, part))
     return int(getattr(part, "nbytes", 0))

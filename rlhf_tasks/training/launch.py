@@ -83,7 +83,9 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
     Raises:
         UserError: if a setting or a variable that the launch needs is missing.
     """
-    words = ["-m", "rlhf_tasks.training.launch"]
+    num_processes, num_machines = launch.num_processes, launch.num_machines
+    words = ["--num_processes", str(num_processes), "--num_machines", str(num_machines)]
+    words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # a worker sets its precision itself
     if launch.parallelism in ("zero2", "zero3"):
         settings = paths.deepspeed / f"{launch.parallelism}.json"
         if not settings.exists():
@@ -91,43 +93,37 @@ def command(paths: Paths, stage: Stage, launch: Launch, environment: Mapping[str
                 f"launch.parallelism={launch.parallelism!r} needs {settings}, which does not exist"
             )
         words += ["--use_deepspeed", "--deepspeed_config_file", str(settings)]
-        if launch.num_machines > 1:
+        if num_machines > 1:
             words += ["--deepspeed_multinode_launcher", "standard"]
+    elif num_processes < max(2, num_machines):
+        raise UserError(
+            f"launch.num_processes={num_processes} counts the processes of all machines, and must be at "
+            f"least launch.num_machines={num_machines}, and 2 with launch.parallelism=fsdp2"
+        )
     else:
         words += ["--multi_gpu"]
-        if launch.num_processes < max(2, launch.num_machines):
-            raise UserError(
-                f"launch.num_processes={launch.num_processes} counts the processes of all machines, and must "
-                f"be at least launch.num_machines={launch.num_machines}, and 2 with launch.parallelism=fsdp2"
-            )
     # a cluster may have given this process a few of the machine's CPUs
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cpus * launch.num_machines // launch.num_processes)
-    threads = environment.get("OMP_NUM_THREADS") or str(share)
-    words += ["--num_processes", str(launch.num_processes), "--num_machines", str(launch.num_machines)]
-    words += ["--mixed_precision", "no", "--dynamo_backend", "no"]  # a worker sets its precision itself
-    words += ["--num_cpu_threads_per_process", threads, *_rendezvous(launch, environment)]
-    return [sys.executable, *words, "--module", "rlhf_tasks.cli", stage]
-
-
-def _rendezvous(launch: Launch, environment: Mapping[str, str]) -> list[str]:
-    """Where the processes of all machines meet."""
-    if launch.num_machines == 1:
-        return ["--main_process_port", "0"]  # any free port, so that two runs can share a machine
-    if launch.num_processes % launch.num_machines:
+    threads = environment.get("OMP_NUM_THREADS") or str(max(1, cpus * num_machines // num_processes))
+    words += ["--num_cpu_threads_per_process", threads]
+    if num_machines == 1:
+        words += ["--main_process_port", "0"]  # any free port, so that two runs can share a machine
+    elif num_processes % num_machines:
         raise UserError(
-            f"launch.num_processes={launch.num_processes} is not divisible by "
-            f"launch.num_machines={launch.num_machines}; every machine runs the same number"
+            f"launch.num_processes={num_processes} is not divisible by launch.num_machines={num_machines}; "
+            "every machine runs the same number"
         )
-    missing = [name for name in ("MASTER_ADDR", "MACHINE_RANK") if name not in environment]
-    if missing:
+    elif missing := [name for name in ("MASTER_ADDR", "MACHINE_RANK") if name not in environment]:
         raise UserError(
-            f"launch.num_machines={launch.num_machines} needs {' and '.join(missing)} in the environment of "
-            "each machine: the address of the first machine, and this machine's number from 0"
+            f"launch.num_machines={num_machines} needs {' and '.join(missing)} in the environment of each "
+            "machine: the address of the first machine, and this machine's number from 0"
         )
-    port = environment.get("MASTER_PORT", "29500")
-    where = ["--main_process_ip", environment["MASTER_ADDR"], "--main_process_port", port]
-    return [*where, "--machine_rank", environment["MACHINE_RANK"]]
+    else:
+        words += ["--main_process_ip", environment["MASTER_ADDR"]]
+        words += ["--main_process_port", environment.get("MASTER_PORT", "29500")]
+        words += ["--machine_rank", environment["MACHINE_RANK"]]
+    launcher = [sys.executable, "-m", "rlhf_tasks.training.launch"]
+    return [*launcher, *words, "--module", "rlhf_tasks.cli", stage]
 
 
 def variables(launch: Launch, *, cuda: bool) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""AdamW, and the learning rate of each step."""
+"""AdamW, its moments, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,3 +43,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the rate of all groups; a group with a `scale` gets that multiple."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("scale", 1.0)
+
+
+def reset_moments(optimizer: torch.optim.Optimizer, num_groups: int) -> None:
+    """Set the moments of an AdamW's first groups to zero, and the step counts that correct them."""
+    weights = [weight for group in optimizer.param_groups[:num_groups] for weight in group["params"]]
+    moments: Any = optimizer.state
+    zero3: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps DeepSpeed's optimizer
+    if hasattr(zero3, "fp32_partitioned_groups_flat"):  # which keeps the moments of pieces of groups
+        group_of, moments = zero3.sub_group_to_group_id, zero3.optimizer.state
+        pieces = enumerate(zero3.fp32_partitioned_groups_flat)
+        weights = [piece for number, piece in pieces if group_of[number] < num_groups]
+    for weight in weights:
+        for moment in moments.get(weight, {}).values():
+            moment.zero_()

@@ -1,7 +1,12 @@
-"""The runtime of a stage: device, processes, precision, and one optimiser step over micro-batches.
+"""The runtime of a stage: device, precision, the exchange between ranks, and one training step.
 
-Only this package uses accelerate, DeepSpeed and FSDP2. Rank and world size come from
-torch.distributed, because accelerate reports a world size of 1 under DeepSpeed on CPU.
+`launch.parallelism` says how ranks share a step. Only this package knows which of these it is:
+
+    one process, ddp   accelerate; every rank has the whole model
+    zero2, zero3       accelerate starts DeepSpeed, whose engine stands for the model from `prepare` on
+    fsdp2              PyTorch's `fully_shard` itself: accelerate 1.15 starts it on GPUs only
+
+Rank and world size come from torch.distributed: accelerate reports 1 under DeepSpeed on a CPU.
 """
 
 from __future__ import annotations
@@ -24,23 +29,26 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_tasks import console
-from rlhf_tasks.config import Launch, Precision
+from rlhf_tasks.config import Launch
 from rlhf_tasks.data.batches import TokenBudget, micro_batches
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling.fast_cpu import accelerate
+from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.project.precision import resolve
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.compiling import compile_layers, compiled_layers
-from rlhf_tasks.training.layouts import DeepSpeed, Fsdp2, Layout, Parallel
 from rlhf_tasks.training.state import Files
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
-PATIENCE = timedelta(hours=2)  # processes wait so long for one with a slow judge; a dead one ends all at once
+PATIENCE = timedelta(hours=2)  # ranks wait so long for one with a slow judge; a dead one ends all at once
+ENGINE = "engine"  # the name of DeepSpeed's checkpoint in its folder
 ROOM = 1.2  # memory that a whole model needs for a check of a few rows, to that of its weights
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
@@ -57,11 +65,9 @@ class Runtime:
 
     def __init__(self, launch: Launch, seed: int) -> None:
         if not torch.cuda.is_available():
-            os.environ.setdefault(
-                "DS_ACCELERATOR", "cpu"
-            )  # else DeepSpeed warns at import that it found no GPU
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
         keep_freed_memory()
-        self.is_float32, self._compiles = not is_bf16(launch.precision), launch.compile
+        self.is_float32, self._compiles = resolve(launch.precision) == "fp32", launch.compile
         self._accelerates = launch.parallelism == "ddp" and not launch.compile  # which chooses matmuls itself
         transformers.utils.logging.disable_progress_bar()  # of milliseconds, among our own bars
         self.accelerator = Accelerator(
@@ -71,45 +77,36 @@ class Runtime:
         self.device: torch.device = self.accelerator.device
         self.is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if self.is_deepspeed:
-            # models are created whole, and ZeRO-3 partitions them in `prepare`: into a model that
-            # transformers creates in partitions, load_state_dict would load nothing without an error
+            # ZeRO-3 partitions whole models in `prepare`: into one that transformers creates in partitions,
+            # load_state_dict would load nothing without an error
             unset_hf_deepspeed_config()
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
-        self._layout, self.shards = self._chosen(launch, is_distributed=distributed)
+        self._is_fsdp2 = launch.parallelism == "fsdp2" and distributed  # else the stage trains nothing
+        is_zero3 = self.is_deepspeed and self.accelerator.state.deepspeed_plugin.zero_stage == 3
+        self.shards: bool = self._is_fsdp2 or is_zero3
+        """Whether a rank holds only a part of the weights."""
+        self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if self.shards else None
+        self._computes_in = torch.bfloat16 if self._is_fsdp2 and not self.is_float32 else None
+        self._offload = launch.offload
+        self._loss = torch.zeros((), device=self.device)  # of this step, under DeepSpeed
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-
-    def _chosen(self, launch: Launch, *, is_distributed: bool) -> tuple[Layout, bool]:
-        """The layout, and whether a process holds only a part of the weights.
-
-        A stage that runs in one process trains nothing, and has no layout.
-        """
-        self._offload, self._mesh, self._computes_in = launch.offload, None, None
-        if self.is_deepspeed:
-            layout = DeepSpeed(self.accelerator, self.sum, offload=launch.offload)
-            self._mesh = init_device_mesh(self.device.type, (self.world_size,)) if layout.shards else None
-            return layout, layout.shards
-        if launch.parallelism == "fsdp2" and is_distributed:
-            self._mesh = init_device_mesh(self.device.type, (self.world_size,))
-            self._computes_in = None if self.is_float32 else torch.bfloat16
-            return Fsdp2(self._mesh, self.sum, self.put), True
-        return Parallel(self.accelerator), False
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator on this device, of the same state on all processes (see `sampling.Share`)."""
+        """A generator on this device, of the same state on all ranks (see `sampling.Share`)."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    # ------------------------------------------------------------------------- between processes
+    # ----------------------------------------------------------------------------- between ranks
 
     def sum(self, x: Tensor) -> Tensor:
-        """Σ over processes, on each of them."""
+        """Σ over all ranks, on each of them."""
         if self.world_size == 1:
             return x
         total = x.detach().clone()
@@ -124,18 +121,18 @@ class Runtime:
         return int(largest)
 
     def share(self, rows: Sequence[Any]) -> list[Any]:
-        """This process's share of rows that all processes hold."""
+        """This rank's share of rows that all ranks hold."""
         return list(rows[self.rank :: self.world_size])
 
     def each(self, value: T) -> list[T]:
-        """The values of all processes by rank, on each process; they are pickled, with tensors on the CPU."""
+        """The values of all ranks, on each of them; they are pickled, with tensors on the CPU."""
         values = [value] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(values, value)
         return values
 
     def from_main(self, value: Any) -> Any:
-        """The first process's value, on all processes."""
+        """The first rank's value, on all ranks."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -149,9 +146,9 @@ class Runtime:
     # ------------------------------------------------------------------------------------- models
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap for the layout; call the returned module instead of the given one.
+        self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None
+    ) -> tuple[nn.Module, Optimizer]:
+        """Share a model and its new optimizer; call the returned module instead of the given one.
 
         The model trains in eval mode: what is random in training, such as dropout, would make PPO's ratio
         differ from 1 before the first step.
@@ -161,7 +158,33 @@ class Runtime:
             compile_layers(model)
         if self._accelerates:
             accelerate(model)
-        return self._layout.prepare(model, optimizer, max_grad_norm)
+        if self._is_fsdp2:  # the optimizer gets the sharded weights in place of the whole ones
+            whole = list(model.parameters())
+            self.put(model)
+            sharded = dict(zip(whole, model.parameters(), strict=True))
+            for group in optimizer.param_groups:
+                group["params"] = [sharded[weight] for weight in group["params"]]
+            return model, optimizer
+        if self.is_deepspeed:
+            self._configure_deepspeed(max_grad_norm)
+        if self.shards:
+            sharding.keep_structure(model)
+        prepared, wrapped = self.accelerator.prepare(model, optimizer)
+        return prepared, wrapped
+
+    def _configure_deepspeed(self, max_grad_norm: float | None) -> None:
+        """Add to the settings in infra/deepspeed what params.yaml says."""
+        settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["gradient_clipping"] = max_grad_norm or 0.0  # DeepSpeed clips within its own step
+        zero = settings["zero_optimization"]
+        if self.shards:
+            # weights that are fetched ahead and then not used, as by a pass of the critic alone, are an
+            # error of DeepSpeed: "still have inflight params" (its issue 5828)
+            zero["stage3_prefetch_bucket_size"] = 0
+        if self._offload:
+            settings["zero_force_ds_cpu_optimizer"] = False  # AdamW stays torch's own
+            for part in ("optimizer", "param") if self.shards else ("optimizer",):
+                zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
 
     def place(self, model: M) -> M:
         """A model on this device. One that is to be sharded stays on the CPU until it is: the GPU need not
@@ -194,9 +217,9 @@ class Runtime:
     def on_device(self, model: nn.Module) -> Iterator[bool]:
         """Within the block, a model that `place` left on the CPU is whole on this device, if there is room.
 
-        Yields whether this process is to compute with it. Without room it stays on the CPU, and the first
-        process computes alone: the others would only compete for the cores. After the block the model
-        has its own tensors again: views of the checkpoint's file, which the processes of a machine share.
+        Yields whether this rank is to compute with it. Without room it stays on the CPU, and the first rank
+        computes alone: the others would only compete for the cores. After the block the model has its own
+        tensors again: views of the checkpoint's file, which the ranks of a machine share.
         """
         if not self.shards:
             model.to(self.device)
@@ -220,16 +243,16 @@ class Runtime:
                 yield plain
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"process {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
+                f"rank {self.rank} is out of memory while it samples; lower ppo.sampler.batch_size, or "
                 "let vLLM sample (ppo.sampler), on another GPU"
             ) from error
 
     def run_batches(
         self, budget: TokenBudget, rows: Sequence[int], compute: Callable[[list[int]], None]
     ) -> None:
-        """Call `compute` with every micro-batch of this process's rows; `rows` are their tokens.
+        """Call `compute` with every micro-batch of this rank's rows; `rows` are their tokens.
 
-        Where the weights are sharded, the processes need each other for every pass. All of them then call
+        Where the weights are sharded, the ranks need each other for every pass. All of them then call
         `compute` equally often, some with an empty list, for which it must make a pass like any other. And
         out of memory ends the stage.
 
@@ -272,29 +295,64 @@ class Runtime:
     def passes(self, model: nn.Module, work: Sequence[T]) -> Iterator[T]:
         """Each piece of work, for one pass that trains a prepared model.
 
-        Ranks exchange gradients after the last one.
+        Gradients add up over the passes. DDP and DeepSpeed exchange them after the last one; FSDP2 does so
+        after each, so that a rank never holds a whole gradient.
         """
         for number, piece in enumerate(work):
-            compiled = compiled_layers() if self._compiles else nullcontext()
-            with compiled, self._layout.accumulating(model, is_last=number == len(work) - 1):
+            is_last = number == len(work) - 1
+            exchange: AbstractContextManager[Any] = nullcontext()
+            if self.is_deepspeed:
+                model.set_gradient_accumulation_boundary(is_boundary=is_last)  # type: ignore[operator]
+            elif not (is_last or self._is_fsdp2):
+                exchange = self.accelerator.no_sync(model)
+            with exchange, torch.compiler.set_stance("default") if self._compiles else nullcontext():
                 yield piece
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:
         """Add the gradients of a micro-batch's loss, which is its part of the **sum** over all ranks."""
-        # gradients are averaged over ranks; the loss is a part of a sum, hence × world
-        self._layout.backward(model, loss * self.world_size)
+        loss = loss * self.world_size  # because gradients are averaged over ranks
+        if self.is_deepspeed:  # accelerate's `backward` would take the step too
+            self._loss += loss.detach()
+            model.backward(loss)  # type: ignore[operator]
+        else:
+            self.accelerator.backward(loss)
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
+    def step(self, model: nn.Module, optimizer: Optimizer, max_grad_norm: float | None) -> float:
         """Clip the gradient, and take an optimizer step; returns the gradient's norm before clipping.
 
         Raises:
             NonFiniteError: on all ranks. The weights are unchanged, except where only the gradient is not
                 finite under DeepSpeed: it has then changed them.
         """
-        return self._layout.step(model, optimizer, max_grad_norm)
+        if self.is_deepspeed:
+            return self._step_deepspeed(model)
+        if self._is_fsdp2:
+            norm = sharding.clip_gradients(model, max_grad_norm, self.sum)
+        else:
+            norm = float(self.accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
+        if math.isfinite(norm):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient is NaN or infinite")
+        return norm
+
+    def _step_deepspeed(self, model: Any) -> float:
+        is_finite = bool(self.sum(self._loss).isfinite())
+        self._loss = torch.zeros_like(self._loss)
+        if not is_finite:
+            model.zero_grad()
+            raise NonFiniteError("the loss is NaN or infinite")
+        model.step()
+        norm = float(model.get_global_grad_norm() or 0.0)  # which the step has computed
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                "the gradient is NaN or infinite, and DeepSpeed has changed the weights by it"
+            )
+        return norm
 
     def attempts(
-        self, budget: TokenBudget, optimizer: torch.optim.Optimizer | None = None
+        self, budget: TokenBudget, optimizer: Optimizer | None = None
     ) -> Iterator[AbstractContextManager[None]]:
         """`for attempt in rt.attempts(budget): with attempt: …` until the block has enough memory.
 
@@ -332,18 +390,33 @@ class Runtime:
 
     # --------------------------------------------------------------------------------- snapshots
 
-    def training_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | Files:
-        """Weights and optimiser of what `prepare` returned, for a snapshot; equal on all processes."""
-        return self._layout.training_state(model, optimizer)
+    def training_state(self, model: Any, optimizer: Optimizer) -> dict[str, Any] | Files:
+        """Weights and optimizer of what `prepare` returned, for a snapshot; equal on all ranks.
 
-    def load_training_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any] | Path
-    ) -> None:
+        Where ranks have different parts of them, they write files.
+        """
+        if self.is_deepspeed:
+            return Files(lambda folder: model.save_checkpoint(str(folder), tag=ENGINE, save_latest=False))
+        if self._is_fsdp2:
+            return Files(lambda folder: sharding.save_shards(model, optimizer, self._shards_in(folder)))
+        inner = self.accelerator.unwrap_model(model)
+        return {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load_training_state(self, model: Any, optimizer: Optimizer, state: dict[str, Any] | Path) -> None:
         """Restore a `training_state` from a snapshot; that of `Files` is the path of their folder."""
-        self._layout.load_training_state(model, optimizer, state)
+        if isinstance(state, dict):
+            self.accelerator.unwrap_model(model).load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        elif self.is_deepspeed:
+            model.load_checkpoint(str(state), tag=ENGINE)
+        else:
+            sharding.load_shards(model, optimizer, self._shards_in(state))
+
+    def _shards_in(self, folder: Path) -> Path:
+        return folder / f"part-{self.rank}.pt"
 
     def rng_state(self) -> dict[str, Any]:
-        """This process's generators of torch (CPU and its GPU), numpy and Python, in plain types."""
+        """This rank's generators of torch (CPU and its GPU), numpy and Python, in plain types."""
         name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
         return {
             "torch": torch.get_rng_state(),
@@ -372,27 +445,41 @@ def free_memory(device: torch.device) -> float:
 @contextmanager
 def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within the block, a model is on another device; after it, it has the very tensors from before."""
-    modules = list(model.modules())
-    weights = [
-        (own, name, w, w.data) for own in modules for name, w in own._parameters.items() if w is not None
-    ]
-    buffers = [(own, name, buffer) for own in modules for name, buffer in own._buffers.items()]
+    tensors = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    values = {weight: weight.data for weight in model.parameters()}
     try:
         model.to(device)
         yield
     finally:
-        for owner, name, weight, value in weights:
+        for module, weights, buffers in tensors:
+            module._parameters.update(weights)
+            module._buffers.update(buffers)
+        for weight, value in values.items():
             weight.data = value
-            owner._parameters[name] = weight
-        for owner, name, buffer in buffers:
-            owner._buffers[name] = buffer
 
 
-def is_bf16(precision: Precision) -> bool:
-    """Whether `launch.precision` asks for bfloat16 on this machine."""
-    if precision == "auto":
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return precision == "bf16"
+def compile_layers(model: nn.Module) -> None:
+    """Let torch compile a model's layers, for `Runtime.passes` alone; outside of it they run as written.
+
+    They have the same code, so that it is compiled once for all of them, for every number of rows and tokens.
+    In sampling, a cache that grows by every token would be compiled again and again.
+
+    Raises:
+        UserError: if torch cannot compile on this machine.
+    """
+    try:
+        with torch.compiler.set_stance("default"):
+            torch.compile(lambda x: x + x)(torch.ones(8, device=next(model.parameters()).device))
+    except RuntimeError as error:  # what torch._dynamo raises
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"launch.compile: true, but torch cannot compile on this machine ({reason}); install a C++ "
+            "compiler (g++), or set launch.compile to false"
+        ) from error
+    torch.compiler.set_stance("force_eager")
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(dynamic=True)
 
 
 def keep_freed_memory() -> None:

@@ -1,18 +1,20 @@
-"""Weights that several processes share: how a model is split, read whole, and written.
+"""Weights that several ranks share: how a model is sharded, read whole, and written.
 
-FSDP2 (PyTorch's `fully_shard`) makes each weight a DTensor of which a process keeps some rows. DeepSpeed's
+FSDP2 (PyTorch's `fully_shard`) makes each weight a DTensor of which a rank keeps some rows. DeepSpeed's
 ZeRO-3 leaves an empty tensor in its place, with the attribute `ds_id`. What is asked of a weight here depends
 on the weight alone. A model whose weights are not shared is returned as it is.
 
-A collective function must be called by all processes, or they wait for each other without end.
+A collective function must be called by all ranks, or they wait for each other without end.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -43,14 +45,14 @@ _PLAIN: WeakKeyDictionary[PreTrainedModel, _Plain] = WeakKeyDictionary()
 def shard(
     model: nn.Module, mesh: DeviceMesh, *, offload: bool, computes_in: torch.dtype | None = None
 ) -> None:
-    """Split the weights of a model over the processes of `mesh`, in place, by FSDP2. Collective.
+    """Split the weights of a model over the ranks of `mesh`, in place, by FSDP2. Collective.
 
     The layers, the trunk around them, and every module outside of it, such as a head, are split and gathered
     each on its own: any of them may be called without the others. A head that shares its weight with the
-    embeddings belongs to the trunk. With `offload` a process keeps its part in the machine's memory.
+    embeddings belongs to the trunk. With `offload` a rank keeps its shards in the machine's memory.
 
-    A process's part and the gradients keep the type of the weights; gathered weights and the passes through
-    them are of the type `computes_in`, if it is given.
+    The shards and the gradients keep the type of the weights; gathered weights and the passes through them
+    are of the type `computes_in`, if it is given.
     """
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     kept_in = next(model.parameters()).dtype
@@ -73,7 +75,9 @@ def _units(model: nn.Module) -> list[nn.Module]:
         for layer in one.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 add(layer)
-        whole = one if _is_tied(one) else find_trunk(one)
+        head = one.get_output_embeddings()
+        is_tied = head is not None and getattr(one.get_input_embeddings(), "weight", None) is head.weight
+        whole = one if is_tied else find_trunk(one)
         if whole not in covered:
             units.append(whole)
             covered.update(whole.modules())
@@ -90,24 +94,15 @@ def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
     return list(chain.from_iterable(_pretrained(child) for child in model.children()))
 
 
-def _is_tied(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and getattr(model.get_input_embeddings(), "weight", None) is head.weight
-
-
 def keep_structure(model: nn.Module, computes_in: torch.dtype | None = None) -> None:
     """Remember what the models in `model` are without their weights, before they are sharded."""
     for one in _pretrained(model):
-        _PLAIN[one] = _Plain(_without_weights(one), computes_in)
-
-
-def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with weights on the device `meta`; the config stays the model's own."""
-    shared: list[Any] = [model.config, getattr(model, "generation_config", None)]
-    memo: dict[int, Any] = {id(one): one for one in shared if one is not None}
-    for weight in model.parameters():
-        memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-    return copy.deepcopy(model, memo)
+        # a copy with weights on the device `meta`; the config stays the model's own
+        shared: list[Any] = [one.config, getattr(one, "generation_config", None)]
+        memo: dict[int, Any] = {id(part): part for part in shared if part is not None}
+        for weight in one.parameters():
+            memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+        _PLAIN[one] = _Plain(copy.deepcopy(one, memo), computes_in)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -115,7 +110,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """The number of all processes' parameters together."""
+    """The number of all ranks' parameters together."""
     return sum(getattr(weight, "ds_numel", weight.numel()) for weight in model.parameters())
 
 
@@ -126,12 +121,8 @@ def num_parameters(model: nn.Module) -> int:
 def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The whole of one weight, on the device that computes, in its own type or another. Collective."""
     if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        own = weight.to_local().to(mesh.device_type, dtype)  # offloaded weights are gathered on the GPU
-        part = DTensor.from_local(
-            own, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-        return part.full_tensor()
+        own = weight.to_local().to(weight.device_mesh.device_type, dtype)  # offloaded ones go to the GPU
+        return _shard_like(weight, own).full_tensor()
     if hasattr(weight, "ds_id"):
         from deepspeed import zero
 
@@ -143,8 +134,8 @@ def gathered(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]:
     """The whole weights by name, as copies on the CPU, but for some names. Collective.
 
-    Of a sharded model the first process alone gets them, so that a machine holds them once; the others get
-    an empty dict.
+    Of a sharded model the first rank alone gets them, so that a machine holds them once; the others get an
+    empty dict.
     """
     if not is_sharded(model):
         state = model.state_dict()
@@ -159,7 +150,7 @@ def weights_of(model: nn.Module, but: Collection[str] = ()) -> dict[str, Tensor]
 
 
 def kept(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this process keeps of `weights_of(model)` that all processes have read from a file."""
+    """What this rank keeps of `weights_of(model)` that all ranks have read from a file."""
     return weights if not is_sharded(model) or torch.distributed.get_rank() == 0 else {}
 
 
@@ -179,8 +170,8 @@ def whole(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedMo
     """Within the block, a plain copy of a sharded model with all of its weights on `device`. Collective.
 
     Its weights have the type that the model computes in.
-    It is for sampling: processes sample texts of different lengths, and a sharded model would make one wait
-    for the others at each token. It costs the memory of all weights beside the process's own part.
+    It is for sampling: ranks sample texts of different lengths, and a sharded model would make one wait for
+    the others at each token. It costs the memory of all weights beside the rank's own shards.
     """
     plain = _PLAIN.get(model)
     if plain is None:
@@ -195,7 +186,7 @@ def whole(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedMo
 
 @contextmanager
 def to_save(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within the block, the first process has a plain model with all weights, on the CPU. Collective."""
+    """Within the block, the first rank has a plain model with all weights, on the CPU. Collective."""
     plain = _PLAIN.get(model)
     if plain is None or not (weights := weights_of(model)):
         yield model
@@ -222,7 +213,7 @@ def _filled(plain: nn.Module, weights: Mapping[str, Tensor], device: torch.devic
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put `weights_of` back, or some of them. Collective: the first process's are used."""
+    """Put `weights_of` back, or some of them. Collective: the first rank's are used."""
     if not is_sharded(model):
         model.load_state_dict(weights, strict=False)
         return
@@ -235,7 +226,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _assign(weight: Tensor, value: Tensor | None) -> None:
-    """Give a weight the value of the first process. Collective."""
+    """Give a weight the value of the first rank. Collective."""
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         given = torch.empty(weight.shape, dtype=weight.dtype) if value is None else value.to(weight.dtype)
@@ -261,9 +252,61 @@ def move_towards(own: nn.Module, other: nn.Module, alpha: float) -> None:
             mine.lerp_(gathered(theirs).to(mine.dtype), alpha)
 
 
-# ------------------------------------------------------------------------------ a process's own part
+# ------------------------------------------------------------------------- FSDP2's shards of this rank
 
 
-def parts_of(values: Sequence[Tensor]) -> list[Tensor]:
-    """This process's part of each."""
-    return [value.to_local() if isinstance(value, DTensor) else value for value in values]
+def clip_gradients(model: nn.Module, max_norm: float | None, total: Callable[[Tensor], Tensor]) -> float:
+    """Scale all gradients so that their norm is at most `max_norm`, if it is finite; returns the norm.
+
+    It is the L2 norm over all ranks; `total` sums over them. Gradients that are offloaded are on the CPU.
+    """
+    gradients = [_local(weight.grad) for weight in model.parameters() if weight.grad is not None]
+    squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    weight: Any = next(model.parameters())
+    norm = math.sqrt(float(total(squares.to(weight.device_mesh.device_type))))
+    if max_norm is not None and math.isfinite(norm):
+        torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Write this rank's shards of the weights and of the optimizer's moments."""
+    weights = {name: _local(weight.detach()).clone() for name, weight in model.named_parameters()}
+    moments = {
+        key: {name: _local(value).clone() for name, value in state.items()}
+        for key, state in optimizer.state_dict()["state"].items()
+    }
+    torch.save({"model": weights, "optimizer": moments}, file)
+
+
+@torch.no_grad()
+def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Restore `save_shards`."""
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    for name, weight in model.named_parameters():
+        _local(weight).copy_(saved["model"][name])
+    numbered = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for key, moments in saved["optimizer"].items():
+        weight = numbered[key]
+        device = _local(weight).device
+        optimizer.state[weight] = {
+            name: value.to(device) if value.ndim == 0 else _shard_like(weight, value.to(device))
+            for name, value in moments.items()  # AdamW's step count is a number, and no shard
+        }
+
+
+def _local(value: Tensor) -> Tensor:
+    """This rank's shard, whose memory it shares."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _shard_like(weight: DTensor, shard: Tensor) -> DTensor:
+    """The tensor of which this rank's part is `shard`, split as `weight` is."""
+    return DTensor.from_local(
+        shard,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 State = dict[str, Any]
-"""Nested: tensors, numbers, strings, lists, None, and `Files`. The part under `shared` is equal on all
-processes and is written once."""
+"""Nested: tensors, numbers, strings, lists, None, and `Files`. The part under `shared` is equal on all ranks
+and is written once."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """A part of a state that writes files of its own; all processes call it. Loaded, it is their folder."""
+    """A part of a state that writes files of its own; all ranks call it. Loaded, it is their folder."""
 
     write: Callable[[Path], Any]
 
@@ -25,6 +25,8 @@ def write_files(state: State, folder: Path) -> State:
     numbers = itertools.count()
 
     def write(part: Any) -> Any:
+        if type(part) is dict:
+            return {key: write(value) for key, value in part.items()}
         if not isinstance(part, Files):
             return part
         name = f"files-{next(numbers)}"
@@ -32,22 +34,11 @@ def write_files(state: State, folder: Path) -> State:
         part.write(folder / name)
         return (Files.__name__, name)
 
-    written: State = _replace(state, write)
-    return written
+    return {key: write(value) for key, value in state.items()}
 
 
-def find_files(state: State, folder: Path) -> State:
+def find_files(part: Any, folder: Path) -> Any:
     """The inverse of `write_files`: each name becomes the path of its folder."""
-
-    def find(part: Any) -> Any:
-        return folder / part[1] if isinstance(part, tuple) and part[:1] == (Files.__name__,) else part
-
-    found: State = _replace(state, find)
-    return found
-
-
-def _replace(part: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested dictionaries with each of their leaves replaced."""
     if type(part) is dict:
-        return {key: _replace(value, change) for key, value in part.items()}
-    return change(part)
+        return {key: find_files(value, folder) for key, value in part.items()}
+    return folder / part[1] if isinstance(part, tuple) and part[:1] == (Files.__name__,) else part

@@ -134,16 +134,15 @@ class Listener:
             self._say(f"ending stage {self._stage} at once")
             self._deadline = min(self._deadline, time.monotonic() + AT_ONCE_SECONDS)
             return
-        plan = self._plan
+        plan, name = self._plan, NAMES[signal.Signals(number)]
         if plan is None or _failure_of_peer() is not None:
             self._deadline = min(self._deadline, time.monotonic() + CLOSING_SECONDS)
-        if self._num_heard == 1:
-            self._say(self._message(NAMES[signal.Signals(number)], plan))
-
-    def _message(self, name: str, plan: Callable[[], str] | None) -> str:
-        if plan is None:
-            return f"{name}: ending stage {self._stage} now{self.next_run()}"
-        return f"{name}: stage {self._stage} is {plan()}; {name} again ends it at once{self.next_run()}"
+        if self._num_heard > 1:
+            return
+        what = f"ending stage {self._stage} now"
+        if plan is not None:
+            what = f"stage {self._stage} is {plan()}; {name} again ends it at once"
+        self._say(f"{name}: {what}{self.next_run()}")
 
     def _say(self, text: str) -> None:
         if not console.is_quiet() and _failure_of_peer() is None:

@@ -188,9 +188,8 @@ def train(
             number = state.step % steps_per_epoch
             if number == 0:
                 state.epoch_start = order.get_state()
-            elif not batches:  # resumed within an epoch
+            if number == 0 or not batches:  # a run that is resumed within an epoch draws its batches again
                 order.set_state(state.epoch_start)
-            if number == 0 or not batches:
                 batches = list(epoch_batches(task.sizes, settings.batch_size, order))
             rows = batches[number]
             weight = task.weight(rows)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    ViTConfig,
+    ViTModel,
+)
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
@@ -23,9 +34,9 @@ from rlhf_tasks.modeling.load import (
     load_classifier,
     load_reward,
     merge_adapter,
-    save_checkpoint,
 )
 from tests import small
+from tests.modeling.test_load import save
 from tests.small import PAD
 
 QUERIES, RESPONSES = small.rows(6, longest=7)
@@ -35,20 +46,10 @@ WITH_ANOTHER_HEAD = ("ctrl", "modernbert-decoder")
 MADE_HERE = (*WITHOUT_CLASSIFIER, *WITH_ANOTHER_HEAD)
 
 
-def policy(family: str, folder: Path) -> Path:
-    folder.mkdir()
-    save_checkpoint(small.other(family), small.tokenizer(), folder, identity={"kind": "policy"}, card="")
-    return folder
-
-
-def saved(scores: TokenScores, folder: Path) -> Path:
-    folder.mkdir()
-    save_checkpoint(scores.model, small.tokenizer(), folder, identity={"kind": "reward"}, card="")
-    return folder
-
-
 def fresh(family: str, tmp_path: Path) -> TokenScores:
-    return TokenScores.from_policy(policy(family, tmp_path / "sft"), torch.Generator().manual_seed(1))
+    """A reward model on the trunk of the policy in the folder sft, with a new head."""
+    policy = save(small.other(family), tmp_path / "sft")
+    return TokenScores.from_policy(policy, torch.Generator().manual_seed(1))
 
 
 def step(scores: TokenScores) -> None:
@@ -76,17 +77,19 @@ def test_a_trained_reward_model_of_any_family_is_loaded_with_the_same_bytes_of_s
     scores.set_mean(0.5)
     ours = scores_of(scores)
     assert not torch.allclose(ours, before, atol=1e-2)
-    first = saved(scores, tmp_path / "reward")
+    first = save(scores.model, tmp_path / "reward")
     loaded = load_reward(first)
     assert torch.equal(scores_of(loaded), ours)
-    assert contracts.fingerprint(saved(loaded, tmp_path / "again")) == contracts.fingerprint(first)
+    assert contracts.fingerprint(save(loaded.model, tmp_path / "again")) == contracts.fingerprint(first)
     alone = small.last_scores_alone(loaded, QUERIES, RESPONSES)
     torch.testing.assert_close(alone, ours[:, -1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", MADE_HERE)
-def test_the_folder_is_the_familys_config_and_plain_safetensors(family: str, tmp_path: Path) -> None:
-    folder = saved(fresh(family, tmp_path), tmp_path / "reward")
+def test_the_folder_is_the_familys_config_and_plain_safetensors_and_no_language_model(
+    family: str, tmp_path: Path
+) -> None:
+    folder = save(fresh(family, tmp_path).model, tmp_path / "reward")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == family
     assert config["architectures"] == [type(load_classifier(folder)).__name__]
@@ -94,6 +97,10 @@ def test_the_folder_is_the_familys_config_and_plain_safetensors(family: str, tmp
     tensors = load_file(folder / "model.safetensors")
     assert {key.split(".")[0] for key in tensors} == {"model", "score"}
     assert tensors["score.weight"].shape == (1, small.HIDDEN)
+    with pytest.raises(ContractError, match="sft lacks "):
+        load_reward(tmp_path / "sft")
+    with pytest.raises(ContractError, match=r"holds score\.weight: it scores or classifies"):
+        load_causal(folder)
 
 
 @pytest.mark.parametrize("family", [*MADE_HERE, "gemma2"])
@@ -101,10 +108,11 @@ def test_the_trunk_is_the_policys(family: str, tmp_path: Path) -> None:
     scores, model = fresh(family, tmp_path), small.other(family)
     with torch.no_grad():
         states = classifiers.find_trunk(model)(
-            input_ids=BATCH.query_response, attention_mask=BATCH.attention_mask,
+            input_ids=BATCH.query_response,
+            attention_mask=BATCH.attention_mask,
             position_ids=BATCH.position_ids,
-        ).last_hidden_state  # fmt: skip
-        assert torch.equal(scores.hidden_states(BATCH), states[:, -BATCH.num_response_columns - 1 :])
+        ).last_hidden_state
+        assert torch.equal(scores(BATCH), scores.scored(states[:, -BATCH.num_response_columns - 1 :]))
 
 
 @pytest.mark.parametrize("family", ["granite", "codegen", "ctrl", "olmoe"])
@@ -119,7 +127,7 @@ def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path
         step(scores)
     scores.set_mean(0.25)
     merged = TokenScores(merge_adapter(scores.model))
-    loaded = load_reward(saved(merged, tmp_path / "merged"))
+    loaded = load_reward(save(merged.model, tmp_path / "merged"))
     torch.testing.assert_close(scores_of(loaded), scores_of(scores), atol=1e-5, rtol=1e-5)
 
 
@@ -127,7 +135,7 @@ def test_its_adapters_are_trained_with_the_head_and_merged(family: str, tmp_path
 @torch.no_grad()
 def test_it_classifies_whole_texts_as_the_classifiers_of_transformers_do(family: str, tmp_path: Path) -> None:
     """A ranker judge pads on the right and reads the logit of the last real token."""
-    folder = saved(fresh(family, tmp_path), tmp_path / "reward")
+    folder = save(fresh(family, tmp_path).model, tmp_path / "reward")
     model, scores = load_classifier(folder).eval(), load_reward(folder).eval()
     texts = [torch.tensor(q + r) for q, r in zip(QUERIES, RESPONSES, strict=True)]
     ids = pad_sequence(texts, batch_first=True, padding_value=PAD)
@@ -136,55 +144,42 @@ def test_it_classifies_whole_texts_as_the_classifiers_of_transformers_do(family:
     torch.testing.assert_close(logits[:, 0], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", MADE_HERE)
-def test_a_language_model_is_not_taken_for_a_reward_model_or_the_reverse(family: str, tmp_path: Path) -> None:
-    scores = fresh(family, tmp_path)
-    with pytest.raises(ContractError, match="sft lacks "):
-        load_reward(tmp_path / "sft")
-    with pytest.raises(ContractError, match=r"holds score\.weight: it scores or classifies"):
-        load_causal(saved(scores, tmp_path / "reward"))
+TINY: dict[str, Any] = {"vocab_size": small.VOCAB, "pad_token_id": PAD}
+BART = BartConfig(
+    **TINY,
+    d_model=16,
+    decoder_layers=1,
+    decoder_attention_heads=2,
+    decoder_ffn_dim=16,
+    encoder_layers=1,
+    encoder_attention_heads=2,
+    encoder_ffn_dim=16,
+    bos_token_id=1,
+    eos_token_id=1,
+    forced_eos_token_id=None,
+)
+SHAPE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = BertConfig(**TINY, **SHAPE, intermediate_size=16)
+BERT.num_labels = 1
+VIT = ViTConfig(**SHAPE, intermediate_size=16, image_size=16)
 
 
-def test_a_trunk_that_no_head_fits_on_is_refused_by_its_family(tmp_path: Path) -> None:
-    """BART's causal LM is the decoder alone, but its classifier has the encoder too."""
-    from transformers import BartConfig, BartForCausalLM
-
-    config = BartConfig(
-        vocab_size=small.VOCAB, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16,
-        encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, pad_token_id=PAD, bos_token_id=1,
-        eos_token_id=1, forced_eos_token_id=None,
-    )  # fmt: skip
-    (tmp_path / "bart").mkdir()
-    save_checkpoint(BartForCausalLM(config), small.tokenizer(), tmp_path / "bart", identity={}, card="")
-    with pytest.raises(
-        ContractError, match=r"BartDecoderWrapper \(family bart\).*use a decoder of another family"
-    ):
-        TokenScores.from_policy(tmp_path / "bart", torch.Generator())
-
-
-def test_a_reward_model_whose_head_is_no_linear_map_of_states_is_refused_by_its_family(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("model", "use", "message"),
+    [
+        # BART's causal LM is the decoder alone, but its classifier has the encoder too
+        (
+            BartForCausalLM(BART),
+            lambda folder: TokenScores.from_policy(folder, torch.Generator()),
+            r"BartDecoderWrapper \(family bart\).*use a decoder of another family",
+        ),
+        (BertForSequenceClassification(BERT), load_reward, r"\(family bert\) has no linear head `score`"),
+        (ViTModel(VIT), load_classifier, "is a vit model, which has no classifier"),
+    ],
+)
+def test_a_family_that_fits_no_head_is_refused_by_its_name(
+    model: PreTrainedModel, use: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=small.VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16,
-    )  # fmt: skip
-    config.num_labels = 1
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(
-        ContractError, match=r"\(family bert\) has no linear head `score`.*use a decoder of another family"
-    ):
-        load_reward(tmp_path / "bert")
-
-
-def test_a_family_without_any_classifier_is_refused(tmp_path: Path) -> None:
-    from transformers import ViTConfig, ViTModel
-
-    config = ViTConfig(
-        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=16
-    )
-    ViTModel(config).save_pretrained(tmp_path / "vit")
-    with pytest.raises(ContractError, match="vit is a vit model, which has no classifier"):
-        load_classifier(tmp_path / "vit")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ContractError, match=message):
+        use(tmp_path)

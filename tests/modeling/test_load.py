@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -86,11 +85,6 @@ def test_a_new_reward_head_is_drawn_from_a_normal_of_std_1_over_root_of_width_pl
         0.0, (HIDDEN + 1) ** -0.5, generator=torch.Generator().manual_seed(5)
     )
     assert torch.equal(score_head(scores.model).weight, drawn)
-    many = [
-        score_head(TokenScores.from_policy(policy, torch.Generator().manual_seed(seed)).model).weight
-        for seed in range(30)
-    ]
-    assert torch.cat(many).std().item() == pytest.approx(0.2425, rel=0.12)  # 480 draws: 3.2% standard error
 
 
 def test_a_causal_model_without_a_trained_head_is_not_a_reward_model(policy: Path) -> None:
@@ -149,14 +143,6 @@ def test_what_is_no_checkpoint_or_a_damaged_one_is_an_error(tmp_path: Path) -> N
             load_causal(folder)
 
 
-def test_from_pretrained_loads_a_saved_checkpoint(policy: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(policy)
-    assert torch.equal(
-        small.logits_alone(theirs, QUERIES[0], RESPONSES[0]),
-        small.logits_alone(small.causal(), QUERIES[0], RESPONSES[0]),
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_weights_are_saved_as_the_same_bytes_wherever_they_come_from(
     family: Family, tmp_path: Path
@@ -199,13 +185,6 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
     return logits[batch.response_mask]
 
 
-def scores_of(model: PreTrainedModel) -> torch.Tensor:
-    batch = collate(QUERIES, RESPONSES, PAD)
-    with torch.no_grad():
-        found: torch.Tensor = TokenScores(model).eval()(batch)
-    return found[:, 1:][batch.response_mask]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_linear_layer_but_the_head_gets_an_adapter(family: Family) -> None:
     policy = add_lora(small.causal(family), LORA, seed=1)
@@ -220,18 +199,15 @@ def test_every_linear_layer_but_the_head_gets_an_adapter(family: Family) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_new_adapters_change_nothing_and_draw_nothing_of_the_global_rng(family: Family) -> None:
-    plain, model = small.causal(family), small.causal(family)
-    before = torch.get_rng_state()
-    add_lora(model, LORA, seed=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(logits_of(model), logits_of(plain))
-    same, other = (add_lora(small.causal(family), LORA, seed=seed) for seed in (1, 2))
-    drawn = [
-        torch.cat([p.flatten() for n, p in m.named_parameters() if "lora_A" in n])
-        for m in (model, same, other)
-    ]
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
+    def drawn(seed: int) -> torch.Tensor:
+        model, before = small.causal(family), torch.get_rng_state()
+        add_lora(model, LORA, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.equal(logits_of(model), logits_of(small.causal(family)))
+        return torch.cat([p.flatten() for name, p in model.named_parameters() if "lora_A" in name])
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -292,17 +268,6 @@ def test_a_mixture_of_experts_is_adapted_outside_its_experts_and_merged(tmp_path
     loaded = load_causal(save(merge_adapter(model), tmp_path / "merged"))
     torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(logits_of(model), logits_of(small.other("olmoe")), atol=1e-2)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_reward_model_keeps_its_head_and_its_mean(family: Family, tmp_path: Path) -> None:
-    scores = small.scores(family)
-    add_active_lora(scores.model)
-    scores.set_mean(0.5)
-    ours = scores_of(scores.model)
-    loaded = load_reward(save(merge_adapter(scores.model), tmp_path / "merged"))
-    assert loaded.mean == 0.5
-    torch.testing.assert_close(scores_of(loaded.model), ours, atol=1e-5, rtol=1e-5)
 
 
 def test_merging_a_model_without_adapters_returns_it() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from rlhf_tasks.console import Meter
-from rlhf_tasks.data.batches import Ids, collate, text_of
+from rlhf_tasks.data.batches import Ids, text_of
 from rlhf_tasks.modeling import sampling
 from rlhf_tasks.modeling.sampling import Samples, Share, sample, sample_responses, sample_token
 from rlhf_tasks.modeling.tensors import NonFiniteError
@@ -62,23 +61,14 @@ def test_a_sliding_window_hides_the_same_tokens_as_in_training() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_autocast_caches_keys_as_they_are_attended_to(
-    family: Family, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_autocast", [False, True])
+def test_the_preallocated_cache_gives_the_log_probs_of_transformers_own(
+    family: Family, has_autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rotation makes them float32; in bfloat16 they take half of the memory and give the same log-probs."""
-    caches, make = list[DynamicCache](), sampling._make_cache
-
-    def spy(*args: Any) -> DynamicCache:
-        caches.append(make(*args))
-        return caches[-1]
-
-    monkeypatch.setattr(sampling, "_make_cache", spy)
-    with torch.autocast("cpu", torch.bfloat16):
+    """Under autocast, rotation makes keys float32, and they are cached in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
         ours = draw(family)
-    layers: list[Any] = [layer for cache in caches for layer in cache.layers]
-    assert {x.dtype for layer in layers for x in (layer.keys, layer.values)} == {torch.bfloat16}
-    monkeypatch.setattr(sampling, "_make_cache", lambda model, _: DynamicCache(config=model.config))
-    with torch.autocast("cpu", torch.bfloat16):
+        monkeypatch.setattr(sampling, "_make_cache", lambda model, _: DynamicCache(config=model.config))
         theirs = draw(family)
     assert ours.responses == theirs.responses
     torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-6, rtol=0)
@@ -177,22 +167,6 @@ def test_samples_of_a_query_that_is_computed_once_are_those_of_repeated_queries(
     assert_close(found.logprobs, again.logprobs)
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size", "times"), [(1, None, 1), (4, None, 1), (4, 2, 2)])
-def test_a_query_is_computed_once_for_all_of_its_samples_in_a_batch(
-    num_samples: int, batch_size: int | None, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-
-    def spy(queries: list[list[int]], *rest: Any) -> Any:
-        lengths.extend(map(len, queries))
-        return collate(queries, *rest)
-
-    monkeypatch.setattr(sampling, "collate", spy)
-    found = draw(num_samples=num_samples, batch_size=batch_size)
-    assert len(found.responses) == num_samples * len(QUERIES)
-    assert sum(lengths) == times * sum(map(len, QUERIES)), f"not {num_samples} times"
-
-
 # ------------------------------------------------------------------------------------------ texts
 
 
@@ -209,15 +183,8 @@ def test_responses_are_in_the_order_of_their_prompts(batch_size: int) -> None:
 
 def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = ["w1 w2", "w3", "w4 w5 w6", "w7", "w8"]
-    respond = partial(
-        sample_responses,
-        small.causal(),
-        small.tokenizer(),
-        prompts,
-        max_new_tokens=4,
-        temperature=1.0,
-        seed=3,
-    )
+    how: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "seed": 3}
+    respond = partial(sample_responses, small.causal(), small.tokenizer(), prompts, **how)
     expected, decode, tried, largest = respond(), sampling._decode, list[int](), 2
 
     def hungry(model: Any, batch: Any, query_of: Tensor, *rest: Any) -> Any:
@@ -232,18 +199,6 @@ def test_half_as_many_rows_are_sampled_where_the_memory_is_full(monkeypatch: pyt
     largest = 0
     with pytest.raises(torch.OutOfMemoryError):
         respond()
-
-
-def test_the_meter_has_counted_every_response_at_the_end() -> None:
-    class Count(Meter):
-        done = 0.0
-
-        def advance(self, n: float = 1, **metrics: float) -> None:
-            self.done += n
-
-    meter = Count()
-    draw(batch_size=5, num_samples=2, meter=meter)
-    assert meter.done == pytest.approx(2 * len(QUERIES))
 
 
 def test_text_excludes_only_the_final_eos() -> None:

@@ -1,4 +1,4 @@
-"""A stage of the project in this folder, started as a user starts it, and what it wrote."""
+"""A stage of the project in this folder, started as a user starts it, what it wrote, and its snapshots."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from rlhf_tasks.config import Stage
+from rlhf_tasks import config
+from rlhf_tasks.config import SftView, Stage
+from rlhf_tasks.project import inputs
+from rlhf_tasks.project.paths import Paths
+from rlhf_tasks.training import checkpoint
+from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training.runtime import Runtime
+from tests import small
 
 
 def rlhf(stage: Stage) -> subprocess.CompletedProcess[str]:
@@ -35,3 +43,9 @@ def metrics(stage: str) -> dict[str, Any]:
 def curve(stage: str) -> list[dict[str, str]]:
     with Path(f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def loop(view: SftView | None = None, rt: Runtime | None = None) -> AbstractContextManager[Checkpoint]:
+    """The snapshots of a loop of stage sft."""
+    view = view or SftView.of(inputs.resolved(config.load()))
+    return checkpoint.open(rt or small.runtime(), Paths(), view, "loop")

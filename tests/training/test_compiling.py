@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,6 @@ from rlhf_tasks.training.supervised import LanguageModeling, train
 from tests import small
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++")
-
-
-def in_its_own_process(call: str) -> None:
-    """What torch compiles with must not meet modules that other tests have loaded."""
-    code = f"from tests.training import test_compiling as t; t.{call}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=small.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def losses(model: PreTrainedModel, *, compiles: bool) -> list[float]:
@@ -46,42 +40,31 @@ def losses(model: PreTrainedModel, *, compiles: bool) -> list[float]:
 
 @needs_compiler
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_a_compiled_model_takes_the_same_steps(family: small.Family) -> None:
-    in_its_own_process(f"compare_steps({family!r})")
+def test_a_compiled_model_takes_the_same_steps_and_samples_as_it_is_written(family: small.Family) -> None:
+    """In a process of its own: what torch compiles with must not meet modules of other tests."""
+    code = f"from tests.training import test_compiling; test_compiling.compare({family!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=small.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
-def compare_steps(family: small.Family) -> None:
-    models = [small.causal(family) for _ in range(2)]
-    plain, compiled = (losses(model, compiles=on) for model, on in zip(models, (False, True), strict=True))
-    assert compiled == pytest.approx(plain, abs=1e-5)
+def compare(family: small.Family) -> None:
+    models, frames = [small.causal(family) for _ in range(2)], torch._dynamo.utils.counters["frames"]
+    plain = losses(models[0], compiles=False)
+    assert not frames["total"]
+    assert losses(models[1], compiles=True) == pytest.approx(plain, abs=1e-5)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert (one - other).abs().max() < 1e-5
-
-
-@needs_compiler
-def test_sampling_runs_no_compiled_layer() -> None:
-    in_its_own_process("count_compiled_frames()")
-
-
-def count_compiled_frames() -> None:
-    def frames() -> int:
-        return int(torch._dynamo.utils.counters["frames"]["total"])  # torch has no public count
-
-    model, before = small.causal(), frames()
-    losses(model, compiles=True)
-    compiled = frames()
-    assert compiled > before
-    sample(
-        model, small.rows(4)[0], max_new_tokens=3, temperature=1.0, stop=small.EOS, pad=small.PAD,
-        generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
-    assert frames() == compiled
+    compiled = int(frames["total"])  # torch has no public count
+    assert compiled
+    how: dict[str, Any] = {"max_new_tokens": 3, "temperature": 1.0, "stop": small.EOS, "pad": small.PAD}
+    sample(models[1], small.rows(4)[0], generator=torch.Generator().manual_seed(1), **how)
+    assert frames["total"] == compiled
 
 
 PROGRAM = """
 import torch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.training.compiling import compile_layers
+from rlhf_tasks.training.runtime import compile_layers
 try:
     compile_layers(torch.nn.Linear(2, 2))
 except UserError as error:

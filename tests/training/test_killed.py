@@ -29,16 +29,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 MARK = "RLHF_TEST_KILLED"  # in the environment of every process of a run
 SMOKE: Mapping[str, Any] = {
-    "data.num_validation": 16, "data.num_test": 32, "prepare.synthetic_prompt_rows": 96,
-    "prepare.synthetic_sft_rows": 64, "prepare.synthetic_preference_rows": 64,
-    "model.scratch.hidden_size": 16, "model.scratch.num_layers": 2, "model.scratch.num_heads": 2,
-    "base.batch_size": 8, "sft.batch_size": 8, "sft.num_epochs": 2.0, "preferences.num_prompts": 32,
-    "reward.batch_size": 8, "reward.num_epochs": 2.0,
-    "ppo.total_episodes": 128, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
-    "ppo.num_sample_generations": 3, "ppo.num_selections": 1, "ppo.num_selection_prompts": 8,
-    "ppo.learning_rate": 1e-3, "ppo.guards": None, "judge.num_examples": 16, "judge.retention": None,
-    "resume.every_seconds": 0.1, "tracking.enabled": False, "service.retries": 0,
-}  # fmt: skip
+    "data": {"num_validation": 16, "num_test": 32},
+    "prepare": {"synthetic_prompt_rows": 96, "synthetic_sft_rows": 64, "synthetic_preference_rows": 64},
+    "model.scratch": {"hidden_size": 16, "num_layers": 2, "num_heads": 2},
+    "base": {"batch_size": 8},
+    "sft": {"batch_size": 8, "num_epochs": 2.0},
+    "preferences": {"num_prompts": 32},
+    "reward": {"batch_size": 8, "num_epochs": 2.0},
+    "ppo": {"total_episodes": 128, "rollout_batch_size": 16, "num_mini_batches": 2, "learning_rate": 1e-3},
+    "ppo.guards": None,
+    "ppo.num_sample_generations": 3,
+    "ppo.num_selections": 1,
+    "ppo.num_selection_prompts": 8,
+    "judge": {"num_examples": 16, "retention": None},
+    "resume.every_seconds": 0.1,
+    "tracking.enabled": False,
+    "service.retries": 0,
+}
 KILLS: Mapping[Stage, int] = {"base": 3, "sft": 4, "preferences": 3, "reward": 4, "ppo": 4, "judge": 2}
 KILLS_OF_TWO: Mapping[Stage, int] = {"base": 2, "sft": 2, "reward": 3, "ppo": 3}
 KILLS_OF_FLOW = 3
@@ -52,15 +59,15 @@ class Project:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
-        own = {
-            MARK: str(self.folder), "PREFECT_HOME": str(self.folder.parent / "prefect"),
-            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
-        }  # fmt: skip
+        own = {MARK: str(self.folder), "PREFECT_HOME": str(self.folder.parent / "prefect")}
+        own["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "300"
         return subprocess.Popen(
             [sys.executable, "-m", "rlhf_tasks.cli", command],
-            cwd=self.folder, env=projects.environment() | own, stdout=subprocess.DEVNULL,
+            cwd=self.folder,
+            env=projects.environment() | own,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def run(self, command: str) -> None:
         begin = time.monotonic()

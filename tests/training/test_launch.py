@@ -34,41 +34,32 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def section(**values: Any) -> Launch:
-    shipped = {
-        "num_processes": 1,
-        "num_machines": 1,
-        "parallelism": "ddp",
-        "offload": False,
-        "precision": "fp32",
-        "compile": False,
-    }
-    return Launch.model_validate(shipped | values)
+    return Launch.model_validate({"precision": "fp32", **values})
 
 
 def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-def test_one_process_needs_no_launcher() -> None:
-    assert not launch.is_needed("ppo", section())
-    assert not launch.is_needed("ppo", section(precision="bf16"))
-
-
-@pytest.mark.parametrize("values", [{"num_processes": 2}, {"parallelism": "zero2"}, {"num_machines": 2}])
-def test_only_training_stages_are_launched(values: dict[str, Any]) -> None:
-    needed = [stage for stage in STAGES if launch.is_needed(stage, section(**values))]
-    assert needed == ["base", "sft", "reward", "ppo"]
-
-
-def test_a_worker_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("values", "needed"),
+    [
+        ({"precision": "bf16"}, []),
+        ({"num_processes": 2}, ["base", "sft", "reward", "ppo"]),
+        ({"parallelism": "zero2"}, ["base", "sft", "reward", "ppo"]),
+        ({"num_machines": 2}, ["base", "sft", "reward", "ppo"]),
+    ],
+)
+def test_only_training_stages_are_launched_and_only_for_several_processes(
+    values: dict[str, Any], needed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [stage for stage in STAGES if launch.is_needed(stage, section(**values))] == needed
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not launch.is_needed("ppo", section(num_processes=2))
+    assert not launch.is_needed("ppo", section(**values)), "a worker launches nothing"
 
 
-def test_processes_of_one_machine() -> None:
-    words = launch.command(
-        Paths(), "sft", section(num_processes=4, precision="bf16"), {"OMP_NUM_THREADS": "3"}
-    )
+def test_the_command_of_one_machine() -> None:
+    words = launch.command(Paths(), "sft", section(num_processes=4), {"OMP_NUM_THREADS": "3"})
     assert words[:3] == [sys.executable, "-m", "rlhf_tasks.training.launch"]
     assert "--multi_gpu" in words
     assert option(words, "--num_processes") == "4"
@@ -98,35 +89,17 @@ def test_several_machines_connect_to_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "environment", "words"),
+    ("values", "message"),
     [
-        (
-            {"num_processes": 4, "num_machines": 2},
-            {},
-            "needs MASTER_ADDR and MACHINE_RANK in the environment",
-        ),
-        ({"num_processes": 3, "num_machines": 2}, {}, "num_processes=3 is not divisible by"),
-        ({"num_processes": 1, "num_machines": 2}, {}, "counts the processes of all machines"),
+        ({"num_processes": 4, "num_machines": 2}, "needs MASTER_ADDR and MACHINE_RANK in the environment"),
+        ({"num_processes": 3, "num_machines": 2}, "num_processes=3 is not divisible by"),
+        ({"num_processes": 1, "num_machines": 2}, "counts the processes of all machines"),
+        ({"parallelism": "fsdp2"}, r"and 2 with launch\.parallelism=fsdp2"),
     ],
 )
-def test_an_impossible_launch_is_an_error_with_advice(
-    values: dict[str, Any], environment: dict[str, str], words: str
-) -> None:
-    with pytest.raises(UserError, match=words):
-        launch.command(Paths(), "sft", section(**values), environment)
-
-
-@pytest.mark.parametrize("layout", ["zero2", "zero3", "fsdp2"])
-def test_every_layout_runs_every_training_stage(layout: str) -> None:
-    for stage in launch.TRAINING:
-        words = launch.command(Paths(), stage, section(num_processes=2, parallelism=layout), {})
-        assert words[-1] == stage
-        assert ("--use_deepspeed" in words) == (layout != "fsdp2")
-
-
-def test_fsdp2_needs_two_processes() -> None:
-    with pytest.raises(UserError, match=r"and 2 with launch\.parallelism=fsdp2"):
-        launch.command(Paths(), "ppo", section(parallelism="fsdp2"), {})
+def test_an_impossible_launch_is_an_error_with_advice(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        launch.command(Paths(), "sft", section(**values), {})
 
 
 def test_variables_turn_cuda_off_in_the_libraries_without_a_gpu() -> None:
@@ -150,27 +123,41 @@ def test_only_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.
     assert failures.has_failed_elsewhere()
 
 
-def test_a_folder_without_write_permission_is_a_user_error_in_a_worker_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "models"),
+            "[Errno 13] Permission denied: 'models'; give this user the right to read and write there",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", str(ROOT / "none/sft/.partial")),
+            f"{ROOT} is read-only ([Errno 30] Read-only file",
+        ),
+        (OSError(errno.EROFS, "Read-only file system"), "a file system is read-only ("),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore"),
+            "the GPU is out of memory (CUDA out of memory. Tried",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "a disk is full ([Errno 28] No space left on device). Make room",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "none/sft"),
+            f"the disk of {ROOT / 'none'} is full: ",
+        ),
+    ],
+)
+def test_faults_of_the_machine_are_mistakes_that_a_user_can_fix(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(failures.FAILURE, str(tmp_path / "failure.json"))
-    failures.report(PermissionError(errno.EACCES, "Permission denied", "models"))
+    failures.report(error)
     report = failures.reported()
     assert report is not None
     assert report["kind"] == "user"
-    assert report["message"].endswith("'models'; give this user the right to read and write there")
-    read_only = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "models/sft/.partial"))
-    assert str(failures.mistake(read_only)).startswith(f"{tmp_path} is read-only ([Errno 30] Read-only file")
-    read_only.filename = None
-    assert str(failures.mistake(read_only)).startswith("a file system is read-only (")
-    no_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
-    assert str(failures.mistake(no_memory)).startswith("the GPU is out of memory (CUDA out of memory. Tried")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    assert str(failures.mistake(full)).startswith(
-        "a disk is full ([Errno 28] No space left on device). Make room"
-    )
-    full.filename = "models/sft"
-    assert str(failures.mistake(full)).startswith(f"the disk of {Path.cwd() / 'models'} is full: ")
+    assert report["message"].startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -217,21 +204,16 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     name = context.process_name(psutil.Process(gone.pid))
     gone.kill()
     gone.communicate()
-    nobody = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), "RANK": "0", "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "ACCELERATE_USE_CPU": "true", stopping.LAUNCHER: name,
-    }  # fmt: skip
+    nobody = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(24000)), stopping.LAUNCHER: name}
+    nobody |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    nobody |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ACCELERATE_USE_CPU": "true"}
     code = (
         "from rlhf_tasks.config import Launch; from rlhf_tasks.training.runtime import Runtime\n"
         "from rlhf_tasks.training import stopping\n"
-        "values = dict(num_processes=2, num_machines=1, parallelism='ddp', offload=False, precision='fp32')\n"
-        "with stopping.listening('sft'): Runtime(Launch(**values, compile=False), 1)"
+        "with stopping.listening('sft'): Runtime(Launch(num_processes=2, precision='fp32'), 1)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | nobody, check=False, timeout=300,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    words, environment = [sys.executable, "-c", code], os.environ | nobody
+    done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 143
     assert "Traceback" not in done.stderr, "it ended for another reason"
 

@@ -1,67 +1,197 @@
-"""Stages on two real processes, in every layout: the numbers of one process, and an end when one fails."""
+"""Stages on two real processes, in every layout: the numbers of one process, and an end when one fails.
+
+Workers are started as a user starts them, by `rlhf STAGE` with a `launch` section; on a CPU they use gloo.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from benchmarks import layouts
+from rlhf_tasks.config import Stage
 from rlhf_tasks.modeling.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.runtime import Runtime
 from tests import small, toy
-from tests.ppo.toy import started
+from tests.ppo.toy import started, without_critic
 from tests.training import chunked_steps
-from tests.training.stages import rlhf
+from tests.training.stages import curve, metrics, rlhf, weights
 
 pytestmark = pytest.mark.e2e
 
+LAYOUTS = ("ddp", "zero2", "zero3", "fsdp2")
 STEPS = {"schedule": "constant", "learning_rate": 3e-3, "total_episodes": 48}
-ALONE: dict[str, Any] = {}
-"""What one process wrote, by the name of its features: they do not depend on the layout."""
+SUPERVISED: dict[str, Any] = {
+    "batch_size": 26,
+    "num_epochs": 2,
+    "micro_batch_tokens": 8,
+    "max_grad_norm": 1e-4,
+}
+"""Every row is a micro-batch, and in an epoch's last batch one process has a row less. Gradients are clipped
+to about Adam's eps."""
+ALONE: dict[str, tuple[layouts.Written, list[float]]] = {}
+"""What one process wrote, by the stage and its settings: they do not depend on the layout."""
+
+
+def cases(*parts: Iterable[str], quick: Collection[tuple[str, ...]]) -> list[Any]:
+    """All combinations; those that are not quick are slow tests."""
+    slow = pytest.mark.slow
+    return [pytest.param(*case, marks=() if case in quick else slow) for case in itertools.product(*parts)]
 
 
 def launched(layout: str, **changes: Any) -> dict[str, Any]:
     return {"num_processes": 2, "parallelism": layout, **changes}
 
 
-def assert_same_as_one_process(toy_project: Path, layout: str, name: str, features: dict[str, Any]) -> None:
+def ran(stage: Stage) -> tuple[layouts.Written, list[float]]:
+    """What the stage wrote, and the norms of its gradients: Adam hides a wrong scale."""
+    assert rlhf(stage).stdout.count(f"{stage}: done in") == 1, "the first rank alone speaks"
+    norms = [float(row["train/grad_norm"]) for row in curve(stage) if row["train/grad_norm"]]
+    return layouts.Written.of(Path(), stage), norms
+
+
+def assert_same_as_one_process(toy_project: Path, stage: Stage, layout: str, changes: dict[str, Any]) -> None:
     layouts.partition_small_weights(toy_project)
-    if name not in ALONE:
+    key = f"{stage} {changes}"
+    if key not in ALONE:
         shutil.copytree(toy_project, toy_project.parent / "alone")
         os.chdir(toy_project.parent / "alone")
-        toy.write_params(ppo=STEPS | features)
-        rlhf("ppo")
-        ALONE[name] = layouts.Written.of(Path(), "ppo")
+        toy.write_params(**{stage: changes})
+        ALONE[key] = ran(stage)
         os.chdir(toy_project)
-    toy.write_params(launch=launched(layout), ppo=STEPS | features)
-    rlhf("ppo")
-    found = layouts.Written.of(toy_project, "ppo")
-    assert found.weights.keys() == ALONE[name].weights.keys(), "the checkpoint is whole"
-    difference = layouts.compared(ALONE[name], found)
+    toy.write_params(launch=launched(layout), **{stage: changes})
+    found, norms = ran(stage)
+    expected, expected_norms = ALONE[key]
+    assert norms == pytest.approx(expected_norms, rel=1e-3)
+    assert found.weights.keys() == expected.weights.keys(), "the checkpoint is whole"
+    difference = layouts.compared(expected, found)
     assert difference.weights < layouts.TOLERANCE
     assert difference.losses < layouts.TOLERANCE
     assert difference.metrics < layouts.METRICS_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout"), cases(("sft", "reward"), LAYOUTS, quick={("sft", "ddp"), ("sft", "zero2")})
+)
+def test_supervised_stages_learn_in_every_layout_what_they_learn_in_one_process(
+    toy_project: Path, stage: Stage, layout: str
+) -> None:
+    assert_same_as_one_process(toy_project, stage, layout, SUPERVISED)
+
+
+def engine(*options: str, **changes: Any) -> dict[str, Any]:
+    """An engine that the stage starts: the stand-in, with these options."""
+    return {"sampler": started(*options, **changes)}
+
+
+LORA = {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}}
+SHORTER = {"kind": "function", "name": "shorter", "function": "shorter:scores"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "engine": engine(),
+    "engine-ahead-lora": engine(ahead=1) | LORA,
+    "warm-up-penalty-ptx-sync-checkpointing": {
+        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1},
+        "kl_penalty": {"beta": 1.0, "target": 1e-3},
+        "ptx": {"coef": 0.1, "text": None},
+        "reference_sync": {"every": 2, "alpha": 0.5},
+        "gradient_checkpointing": True,
+    },
+    "lora": LORA | {"gradient_checkpointing": True},
+    "shared": {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
+    "select-by-judge": {"select_by": {"judge": SHORTER, "max_failure_share": 0.5}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(
+        FEATURES,
+        LAYOUTS,
+        quick={("plain", "zero3"), ("plain", "fsdp2"), ("engine", "ddp"), ("engine", "fsdp2")},
+    ),
+)
+def test_ppo_learns_in_every_layout_what_it_learns_in_one_process(
+    toy_project: Path, name: str, layout: str
+) -> None:
+    code = "def scores(prompts, answers):\n    return [-float(len(a)) for a in answers]\n"
+    Path("shorter.py").write_text(code, encoding="utf-8")
+    assert_same_as_one_process(toy_project, "ppo", layout, STEPS | FEATURES[name])
     load_causal("models/policy")
+    assert ("selected_win_rate" in metrics("ppo")) == (name == "select-by-judge")
+    if name == "engine":
+        assert not list(processes_of(toy_project)), "no server is left"
+        assert sorted(file.suffix for file in Path(".rlhf/engine").iterdir()) == [".log"]
 
 
-def test_ppo_under_fsdp2_learns_what_one_process_does(toy_project: Path) -> None:
-    assert_same_as_one_process(toy_project, "fsdp2", "plain", {})
+def test_ppo_on_two_processes_is_written_once(toy_project: Path) -> None:
+    toy.write_params(launch=launched("ddp"))
+    rlhf("ppo")
+    assert metrics("ppo")["episode"] == 32
+    samples = pq.read_table("evaluation/ppo/samples.parquet").to_pylist()
+    assert len(samples) == 2 * 4, "before and after, four prompts, one process"
+    answers = pq.read_table("evaluation/ppo/answers.parquet").to_pylist()
+    prompts = pq.read_table("data/prompts/validation.parquet").column("prompt").to_pylist()[:8]
+    found = [(row["episode"], row["prompt"]) for row in answers]
+    assert found == [(at, prompt) for at in (0, 32) for prompt in prompts]
+    assert curve("ppo")[0]["eval/kl"] == "0.0", "before training the policy is the reference"
+    assert float(curve("ppo")[-1]["eval/kl"]) != 0
+    assert not list(Path().rglob("*.partial-*"))
 
 
-def test_ppo_under_zero3_learns_what_one_process_does(toy_project: Path) -> None:
-    assert_same_as_one_process(toy_project, "zero3", "plain", {})
+@pytest.mark.parametrize("layout", ["zero2", "fsdp2"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {
+            "advantages.critic.warmup": {"max_updates": 1, "settled": 0.1},
+            "kl_penalty": {"beta": 1.0, "target": 1e-3},
+            "ptx": {"coef": 0.1, "text": None},
+        },
+        without_critic("rloo"),
+    ],
+    ids=["", "warm-up-penalty-ptx", "without-critic"],
+)
+def test_ppo_takes_steps_in_bf16(toy_project: Path, features: dict[str, Any], layout: str) -> None:
+    """The TL;DR preset runs so. Before the first update only rounding causes a KL."""
+    settings = {"schedule": "constant", "learning_rate": 1e-3, "num_selections": 2} | features
+    toy.write_params(launch=launched(layout, precision="bf16"), ppo=settings)
+    rlhf("ppo")
+    assert abs(float(curve("ppo")[1]["objective/kl"])) < 0.01
+    assert float(curve("ppo")[0]["eval/kl"]) == 0
+    assert float(curve("ppo")[-1]["eval/kl"]) != 0, "the steps change the policy"
+    before, after = weights("models/sft"), weights("models/policy")
+    changed = any(not torch.equal(after[key].bfloat16(), before[key].bfloat16()) for key in before)
+    assert changed == (metrics("ppo")["selected_episode"] > 0), "the weights from before training may be best"
+    assert all(torch.isfinite(value).all() for value in after.values())
+
+
+def test_ppo_in_bf16_samples_and_trains_in_one_precision(toy_project: Path) -> None:
+    """One process on a CPU: the first ratio is 1, the first KL is 0, and the weights stay float32."""
+    settings = {"schedule": "constant", "learning_rate": 1e-3, "num_mini_batches": 1, "num_ppo_epochs": 1}
+    toy.write_params(launch={"precision": "bf16"}, ppo=settings)
+    rlhf("ppo")
+    first = curve("ppo")[1]
+    assert abs(float(first["objective/kl"])) < 0.01
+    assert abs(float(first["val/ratio"]) - 1) < 1e-3
+    after, before = weights("models/policy"), weights("models/sft")
+    moved = [after[key] for key in before if not torch.equal(after[key], before[key])]
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in moved)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero3", "fsdp2"])
@@ -89,36 +219,19 @@ def test_logits_in_chunks_take_the_steps_of_whole_logits(
             torch.testing.assert_close(other["weights"][name], value, rtol=1e-4, atol=weight_error)
 
 
-def engine(*options: str, **changes: Any) -> dict[str, Any]:
-    """An engine that the stage starts: the stand-in, with these options."""
-    return {"sampler": started(*options, **changes)}
-
-
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_ppo_with_an_engine_learns_on_two_processes_what_it_learns_on_one(
-    toy_project: Path, layout: str
-) -> None:
-    assert_same_as_one_process(toy_project, layout, "engine", engine())
-    assert not list(processes_of(toy_project)), "no server is left"
-    assert sorted(file.suffix for file in Path(".rlhf/engine").iterdir()) == [".log"]
-
-
 def test_an_engine_that_is_killed_is_started_again_for_both_processes(toy_project: Path) -> None:
     marker = toy_project.parent / "marker"
-    again = engine("--fault", "die", "--marker", str(marker))
     marker.touch()
-    toy.write_params(launch=launched("ddp"), ppo=STEPS | again)
-    rlhf("ppo")
-    undisturbed = layouts.Written.of(toy_project, "ppo")
+    toy.write_params(launch=launched("ddp"), ppo=STEPS | engine("--fault", "die", "--marker", str(marker)))
+    undisturbed, _ = ran("ppo")
     marker.unlink()
-    rlhf("ppo")
+    again, _ = ran("ppo")
     assert marker.exists()
-    assert layouts.compared(undisturbed, layouts.Written.of(toy_project, "ppo")).is_rounding
+    assert layouts.compared(undisturbed, again).is_rounding
 
 
 def test_an_engine_that_ends_again_ends_both_processes_with_one_message(toy_project: Path) -> None:
     toy.write_params(launch=launched("fsdp2"), ppo=STEPS | engine("--fault", "die"))
-    shutil.rmtree("models/policy", ignore_errors=True)
     done = failed(toy_project)
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
@@ -131,49 +244,17 @@ def test_an_engine_that_ends_again_ends_both_processes_with_one_message(toy_proj
 def test_of_two_machines_the_first_one_has_the_engine(toy_project: Path) -> None:
     """Two launches stand for the machines. The other one's responses come over their own connection."""
     toy.write_params(ppo=STEPS | engine())
-    rlhf("ppo")
-    one = layouts.Written.of(toy_project, "ppo")
+    one, _ = ran("ppo")
     toy.write_params(launch=launched("fsdp2", num_machines=2), ppo=STEPS | engine())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
     machines = [
-        subprocess.Popen(
-            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], env=os.environ | where | {"MACHINE_RANK": rank}
-        )
-        for rank in ("0", "1")
+        subprocess.Popen(words, env=os.environ | where | {"MACHINE_RANK": rank}) for rank in ("0", "1")
     ]
     assert [machine.wait(SECONDS) for machine in machines] == [0, 0]
     assert layouts.compared(one, layouts.Written.of(toy_project, "ppo")).is_rounding
-
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "sampler": engine(),
-    "engine-ahead-lora": engine(ahead=1)
-    | {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}},
-    "warm-up-penalty-ptx-sync-checkpointing": {
-        "advantages.critic.warmup": {"max_updates": 2, "settled": 0.1},
-        "kl_penalty": {"beta": 1.0, "target": 1e-3},
-        "ptx": {"coef": 0.1, "text": None},
-        "reference_sync": {"every": 2, "alpha": 0.5},
-        "gradient_checkpointing": True,
-    },
-    "lora": {
-        "lora": {"r": 2, "alpha": 4.0},
-        "advantages.critic.lora": {"r": 2, "alpha": 4.0},
-        "gradient_checkpointing": True,
-    },
-    "shared": {"advantages.critic.kind": "shared", "ptx": {"coef": 0.1, "text": None}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("name", FEATURES)
-def test_ppos_features_learn_in_every_layout_what_they_learn_in_one_process(
-    toy_project: Path, layout: str, name: str
-) -> None:
-    assert_same_as_one_process(toy_project, layout, name, FEATURES[name])
 
 
 # ---------------------------------------------------------------------------------------- failures
@@ -181,29 +262,21 @@ def test_ppos_features_learn_in_every_layout_what_they_learn_in_one_process(
 SECONDS = 150
 """Until a launch whose process failed must have ended; a start takes up to a minute on a busy machine, and
 `accelerate launch` kills after 30 s what has not ended after SIGTERM."""
-
 FAULTS = {
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "nan": """
-        for layout in (layouts.Parallel, layouts.DeepSpeed, layouts.Fsdp2):
-            layout.backward = spoilt(layout.backward)""",
-    "out of memory": "Runtime.backward = full",
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "rlhf: process 1 was killed by SIGKILL"),
+    "nan": ("Runtime.backward = spoilt(Runtime.backward)", "NaN or infinite"),
+    "out of memory": ("Runtime.backward = full", "rank 1 is out of memory"),
 }
-SAID = {
-    "killed": "rlhf: process 1 was killed by SIGKILL",
-    "nan": "NaN or infinite",
-    "out of memory": "rank 1 is out of memory",
-}
+"""What rank 1 does, and what is said of it."""
 PROGRAM = """
 import os, pathlib, signal
 import torch
-from rlhf_tasks.training import layouts
 from rlhf_tasks.training.runtime import Runtime
 
 calls = 0
 
 def spoilt(backward):
-    return lambda self, model, loss, **named: backward(self, model, loss * float("nan"), **named)
+    return lambda self, model, loss: backward(self, model, loss * float("nan"))
 
 def full(*given):
     raise torch.OutOfMemoryError("no memory is left")
@@ -229,52 +302,34 @@ def processes_of(folder: Path) -> Iterator[psutil.Process]:
 
 def failed(toy_project: Path) -> subprocess.CompletedProcess[str]:
     """Stage ppo, which must fail, and leave no process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode != 0, done.stdout
     assert not list(processes_of(toy_project)), "no process is left"
     assert not Path("models/policy").exists()
     return done
 
 
-def assert_all_end(toy_project: Path, layout: str, fault: str, **changes: Any) -> None:
-    (toy_project / "faulty.py").write_text(PROGRAM.replace("FAULT", FAULTS[fault].strip()), encoding="utf-8")
+@pytest.mark.parametrize(
+    ("sampler", "layout", "fault"),
+    cases(
+        ("policy", "engine"),
+        LAYOUTS,
+        FAULTS,
+        quick={("policy", "fsdp2", "killed"), ("engine", "ddp", "killed")},
+    ),
+)
+def test_all_processes_end_when_one_fails(toy_project: Path, sampler: str, layout: str, fault: str) -> None:
+    """The engine too. With a rollout ahead the first process has a thread that waits for it."""
+    action, said = FAULTS[fault]
+    (toy_project / "faulty.py").write_text(PROGRAM.replace("FAULT", action), encoding="utf-8")
     layouts.partition_small_weights(toy_project)
     scorers = [
         {"kind": "reward_model", "weight": 1.0, "path": None},
         {"kind": "function", "function": "faulty:scores", "weight": 0.1},
     ]
+    changes = engine(ahead=1) if sampler == "engine" else {}
     toy.write_params(launch=launched(layout), ppo=STEPS | {"scorers": scorers} | changes)
     done = failed(toy_project)
     assert Path("reached").exists(), done.stderr
-    assert SAID[fault] in done.stdout + done.stderr
-
-
-def test_under_fsdp2_all_processes_end_when_one_is_killed(toy_project: Path) -> None:
-    assert_all_end(toy_project, "fsdp2", "killed")
-
-
-def test_all_processes_and_the_engine_end_when_one_process_is_killed(toy_project: Path) -> None:
-    """With a rollout ahead the first process has a thread that waits for the engine."""
-    assert_all_end(toy_project, "ddp", "killed", **engine(ahead=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_all_processes_and_the_engine_end_when_one_process_fails(
-    toy_project: Path, layout: str, fault: str
-) -> None:
-    assert_all_end(toy_project, layout, fault, **engine(ahead=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3", "fsdp2"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_all_processes_end_when_one_fails(toy_project: Path, layout: str, fault: str) -> None:
-    assert_all_end(toy_project, layout, fault)
+    assert said in done.stdout + done.stderr

@@ -46,11 +46,9 @@ def scores(prompts, responses):
 def machine(rank: int, port: int) -> Iterator[subprocess.Popen[str]]:
     """Stage ppo, started as on a machine of this number; at the end nothing of it is left."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MACHINE_RANK": str(rank)}
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
     with Path(f"machine-{rank}.log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], env=os.environ | where, stdout=log, stderr=log,
-            text=True,
-        )  # fmt: skip
+        process = subprocess.Popen(words, env=os.environ | where, stdout=log, stderr=log, text=True)
     try:
         yield process
     finally:
@@ -75,17 +73,13 @@ def kill_worker(launch: subprocess.Popen[str]) -> None:
     worker.kill()
 
 
+SLOW = [("ddp", 0, kill)]
+SLOW += [(layout, victim, kill_worker) for layout in ("ddp", "zero2", "zero3", "fsdp2") for victim in (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("layout", "victim", "end"),
-    [
-        ("ddp", 1, kill),
-        pytest.param("ddp", 0, kill, marks=pytest.mark.slow),
-        *(
-            pytest.param(layout, victim, end, marks=pytest.mark.slow)
-            for layout in ("ddp", "zero2", "zero3", "fsdp2")
-            for victim, end in ((0, kill_worker), (1, kill_worker))
-        ),
-    ],
+    [("ddp", 1, kill), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_when_a_machine_or_its_process_is_gone_the_other_machine_ends(
     layout: str, victim: int, end: Callable[..., None], toy_project: Path

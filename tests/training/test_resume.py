@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
-import io
 import json
 import os
 import random
@@ -14,8 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +35,14 @@ from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.state import Files, State
 from tests import small, toy
 from tests.ppo.toy import without_critic
+from tests.training.stages import loop
 
 SMALL: Mapping[str, Any] = {
-    "model.scratch.hidden_size": 16,
-    "model.scratch.num_layers": 2,
-    "model.scratch.num_heads": 2,
-    "base.num_epochs": 2.5,
-    "base.batch_size": 8,
-    "sft.num_epochs": 6.0,
-    "sft.batch_size": 8,
-    "sft.patience": 3,
-    "sft.learning_rate": 0.02,
-    "reward.num_epochs": 2.0,
-    "reward.batch_size": 4,
-    "ppo.total_episodes": 160,
-    "ppo.rollout_batch_size": 16,
-    "ppo.num_mini_batches": 2,
-    "ppo.response_length": 8,
+    "model.scratch": {"hidden_size": 16, "num_layers": 2, "num_heads": 2},
+    "base": {"num_epochs": 2.5, "batch_size": 8},
+    "sft": {"num_epochs": 6.0, "batch_size": 8, "patience": 3, "learning_rate": 0.02},
+    "reward": {"num_epochs": 2.0, "batch_size": 4},
+    "ppo": {"total_episodes": 160, "rollout_batch_size": 16, "num_mini_batches": 2, "response_length": 8},
     "ppo.num_selections": 3,
     "ppo.num_selection_prompts": 8,
     "ppo.num_sample_generations": 3,
@@ -68,6 +56,12 @@ SMALL: Mapping[str, Any] = {
 WARM_UP: Mapping[str, Any] = {
     "ppo.advantages.critic.warmup": {"max_updates": 2, "settled": 0.9},
     "ppo.kl_penalty": {"beta": 1.0, "target": 1e-3},
+}
+SHARED: Mapping[str, Any] = {
+    "ppo.advantages.critic.kind": "shared",
+    "ppo.gradient_checkpointing": True,
+    "ppo.lora": {"r": 2, "alpha": 4.0},
+    "ppo.reference_sync": None,
 }
 STAGES: Mapping[Stage, Any] = {"base": base, "sft": sft, "reward": reward}
 OUTS: Mapping[str, tuple[Path, ...]] = {
@@ -101,11 +95,8 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def written(stage: str, folder: Path = Path()) -> dict[str, bytes]:
     """Every byte of the stage's checkpoints."""
-    return {str(f): (folder / f).read_bytes() for out in OUTS[stage] for f in _files(folder, out)}
-
-
-def _files(folder: Path, out: Path) -> list[Path]:
-    return sorted(file.relative_to(folder) for file in (folder / out).iterdir())
+    files = [file for out in OUTS[stage] for file in sorted((folder / out).iterdir())]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def run(stage: Stage, tracker: NullTracker | None = None) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -182,14 +173,14 @@ def view(project: Path) -> SftView:
     return SftView.of(settings.model_copy(update={"resume": quick}))
 
 
-def kept(view: SftView, *steps: int) -> None:
-    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
+def keep(view: SftView, *steps: int) -> None:
+    with loop(view) as snapshots:
         for step in steps:
             snapshots.save(step, {"step": step, "shared": {"weights": torch.full((3,), float(step))}})
 
 
 def loaded(view: SftView) -> State | None:
-    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with loop(view) as snapshots:
         return snapshots.load()
 
 
@@ -205,7 +196,7 @@ def snapshots_of(project: Path) -> list[Path]:
 
 def test_a_run_is_resumed_from_the_newest_of_the_last_k_snapshots(project: Path, view: SftView) -> None:
     assert loaded(view) is None
-    kept(view, 1, 2, 10)
+    keep(view, 1, 2, 10)
     found = loaded(view)
     assert found is not None
     assert found["step"] == 10
@@ -217,11 +208,11 @@ def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parame
     project: Path, view: SftView
 ) -> None:
     assert checkpoint.point(Paths(), "sft") is None
-    kept(view, 3, 7)
+    keep(view, 3, 7)
     assert checkpoint.point(Paths(), "sft") == "step 7 of loop"
     assert checkpoint.point(Paths(), "ppo") is checkpoint.point(Paths(), "report") is None
-    snapshots = snapshots_of(project)
-    os.utime(snapshots[0], (time.time() + 9, time.time() + 9))
+    first = snapshots_of(project)[0]
+    os.utime(first, (time.time() + 9, time.time() + 9))
     assert checkpoint.point(Paths(), "sft") == "step 3 of loop", "the one that was saved last"
     yaml = YAML()
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
@@ -231,22 +222,15 @@ def test_the_point_of_resuming_is_that_of_the_newest_snapshot_of_the_same_parame
     assert checkpoint.point(Paths(), "sft") is None
 
 
-def _cut_short(snapshot: Path) -> None:
-    file = snapshot / "shared.pt"
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-def _flip_a_bit(snapshot: Path) -> None:
-    data = bytearray((snapshot / "rank-0.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (snapshot / "rank-0.pt").write_bytes(data)
+def change(file: Path, edit: Callable[[bytes], bytes]) -> None:
+    file.write_bytes(edit(file.read_bytes()))
 
 
 @pytest.mark.parametrize(
     "tear",
     [
-        _cut_short,
-        _flip_a_bit,
+        lambda snapshot: change(snapshot / "shared.pt", lambda content: content[:-10]),
+        lambda snapshot: change(snapshot / "rank-0.pt", lambda content: content[:99] + b"?" + content[100:]),
         lambda snapshot: (snapshot / "rank-0.pt").unlink(),
         lambda snapshot: (snapshot / "manifest.json").unlink(),
         lambda snapshot: (snapshot / "manifest.json").write_text('{"step"', encoding="utf-8"),
@@ -255,7 +239,7 @@ def _flip_a_bit(snapshot: Path) -> None:
 def test_a_damaged_snapshot_is_reported_and_the_one_before_is_used(
     project: Path, view: SftView, tear: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept(view, 1, 2)
+    keep(view, 1, 2)
     tear(snapshots_of(project)[-1])
     assert step_of(view) == 1
     assert "step-000000002 is damaged" in capsys.readouterr().out
@@ -264,12 +248,11 @@ def test_a_damaged_snapshot_is_reported_and_the_one_before_is_used(
 
 
 def test_a_half_written_snapshot_is_not_used(project: Path, view: SftView) -> None:
-    kept(view, 1)
+    keep(view, 1)
     half = snapshots_of(project)[0].with_name(".step-000000002.partial")
     half.mkdir()
-    (half / "rank-0.pt").write_bytes(b"half")
     assert step_of(view) == 1
-    kept(view, 3)
+    keep(view, 3)
     assert not half.exists()
 
 
@@ -279,7 +262,7 @@ def test_a_part_that_writes_its_own_files_is_loaded_as_their_folder(view: SftVie
     def write(folder: Path) -> None:
         (folder / "part.bin").write_bytes(b"own")
 
-    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with loop(view) as snapshots:
         snapshots.save(4, {"shared": {"deep": {"training": Files(write)}}, "x": [1, None, "text", 0.5]})
         found = snapshots.load()
     assert found is not None
@@ -291,7 +274,7 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     object.__setattr__(view.resume, "every_seconds", 60.0)
-    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with loop(view) as snapshots:
         seen = []
         for now[0] in (159.0, 160.0, 161.0):
             seen.append(snapshots.due())
@@ -303,18 +286,15 @@ def test_due_counts_from_the_last_snapshot(view: SftView, monkeypatch: pytest.Mo
     assert seen == [False, True, True, False, True]
 
 
-def test_restored_generators_draw_the_same_numbers() -> None:
+def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
     def drawn() -> tuple[float, float, list[float]]:
         return random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
 
     rt = small.runtime()
-    random.gauss(0, 1)  # the second of its pair is kept inside
-    np.random.normal()
-    buffer = io.BytesIO()
-    torch.save(rt.rng_state(), buffer)
+    drawn()  # the second number of a pair is kept inside
+    torch.save(rt.rng_state(), tmp_path / "state.pt")
     expected = drawn()
-    buffer.seek(0)
-    rt.set_rng_state(torch.load(buffer, weights_only=True))
+    rt.set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert drawn() == expected
 
 
@@ -322,7 +302,7 @@ def test_restored_generators_draw_the_same_numbers() -> None:
 
 
 def test_snapshots_of_another_number_of_processes_are_an_error(project: Path, view: SftView) -> None:
-    kept(view, 1)
+    keep(view, 1)
     manifest = snapshots_of(project)[0] / "manifest.json"
     tree = json.loads(manifest.read_text(encoding="utf-8"))
     tree["made_by"]["launch.num_processes"] = 4
@@ -335,7 +315,7 @@ def test_snapshots_of_another_number_of_processes_are_an_error(project: Path, vi
 
 def test_snapshots_of_other_parameters_and_inputs_are_an_error(project: Path, view: SftView) -> None:
     """The test renames the folder, because another digest means another folder."""
-    kept(view, 1)
+    keep(view, 1)
     [snapshot] = snapshots_of(project)
     was = view.sft.learning_rate
     (project / "data/sft/train.txt").write_text("other rows\n", encoding="utf-8")
@@ -354,7 +334,7 @@ def test_a_change_starts_from_the_beginning_and_prints_the_differences(
     project: Path, view: SftView, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with checkpoint.claim(Paths(), view, main=True):
-        kept(view, 1)
+        keep(view, 1)
     (project / "code.py").write_text("changed = True\n", encoding="utf-8")
     with checkpoint.claim(Paths(), view, main=True):
         assert loaded(view) is None
@@ -370,7 +350,7 @@ def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: S
     with checkpoint.claim(Paths(), view, main=True) as first:
         pass
     with checkpoint.claim(Paths(), view, main=True) as second:
-        kept(view, 1)
+        keep(view, 1)
     for _ in range(2):
         with checkpoint.claim(Paths(), view, main=True) as third:
             assert loaded(view) is not None
@@ -383,35 +363,24 @@ def test_a_run_keeps_its_key_and_snapshots_until_dvc_has_stored_its_outs(view: S
     assert second.key == third.key != fourth.key
 
 
-@contextmanager
-def claimed_elsewhere(view: SftView, order: list[str]) -> Iterator[threading.Event]:
-    """Another thread trains the same until the event is set, at the latest at the end of the block."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with checkpoint.claim(Paths(), view, main=True):
-            entered.set()
-            leave.wait(10)
-            order.append("other")
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert entered.wait(10)
-    try:
-        yield leave
-    finally:
-        leave.set()
-        thread.join()
-
-
 def test_a_second_process_with_the_same_training_waits_for_the_first(
     view: SftView, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order: list[str] = []
-    with claimed_elsewhere(view, order) as leave:
-        threading.Timer(0.3, leave.set).start()
+    claimed = threading.Event()
+
+    def train_elsewhere() -> None:
         with checkpoint.claim(Paths(), view, main=True):
-            order.append("this")
+            claimed.set()
+            time.sleep(0.3)
+            order.append("other")
+
+    thread = threading.Thread(target=train_elsewhere)
+    thread.start()
+    assert claimed.wait(10)
+    with checkpoint.claim(Paths(), view, main=True):
+        order.append("this")
+    thread.join()
     assert order == ["other", "this"]
     assert "another process trains with the same parameters, code and inputs" in capsys.readouterr().out
 
@@ -423,8 +392,11 @@ def start(stage: str, folder: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RLHF_STATE_DIR": str(folder / "state")}
     return subprocess.Popen(
         [sys.executable, "-m", "rlhf_tasks.cli", stage],
-        cwd=folder, env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def finish(stage: str, folder: Path) -> dict[str, Any]:
@@ -433,15 +405,9 @@ def finish(stage: str, folder: Path) -> dict[str, Any]:
     assert list((folder / "state").glob("*/*/finished")), "the next stage may remove the snapshots"
     metrics = json.loads((folder / f"metrics/{stage}.json").read_text(encoding="utf-8"))
     with (folder / f"plots/{stage}.csv").open(encoding="utf-8", newline="") as file:
-        curves = list(csv.DictReader(file))
-    return written(stage, folder) | {
-        "metrics": _untimed(metrics),
-        "curves": [_untimed(row) for row in curves],
-    }
-
-
-def _untimed(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != "eps" and not key.startswith("time/")}
+        rows = [metrics, *csv.DictReader(file)]
+    untimed = [{k: v for k, v in row.items() if k != "eps" and not k.startswith("time/")} for row in rows]
+    return written(stage, folder) | {"metrics and curves": untimed}
 
 
 def terminate_after(folder: Path, process: subprocess.Popen[bytes], before: str) -> None:
@@ -461,24 +427,10 @@ def await_snapshot(folder: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.005)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(
-    trained: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Stage], dict[str, Any]]:
-    """The results of an uninterrupted stage; each stage runs once."""
-
-    @functools.cache
-    def made(stage: Stage) -> dict[str, Any]:
-        return finish(stage, workspace(trained, tmp_path_factory.mktemp(f"uninterrupted-{stage}")))
-
-    return made
-
-
 @pytest.mark.e2e
-def test_sft_killed_or_terminated_ends_with_the_same_bytes(
-    trained: Path, tmp_path: Path, uninterrupted: Callable[[Stage], dict[str, Any]]
-) -> None:
-    folder = workspace(trained, tmp_path)
+def test_sft_killed_or_terminated_ends_with_the_same_bytes(trained: Path, tmp_path: Path) -> None:
+    expected = finish("sft", workspace(trained, tmp_path / "uninterrupted"))
+    folder = workspace(trained, tmp_path / "killed")
     process = start("sft", folder)
     await_snapshot(folder, process)
     process.kill()
@@ -486,8 +438,8 @@ def test_sft_killed_or_terminated_ends_with_the_same_bytes(
     process = start("sft", folder)
     terminate_after(folder, process, newest(folder))
     assert not (folder / "metrics/sft.json").exists()
-    assert finish("sft", folder) == uninterrupted("sft")
-    assert finish("sft", folder) == uninterrupted("sft"), "DVC was killed before it had stored the outs"
+    assert finish("sft", folder) == expected
+    assert finish("sft", folder) == expected, "DVC was killed before it had stored the outs"
 
 
 def newest(folder: Path) -> str:
@@ -497,45 +449,27 @@ def newest(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("stage", "seed"), [(("base", "sft", "reward", "ppo", "ppo")[seed % 5], seed) for seed in range(15)]
-)
-def test_killed_at_a_random_moment(
-    stage: Stage, seed: int, trained: Path, tmp_path: Path,
-    uninterrupted: Callable[[Stage], dict[str, Any]],
-) -> None:  # fmt: skip
-    """It is killed three times, at any moment from the first import to the last write."""
-    expected, folder, rng = uninterrupted(stage), workspace(trained, tmp_path), random.Random(seed)
-    for _ in range(3):
-        process = start(stage, folder)
-        if rng.random() < 0.8:
-            try:
-                await_snapshot(folder, process)
-            except AssertionError:
-                break  # it was done before
-            time.sleep(rng.uniform(0, 1.0))
-        else:
-            time.sleep(rng.uniform(0, 8))
-        process.kill()
-        process.wait()
-    assert finish(stage, folder) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("stage", "layout"),
+    ("stage", "changes"),
     [
-        *(("sft", layout) for layout in ("ddp", "zero2", "zero3", "fsdp2")),
-        ("reward", "zero3"),
-        ("reward", "fsdp2"),
+        *(("sft", {"launch.parallelism": layout}) for layout in ("ddp", "zero2", "zero3", "fsdp2")),
+        *(("reward", {"launch.parallelism": layout}) for layout in ("zero3", "fsdp2")),
+        ("ppo", WARM_UP),
+        *(("ppo", {**WARM_UP, "launch.parallelism": layout}) for layout in ("zero2", "zero3", "fsdp2")),
+        *(
+            ("ppo", {**WARM_UP, "launch.parallelism": layout, "launch.offload": True})
+            for layout in ("zero3", "fsdp2")
+        ),
+        ("ppo", SHARED),
+        ("ppo", {f"ppo.{key}": value for key, value in without_critic("rloo").items()}),
     ],
 )
 def test_two_processes_are_resumed_to_the_same_bytes(
-    stage: Stage, layout: str, trained: Path, tmp_path: Path
+    stage: Stage, changes: dict[str, Any], trained: Path, tmp_path: Path
 ) -> None:
+    """In PPO one worker is killed, which ends the other; else their launcher. Later all receive SIGTERM."""
+
     def made(name: str) -> Path:
-        changes = {"launch.num_processes": 2, "launch.parallelism": layout}
-        folder = workspace(trained, tmp_path / name, **changes)
+        folder = workspace(trained, tmp_path / name, **{"launch.num_processes": 2, **changes})
         shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
         layouts.partition_small_weights(folder)
         return folder
@@ -543,63 +477,19 @@ def test_two_processes_are_resumed_to_the_same_bytes(
     expected, folder = finish(stage, made("uninterrupted")), made("killed")
     process = start(stage, folder)
     await_snapshot(folder, process)
-    for worker in psutil.Process(process.pid).children(recursive=True) if layout.startswith("zero") else []:
-        worker.kill()  # else they notice that their launcher is gone, and end
-    process.kill()
-    process.wait()
+    children = psutil.Process(process.pid).children(recursive=True)
+    workers = [one for one in children if "LOCAL_RANK" in one.environ()]
+    assert len(workers) == 2
+    if stage == "ppo":
+        workers[1].kill()
+    else:
+        for worker in children if changes["launch.parallelism"].startswith("zero") else []:
+            worker.kill()  # else they notice that their launcher is gone, and end
+        process.kill()
+    assert process.wait(60) != 0
     [lock] = (folder / f"state/{stage}").glob("*.lock")
     with FileLock(lock, timeout=60):
         before = newest(folder)
     process = start(stage, folder)
     terminate_after(folder, process, before)
     assert finish(stage, folder) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-@pytest.mark.parametrize(
-    "features",
-    [
-        WARM_UP,
-        {**WARM_UP, "launch.parallelism": "zero2"},
-        {**WARM_UP, "launch.parallelism": "zero3"},
-        {**WARM_UP, "launch.parallelism": "zero3", "launch.offload": True},
-        {**WARM_UP, "launch.parallelism": "fsdp2"},
-        {**WARM_UP, "launch.parallelism": "fsdp2", "launch.offload": True},
-        {
-            "ppo.advantages.critic.kind": "shared", "ppo.gradient_checkpointing": True,
-            "ppo.lora": {"r": 2, "alpha": 4.0}, "ppo.reference_sync": None,
-        },
-        {f"ppo.{key}": value for key, value in without_critic("rloo").items()},
-    ],
-    ids=[
-        "warm-up-penalty", "zero2", "zero3", "zero3-offload", "fsdp2", "fsdp2-offload",
-        "lora-shared-checkpointing", "without-critic",
-    ],
-)  # fmt: skip
-def test_ppo_on_two_processes_is_resumed_to_the_same_bytes(
-    features: dict[str, Any], trained: Path, tmp_path: Path
-) -> None:
-    """One worker is killed, which ends the other; later all receive SIGTERM."""
-
-    def made(name: str) -> Path:
-        folder = workspace(trained, tmp_path / name, **{"launch.num_processes": 2, **features})
-        shutil.copytree(toy.ROOT / "infra/deepspeed", folder / "infra/deepspeed")
-        layouts.partition_small_weights(folder)
-        return folder
-
-    expected = finish("ppo", made("uninterrupted"))
-    folder = made("killed")
-    process = start("ppo", folder)
-    await_snapshot(folder, process)
-    workers = [one for one in psutil.Process(process.pid).children(recursive=True) if _is_worker(one)]
-    assert len(workers) == 2
-    workers[1].kill()
-    assert process.wait(60) != 0
-    process = start("ppo", folder)
-    terminate_after(folder, process, newest(folder))
-    assert finish("ppo", folder) == expected
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    return "LOCAL_RANK" in process.environ()

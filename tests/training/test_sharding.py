@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from rlhf_tasks.config import Lora
+from rlhf_tasks.config import Launch, Lora
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling import logprobs
 from rlhf_tasks.modeling.classifiers import build_classifier, find_trunk
@@ -22,8 +24,8 @@ from rlhf_tasks.modeling.sampling import sample
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.layouts import Fsdp2
 from rlhf_tasks.training.optim import adamw
+from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.small import EOS, PAD
 
@@ -78,11 +80,10 @@ def test_the_weights_of_a_sharded_model_are_those_of_the_whole_one_under_the_sam
 
 
 def test_the_whole_copy_samples_what_the_model_would_and_is_empty_afterwards(mesh: DeviceMesh) -> None:
-    def responses(model: nn.Module) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(1)
-        return sample(
-            model, [[5, 6], [7]], max_new_tokens=6, temperature=0.9, stop=EOS, pad=PAD, generator=generator  # type: ignore[arg-type]
-        ).responses  # fmt: skip
+    how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.9, "stop": EOS, "pad": PAD}
+
+    def responses(model: PreTrainedModel) -> list[list[int]]:
+        return sample(model, [[5, 6], [7]], generator=torch.Generator().manual_seed(1), **how).responses
 
     policy = add_lora(small.causal(), Lora(r=2, alpha=4.0), seed=1)
     for weight in policy.parameters():
@@ -148,12 +149,13 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     """All parts that may be called on their own have gradients and are clipped together."""
 
     def made() -> nn.Module:
-        if kind.startswith("learner"):
-            policy = small.causal() if kind == "learner" else small.other("gemma2")
-            trunk = small.scores() if kind == "learner" else None
-            return Learner(trunk or _scores_of("gemma2"), policy)
-        head = ValueHead(small.HIDDEN)
-        return ActorCritic(small.causal(), head if kind == "shared" else small.scores(seed=3))
+        if kind == "separate":
+            return ActorCritic(small.causal(), small.scores(seed=3))
+        if kind == "shared":
+            return ActorCritic(small.causal(), ValueHead(small.HIDDEN))
+        if kind == "learner":
+            return Learner(small.scores(), small.causal())
+        return Learner(_scores_of("gemma2"), small.other("gemma2"))
 
     def loss(model: nn.Module) -> Tensor:
         if isinstance(model, Learner):
@@ -164,19 +166,17 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
             total = stats.logprobs.sum() + (values - 1).square().sum()
         return total
 
-    plain, split = made(), made()
-    for one in (plain, split):
-        for weight, init in zip(one.parameters(), made().parameters(), strict=True):
-            weight.data.copy_(init)
+    plain = made()
+    split = copy.deepcopy(plain)
     settings = small.optimization()
     expected = adamw(plain, settings)
     loss(plain).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     expected.step()
-    engine = Fsdp2(mesh, lambda x: x, lambda model: sharding.shard(model, mesh, offload=False))
-    model, optimizer = engine.prepare(split, adamw(split, settings), 0.5)
-    engine.backward(model, loss(model))
-    assert engine.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
+    rt = Runtime(Launch(parallelism="fsdp2", precision="fp32"), seed=1)
+    model, optimizer = rt.prepare(split, adamw(split, settings), 0.5)
+    rt.backward(model, loss(model))
+    assert rt.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
     assert norm > 0.5
     for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(sharding.gathered(mine), theirs.detach(), rtol=1e-4, atol=1e-6)

@@ -66,21 +66,10 @@ def fit(
     **changes: Any,
 ) -> tuple[TrainState, list[Row]]:
     """The state at the end of a training, and the metrics of its steps."""
-    tracker = NullTracker("sft")
-    state = train(
-        rt or small.runtime(),
-        model,
-        data,
-        small.optimization(**changes),
-        seed=seed,
-        name="test",
-        tracker=tracker,
-        snapshots=snapshots or Memory(),
-        validation=validation,
-        num_evaluations=num_evaluations,
-        patience=patience,
-    )
-    return state, tracker.history()
+    tracker, settings = NullTracker("sft"), small.optimization(**changes)
+    how: dict[str, Any] = {"validation": validation, "num_evaluations": num_evaluations, "patience": patience}
+    how |= {"seed": seed, "name": "test", "tracker": tracker, "snapshots": snapshots or Memory()}
+    return train(rt or small.runtime(), model, data, settings, **how), tracker.history()
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -99,20 +88,15 @@ def by_hand(model: nn.Module) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pad", [PAD, EOS])
-def test_the_loss_is_the_mean_over_completion_tokens_only(family: Family, pad: int) -> None:
+@pytest.mark.parametrize(("pad", "micro_batch_tokens"), [(PAD, 16384), (EOS, 16384), (PAD, 30), (PAD, 1)])
+def test_the_loss_is_the_mean_over_completion_tokens_only(
+    family: Family, pad: int, micro_batch_tokens: int
+) -> None:
     model = small.causal(family)
     loss, accuracy = by_hand(model)
-    found = evaluate(small.runtime(), model, task(pad), TokenBudget(16384))
+    found = evaluate(small.runtime(), model, task(pad), TokenBudget(micro_batch_tokens))
     assert found["loss"] == pytest.approx(loss, abs=1e-5)
     assert found["token_accuracy"] == pytest.approx(accuracy)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 30])
-def test_micro_batches_change_no_evaluation(max_tokens: int) -> None:
-    model = small.causal()
-    whole, cut = (evaluate(small.runtime(), model, task(), TokenBudget(n)) for n in (16384, max_tokens))
-    assert whole == pytest.approx(cut, abs=1e-5)
 
 
 def test_one_batch_equals_the_same_batch_accumulated() -> None:
@@ -124,11 +108,6 @@ def test_one_batch_equals_the_same_batch_accumulated() -> None:
     torch.testing.assert_close(weights(first), weights(second), atol=2e-5, rtol=0)
     assert whole == pytest.approx(cut, rel=1e-4)
     assert whole["train/loss"] == pytest.approx(by_hand(small.causal())[0], abs=1e-5)
-
-
-def test_training_lowers_the_loss() -> None:
-    _, steps = fit(small.causal(), task(), num_epochs=15.0, batch_size=4)
-    assert steps[-1]["train/loss"] < 0.5 * steps[0]["train/loss"]
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 7])
@@ -288,8 +267,9 @@ def test_rates_by_hand(schedule: str, expected: list[float]) -> None:
 
 def test_the_reported_rate_is_the_rate_in_use() -> None:
     how: dict[str, Any] = {"batch_size": 5, "num_epochs": 2.0, "schedule": "linear", "learning_rate": 1.0}
-    _, steps = fit(nn.Linear(1, 1), Counted([1] * 10), **how)
+    state, steps = fit(nn.Linear(1, 1), Counted([1] * 10), **how)
     assert [step["lr"] for step in steps] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert {group["lr"] for group in state.optimizer.param_groups} == {steps[-1]["lr"]}
 
 
 def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> None:
@@ -317,11 +297,8 @@ def test_a_loss_that_is_not_finite_changes_no_weight() -> None:
 def test_only_matrices_have_weight_decay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     groups = adamw(model, small.optimization(weight_decay=0.1)).param_groups
-    assert {(p.ndim, group["weight_decay"]) for group in groups for p in group["params"]} == {
-        (2, 0.1),
-        (1, 0.0),
-    }
-    assert {group["eps"] for group in groups} == {1e-5}
+    found = {(p.ndim, group["weight_decay"], group["eps"]) for group in groups for p in group["params"]}
+    assert found == {(2, 0.1, 1e-5), (1, 0.0, 1e-5)}
 
 
 # ------------------------------------------------------------------------------------- the best

@@ -1,4 +1,7 @@
-"""On a file system that is too small, a stage ends with one message, and with room it goes on."""
+"""On a file system that is too small or read-only, a stage ends with one message; later it goes on.
+
+These tests need a user who may mount file systems in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_tasks import config
-from rlhf_tasks.config import SftView
-from rlhf_tasks.project import disk, inputs
+from rlhf_tasks.project import disk
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import runner
 from rlhf_tasks.tracking.events import Notice
 from rlhf_tasks.tracking.outbox import Record
 from rlhf_tasks.training import checkpoint, failures
 from tests import small
+from tests.training.stages import loop
 from tests.training.test_resume import workspace, written
 
 STAGES = ("base", "sft", "reward", "ppo")
+
+
+def mount(folder: Path, *words: str) -> None:
+    done = subprocess.run(["mount", *words, folder], check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this user cannot mount a file system: {done.stderr.strip()}")
 
 
 @pytest.fixture
@@ -32,24 +40,13 @@ def little(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte in memory."""
     folder = tmp_path / "little"
     folder.mkdir()
-    resize(folder, 1000, "mount", "-t", "tmpfs")
+    mount(folder, "-t", "tmpfs", "-o", "size=1000k", "tmpfs")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def resize(folder: Path, kilobytes: int, *words: str) -> None:
-    done = subprocess.run(
-        [*(words or ("mount",)), "-o", f"{'' if words else 'remount,'}size={kilobytes}k", "tmpfs", folder],
-        check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"this user cannot mount a file system: {done.stderr.strip()}")
-
-
 def snapshot(steps: int, floats: int) -> None:
-    """Snapshots of a loop of stage sft."""
-    view = SftView.of(inputs.resolved(config.load()))
-    with checkpoint.open(small.runtime(), Paths(), view, "loop") as snapshots:
+    with loop() as snapshots:
         for step in range(1, steps + 1):
             snapshots.save(step, {"step": step, "shared": {"weights": torch.zeros(step * floats)}})
 
@@ -78,7 +75,7 @@ def test_a_process_on_a_full_disk_leaves_the_files_that_another_one_is_writing(
         save(part, path)
 
     monkeypatch.setattr(torch, "save", beside_another)
-    with checkpoint.open(rt, Paths(), SftView.of(inputs.resolved(config.load())), "loop") as snapshots:
+    with loop(rt=rt) as snapshots:
         monkeypatch.setattr(rt, "world_size", 2)
         monkeypatch.setattr(rt, "barrier", lambda: None)
         monkeypatch.setattr(rt, "max", lambda value: value)
@@ -88,13 +85,6 @@ def test_a_process_on_a_full_disk_leaves_the_files_that_another_one_is_writing(
     assert disk.free(little) > 900_000, "it gives its room back"
 
 
-def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(torch, "save", save)
-
-
 def test_a_stage_says_from_where_it_resumes(
     project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -102,8 +92,11 @@ def test_a_stage_says_from_where_it_resumes(
     monkeypatch.setenv(failures.FAILURE, str(failure))
     snapshot(steps=2, floats=1)
 
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def run(stage: str, *rest: object) -> int:
-        planted(monkeypatch)
+        monkeypatch.setattr(torch, "save", full)
         snapshot(steps=3, floats=1)
         return 0
 
@@ -131,11 +124,17 @@ def test_a_record_that_does_not_fit_is_the_same_message(little: Path) -> None:
 
 
 def start(stage: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rlhf_tasks.cli", stage],
-        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1", "GIT_CEILING_DIRECTORIES": str(folder.parent)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    words, own = [sys.executable, "-m", "rlhf_tasks.cli", stage], {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | own | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """The one message of a stage that its user can help."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    [message] = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
+    return message
 
 
 @pytest.mark.slow
@@ -149,20 +148,47 @@ def test_a_stage_on_a_full_disk_ends_with_one_message_and_resumes_to_the_same_by
     changes = {"launch.num_processes": processes}
     expected = workspace(trained, tmp_path / "expected", **changes)
     assert start(stage, expected).returncode == 0
-    resize(little, 20_000)
+    mount(little, "-o", "remount,size=20000k", "tmpfs")
     folder = workspace(trained, little / "project", **changes)
     used = 20_000 - disk.free(little) // 1024
     refused = 0
     for room in range(60, 6000, 150):
-        resize(little, used + room)
+        mount(little, "-o", f"remount,size={used + room}k", "tmpfs")
         done = start(stage, folder)
         if done.returncode == 0:
             break
-        message = [line for line in done.stderr.splitlines() if line.startswith("rlhf: ")]
-        assert done.returncode == 2, done.stderr
-        assert "Traceback" not in done.stderr, done.stderr
-        assert len(message) == 1, done.stderr
-        assert "is full: " in message[0]
+        assert "is full: " in refusal(done)
         refused += 1
     assert refused > 1
     assert written(stage, folder) == written(stage, expected)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, place: str) -> Iterator[Path]:
+    """The folder of a project, of which `place` is a file system of its own, in memory."""
+    project = tmp_path / "project"
+    (project / place).mkdir(parents=True)
+    mount(project / place, "-t", "tmpfs", "-o", "size=50m", "tmpfs")
+    yield project
+    subprocess.run(["umount", "--lazy", project / place], check=True)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "place", [".", *(pytest.param(name, marks=pytest.mark.slow) for name in ("models", ".rlhf"))]
+)
+def test_a_stage_in_a_read_only_folder_ends_with_one_message_and_keeps_the_old_result(
+    place: str, trained: Path, tmp_path: Path, folder: Path
+) -> None:
+    """All of the project, the folder of its result, or that of its snapshots and records."""
+    expected = workspace(trained, tmp_path / "expected")
+    assert start("sft", expected).returncode == 0
+    old = written("sft", workspace(trained, folder, **{"tracking.enabled": True}))
+    mount(folder / place, "-o", "remount,ro")
+    message = refusal(start("sft", folder))
+    assert message.startswith(f"rlhf: {(folder / place).resolve()} is read-only (")
+    assert written("sft", folder) == old
+    mount(folder / place, "-o", "remount,rw")
+    workspace(trained, folder)
+    assert start("sft", folder).returncode == 0
+    assert written("sft", folder) == written("sft", expected)
