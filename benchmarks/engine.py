@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import estimators
 from rlhf_tasks.ppo.rollout import ActorCritic
 from tests import small
-from tests.ppo import standin
-from tests.ppo.toy import ENGINE, InMemory, toy
+from tests.ppo.toy import ENGINE, InMemory, started, toy
 
 PAGE = Path(__file__).parents[1] / "docs/results/engine.md"
 WAYS: Mapping[str, int | None] = {"no engine": None, "engine, `ahead: 0`": 0, "engine, `ahead: 1`": 1}
@@ -60,8 +58,8 @@ def scores(seed: int, ahead: int | None) -> list[float]:
     training = toy(
         actor_critic=ActorCritic(policy, critic),
         reference_seed=seed,
-        engine=None if ahead is None else InMemory(),
-        engine_section=None if ahead is None else ENGINE | {"ahead": ahead},
+        server=None if ahead is None else InMemory(),
+        sampler={"kind": "policy"} if ahead is None else ENGINE | {"ahead": ahead},
         seed=seed,
         total_episodes=UPDATES * 64,
         rollout_batch_size=64,
@@ -69,7 +67,7 @@ def scores(seed: int, ahead: int | None) -> list[float]:
         learning_rate=5e-3,
         schedule="linear",
         kl_coef=0.0,
-        truncation="none",
+        truncation__kind="none",
         temperature=0.8,
     )
     return [metrics["objective/raw_scores"] for metrics in training.updates]
@@ -106,9 +104,7 @@ def on_default_task(seed: int, ahead: int | None, runs: Path, work: Path) -> est
     """The result of stage ppo with a seed; it runs if there is none."""
     settings = []
     if ahead is not None:
-        command = [sys.executable, standin.__file__, "serve"]
-        section = ENGINE | {"url": None, "command": command, "ahead": ahead}
-        settings = [f"ppo.engine={json.dumps(section)}"]
+        settings = [f"ppo.sampler={json.dumps(started(ahead=ahead))}"]
     folder = (work / str(seed) / str(ahead)).absolute()
     return estimators.trained(folder, seed, runs, None, settings)
 

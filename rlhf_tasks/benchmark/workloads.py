@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,11 +27,10 @@ from rlhf_tasks.modeling.load import (
     place,
     save_checkpoint,
 )
-from rlhf_tasks.ppo.evaluate import Evaluator
+from rlhf_tasks.ppo.evaluate import NoEvaluator
 from rlhf_tasks.ppo.metrics import Metrics
-from rlhf_tasks.ppo.preconditions import stop_token
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
-from rlhf_tasks.ppo.sampler import PolicySampler
+from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.ppo.state import begin
 from rlhf_tasks.ppo.train import train
 from rlhf_tasks.project.paths import Paths
@@ -71,14 +69,13 @@ class Workload:
 
     def updates(self) -> Iterator[Metrics]:
         """Train; the metrics of each update."""
-        rt, settings, policy = self.rt, self.settings, self.actor_critic.policy
-        pad, stop = self.tokenizer.pad_token_id, stop_token(settings, self.tokenizer)
+        rt, settings = self.rt, self.settings
         state = begin(
             rt,
             settings,
             self.actor_critic,
             self.reference,
-            partial(PolicySampler, rt, settings, policy, stop=stop, pad=pad),
+            self.tokenizer,
             num_prompts=len(self.prompts),
             num_demonstrations=len(self.ptx.queries) if self.ptx else 0,
             seed=self.seed,
@@ -95,24 +92,11 @@ class Workload:
             evaluator=NoEvaluator(),
             ptx=self.ptx,
             tokenizer=self.tokenizer,
-            stop=stop,
+            stop=stop_token(settings, self.tokenizer),
             tracker=NullTracker("ppo"),
             snapshots=Nowhere(),
             faults=Paths(self.root).home / "faults",
         )
-
-
-class NoEvaluator(Evaluator):
-    """Evaluates nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def evaluate(self, *_: object, **__: object) -> Metrics:
-        return {}
-
-    def show(self, *_: object, **__: object) -> list[dict[str, object]]:
-        return []
 
 
 def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
@@ -199,9 +183,15 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     actor_critic, reference, reward = load_models(rt, view, paths)
     prompts, kept = _prompts(Paths(root), tokenizer, config)
     scorer = build_scorers(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens, root=root,
-        combine=settings.combine_reward_models, placement=rt, columns=kept,
-    )  # fmt: skip
+        settings.scorers,
+        tokenizer,
+        reward_model=reward,
+        max_tokens=settings.micro_batch_tokens,
+        root=root,
+        combine=settings.combine_reward_models,
+        placement=rt,
+        columns=kept,
+    )
     if not Paths(root).table("prompts", "train").exists():
         random.append("prompts of the greatest length")
     return Workload(

@@ -24,11 +24,6 @@ Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all processes; the identity on one process."""
 
 
-def alone(x: Tensor) -> Tensor:
-    """The `Reduce` of a single process."""
-    return x
-
-
 def last_token(mask: Tensor) -> Tensor:
     """(B, R) bool: True at the last real token of each row only."""
     columns = torch.arange(mask.shape[1], device=mask.device)

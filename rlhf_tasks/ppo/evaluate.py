@@ -1,11 +1,14 @@
 """Evaluation of the policy on fixed validation prompts: which weights to keep, and which samples to show.
 
+Weights are chosen by the judge of `ppo.select_by`, else by models/reward_heldout: never by the reward that is
+optimized, by the gold judge or on test data.
+
 B prompts · R response length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,17 +17,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
+from rlhf_tasks.data.columns import Columns
+from rlhf_tasks.evaluation import statistics
+from rlhf_tasks.evaluation.judges.build import build_judge
+from rlhf_tasks.evaluation.judges.comparisons import check_failures
 from rlhf_tasks.modeling.logprobs import response_logprobs
-from rlhf_tasks.modeling.sampling import Share, sample_responses
 from rlhf_tasks.modeling.tensors import NonFiniteError
 from rlhf_tasks.ppo.kl import k1
 from rlhf_tasks.ppo.metrics import Metrics, standard_error
 from rlhf_tasks.ppo.rewards import truncated_scores
 from rlhf_tasks.ppo.rollout import Reference, Scorers, interleave, raise_on_all_ranks
-from rlhf_tasks.ppo.sampler import Sampler
-from rlhf_tasks.ppo.selection_judge import SelectionJudge
+from rlhf_tasks.ppo.sampler import Sampler, stop_token
+from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime
@@ -34,7 +41,7 @@ SELECTED_NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "
 
 
 @dataclass
-class Selection:
+class EvaluationState:
     """The weights that scored best so far, and the responses of all evaluations."""
 
     best: float = -float("inf")
@@ -58,12 +65,48 @@ class Scored(NamedTuple):
     parts: dict[str, Tensor]  # (B,) by scorer, unweighted
 
 
-class Evaluator:
-    """Evaluates the policy by the selection judge, else by models/reward_heldout.
+class SelectionJudge:
+    """The judge of `ppo.select_by`.
 
-    The checkpoint is never chosen by the reward that is optimized, by the gold judge or on test data.
-    The KL is to the reference in use: with `reference_sync` that one has moved from the SFT model.
+    The first rank judges and sends the result to the others, so that no comparison is paid for twice.
+
+    Raises:
+        UserError: if the judge cannot be made.
     """
+
+    def __init__(self, rt: Runtime, settings: Selection, paths: Paths, columns: Collection[str] = ()) -> None:
+        self._rt, self._max_failure_share = rt, settings.max_failure_share
+        self.name = settings.judge.name
+        self._judge = None
+        if rt.is_main:
+            self._judge = build_judge(
+                settings.judge,
+                rt.device,
+                settings.max_failure_share,
+                paths,
+                columns=columns,
+                key="ppo.select_by.judge",
+            )
+
+    def win_rate(
+        self, prompts: Sequence[str], responses: Sequence[str], references: Sequence[str], columns: Columns
+    ) -> float:
+        """The share of prompts at which the response wins over the reference; a tie counts half.
+
+        Raises:
+            UserError: if the judge stops, or fails at too many prompts.
+        """
+        rate = None
+        if self._judge is not None:
+            comparisons = self._judge.compare(prompts, responses, references, columns)
+            check_failures(self.name, comparisons, self._max_failure_share)
+            rate = statistics.rate(comparisons.outcomes).value
+        result: float = self._rt.from_main(rate)
+        return result
+
+
+class Evaluator:
+    """Evaluates the policy; its KL is to the reference in use, which `reference_sync` may have moved."""
 
     def __init__(
         self,
@@ -74,7 +117,6 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         rows: Sequence[Mapping[str, Any]],
         *,
-        stop: int,
         scorers: Scorers,
         heldout: Scorer | None,
         judge: SelectionJudge | None,
@@ -83,7 +125,7 @@ class Evaluator:
         """`rows` are of data/prompts; the first `num_selection_prompts` of them are used."""
         self._rt, self._config, self._policy, self._reference = rt, config, policy, reference
         self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
-        self._stop, self._seed = stop, seed
+        self._stop, self._seed = stop_token(config, tokenizer), seed
         rows = rows[: config.num_selection_prompts]
         self._prompts = [row["prompt"] for row in rows]
         self._references = [row["reference"] for row in rows]
@@ -96,7 +138,7 @@ class Evaluator:
             return "eval/win_rate"
         return None if self._heldout is None else "eval/heldout_scores"
 
-    def evaluate(self, selection: Selection, sampler: Sampler, *, episode: int, update: int) -> Metrics:
+    def evaluate(self, state: EvaluationState, sampler: Sampler, *, episode: int, update: int) -> Metrics:
         """Sample a response to each selection prompt, score them, and keep the weights if they are best.
 
         Raises:
@@ -106,7 +148,7 @@ class Evaluator:
         kl = self._kl(result.queries, result.ids)  # (B,)
         texts = [text_of(self._tokenizer, ids) for ids in result.ids]
         rows = zip(self._prompts, self._references, texts, strict=True)
-        selection.responses += [
+        state.responses += [
             {"episode": episode, "prompt": prompt, "reference": reference, "response": text}
             | columns.encoded(columns.of_row(self._columns, i))
             for i, (prompt, reference, text) in enumerate(rows)
@@ -124,21 +166,21 @@ class Evaluator:
                 self._prompts, texts, self._references, self._columns
             )
         name = self.selection_metric
-        if name is None or metrics[name] > selection.best:
+        if name is None or metrics[name] > state.best:
             frozen = {name for name, p in self._policy.named_parameters() if not p.requires_grad}
-            selection.weights = sharding.weights_of(self._policy, but=frozen)
+            state.weights = sharding.weights_of(self._policy, but=frozen)
             error = standard_error(metrics["eval/kl"], float((kl**2).sum()), len(kl))
-            selection.metrics = {
+            state.metrics = {
                 "selected_episode": float(episode),
                 "selected_kl": metrics["eval/kl"],
                 "selected_kl_standard_error": error,
             }
             if name is not None:
-                selection.best = selection.metrics[SELECTED_NAMES[name]] = metrics[name]
+                state.best = state.metrics[SELECTED_NAMES[name]] = metrics[name]
         return metrics
 
     def show(
-        self, selection: Selection, sampler: Sampler, *, episode: int, update: int
+        self, state: EvaluationState, sampler: Sampler, *, episode: int, update: int
     ) -> list[dict[str, Any]]:
         """Responses to the first few prompts with their scores, rows of samples.parquet."""
         prompts = self._prompts[:NUM_SAMPLE_PROMPTS]
@@ -152,7 +194,7 @@ class Evaluator:
             | {name: float(values[i]) for name, values in scores.items()}
             for i, (prompt, ids) in enumerate(zip(prompts, result.ids, strict=True))
         ]
-        selection.samples += rows
+        state.samples += rows
         return rows
 
     # ----------------------------------------------------------------------- sampling and scoring
@@ -164,14 +206,23 @@ class Evaluator:
         Raises:
             NonFiniteError: on all ranks, if a number is NaN or infinite; the responses are its `batch`.
         """
-        rt, own = self._rt, self._rt.share(self._prompts[:count])
-        queries = encode(self._tokenizer, self._prompts[:count])
-        ids = sampler.respond(queries, self._seed, update)
-        if ids is None:
-            sampled = raise_on_all_ranks(rt, lambda: self._sample(own, count), {"prompts": own})
-            ids = interleave(rt.each(sampled))
-        batch = {"prompts": own, "responses": rt.share(ids)}
-        parts = self._score(queries, ids, columns.take(self._columns, range(count)), batch)
+        rt, prompts, tokenizer = self._rt, self._prompts[:count], self._tokenizer
+        queries, ids = encode(tokenizer, prompts), sampler.respond(prompts, self._seed, update)
+        kept = columns.take(self._columns, rt.share(range(count)))
+        own = Responses.of_ids(rt.share(queries), rt.share(ids), tokenizer, kept)
+        batch = {"prompts": rt.share(prompts), "responses": rt.share(ids)}
+
+        def gather(score: Callable[[Responses], Any]) -> Any:
+            return interleave(rt.each(raise_on_all_ranks(rt, lambda: score(own), batch)))
+
+        if any(scorer.kind == "http" for scorer in self._config.scorers) and not rt.shards:
+            # the first rank alone sends requests, but passes of a sharded reward model need all ranks
+            rows = Responses.of_ids(queries, ids, tokenizer, columns.take(self._columns, range(count)))
+            parts = rt.from_main(
+                raise_on_all_ranks(rt, lambda: self._scorers.parts(rows) if rt.is_main else {}, batch)
+            )
+        else:
+            parts = gather(self._scorers.parts)
         ended = torch.tensor([response[-1] == self._stop for response in ids])
         rule = self._config.truncation.kind
         if rule.startswith("bootstrap"):  # there is no critic here to value an unfinished response
@@ -180,25 +231,8 @@ class Evaluator:
         def under_eos_rule(scores: Tensor) -> Tensor:
             return truncated_scores(scores, ended, rule, missing_eos_score=self._config.missing_eos_score)
 
-        heldout = None
-        if self._heldout is not None:
-            shares = rt.share(queries), rt.share(ids)
-            own_scores = raise_on_all_ranks(rt, lambda: self._score_heldout(*shares), batch)
-            heldout = under_eos_rule(interleave(rt.each(own_scores)))
+        heldout = None if self._heldout is None else under_eos_rule(gather(self._score_heldout))
         return Scored(queries, ids, under_eos_rule(self._scorers.total(parts)), heldout, parts)
-
-    def _sample(self, prompts: list[str], total: int) -> list[Ids]:
-        with self._rt.whole(self._policy) as policy, self._rt.autocast():
-            return sample_responses(
-                policy,
-                self._tokenizer,
-                prompts,
-                max_new_tokens=self._config.response_length,
-                temperature=self._config.temperature,
-                seed=self._seed,
-                stop=self._stop,
-                share=Share(self._rt.rank, self._rt.world_size, total),
-            )
 
     @torch.no_grad()
     def _kl(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
@@ -228,29 +262,22 @@ class Evaluator:
         whole: Tensor = interleave(rt.each(result))
         return whole
 
-    def _score(
-        self,
-        queries: Sequence[Ids],
-        responses: Sequence[Ids],
-        kept: columns.Columns,
-        batch: Mapping[str, Any],
-    ) -> dict[str, Tensor]:
-        """(B,) by scorer of all rows, on all ranks; the first rank alone sends requests."""
-        rt = self._rt
-        rows = Responses.of_ids(queries, responses, self._tokenizer, kept)
-        # but passes of a sharded reward model need all ranks
-        if any(scorer.kind == "http" for scorer in self._config.scorers) and not rt.shards:
-            parts = raise_on_all_ranks(rt, lambda: self._scorers.parts(rows) if rt.is_main else {}, batch)
-            result: dict[str, Tensor] = rt.from_main(parts)
-            return result
-        shares = {name: rt.share(values) for name, values in kept.items()}
-        own = Responses.of_ids(rt.share(queries), rt.share(responses), self._tokenizer, shares)
-        result = interleave(rt.each(raise_on_all_ranks(rt, lambda: self._scorers.parts(own), batch)))
-        return result
-
-    def _score_heldout(self, queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
+    def _score_heldout(self, rows: Responses) -> Tensor:
         assert self._heldout is not None
-        scores = self._heldout(Responses.of_ids(queries, responses, self._tokenizer))
+        scores = self._heldout(rows)
         if not bool(scores.isfinite().all()):
             raise NonFiniteError("models/reward_heldout gave NaN or infinity")
         return scores
+
+
+class NoEvaluator(Evaluator):
+    """Evaluates nothing, and keeps no weights."""
+
+    def __init__(self) -> None:
+        pass
+
+    def evaluate(self, *_: object, **__: object) -> Metrics:
+        return {}
+
+    def show(self, *_: object, **__: object) -> list[dict[str, Any]]:
+        return []

@@ -72,47 +72,48 @@ class Guards:
 
     def _failed(self, metrics: Mapping[str, float]) -> Iterator[GuardTrip]:
         settings, kl, ratio = self._settings, metrics["objective/kl_k1"], metrics["val/ratio"]
-        error = metrics["val/first_ratio_error"]
+        error, perplexity = metrics["val/first_ratio_error"], metrics["objective/perplexity"]
         if error > self._ratio_error:
             yield GuardTrip(
                 "first_ratio",
                 f"val/first_ratio_error = {error:.3g} exceeds {self._ratio_error:g} before any step",
                 "the model gives other probabilities in training than in sampling; run `rlhf check-model`",
                 can_be_undone=False,
-            )  # fmt: skip
+            )
         noise = ROUNDING + 2 * metrics["objective/kl_k1_standard_error"]
         if kl < settings.kl_min - noise:
             yield GuardTrip(
-                "kl_low", f"objective/kl_k1 = {kl:.3f} is below {settings.kl_min:g} by more than its noise",
+                "kl_low",
+                f"objective/kl_k1 = {kl:.3f} is below {settings.kl_min:g} by more than its noise",
                 "the responses are not samples of the distribution that the log-probs describe",
-            )  # fmt: skip
+            )
         if kl > settings.kl_max:
             yield GuardTrip(
-                "kl_high", f"objective/kl_k1 = {kl:.2f} exceeds {settings.kl_max:g}",
+                "kl_high",
+                f"objective/kl_k1 = {kl:.2f} exceeds {settings.kl_max:g}",
                 "the reward is over-optimised: kl_coef is too low or learning_rate too high",
-            )  # fmt: skip
+            )
         if not settings.ratio_min <= ratio <= settings.ratio_max:
             yield GuardTrip(
-                "ratio", f"val/ratio = {ratio:.3f} is outside {settings.ratio_min:g}–{settings.ratio_max:g}",
+                "ratio",
+                f"val/ratio = {ratio:.3f} is outside {settings.ratio_min:g}–{settings.ratio_max:g}",
                 "steps are too big: lower learning_rate or num_ppo_epochs",
-            )  # fmt: skip
-        if metrics["objective/perplexity"] < settings.perplexity_min and self._drifts(metrics):
+            )
+        if perplexity < settings.perplexity_min and self._drifts(metrics):
             yield GuardTrip(
                 "pattern_collapse",
-                f"objective/perplexity = {metrics['objective/perplexity']:.3f} is below "
-                f"{settings.perplexity_min:g} while length or repetition rises",
+                f"objective/perplexity = {perplexity:.3f} is below {settings.perplexity_min:g} while length "
+                "or repetition rises",
                 "the policy repeats one pattern that the reward scores high; raise kl_coef, read the samples",
-            )  # fmt: skip
-        yield from self._ended_too_seldom(1 - metrics["val/truncated_share"])
-
-    def _ended_too_seldom(self, ended: float) -> Iterator[GuardTrip]:
-        least = self._settings.eos_share_min * self._most_ended
+            )
+        ended, least = 1 - metrics["val/truncated_share"], settings.eos_share_min * self._most_ended
         noise = 2 * (least * (1 - least) / self._num_episodes) ** 0.5
         if self._most_ended > RARE and ended < least - noise:
             yield GuardTrip(
-                "eos", f"{ended:.0%} of the responses end, before {self._most_ended:.0%} did",
+                "eos",
+                f"{ended:.0%} of the responses end, before {self._most_ended:.0%} did",
                 "nothing rewards an end: use truncation: eos_trick_replace, or a longer response_length",
-            )  # fmt: skip
+            )
 
     def _drifts(self, metrics: Mapping[str, float]) -> bool:
         """Whether responses are longer, or repeat themselves more, than in the first rollout."""

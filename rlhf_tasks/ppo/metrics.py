@@ -1,6 +1,6 @@
 """What is measured of a rollout and of the losses: means over real response tokens, or over responses.
 
-They are of all ranks. Where a rank has only a part of them, `reduce` adds the ranks' sums up.
+They are of all ranks: every rank holds the whole rollout, but only its own part of the losses.
 B responses · R response length.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlhf_tasks.modeling.tensors import Reduce, alone, distinct, masked_moments, masked_sum
+from rlhf_tasks.modeling.tensors import Reduce, distinct, masked_moments, masked_sum
 from rlhf_tasks.ppo.advantages import group_deviations
 from rlhf_tasks.ppo.kl import k1, k3
 
@@ -111,22 +111,15 @@ def standard_error(mean: float, squares: float, count: float) -> float:
     return abs(mean) if count == 1 else (max(0.0, squares / count - mean**2) / count) ** 0.5
 
 
-def _floats(sums: dict[str, Tensor], reduce: Reduce = alone) -> Metrics:
-    values = reduce(torch.stack([value.float() for value in sums.values()])).tolist()
+def _floats(sums: dict[str, Tensor]) -> Metrics:
+    values = torch.stack([value.float() for value in sums.values()]).tolist()
     return dict(zip(sums, values, strict=True))
 
 
-def sampler_metrics(
-    rollout: Rollout,
-    sampler_logprobs: Tensor,
-    cap: float | None,
-    reduce: Reduce,
-    largest: Callable[[float], float],
-) -> Metrics:
+def sampler_metrics(rollout: Rollout, sampler_logprobs: Tensor, cap: float | None) -> Metrics:
     """Metrics `engine/…` of (B, R) log-probs by a sampler beside the policy's own.
 
-    `largest` gives the largest number of all processes. The KL is that of the sampler's distribution from the
-    policy's, by k3, in nats per token.
+    The KL is that of the sampler's distribution from the policy's, by k3, in nats per token.
     """
     mask = rollout.mask
     log_ratio = (rollout.logprobs - sampler_logprobs)[mask]
@@ -137,10 +130,10 @@ def sampler_metrics(
     }
     if cap is not None:
         sums["engine/capped_share"] = (log_ratio > math.log(cap)).sum()
-    total = _floats(sums, reduce)
+    total = _floats(sums)
     count = total.pop("tokens")
     means = {name: value / count for name, value in total.items()}
-    return means | {"engine/logprob_diff_max": largest(float(log_ratio.abs().max()))}
+    return means | {"engine/logprob_diff_max": float(log_ratio.abs().max())}
 
 
 @dataclass

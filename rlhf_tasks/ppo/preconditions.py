@@ -16,6 +16,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.modeling import checks, contracts
 from rlhf_tasks.modeling.load import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
+from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
 from rlhf_tasks.training.runtime import Runtime
@@ -55,7 +56,11 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
     folders = [folder for folder in reward_folders(config.ppo.scorers) if folder != OPTIMISED]
     if not folders:
         return
-    known = {contracts.fingerprint(paths.root / folder): folder for folder in _pipeline_models(config, paths)}
+    others = []  # the reward models of the pipeline that they must differ from
+    if config.has_reward_model:
+        others += [OPTIMISED] if is_rewarded(config.ppo) else []
+        others.append(paths.relative(paths.reward_heldout))
+    known = {contracts.fingerprint(paths.root / folder): folder for folder in others}
     for folder in folders:
         if not contracts.has_model(paths.root / folder):
             raise UserError(f"ppo.scorers: {folder} holds no model; give the folder of a reward model")
@@ -66,14 +71,6 @@ def _check_reward_models(config: PpoView, paths: Paths) -> None:
                 "none that selects or judges"
             )
         known[digest] = folder
-
-
-def _pipeline_models(config: PpoView, paths: Paths) -> list[str]:
-    """The reward models of the pipeline that a folder of `ppo.scorers` must differ from."""
-    if not config.has_reward_model:
-        return []
-    optimised = [OPTIMISED] if is_rewarded(config.ppo) else []
-    return [*optimised, paths.relative(paths.reward_heldout)]
 
 
 def _check_verifiers(settings: Ppo, paths: Paths) -> None:
@@ -120,8 +117,7 @@ def check_models(
     actor_critic: ActorCritic,
     rewards: Mapping[str, TokenScores | None],
     prompts: list[Ids],
-    selection: list[Ids],
-    pad: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Check that policy, reward models and critic compute the same numbers in every way that PPO uses.
 
@@ -134,16 +130,23 @@ def check_models(
         UserError: naming what differs, by how much, and the likely cause.
     """
     policy, critic = actor_critic.policy, actor_critic.value
-    longest = max(map(len, [*prompts, *selection])) + settings.response_length
+    longest, pad = max(map(len, prompts)) + settings.response_length, tokenizer.pad_token_id
     checks.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
     saves = rt.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
     with rt.on_device(policy) as is_used:
         if is_used:
-            checks.require(checks.check_policy(
-                policy, queries, pad=pad, temperature=settings.temperature, num_new=settings.response_length,
-                saves=saves,
-            ), "models/sft")  # fmt: skip
+            checks.require(
+                checks.check_policy(
+                    policy,
+                    queries,
+                    pad=pad,
+                    temperature=settings.temperature,
+                    num_new=settings.response_length,
+                    saves=saves,
+                ),
+                "models/sft",
+            )
     rows = checks.add_responses(queries, settings.response_length)
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
@@ -151,11 +154,6 @@ def check_models(
             with rt.on_device(model) as is_used:
                 if is_used:
                     checks.require(checks.check_scores(model, rows, pad=pad), name)
-
-
-def stop_token(settings: Ppo, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the token that ends responses."""
-    return int(tokenizer.eos_token_id) if settings.stop_token == "eos" else settings.stop_token
 
 
 def is_rewarded(settings: Ppo) -> bool:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import TokenBudget
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluate import Selection
+from rlhf_tasks.ppo.evaluate import EvaluationState
 from rlhf_tasks.ppo.guards import (
     BF16_RATIO_ERROR,
     FLOAT32_RATIO_ERROR,
@@ -26,7 +26,8 @@ from rlhf_tasks.ppo.guards import (
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rewards import ScoreScaler
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, NoCritic, Reference
-from rlhf_tasks.ppo.sampler import Sampler
+from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
+from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.optim import adamw
@@ -72,7 +73,7 @@ class TrainState:
     budget: TokenBudget
     """Of the passes that train; out-of-memory lowers it."""
     scoring_budget: TokenBudget
-    selection: Selection = field(default_factory=Selection)
+    evaluation: EvaluationState = field(default_factory=EvaluationState)
     update: int = 0
     """Finished updates."""
     warmup_losses: list[float] = field(default_factory=list)
@@ -108,7 +109,7 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "guards": self.guards.state_dict() if self.guards else {},
             "budgets": [self.budget.state_dict(), self.scoring_budget.state_dict()],
-            "selection": vars(self.selection) | {"responses": list(self.selection.responses)},
+            "evaluation": vars(self.evaluation) | {"responses": list(self.evaluation.responses)},
             "plain": {name: getattr(self, name) for name in PLAIN} | {"metrics": dict(self.metrics)},
         }
         return {"shared": shared, "sampling": self.sampling.get_state(), "rng": rt.rng_state()}
@@ -129,8 +130,8 @@ class TrainState:
             self.guards.load_state_dict(shared["guards"])
         for budget, own in zip((self.budget, self.scoring_budget), shared["budgets"], strict=True):
             budget.load_state_dict(own)
-        self.selection = Selection(**shared["selection"])
-        self.selection.weights = sharding.kept(self.actor_critic.policy, self.selection.weights)
+        self.evaluation = EvaluationState(**shared["evaluation"])
+        self.evaluation.weights = sharding.kept(self.actor_critic.policy, self.evaluation.weights)
         for name, value in shared["plain"].items():
             setattr(self, name, value)
         self.sampling.set_state(state["sampling"])
@@ -158,13 +159,14 @@ def begin(
     config: Ppo,
     actor_critic: ActorCritic,
     reference: Reference,
-    sampler: Callable[[torch.Generator], Sampler],
+    tokenizer: PreTrainedTokenizerBase,
+    server: VllmServer | None = None,
     *,
     num_prompts: int,
     num_demonstrations: int,
     seed: int,
 ) -> TrainState:
-    """The state before training. `sampler` makes the sampler, from the generator of its draws."""
+    """The state before training; where vLLM samples, the first rank gives its `server`."""
     optimizer: torch.optim.Optimizer = adamw(actor_critic.policy, config)
     num_policy_groups = len(optimizer.param_groups)
     if not isinstance(actor_critic.value, NoCritic):
@@ -175,6 +177,9 @@ def begin(
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
     model, optimizer = rt.prepare(actor_critic, optimizer, config.max_grad_norm)
     shuffling, sampling = torch.Generator().manual_seed(seed), rt.generator(seed)
+    sampler: Sampler = PolicySampler(rt, config, actor_critic.policy, tokenizer, sampling)
+    if config.sampler.kind == "vllm":
+        sampler = VllmSampler(rt, config, actor_critic.policy, tokenizer, sampling, server)
     guards = None
     if config.guards is not None:
         ratio_error = FLOAT32_RATIO_ERROR if rt.is_float32 else BF16_RATIO_ERROR
@@ -185,7 +190,7 @@ def begin(
         optimizer=optimizer,
         num_policy_groups=num_policy_groups,
         reference=reference,
-        sampler=sampler(sampling),
+        sampler=sampler,
         shuffling=shuffling,
         sampling=sampling,
         prompts=Queue(num_prompts, shuffling),

@@ -155,8 +155,8 @@ def train(
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )
-                rollout, measured = state.sampler.correct(rollout, samples)
                 rollout = gather_rollout(rt, rollout)  # from here on the B rows of all ranks, on each of them
+                rollout, measured = state.sampler.correct(rollout)
                 mask = rollout.mask  # (B, R)
                 scored = clock()
 
@@ -421,10 +421,10 @@ def _evaluate(
     episode = int(state.metrics.get("episode", 0))
     metrics: Metrics = {}
     if select:
-        metrics = evaluator.evaluate(state.selection, state.sampler, episode=episode, update=state.update)
+        metrics = evaluator.evaluate(state.evaluation, state.sampler, episode=episode, update=state.update)
         tracker.metrics(metrics, step=episode)
     if show:  # on all ranks: NaN must stop all of them
-        rows = evaluator.show(state.selection, state.sampler, episode=episode, update=state.update)
+        rows = evaluator.show(state.evaluation, state.sampler, episode=episode, update=state.update)
         if rt.is_main:
             tracker.table("samples", rows)
             console.table(

@@ -41,7 +41,7 @@ class Link:
     lineage: Mapping[str, Any]
     """models/lineage/STAGE.json: the run's key and its commit; empty if the cache does not have it."""
     sampler: str | None
-    """The engine that sampled the rollouts, with its version; None: the stage itself, or it is not cached."""
+    """The program that sampled the rollouts, with its version; None: the stage itself, or not cached."""
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,13 @@ from rlhf_tasks.modeling.load import (
 from rlhf_tasks.modeling.logprobs import head_width
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
-from rlhf_tasks.ppo.engines import build
-from rlhf_tasks.ppo.evaluate import Evaluator, Selection
+from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge
 from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
-from rlhf_tasks.ppo.preconditions import stop_token
 from rlhf_tasks.ppo.rollout import ActorCritic, AdapterOff, FrozenCopy, NoCritic, Reference, ValueHead
-from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
-from rlhf_tasks.ppo.selection_judge import SelectionJudge
-from rlhf_tasks.ppo.state import begin
+from rlhf_tasks.ppo.sampler import stop_token
+from rlhf_tasks.ppo.state import TrainState, begin
 from rlhf_tasks.ppo.train import train
+from rlhf_tasks.ppo.vllm import open_server
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole, write_json
 from rlhf_tasks.project.paths import Paths
@@ -69,6 +67,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
 
     Metrics: the last update's, and `selected_…` of the weights that are kept.
     """
+    # 1. The data, and the judge that selects: what does not fit is found before the models are loaded.
     preconditions.check(config, paths)
     settings = config.ppo
     rt = Runtime(config.launch, config.seed)
@@ -76,19 +75,34 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     kept = columns.of_rows(rows)
     judge = None if settings.select_by is None else SelectionJudge(rt, settings.select_by, paths, kept)
     tokenizer = load_tokenizer(paths.sft)
+    prompts, validation_prompts = (
+        encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation)
+    )
+
+    # 2. The models. They are checked while they are whole; those that are sharded are split afterwards.
     actor_critic, reference, reward = load_models(rt, config, paths)
     policy = actor_critic.policy
-    scorer = build_scorers(
-        settings.scorers, tokenizer, reward_model=reward, max_tokens=settings.micro_batch_tokens,
-        root=paths.root, combine=settings.combine_reward_models, placement=rt, columns=kept,
-    )  # fmt: skip
-    prompts, selection = (encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation))
-    heldout = _heldout(rt, config, paths)
+    scorers = build_scorers(
+        settings.scorers,
+        tokenizer,
+        reward_model=reward,
+        max_tokens=settings.micro_batch_tokens,
+        root=paths.root,
+        combine=settings.combine_reward_models,
+        placement=rt,
+        columns=kept,
+    )
+    heldout = None
+    if config.has_reward_model:
+        heldout = rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
-    pad, stop = tokenizer.pad_token_id, stop_token(settings, tokenizer)
-    preconditions.check_models(rt, settings, actor_critic, rewards, prompts, selection, pad)
+    preconditions.check_models(
+        rt, settings, actor_critic, rewards, [*prompts, *validation_prompts], tokenizer
+    )
     for model in filter(None, rewards.values()):
         rt.put(model)
+
+    # 3. The training.
     evaluator = Evaluator(
         rt,
         settings,
@@ -96,37 +110,24 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         reference,
         tokenizer,
         validation,
-        stop=stop,
-        scorers=scorer,
+        scorers=scorers,
         heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
         judge=judge,
         seed=config.seed,
     )
-    ptx = ptx_text(settings, paths, tokenizer, policy)
+    ptx, stop = ptx_text(settings, paths, tokenizer, policy), stop_token(settings, tokenizer)
+    longest = max(map(len, [*prompts, *validation_prompts]))
     with (
-        build.opened(
-            settings,
-            paths.home,
-            tokenizer,
-            stop=stop,
-            longest_query=max(map(len, [*prompts, *selection])),
-            is_float32=rt.is_float32,
-            is_main=rt.is_main,
-        ) as engine,
+        open_server(rt, settings, paths.home, tokenizer, stop=stop, longest_query=longest) as server,
         checkpoint.open(rt, paths, config, "ppo") as snapshots,
     ):
-
-        def make_sampler(generator: torch.Generator) -> Sampler:
-            if engine is None:
-                return PolicySampler(rt, settings, policy, generator, stop=stop, pad=pad)
-            return VllmSampler(rt, settings, policy, generator, engine, stop=stop)
-
         state = begin(
             rt,
             settings,
             actor_critic,
             reference,
-            make_sampler,
+            tokenizer,
+            server,
             num_prompts=len(prompts),
             num_demonstrations=len(ptx.queries) if ptx else 0,
             seed=config.seed,
@@ -137,7 +138,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             state,
             prompts=prompts,
             columns=kept,
-            scorers=scorer,
+            scorers=scorers,
             loss=policy_loss_of(settings, paths.root),
             estimator=estimator_of(settings, paths.root),
             evaluator=evaluator,
@@ -149,19 +150,19 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             faults=paths.home / "faults",
         ):
             pass
-    selected = state.selection
-    sharding.load_weights(policy, selected.weights)
+
+    # 4. The weights that are kept, and what stage judge and the report read of the training.
+    evaluation = state.evaluation
+    sharding.load_weights(policy, evaluation.weights)
     with sharding.to_save(policy) as plain:
         if rt.is_main:
-            _save_policy(
-                config, paths, merge_adapter(plain), tokenizer, evaluator, selected, state.sampler.name
-            )
-            with whole(paths.ppo_samples) as folder:  # what stage judge and the report read of the training
-                pq.write_table(pa.Table.from_pylist(selected.samples), folder / "samples.parquet")
-                pq.write_table(pa.Table.from_pylist(selected.responses), folder / paths.ppo_responses.name)
+            _save_policy(config, paths, merge_adapter(plain), tokenizer, state, evaluator.selection_metric)
+            with whole(paths.ppo_samples) as folder:
+                pq.write_table(pa.Table.from_pylist(evaluation.samples), folder / "samples.parquet")
+                pq.write_table(pa.Table.from_pylist(evaluation.responses), folder / paths.ppo_responses.name)
                 write_json(folder / "guards.json", {"trips": state.trips if state.guards else None})
     rt.barrier()
-    return state.metrics | {"guards/trips": float(len(state.trips))} | selected.metrics
+    return state.metrics | {"guards/trips": float(len(state.trips))} | evaluation.metrics
 
 
 def policy_loss_of(settings: Ppo, root: Path) -> PolicyLoss:
@@ -190,25 +191,23 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
 
 def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
-    policy, reference = _policy(rt, config, paths)
-    reward = load_reward(paths.reward) if config.has_reward_model else None
-    if reward is not None:
-        reward = rt.place(reward).requires_grad_(False)
-    critic = rt.place(_critic(rt, config, paths, policy, reward))
-    return Models(ActorCritic(policy, critic), reference, reward)
-
-
-def _policy(rt: Runtime, config: PpoView, paths: Paths) -> tuple[PreTrainedModel, Reference]:
     settings = config.ppo
     policy = rt.place(load_causal(paths.sft))
     if settings.gradient_checkpointing:
         recompute_activations(policy)
+    reference: Reference
     if settings.lora is not None:
         policy = add_lora(policy, settings.lora, seed=config.seed)
-        return policy, AdapterOff(policy)
-    reference = load_causal(paths.sft)
-    rt.freeze(reference)
-    return policy, FrozenCopy(reference, moves=settings.reference_sync is not None)
+        reference = AdapterOff(policy)
+    else:
+        frozen = load_causal(paths.sft)
+        rt.freeze(frozen)
+        reference = FrozenCopy(frozen, moves=settings.reference_sync is not None)
+    reward = None
+    if config.has_reward_model:
+        reward = rt.place(load_reward(paths.reward)).requires_grad_(False)
+    critic = rt.place(_critic(rt, config, paths, policy, reward))
+    return Models(ActorCritic(policy, critic), reference, reward)
 
 
 def _critic(
@@ -234,12 +233,6 @@ def _critic(
     if settings.lora is not None:
         critic.model = add_lora(critic.model, settings.lora, seed=config.seed)
     return critic
-
-
-def _heldout(rt: Runtime, config: PpoView, paths: Paths) -> TokenScores | None:
-    if not config.has_reward_model:
-        return None
-    return rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
 
 
 def ptx_text(
@@ -275,11 +268,10 @@ def _save_policy(
     paths: Paths,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    evaluator: Evaluator,
-    selection: Selection,
-    sampler: str | None,
+    state: TrainState,
+    selection_metric: str | None,
 ) -> None:
-    """`sampler` is the program that sampled the rollouts, with its version; None: the stage itself."""
+    """Write models/policy with the identities of what made it, and a card that says how."""
     settings = config.ppo
     parents = {"sft": contracts.fingerprint(paths.sft)}
     inputs = {"models/sft": parents["sft"], "data/prompts": hashing.file_hash(paths.rows("prompts"))}
@@ -293,19 +285,22 @@ def _save_policy(
         if isinstance(scorer, RewardModelScorer) and scorer.path is not None:
             parents[f"reward/{name}"] = inputs[scorer.path] = contracts.fingerprint(paths.root / scorer.path)
     chosen = "the last update's weights"
-    if evaluator.selection_metric is not None:
+    if selection_metric is not None:
         by = f"the judge {settings.select_by.judge.name}" if settings.select_by else "models/reward_heldout"
-        episode = int(selection.metrics["selected_episode"])
+        episode = int(state.evaluation.metrics["selected_episode"])
         chosen = f"kept at episode {episode}, the best by {by} on validation prompts"
     identity: dict[str, Any] = {"kind": "policy", "parents": parents}
-    if sampler is not None:
-        identity["sampler"] = sampler
-        chosen += f"; its rollouts were sampled by {sampler}"
+    if state.sampler.name is not None:  # a program beside this one
+        identity["sampler"] = state.sampler.name
+        chosen += f"; its rollouts were sampled by {state.sampler.name}"
+    card = contracts.model_card(
+        "PPO policy",
+        task="ppo",
+        parameters=config.declared,
+        inputs=inputs,
+        how=f"PPO from the SFT policy; {chosen}.",
+    )
     with whole(paths.policy) as folder:
         save_checkpoint(
-            policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity,
-            card=contracts.model_card(
-                "PPO policy", task="ppo", parameters=config.declared, inputs=inputs,
-                how=f"PPO from the SFT policy; {chosen}.",
-            ),
-        )  # fmt: skip
+            policy, tokenizer, folder, stop=stop_token(settings, tokenizer), identity=identity, card=card
+        )

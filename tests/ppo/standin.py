@@ -13,7 +13,6 @@ import base64
 import json
 import os
 import pickle
-import queue
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,10 +30,9 @@ VERSION = "0.32.0-standin"
 GPU = "GPU-standin"  # the id of a GPU in a handle of its memory
 
 
-class Backend(Protocol):
-    def load(self, folder: Path) -> None: ...
-    def receive(self, update: Mapping[str, Any]) -> None: ...
-    def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Answer]]: ...
+def command(*options: str) -> list[str]:
+    """The words of `ppo.sampler.command` that start it."""
+    return [sys.executable, __file__, *options, "serve"]
 
 
 class Canned:
@@ -50,7 +48,7 @@ class Canned:
         return [[([one["stop_token_ids"][0]], [-1.0]) for _ in range(one["n"])] for one in requests]
 
 
-class Model:
+class Model(Canned):
     """Samples of softmax(logits / temperature) of the model in the folder."""
 
     def load(self, folder: Path) -> None:
@@ -77,48 +75,34 @@ class Model:
         from rlhf_tasks.data.batches import collate
         from rlhf_tasks.modeling.sampling import _decode
 
-        rows = [(one, one["seed"] + i) for one in requests for i in range(one["n"])]
-        first = rows[0][0]
-        uniform = torch.stack(
-            [
-                torch.rand(first["max_tokens"], generator=torch.Generator().manual_seed(seed))
-                for _, seed in rows
-            ]
-        )
-        batch = collate([one["prompt"] for one, _ in rows], [[]] * len(rows), 0)
+        rows = [(one["prompt"], one["seed"] + i) for one in requests for i in range(one["n"])]
+        first, stop = requests[0], requests[0]["stop_token_ids"][0]
+        generators = [torch.Generator().manual_seed(seed) for _, seed in rows]
+        uniform = torch.stack([torch.rand(first["max_tokens"], generator=one) for one in generators])
+        batch = collate([prompt for prompt, _ in rows], [[]] * len(rows), 0)
         with torch.no_grad():
-            tokens, logprobs = _decode(
-                self.model, batch, torch.arange(len(rows)), uniform, first["temperature"],
-                first["stop_token_ids"][0],
-            )  # fmt: skip
-        cut = iter(
-            _cut((ids, found), one["stop_token_ids"][0])
-            for (one, _), ids, found in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
-        )
-        return [[next(cut) for _ in range(one["n"])] for one in requests]
-
-
-def _cut(answer: Answer, stop: int) -> Answer:
-    ids, logprobs = answer
-    end = ids.index(stop) + 1 if stop in ids else len(ids)
-    return ids[:end], logprobs[:end]
+            decoded = _decode(self.model, batch, torch.arange(len(rows)), uniform, first["temperature"], stop)
+        answers = []
+        for ids, logprobs in zip(*(x.tolist() for x in decoded), strict=True):
+            end = ids.index(stop) + 1 if stop in ids else len(ids)
+            answers.append((ids[:end], logprobs[:end]))
+        left = iter(answers)
+        return [[next(left) for _ in range(one["n"])] for one in requests]
 
 
 class Server(ThreadingHTTPServer):
-    """The server; its requests are answered together, as they arrive."""
+    """The server; every request has a thread."""
 
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, backend: Backend, port: int = 0, fault: str | None = None, marker: Path | None = None):
+    def __init__(self, backend: Canned, port: int = 0, fault: str | None = None, marker: Path | None = None):
         super().__init__(("127.0.0.1", port), Handler)
         self.backend, self.fault, self.marker = backend, fault, marker
         self.version, self.is_paused, self.calls = "default", False, list[str]()
-        self.takes_weights, self.is_updating = False, False
-        self.bodies: list[dict[str, Any]] = []
+        self.has_ipc, self.takes_weights, self.is_updating = True, False, False
         self.closing = threading.Event()
-        self._waiting: queue.Queue[tuple[dict[str, Any], queue.Queue[Any]]] = queue.Queue()
-        threading.Thread(target=self._work, daemon=True).start()
+        self._one_at_a_time = threading.Lock()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing is printed: a client that was killed is no fault of the server."""
@@ -128,31 +112,8 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def complete(self, body: dict[str, Any]) -> list[Answer]:
-        box: queue.Queue[Any] = queue.Queue()
-        self._waiting.put((body, box))
-        result = box.get(timeout=60)
-        if isinstance(result, Exception):
-            raise result
-        answers: list[Answer] = result
-        return answers
-
-    def _work(self) -> None:
-        while not self.closing.is_set():
-            try:
-                batch = [self._waiting.get(timeout=0.5)]
-            except queue.Empty:
-                continue
-            while True:
-                try:
-                    batch.append(self._waiting.get(timeout=0.005))
-                except queue.Empty:
-                    break
-            try:
-                results: list[Any] = list(self.backend.answer([body for body, _ in batch]))
-            except Exception as error:
-                results = [error] * len(batch)
-            for (_, box), result in zip(batch, results, strict=True):
-                box.put(result)
+        with self._one_at_a_time:
+            return self.backend.answer([body])[0]
 
     def takes_fault(self, name: str) -> bool:
         """Whether to fail now: always, or with a marker only the first time."""
@@ -168,14 +129,10 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        known = {"/health": None, "/version": {"version": VERSION}}
-        if self.path == "/weight_info":
-            return self.send(200, {"weight_version": self.server.version})
-        return (
-            self.send(200, known[self.path])
-            if self.path in known
-            else self.send(404, {"detail": "Not Found"})
-        )
+        known: dict[str, Any] = {"/health": None, "/version": {"version": VERSION}}
+        known["/weight_info"] = {"weight_version": self.server.version}
+        found = self.path in known
+        self.send(200 if found else 404, known.get(self.path, {"detail": "Not Found"}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
@@ -189,18 +146,17 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/collective_rpc":
             assert body["method"] == "reload_weights"
             assert server.is_paused
-            if server.fault != "stale":
-                server.backend.load(Path(body["kwargs"]["weights_path"]))
+            server.backend.load(Path(body["kwargs"]["weights_path"]))
             return self.send(200, {"results": [None]})
         if path == "/init_weight_transfer_engine":
-            server.takes_weights = body["init_info"] == {"packed": False}
-            return self.send(200, {"message": "Weight transfer initialized"})
+            server.takes_weights = server.has_ipc and body["init_info"] == {"packed": False}
+            return self.send(200 if server.takes_weights else 400, {"message": "as it is started"})
         if path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
             return self.weight_update(path, body)
         if path == "/reset_prefix_cache":
             return self.send(200, {"success": server.fault != "cache"})
         if path == "/update_weight_version":
-            server.version = "1" if server.fault == "version" else body["new_version"]
+            server.version = "7" if server.fault == "version" else body["new_version"]
             return self.send(200, {"success": True, "new_version": body["new_version"]})
         return self.send(404, {"detail": "Not Found"})
 
@@ -216,7 +172,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def completion(self, body: dict[str, Any]) -> None:
         server = self.server
-        server.bodies.append(body)
         if server.is_paused:
             return self.send(503, {"error": "paused"})
         if server.takes_fault("die"):
@@ -228,13 +183,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(500, {"error": {"message": "EngineDeadError"}})
         if server.takes_fault("no json"):
             return self.send(200, b"<html>")
+        common = {"text": "", "finish_reason": "stop", "prompt_token_ids": body["prompt"]}
         choices = [
-            {
-                "index": i, "text": "", "finish_reason": "stop", "prompt_token_ids": body["prompt"],
-                "token_ids": ids, "logprobs": {"token_logprobs": logprobs},
-            }
+            common | {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
             for i, (ids, logprobs) in enumerate(server.complete(body))
-        ]  # fmt: skip
+        ]
         return self.send(200, {"choices": self.wrong(choices)})
 
     def wrong(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -267,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(backend: Backend | None = None, fault: str | None = None) -> Iterator[Server]:
+def serving(backend: Canned | None = None, fault: str | None = None) -> Iterator[Server]:
     """The server in threads of this process."""
     server = Server(backend or Model(), fault=fault)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -291,6 +244,7 @@ def main() -> None:
         "--marker", type=Path, help="a file that is made at the first fault; then none follows"
     )
     parser.add_argument("--child", action="store_true", help="start a process that hides where it comes from")
+    parser.add_argument("--weight-transfer-config", type=json.loads)
     parser.add_argument("serve", choices=["serve", "end"], help="`end` fails at the start")
     parser.add_argument("folder", type=Path, help="the model")
     parser.add_argument("--port", type=int, required=True)
@@ -302,9 +256,11 @@ def main() -> None:
         sys.exit("no such architecture")
     if options.child:
         subprocess.Popen(["/bin/sleep", "600"], env={})
-    backend: Backend = Canned() if options.canned else Model()
+    backend = Canned() if options.canned else Model()
     backend.load(options.folder)
-    Server(backend, options.port, options.fault, options.marker).serve_forever()
+    server = Server(backend, options.port, options.fault, options.marker)
+    server.has_ipc = options.weight_transfer_config == {"backend": "ipc"}
+    server.serve_forever()
 
 
 if __name__ == "__main__":

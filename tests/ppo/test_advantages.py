@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -50,32 +51,21 @@ def test_two_tokens_equal_hand_computed_values() -> None:
 RETURNS = torch.randn(12, generator=GENERATOR, dtype=torch.float64) * 3 + 1
 
 
-def groups(num_samples: int) -> list[list[int]]:
-    """The rows of each prompt: of n prompts, prompt i has rows i, i + n, i + 2n, …"""
+@pytest.mark.parametrize("num_samples", [2, 3, 4, 6, 12])
+def test_rloo_and_group_compare_a_return_with_those_of_its_own_prompt(num_samples: int) -> None:
+    """With the mean of the others; or with the mean, in standard deviations."""
+    by_rloo, by_group = rloo(RETURNS, num_samples).tolist(), group(RETURNS, num_samples).tolist()
     num_prompts = len(RETURNS) // num_samples
-    return [list(range(i, len(RETURNS), num_prompts)) for i in range(num_prompts)]
-
-
-@pytest.mark.parametrize("num_samples", [2, 3, 4, 6, 12])
-def test_rloo_is_each_return_less_the_mean_of_the_others(num_samples: int) -> None:
-    found = rloo(RETURNS, num_samples).tolist()
-    for rows in groups(num_samples):
-        for row in rows:
-            others = [RETURNS[i].item() for i in rows if i != row]
-            assert found[row] == pytest.approx(RETURNS[row].item() - sum(others) / len(others), abs=1e-12)
-        assert sum(found[row] for row in rows) == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("num_samples", [2, 3, 4, 6, 12])
-def test_group_is_each_return_in_deviations_from_the_groups_mean(num_samples: int) -> None:
-    found = group(RETURNS, num_samples).tolist()
-    for rows in groups(num_samples):
-        own = [RETURNS[i].item() for i in rows]
-        mean = sum(own) / len(own)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in own) / (len(own) - 1))
-        deviation += 1e-4 * max(abs(x) for x in own)
-        assert [found[row] for row in rows] == pytest.approx([(x - mean) / deviation for x in own], abs=1e-12)
-        assert sum(found[row] for row in rows) == pytest.approx(0, abs=1e-12)
+    for prompt in range(num_prompts):
+        rows = range(prompt, len(RETURNS), num_prompts)
+        own = [RETURNS[row].item() for row in rows]
+        mean, deviation = statistics.fmean(own), statistics.stdev(own) + 1e-4 * max(map(abs, own))
+        others = [(sum(own) - x) / (num_samples - 1) for x in own]
+        expected = [x - other for x, other in zip(own, others, strict=True)]
+        assert [by_rloo[row] for row in rows] == pytest.approx(expected, abs=1e-12)
+        assert [by_group[row] for row in rows] == pytest.approx(
+            [(x - mean) / deviation for x in own], abs=1e-12
+        )
 
 
 def test_four_responses_equal_hand_computed_values() -> None:

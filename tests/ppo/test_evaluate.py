@@ -12,26 +12,24 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Lora
-from rlhf_tasks.config.judge import Selection as Section
+from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.modeling.load import add_lora
 from rlhf_tasks.modeling.sampling import sample_responses
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.evaluate import Evaluator, Selection
+from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference
 from rlhf_tasks.ppo.sampler import PolicySampler
-from rlhf_tasks.ppo.selection_judge import SelectionJudge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.ranks import run_ranks
-from tests.ppo.toy import Planted
+from tests.ppo.toy import Planted, log_p_alone
 
 PROMPTS = [" ".join(small.WORDS[i : i + 2 + i % 3]) for i in range(9)]
 ROWS = [{"prompt": prompt, "reference": "w1 w2"} for prompt in PROMPTS]
-TEMPERATURE = 0.8
 HTTP = {"kind": "http", "weight": 1.0, "url": "http://127.0.0.1:9/", "timeout_seconds": 1.0, "batch_size": 4}
 
 
@@ -40,20 +38,14 @@ def length(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
 
 
 class Recorder(Planted):
-    """A scorer by length that records what it was called with."""
+    """A scorer by length that records the responses it was called with."""
 
     def __init__(self) -> None:
-        super().__init__(length)
-        self.__dict__["calls"] = list[list[Ids]]()
+        self.calls = list[list[Ids]]()
 
     def parts(self, rows: Responses) -> dict[str, Tensor]:
-        self.__dict__["calls"].append(list(rows.given[1]))
-        return super().parts(rows)
-
-    @property
-    def calls(self) -> list[list[Ids]]:
-        calls: list[list[Ids]] = self.__dict__["calls"]
-        return calls
+        self.calls.append(list(rows.given[1]))
+        return {"planted": length(*rows.given)}
 
 
 class Falling:
@@ -68,7 +60,7 @@ class Falling:
 
 
 class Evaluations:
-    """An evaluator with the selection and the sampler that the loop gives it."""
+    """An evaluator with the state and the sampler that the loop gives it."""
 
     def __init__(
         self,
@@ -81,11 +73,9 @@ class Evaluations:
         judge: Callable[[Runtime], SelectionJudge] | None = None,
         **changes: Any,
     ) -> None:
-        config = small.ppo(num_selection_prompts=len(PROMPTS), temperature=TEMPERATURE, **changes)
-        rt, self.policy, self.selection = rt or small.runtime(), policy or small.causal(), Selection()
-        stop = small.EOS if config.stop_token == "eos" else config.stop_token
-        generator = torch.Generator().manual_seed(1)
-        self._sampler = PolicySampler(rt, config, self.policy, generator, stop=stop, pad=small.PAD)
+        config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
+        rt, self.policy, self.state = rt or small.runtime(), policy or small.causal(), EvaluationState()
+        self._sampler = PolicySampler(rt, config, self.policy, small.tokenizer(), torch.Generator())
         self._evaluator = Evaluator(
             rt,
             config,
@@ -93,7 +83,6 @@ class Evaluations:
             reference or copy_of(7),
             small.tokenizer(),
             ROWS,
-            stop=stop,
             scorers=scorer or Planted(length),
             heldout=heldout,
             judge=judge and judge(rt),
@@ -101,10 +90,10 @@ class Evaluations:
         )
 
     def evaluate(self, episode: int) -> Metrics:
-        return self._evaluator.evaluate(self.selection, self._sampler, episode=episode, update=0)
+        return self._evaluator.evaluate(self.state, self._sampler, episode=episode, update=0)
 
     def show(self, episode: int) -> list[dict[str, Any]]:
-        return self._evaluator.show(self.selection, self._sampler, episode=episode, update=0)
+        return self._evaluator.show(self.state, self._sampler, episode=episode, update=0)
 
 
 def copy_of(seed: int) -> FrozenCopy:
@@ -115,13 +104,8 @@ def kl_of_rows(policy: Any, reference: Any, responses: Sequence[Ids]) -> list[fl
     """Σ log π − log π_ref of each response, each row alone in the models."""
     result = []
     for query, response in zip(encode(small.tokenizer(), PROMPTS), responses, strict=True):
-        new, old = (
-            (small.logits_alone(model, query, response) / TEMPERATURE).log_softmax(-1)[
-                range(len(response)), response
-            ]
-            for model in (policy, reference)
-        )
-        result.append(float((new.double() - old.double()).sum()))
+        new, old = (log_p_alone(model, query, response).detach() for model in (policy, reference))
+        result.append(float((new - old)[range(len(response)), response].double().sum()))
     return result
 
 
@@ -137,7 +121,7 @@ def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
     expected = kl_of_rows(policy, small.causal(seed=7), responses)
     assert max(expected) - min(expected) > 0.1, "the responses differ in their KL"
     assert metrics["eval/kl"] == pytest.approx(statistics.fmean(expected), abs=1e-4)
-    assert one.selection.metrics == {
+    assert one.state.metrics == {
         "selected_episode": 16,
         "selected_kl": metrics["eval/kl"],
         "selected_kl_standard_error": pytest.approx(
@@ -149,7 +133,7 @@ def test_the_kl_is_the_mean_over_prompts_of_the_summed_log_ratios() -> None:
 def test_the_kl_of_an_unchanged_policy_is_zero() -> None:
     one = Evaluations(reference=copy_of(0))
     assert one.evaluate(0)["eval/kl"] == 0
-    assert one.selection.metrics["selected_kl"] == one.selection.metrics["selected_kl_standard_error"] == 0
+    assert one.state.metrics["selected_kl"] == one.state.metrics["selected_kl_standard_error"] == 0
 
 
 def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
@@ -168,15 +152,8 @@ def test_the_kl_with_lora_is_to_the_policy_without_its_adapters() -> None:
 
 def responses_alone() -> list[Ids]:
     """What one process samples."""
-    return sample_responses(
-        small.causal(),
-        small.tokenizer(),
-        PROMPTS,
-        max_new_tokens=8,
-        temperature=TEMPERATURE,
-        seed=1,
-        stop=small.EOS,
-    )
+    settings: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.8, "seed": 1, "stop": small.EOS}
+    return sample_responses(small.causal(), small.tokenizer(), PROMPTS, **settings)
 
 
 def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
@@ -187,16 +164,11 @@ def test_an_evaluation_draws_no_number_but_those_of_its_responses() -> None:
     assert scorers.calls == [expected]
 
 
-class Impossible(FrozenCopy):
-    def logprobs(self, batch: Any, temperature: float) -> Tensor:
-        return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
-
-
-def test_samples_to_show_need_no_log_probs_of_the_reference() -> None:
-    assert len(Evaluations(reference=Impossible(small.causal(), moves=False)).show(0)) == 4
-
-
 def test_an_infinite_kl_is_an_error_with_the_responses() -> None:
+    class Impossible(FrozenCopy):
+        def logprobs(self, batch: Any, temperature: float) -> Tensor:
+            return super().logprobs(batch, temperature).where(~batch.mask, -math.inf)
+
     with pytest.raises(NonFiniteError, match="the KL to the reference is NaN or infinite") as caught:
         Evaluations(reference=Impossible(small.causal(), moves=False)).evaluate(0)
     assert len(caught.value.batch["responses"]) == len(PROMPTS)
@@ -221,10 +193,10 @@ def test_the_best_weights_are_kept_with_their_own_kl() -> None:
         changed(policy, 0.05)
         metrics = one.evaluate(episode)
     assert metrics["eval/kl"] != first["eval/kl"]
-    assert one.selection.metrics["selected_episode"] == 0
-    assert one.selection.metrics["selected_heldout_score"] == 4
-    assert one.selection.metrics["selected_kl"] == first["eval/kl"]
-    kept = one.selection.weights
+    assert one.state.metrics["selected_episode"] == 0
+    assert one.state.metrics["selected_heldout_score"] == 4
+    assert one.state.metrics["selected_kl"] == first["eval/kl"]
+    kept = one.state.weights
     assert all(torch.equal(kept[name], value) for name, value in start.items())
 
 
@@ -234,8 +206,8 @@ def test_without_a_judge_or_a_heldout_model_the_last_weights_are_kept_with_their
     one.evaluate(0)
     changed(policy, 0.05)
     metrics = one.evaluate(16)
-    assert one.selection.metrics["selected_episode"] == 16
-    assert one.selection.metrics["selected_kl"] == metrics["eval/kl"]
+    assert one.state.metrics["selected_episode"] == 16
+    assert one.state.metrics["selected_kl"] == metrics["eval/kl"]
 
 
 STOP = 9
@@ -284,7 +256,7 @@ def shorter(prompts: list[str], responses: list[str]) -> list[float]:
 
 JUDGED: list[int] = []
 FUNCTION = {"kind": "function", "name": "shorter", "function": f"{__name__}:shorter"}
-SECTION = Section.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
+SECTION = Selection.model_validate({"judge": FUNCTION, "max_failure_share": 0.5})
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -300,14 +272,14 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
             rt=rt, scorer=scorers[rt.rank], heldout=lambda rows: length(*rows.given), judge=judge, **changes
         )
 
-    def evaluate(one: Evaluations) -> tuple[Metrics, Selection]:
-        return one.evaluate(16), one.selection
+    def evaluate(one: Evaluations) -> tuple[Metrics, EvaluationState]:
+        return one.evaluate(16), one.state
 
-    (first, selection), (second, other) = run_ranks(make, evaluate)
+    (first, state), (second, other) = run_ranks(make, evaluate)
     assert first == second
-    assert selection.responses == other.responses
-    assert selection.metrics == other.metrics
-    assert [row["prompt"] for row in selection.responses] == PROMPTS
+    assert state.responses == other.responses
+    assert state.metrics == other.metrics
+    assert [row["prompt"] for row in state.responses] == PROMPTS
     everything = responses_alone()
     own = [everything[rank::2] for rank in range(2)]
     assert [one.calls for one in scorers] == ([[everything], []] if outside else [[own[0]], [own[1]]])

@@ -9,41 +9,18 @@ import torch
 
 from rlhf_tasks.data.batches import collate
 from rlhf_tasks.modeling.logprobs import response_logprobs
-from rlhf_tasks.ppo.kl import k3
-from rlhf_tasks.ppo.rollout import FrozenCopy, Rollout
+from rlhf_tasks.ppo.rollout import FrozenCopy
 from rlhf_tasks.ppo.state import Queue
 from tests import small
-from tests.ppo.toy import DEMONSTRATIONS, ONE_STEP, QUERIES, Toy, toy, with_lora, without_gains
+from tests.ppo.toy import DEMONSTRATIONS, ONE_STEP, QUERIES, log_p_alone, toy, with_lora, without_gains
 from tests.small import EOS, PAD
-
-
-def policy_kl(one: Toy, rollout: Rollout) -> float:
-    """Mean k3 of the response tokens from the current policy to the reference."""
-    batch = collate(QUERIES, rollout.responses, PAD)
-    with torch.no_grad():
-        new = response_logprobs(one.actor_critic.policy, batch, 0.8)
-        return float(k3(new, one.state.reference.logprobs(batch, 0.8))[batch.mask].mean())
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_kl_in_the_loss_pulls_the_policy_to_the_reference(estimator: str) -> None:
-    one = toy(reference_seed=7, kl__kind="in_loss", kl__estimator=estimator, kl_coef=1.0, num_ppo_epochs=8)
-    rollout = one.sample()
-    before = policy_kl(one, rollout)
-    metrics = one.learn(without_gains(rollout))
-    assert policy_kl(one, rollout) < 0.9 * before
-    assert metrics["loss/kl_avg"] > 0
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
 def test_the_adaptive_coefficient_follows_k1_from_the_next_rollout(estimator: str) -> None:
     adaptive = {"target": 0.5, "horizon": 1600, "clip": 50.0}
-    changes: dict[str, Any] = {
-        "kl_coef": 0.1,
-        "kl__estimator": estimator,
-        "total_episodes": 32,
-        "adaptive_kl": adaptive,
-    }
+    changes: dict[str, Any] = {"kl_coef": 0.1, "kl__estimator": estimator, "adaptive_kl": adaptive}
+    changes |= {"total_episodes": 32}
     first, second = toy(reference_seed=7, **changes, **ONE_STEP).updates
     error = first["objective/kl_k1"] / 0.5 - 1
     assert abs(error) < 50, "the error is not clipped"
@@ -55,14 +32,6 @@ def test_the_adaptive_coefficient_follows_k1_from_the_next_rollout(estimator: st
     assert alike == (estimator == "k1")
 
 
-def test_the_penalty_keeps_the_policy_near_the_one_that_sampled() -> None:
-    def approxkl(**changes: Any) -> float:
-        one = toy(num_ppo_epochs=8, learning_rate=5e-3, **changes)
-        return next(one.updates)["policy/approxkl_avg"]
-
-    assert approxkl(kl_penalty={"beta": 20.0, "target": 0.01}) < 0.7 * approxkl()
-
-
 def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
     penalty: dict[str, Any] = {"kl_penalty": {"beta": 1.0, "target": 1e-4}}
     one = toy(learning_rate=5e-3, num_mini_batches=2, num_ppo_epochs=1, **penalty)
@@ -70,7 +39,7 @@ def test_beta_follows_the_kl_of_the_policy_after_its_epochs() -> None:
     metrics = one.learn(rollout)
     total, tokens = 0.0, 0
     for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
-        new = (small.logits_alone(one.actor_critic.policy, query, response) / 0.8).log_softmax(-1)
+        new = log_p_alone(one.actor_critic.policy, query, response).detach()
         log_ratio = new[range(len(response)), response] - rollout.logprobs[row, : len(response)]
         total += float((log_ratio.exp() - 1 - log_ratio).sum())
         tokens += len(response)
@@ -115,29 +84,6 @@ def test_the_reference_moves_towards_the_policy_every_so_many_updates() -> None:
         torch.testing.assert_close(value, 0.75 * start[key] + 0.25 * policy[key])
 
 
-def test_with_ratio_from_reference_the_ratio_is_to_the_references_log_probs() -> None:
-    one = toy(reference_seed=7, ratio_from="reference", **ONE_STEP)
-    rollout, _ = one.estimate()
-    ratio = (rollout.logprobs - rollout.ref_logprobs)[rollout.mask].exp()
-    gain = -rollout.advantages[rollout.mask]
-    unclipped, clipped = gain * ratio, gain * ratio.clamp(0.8, 1.2)
-    metrics = one.learn(rollout)
-    loss, share = torch.maximum(unclipped, clipped).mean(), (clipped > unclipped).float().mean()
-    assert metrics["loss/policy_avg"] == pytest.approx(loss.item(), rel=1e-4)
-    assert metrics["policy/clipfrac_avg"] == pytest.approx(share.item(), abs=1e-4)
-    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5), "the policy still equals the one that sampled"
-
-
-def test_the_entropy_bonus_flattens_the_policy() -> None:
-    def entropy_after(coef: float) -> float:
-        one = toy(entropy_coef=coef, num_ppo_epochs=4, learning_rate=5e-3)
-        rollout = without_gains(one.sample())
-        one.learn(rollout)
-        return one.learn(rollout)["policy/entropy_avg"]
-
-    assert entropy_after(1.0) > entropy_after(0.0) + 1e-3
-
-
 @pytest.mark.parametrize("max_tokens", [16384, 25])
 def test_ptx_adds_the_language_modeling_loss_of_the_demonstrations(max_tokens: int) -> None:
     """With no other gradient, the step's gradient is that of the LM loss times the coefficient."""
@@ -149,7 +95,7 @@ def test_ptx_adds_the_language_modeling_loss_of_the_demonstrations(max_tokens: i
     metrics = one.learn(without_gains(rollout))
     model, losses = small.causal(), []
     for query, response in zip(DEMONSTRATIONS.queries[:16], DEMONSTRATIONS.responses[:16], strict=True):
-        logits = model(torch.tensor([query + response])).logits[0, len(query) - 1 : -1]
+        logits = 0.8 * log_p_alone(model, query, response)  # at the temperature 1, but for a constant
         losses.append(-logits.log_softmax(-1)[range(len(response)), response])
     loss = torch.cat(losses).mean()
     (0.3 * loss).backward()

@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 
 from rlhf_tasks.config import ppo as config
-from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, Guards
+from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, FLOAT32_RATIO_ERROR, Guards
 from tests import small
 
 WELL = {
-    "objective/kl_k1": 2.0, "objective/kl_k1_standard_error": 0.1, "val/ratio": 1.0,
-    "objective/perplexity": 1.5, "val/first_ratio_error": 1e-6,
-    "val/response_length": 20.0, "val/repetition": 0.1, "val/truncated_share": 0.05,
-}  # fmt: skip
+    "objective/kl_k1": 2.0,
+    "objective/kl_k1_standard_error": 0.1,
+    "objective/perplexity": 1.5,
+    "val/ratio": 1.0,
+    "val/first_ratio_error": 1e-6,
+    "val/response_length": 20.0,
+    "val/repetition": 0.1,
+    "val/truncated_share": 0.05,
+}
 
 
 def settings(**changes: Any) -> config.Guards:
@@ -36,10 +41,7 @@ def trips(*updates: dict[str, float], num_episodes: int = 256, **changes: Any) -
         ({"objective/kl_k1": 9.5}, None),
         ({"objective/kl_k1": -0.3}, "kl_low"),
         ({"objective/kl_k1": -0.15}, None),  # within two standard errors of zero
-        (
-            {"objective/kl_k1": -5e-7, "objective/kl_k1_standard_error": 0.0},
-            None,
-        ),  # an unchanged policy
+        ({"objective/kl_k1": -5e-7, "objective/kl_k1_standard_error": 0.0}, None),  # an unchanged policy
         ({"objective/kl_k1": -5e-4, "objective/kl_k1_standard_error": 0.0}, "kl_low"),
         ({"val/ratio": 2.5}, "ratio"),
         ({"val/ratio": 0.05}, "ratio"),
@@ -49,15 +51,20 @@ def test_a_guard_trips_where_its_metric_leaves_the_range(metrics: dict[str, floa
     assert trips(metrics) == [name]
 
 
-@pytest.mark.parametrize(("error", "name"), [(9e-4, None), (1.1e-3, "first_ratio"), (0.4, "first_ratio")])
-def test_a_first_ratio_that_is_not_1_trips(error: float, name: str | None) -> None:
-    assert trips({"val/first_ratio_error": error}) == [name]
-
-
-def test_bf16_may_round_more() -> None:
-    guards = Guards(settings(), 256, ratio_error=BF16_RATIO_ERROR)
-    assert guards.check(WELL | {"val/first_ratio_error": 0.02}) == []
-    assert [t.name for t in guards.check(WELL | {"val/first_ratio_error": 0.06})] == ["first_ratio"]
+@pytest.mark.parametrize(
+    ("bound", "error", "name"),
+    [
+        (FLOAT32_RATIO_ERROR, 9e-4, None),
+        (FLOAT32_RATIO_ERROR, 1.1e-3, "first_ratio"),
+        (BF16_RATIO_ERROR, 0.02, None),
+        (BF16_RATIO_ERROR, 0.06, "first_ratio"),
+    ],
+)
+def test_a_first_ratio_that_is_not_1_trips_and_bf16_may_round_more(
+    bound: float, error: float, name: str | None
+) -> None:
+    found = Guards(settings(), 256, ratio_error=bound).check(WELL | {"val/first_ratio_error": error})
+    assert [trip.name for trip in found] == ([name] if name else [])
 
 
 def test_a_guard_trips_after_patience_updates_in_a_row() -> None:

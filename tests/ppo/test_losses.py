@@ -16,65 +16,40 @@ from rlhf_tasks.ppo.state import TrainState
 from rlhf_tasks.ppo.train import policy_losses
 from tests import small
 
+WIDER, DUAL = {"cliprange_high": 0.3}, {"dual_clip": 3.0}
+
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "clipped"),
+    ("clips", "ratio", "advantage", "loss", "clipped"),
     [
-        (1.0, 2.0, -2.0, False),
-        (1.1, 2.0, -2.2, False),
-        (1.5, 2.0, -2.4, True),  # already likelier by more than the range: no further gain
-        (0.5, 2.0, -1.0, False),  # a good token became unlikely: the full gradient
-        (1.5, -2.0, 3.0, False),  # a bad token became likely: the full gradient
-        (0.5, -2.0, 1.6, True),
-        (0.9, -2.0, 1.8, False),
-        (1.5, 0.0, 0.0, False),
+        ({}, 1.0, 2.0, -2.0, False),
+        ({}, 1.1, 2.0, -2.2, False),
+        ({}, 1.5, 2.0, -2.4, True),  # already likelier by more than the range: no further gain
+        ({}, 0.5, 2.0, -1.0, False),  # a good token became unlikely: the full gradient
+        ({}, 1.5, -2.0, 3.0, False),  # a bad token became likely: the full gradient
+        ({}, 0.5, -2.0, 1.6, True),
+        ({}, 0.9, -2.0, 1.8, False),
+        ({}, 1.5, 0.0, 0.0, False),
+        (WIDER, 1.25, 2.0, -2.5, False),
+        (WIDER, 1.4, 2.0, -2.6, True),
+        (WIDER, 0.7, 2.0, -1.4, False),
+        (WIDER, 0.7, -2.0, 1.6, True),
+        (DUAL, 5.0, -2.0, 6.0, True),  # 10 without dual_clip
+        (DUAL, 2.0, -2.0, 4.0, False),
+        (DUAL, 0.5, -2.0, 1.6, True),  # the usual clip still applies
+        (DUAL, 5.0, 2.0, -2.4, True),  # a good token is not affected
     ],
 )
 def test_policy_loss_equals_hand_computed_values(
-    ratio: float, advantage: float, loss: float, clipped: bool
+    clips: dict[str, float], ratio: float, advantage: float, loss: float, clipped: bool
 ) -> None:
     """A clipped token has no gradient; another one's is its loss, since d ratio / d log-prob = ratio."""
     log_ratio = torch.tensor([[math.log(ratio)]], requires_grad=True)
-    result = policy_loss(log_ratio, torch.tensor([[advantage]]), cliprange=0.2)
-    assert result.loss.item() == pytest.approx(loss, abs=1e-6)
-    assert result.clipped.item() is clipped
-    (gradient,) = torch.autograd.grad(result.loss.sum(), log_ratio)
-    assert gradient.item() == pytest.approx(0 if clipped else loss, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "clipped"),
-    [
-        (1.25, 2.0, -2.5, False),
-        (1.4, 2.0, -2.6, True),
-        (0.7, 2.0, -1.4, False),
-        (0.7, -2.0, 1.6, True),
-    ],
-)
-def test_the_clip_range_can_be_wider_above_than_below(
-    ratio: float, advantage: float, loss: float, clipped: bool
-) -> None:
-    log_ratio = torch.tensor([math.log(ratio)])
-    result = policy_loss(log_ratio, torch.tensor([advantage]), 0.2, cliprange_high=0.3)
-    assert result.loss.item() == pytest.approx(loss, abs=1e-6)
-    assert result.clipped.item() is clipped
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "clipped"),
-    [
-        (5.0, -2.0, 6.0, True),  # 10 without dual_clip
-        (2.0, -2.0, 4.0, False),
-        (0.5, -2.0, 1.6, True),  # the usual clip still applies
-        (5.0, 2.0, -2.4, True),  # a good token is not affected
-    ],
-)
-def test_dual_clip_bounds_the_loss_of_bad_tokens(
-    ratio: float, advantage: float, loss: float, clipped: bool
-) -> None:
-    result = policy_loss(torch.tensor([math.log(ratio)]), torch.tensor([advantage]), 0.2, dual_clip=3.0)
+    result = policy_loss(log_ratio, torch.tensor([[advantage]]), cliprange=0.2, **clips)
     assert result.loss.item() == pytest.approx(loss, abs=1e-5)
     assert result.clipped.item() is clipped
+    (gradient,) = torch.autograd.grad(result.loss.sum(), log_ratio)
+    assert gradient.item() == pytest.approx(0 if clipped else loss, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,19 +18,10 @@ from rlhf_tasks.ppo.losses import MicroBatch, ppo_clip, token_weights
 from rlhf_tasks.ppo.rollout import Rollout
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages.ppo import estimator_of, policy_loss_of
-from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.ppo.ranks import run_ranks
 from tests.ppo.test_steps import norm_of
-from tests.ppo.toy import (
-    ONE_STEP,
-    QUERIES,
-    Toy,
-    given,
-    hand_made_rollout,
-    toy,
-    without_critic,
-)
+from tests.ppo.toy import ONE_STEP, QUERIES, Toy, given, hand_made_rollout, log_p_alone, toy, without_critic
 
 WITHOUT_CRITIC = without_critic("examples.estimator:batch_mean", 1)
 
@@ -45,15 +35,12 @@ S1, S2 = math.exp((0.2 - 0.1) / 2), math.exp(0.5)
     ("advantages", "losses", "clipped", "gradient"),
     [
         # d(½ L₁ + ½ L₂) / d log-prob, with L = −A·s and d s / d log-prob = s / length
-        ((1.0, -2.0), (-S1, 2 * S2), (0, 0), (-S1 / 4, -S1 / 4, S2)),
-        ((-1.0, 2.0), (S1, -2 * 1.2), (0, 1), (S1 / 4, S1 / 4, 0.0)),
+        ([1.0, -2.0], [-S1, 2 * S2], [0, 0], [-S1 / 4, -S1 / 4, S2]),
+        ([-1.0, 2.0], [S1, -2 * 1.2], [0, 1], [S1 / 4, S1 / 4, 0.0]),
     ],
 )
 def test_gspo_equals_numbers_worked_out_by_hand(
-    advantages: tuple[float, float],
-    losses: tuple[float, float],
-    clipped: tuple[int, int],
-    gradient: tuple[float, float, float],
+    advantages: list[float], losses: list[float], clipped: list[int], gradient: list[float]
 ) -> None:
     mask, zeros = torch.tensor([[True, True], [True, False]]), torch.zeros(2, 2)
     old = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
@@ -145,8 +132,7 @@ def norm_by_rows(rollout: Rollout, reduction: str | int) -> float:
     policy, sums = small.causal(), []
     for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
         n = len(response)
-        logits = policy(torch.tensor([query + response])).logits[0, len(query) - 1 : -1] / 0.8
-        losses = -rollout.advantages[row, :n] * logits.log_softmax(-1)[range(n), response]
+        losses = -rollout.advantages[row, :n] * log_p_alone(policy, query, response)[range(n), response]
         sums.append(losses.sum() / (n if reduction == "response_mean" else 1))
     divisor = rollout.mask.sum() if reduction == "token_mean" else 16
     total = torch.stack(sums).sum() / divisor / (reduction if isinstance(reduction, int) else 1)
@@ -154,32 +140,32 @@ def norm_by_rows(rollout: Rollout, reduction: str | int) -> float:
     return norm_of(policy)
 
 
-def rank_toy(settings: dict[str, Any], rt: Runtime) -> Toy:
-    return toy(rt=rt, **settings)
-
-
+@pytest.mark.parametrize("max_tokens", [16384, 25])
 @pytest.mark.parametrize("reduction", ["token_mean", "response_mean", 5])
-def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(reduction: str | int) -> None:
+def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(
+    reduction: str | int, max_tokens: int
+) -> None:
     """The mean over all tokens of all ranks; over responses of their means; or each sum by a constant."""
     rollout, _ = toy(reference_seed=7).estimate()
-    expected = norm_by_rows(rollout, reduction)
-    settings: dict[str, Any] = {
-        "loss": negative,
-        "loss_reduction": {"constant": 5} if reduction == 5 else reduction,
-        "advantages__critic__vf_coef": 0.0,
-        **ONE_STEP,
-    }
-    settings |= {"whiten_advantages": False, "estimator": lambda *_: (rollout.advantages, rollout.returns)}
+
+    def make(rt: Any = None) -> Toy:
+        return toy(
+            rt=rt,
+            loss=negative,
+            estimator=lambda *_: (rollout.advantages, rollout.returns),
+            whiten_advantages=False,
+            loss_reduction={"constant": 5} if reduction == 5 else reduction,
+            micro_batch_tokens=max_tokens,
+            advantages__critic__vf_coef=0.0,
+            **ONE_STEP,
+        )
 
     def norm(one: Toy) -> float:
         return next(one.updates)["train/grad_norm"]
 
     with given(rollout):
-        for max_tokens in (16384, 25):
-            sizes = settings | {"micro_batch_tokens": max_tokens}
-            both = run_ranks(partial(rank_toy, sizes), norm)
-            found = [norm(toy(**sizes)), *both]
-            assert found == pytest.approx([expected] * 3, rel=1e-3)
+        found = [norm(make()), *run_ranks(make, norm)]
+    assert found == pytest.approx([norm_by_rows(rollout, reduction)] * 3, rel=1e-3)
 
 
 def test_the_weights_of_a_reduction_equal_numbers_worked_out_by_hand() -> None:

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.modeling.sampling import Samples
 from rlhf_tasks.modeling.tensors import NonFiniteError
-from rlhf_tasks.ppo.engines.build import Elsewhere
-from rlhf_tasks.ppo.engines.protocol import Answers, EngineError, EngineGone
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import Rollout, raise_on_all_ranks
+from rlhf_tasks.ppo.vllm import VllmError
 from tests import small
 from tests.ppo.ranks import OneOfTwo, run_ranks
-from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, Toy, given, toy, without_critic
-from tests.small import EOS, PAD
+from tests.ppo.test_sampler import Counted
+from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, Toy, given, rollout_of, toy, without_critic
+from tests.small import EOS
 
 NUM_ROWS, WIDTH = 16, 8
 
@@ -35,22 +36,14 @@ def uneven_rollout() -> Rollout:
     def numbers(mean: float, std: float) -> Tensor:
         return (mean + std * torch.randn(NUM_ROWS, WIDTH, generator=random)) * mask
 
-    scores = 1.0 + 2.0 * torch.randn(NUM_ROWS, generator=random)
-    return Rollout(
-        queries=queries,
-        responses=responses,
-        ended=torch.tensor([r[-1] == EOS for r in responses]),
-        mask=mask,
+    return rollout_of(
+        queries,
+        responses,
+        WIDTH,
+        scores=1.0 + 2.0 * torch.randn(NUM_ROWS, generator=random),
         logprobs=numbers(-3.0, 0.2),
         ref_logprobs=numbers(-3.0, 0.5),
         values=numbers(0.0, 1.0),
-        bootstrap_values=torch.zeros(NUM_ROWS),
-        scores=scores,
-        parts={"planted": scores},
-        importance=torch.ones(NUM_ROWS, WIDTH),
-        advantages=torch.zeros(NUM_ROWS, WIDTH),
-        returns=torch.zeros(NUM_ROWS, WIDTH),
-        pad=PAD,
     )
 
 
@@ -75,31 +68,18 @@ def assert_alike(found: Metrics, expected: Metrics, tolerance: float) -> None:
 PENALTY = {"kl_penalty": {"beta": 1.0, "target": 1e-6}}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        PENALTY
-        | {
-            "advantages__whiten_rewards": True,
-            "score_scaling": {"subtract_mean": True, "clip": 1.0},
-            "entropy_coef": 0.1,
-            "micro_batch_tokens": 20,
-        },
-        {"num_mini_batches": 4, "loss_reduction": "response_mean"},
-        PENALTY | {"num_mini_batches": 16},
-        without_critic("rloo") | {"num_mini_batches": 4, "loss_reduction": {"constant": 8}},
-        without_critic("group", 8) | {"whiten_advantages": True, "micro_batch_tokens": 20},
-    ],
-    ids=[
-        "one minibatch",
-        "everything that sums",
-        "four minibatches",
-        "minibatches that leave one without",
-        "rloo",
-        "group",
-    ],
-)
+SUMS: dict[str, Any] = {"advantages__whiten_rewards": True, "entropy_coef": 0.1, "micro_batch_tokens": 20}
+CASES: dict[str, dict[str, Any]] = {
+    "one minibatch": {},
+    "everything that sums": PENALTY | SUMS | {"score_scaling": {"subtract_mean": True, "clip": 1.0}},
+    "four minibatches": {"num_mini_batches": 4, "loss_reduction": "response_mean"},
+    "minibatches that leave one without": PENALTY | {"num_mini_batches": 16},
+    "rloo": without_critic("rloo") | {"num_mini_batches": 4, "loss_reduction": {"constant": 8}},
+    "group": without_critic("group", 8) | {"whiten_advantages": True, "micro_batch_tokens": 20},
+}
+
+
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_two_ranks_learn_what_one_does(changes: dict[str, Any]) -> None:
     """Moments, token means, minibatches and the loss's denominator are those of all ranks together."""
 
@@ -127,22 +107,6 @@ def test_two_ranks_sample_what_one_does(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(own_weights, alone.weights, atol=1e-4, rtol=0)
         for own, other in zip(own_history, history, strict=True):
             assert_alike(own, other, 1e-3)
-
-
-def test_each_rank_has_equally_many_rows_of_every_minibatch() -> None:
-    taken: list[list[int]] = [[], []]
-
-    class Counting(OneOfTwo):
-        def share(self, rows: Sequence[Any]) -> list[Any]:
-            own = super().share(rows)
-            taken[self.rank].append(len(own))
-            return own
-
-    def make(rt: OneOfTwo) -> Toy:
-        return toy(rt=Counting(rt.rank, rt.meeting), num_mini_batches=4)
-
-    run_ranks(make, lambda one: next(one.updates))
-    assert taken[0][-8:] == taken[1][-8:] == [NUM_ROWS // 4 // 2] * 8
 
 
 def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
@@ -176,27 +140,13 @@ def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- a server for two ranks
 
 
-class Counted(InMemory):
-    """The first rank has this engine, which fails in rollout `fails_in`."""
-
-    def __init__(self, fails_in: int = 0) -> None:
-        super().__init__()
-        self.num_queries, self._fails_in = list[int](), fails_in
-
-    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
-        self.num_queries.append(len(queries))
-        if len(self.num_queries) == self._fails_in:
-            raise EngineGone("the engine has gone")
-        return super().sample(queries, n, seeds)
-
-
-def with_engine(engine: InMemory, ahead: int = 0, **changes: Any) -> Any:
-    """What makes the training of a rank, of which the first has the engine."""
+def with_server(server: InMemory, ahead: int = 0, **changes: Any) -> Any:
+    """What makes the training of a rank, of which the first has the server."""
     section = ENGINE | {"ahead": ahead}
 
     def make(rt: OneOfTwo) -> Toy:
-        own = Elsewhere() if rt.rank else engine
-        return toy(rt=rt, engine=own, engine_section=section, snapshots=Memory(), **changes)
+        own = None if rt.rank else server
+        return toy(rt=rt, server=own, sampler=section, snapshots=Memory(), **changes)
 
     return make
 
@@ -205,7 +155,7 @@ def history(one: Toy) -> tuple[list[Metrics], list[Ids] | None, dict[str, Any], 
     """All metrics, the responses to an evaluation after the first update, the last state, and the weights."""
     updates, found = one.updates, list[Metrics]()
     found.append(next(updates))
-    responses = one.state.sampler.respond(QUERIES[:5], 3, one.state.update)
+    responses = one.state.sampler.respond(small.WORDS[:5], 3, one.state.update)
     found += updates
     return found, responses, one.state.sampler.state_dict(), one.weights
 
@@ -215,42 +165,41 @@ def history(one: Toy) -> tuple[list[Metrics], list[Ids] | None, dict[str, Any], 
 def test_two_ranks_with_a_server_learn_what_one_does(ahead: int, changes: dict[str, Any]) -> None:
     """The server samples the same requests, once, however many ranks share its responses."""
     settings: dict[str, Any] = {"learning_rate": 1e-2} | changes
-    alone, engine = Counted(), Counted()
-    one = toy(engine=alone, engine_section=ENGINE | {"ahead": ahead}, **settings)
+    alone, server = Counted(), Counted()
+    one = toy(server=alone, sampler=ENGINE | {"ahead": ahead}, **settings)
     metrics, responses, state, weights = history(one)
     for own_metrics, own_responses, own_state, own_weights in run_ranks(
-        with_engine(engine, ahead, **settings), history
+        with_server(server, ahead, **settings), history
     ):
         assert own_responses == responses
         assert own_state == state
         torch.testing.assert_close(own_weights, weights, atol=1e-4, rtol=0)
         for own, other in zip(own_metrics, metrics, strict=True):
             assert_alike(own, other, 1e-3)
-    assert engine.num_queries == alone.num_queries
-    assert len(engine.loads) == len(alone.loads)
+    assert server.asked == alone.asked
+    assert len(server.loads) == len(alone.loads)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_failure_of_the_server_is_the_same_error_on_both(ahead: int) -> None:
     def failure(one: Toy) -> str:
-        with pytest.raises(EngineGone) as caught:
+        with pytest.raises(VllmError) as caught:
             list(one.updates)
         return f"update {one.state.update}: {caught.value}"
 
-    found = run_ranks(with_engine(Counted(fails_in=2), ahead), failure)
-    assert found == ["update 1: the engine has gone"] * 2
+    found = run_ranks(with_server(Counted(fails_in=2), ahead), failure)
+    assert found == ["update 1: vLLM has failed"] * 2
 
 
 def test_a_snapshot_beside_a_failed_rollout_is_the_same_on_both() -> None:
     def state(one: Toy) -> dict[str, Any]:
         next(one.updates)
-        assert isinstance(one.snapshots, Memory)
-        shared: dict[str, Any] = one.snapshots.saved[1]["shared"]
+        shared: dict[str, Any] = one.inputs["snapshots"].saved[1]["shared"]
         return {"sampler": shared["sampler"], "submitted": shared["plain"]["submitted"]}
 
-    first, second = run_ranks(with_engine(Counted(fails_in=2), 1), state)
+    first, second = run_ranks(with_server(Counted(fails_in=2), 1), state)
     assert first == second
-    assert first["sampler"]["answers"] is None
+    assert first["sampler"]["samples"] is None
     assert len(first["submitted"]) == 16, "the rows of both"
 
 
@@ -258,15 +207,14 @@ def test_log_probs_that_are_wrong_on_one_rank_end_both() -> None:
     """Those of the second row, which the second rank has; the mean is that of all 16."""
 
     class Wrong(InMemory):
-        def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
-            answers = super().sample(queries, n, seeds)
-            moved = [[x - (i == 1) for x in row] for i, row in enumerate(answers.logprobs)]
-            return replace(answers, logprobs=moved)
+        def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
+            samples = super().sample(queries, n, seeds)
+            return replace(samples, logprobs=[x - float(i == 1) for i, x in enumerate(samples.logprobs)])
 
     def failure(one: Toy) -> str:
-        with pytest.raises(EngineError, match="log-probs differ from the policy's by") as caught:
+        with pytest.raises(VllmError, match="log-probs differ from the policy's by") as caught:
             list(one.updates)
         return str(caught.value)
 
-    first, second = run_ranks(with_engine(Wrong()), failure)
+    first, second = run_ranks(with_server(Wrong()), failure)
     assert first == second

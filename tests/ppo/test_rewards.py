@@ -15,19 +15,13 @@ KL = torch.tensor([[1.0, -2.0, 0.5], [3.0, torch.nan, 9.0]])
 SCORES = torch.tensor([10.0, -4.0])
 
 
-def test_the_score_lands_on_the_last_response_token() -> None:
-    rewards = token_rewards(SCORES, KL, MASK, kl_coef=0.0)
-    assert rewards.tolist() == [[0, 0, 10], [-4, 0, 0]]
-
-
-def test_kl_is_subtracted_at_every_real_token_and_nowhere_else() -> None:
-    rewards = token_rewards(SCORES, KL, MASK, kl_coef=0.5)
-    assert rewards.tolist() == [[-0.5, 1.0, 9.75], [-5.5, 0, 0]]
-
-
-def test_rewards_sum_to_score_and_non_score_reward() -> None:
-    rewards = token_rewards(SCORES, KL, MASK, kl_coef=0.1)
-    assert rewards.sum().item() == pytest.approx(6.0 - 0.25)  # −0.1 · (1 − 2 + 0.5 + 3)
+@pytest.mark.parametrize(
+    ("kl_coef", "rewards"), [(0.0, [[0, 0, 10], [-4, 0, 0]]), (0.5, [[-0.5, 1.0, 9.75], [-5.5, 0, 0]])]
+)
+def test_the_score_lands_on_the_last_response_token_and_the_kl_on_every_one(
+    kl_coef: float, rewards: list[list[float]]
+) -> None:
+    assert token_rewards(SCORES, KL, MASK, kl_coef).tolist() == rewards
 
 
 @pytest.mark.parametrize(
@@ -71,18 +65,19 @@ def test_scores_are_scaled_by_the_moments_of_all_scores_so_far(subtract_mean: bo
         assert result.tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_scaled_scores_are_clipped() -> None:
-    scaler = ScoreScaler(ScoreScaling(subtract_mean=True, clip=0.5))
-    assert scaler(torch.tensor([0.0, 1.0, 0.4])).abs().max().item() == pytest.approx(0.5)
-
-
-def test_scores_are_unchanged_without_settings() -> None:
-    assert ScoreScaler(None)(torch.tensor([5.0, -7.0])).tolist() == [5, -7]
-
-
-def test_equal_scores_are_not_divided_by_zero() -> None:
-    scaler = ScoreScaler(ScoreScaling(subtract_mean=True, clip=None))
-    assert scaler(torch.tensor([2.0, 2.0])).tolist() == [0, 0]
+@pytest.mark.parametrize(
+    ("settings", "scores", "scaled"),
+    [
+        (ScoreScaling(subtract_mean=True, clip=0.5), [0.0, 1.0], [-0.5, 0.5]),
+        (ScoreScaling(subtract_mean=True, clip=None), [2.0, 2.0], [0, 0]),
+        (None, [5.0, -7.0], [5, -7]),
+    ],
+    ids=["clipped", "equal scores", "without settings"],
+)
+def test_scaling_clips_and_never_divides_by_zero(
+    settings: ScoreScaling | None, scores: list[float], scaled: list[float]
+) -> None:
+    assert ScoreScaler(settings)(torch.tensor(scores)).tolist() == scaled
 
 
 def test_moments_continue_from_their_saved_state() -> None:

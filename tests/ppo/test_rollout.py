@@ -19,7 +19,15 @@ from rlhf_tasks.ppo.metrics import sampler_metrics, standard_error
 from rlhf_tasks.ppo.rollout import FrozenCopy
 from tests import small
 from tests.ppo import test_advantages
-from tests.ppo.toy import QUERIES, hand_made_rollout, share_of_token_5, shared, toy, without_critic
+from tests.ppo.toy import (
+    QUERIES,
+    hand_made_rollout,
+    log_p_alone,
+    share_of_token_5,
+    shared,
+    toy,
+    without_critic,
+)
 from tests.small import EOS, PAD
 
 # ------------------------------------------------------------------------------------ what it holds
@@ -36,7 +44,7 @@ def test_a_rollout_holds_what_the_models_give_for_each_row_alone(changes: dict[s
     for row, (query, response) in enumerate(zip(QUERIES, rollout.responses, strict=True)):
         n = len(response)
         for model, found in ((policy, rollout.logprobs), (reference, rollout.ref_logprobs)):
-            alone = (small.logits_alone(model, query, response) / 0.8).log_softmax(-1)
+            alone = log_p_alone(model, query, response).detach()
             torch.testing.assert_close(found[row, :n], alone[range(n), response], atol=1e-5, rtol=0)
         with torch.no_grad():
             values = value(collate([query], [response], PAD))[0]
@@ -129,25 +137,19 @@ KL_COST = [[-0.1, -0.05], [-0.1, 0.05, -0.1]]
 )
 def test_advantages_and_returns_equal_a_slow_loop(changes: dict[str, Any], unfinished: float) -> None:
     """The finished response scores 2, the rule decides the other's score; KL may be in the reward."""
-    settings = {
-        "advantages__gamma": 0.9,
-        "advantages__lam": 0.8,
-        "kl_coef": 0.1,
-        "whiten_advantages": False,
-    } | changes
+    settings: dict[str, Any] = {"advantages__gamma": 0.9, "advantages__lam": 0.8} | changes
     is_bootstrapped = settings["truncation__kind"].startswith("bootstrap")
     given = replace(
         hand_made_rollout(),
         values=torch.tensor([[*row, *[0.0] * (4 - len(row))] for row in VALUES]),
         bootstrap_values=torch.tensor([0.0, 3.0 if is_bootstrapped else 0.0]),
     )
-    rollout, _ = toy(**settings).estimate(given)
+    rollout, _ = toy(kl_coef=0.1, whiten_advantages=False, **settings).estimate(given)
     costs = KL_COST if settings.get("kl__kind") != "in_loss" else [[0.0] * len(row) for row in KL_COST]
+    gamma, lam = settings["advantages__gamma"], settings["advantages__lam"]
     for row, score in enumerate((2.0, unfinished)):
         rewards = [*costs[row][:-1], costs[row][-1] + score]
-        expected = test_advantages.slow(
-            rewards, VALUES[row], settings["advantages__gamma"], settings["advantages__lam"]
-        )
+        expected = test_advantages.slow(rewards, VALUES[row], gamma, lam)
         n = len(rewards)
         assert rollout.advantages[row].tolist() == pytest.approx([*expected, *[0] * (4 - n)], abs=1e-5)
         returns = [a + v for a, v in zip(expected, VALUES[row], strict=True)]
@@ -201,13 +203,12 @@ def test_advantages_are_whitened_over_the_rollout_and_then_clipped(changes: dict
 @pytest.mark.parametrize("rule", ["none", "bootstrap", "bootstrap_add"])
 def test_whitened_rewards_keep_their_mean_and_bootstrapped_values_are_not_whitened(rule: str) -> None:
     """With V = 4 and γ = 0.9 the return of the last token is its whitened reward plus 3.6."""
-    one = toy(
-        advantages__whiten_rewards=True,
-        truncation__kind=rule,
-        advantages__gamma=0.9,
-        advantages__lam=1.0,
-        kl_coef=0.1,
-    )
+    changes: dict[str, Any] = {
+        "advantages__whiten_rewards": True,
+        "advantages__gamma": 0.9,
+        "advantages__lam": 1.0,
+    }
+    one = toy(truncation__kind=rule, kl_coef=0.1, **changes)
     after = 0.0 if rule == "none" else 4.0
     rollout = replace(hand_made_rollout(), bootstrap_values=torch.tensor([0.0, after]))
     estimated, metrics = one.estimate(rollout)
@@ -231,25 +232,54 @@ def measured(rollout: Any = None, **changes: Any) -> dict[str, float]:
     return toy(**settings).estimate(rollout or hand_made_rollout())[1]
 
 
-def test_metrics_of_a_rollout_equal_hand_computed_values() -> None:
-    metrics = measured(advantages__lam=1.0)
-    # kl: (1 + 0.5) + (1 − 0.5 + 1) = 3 over two responses; −log p: 3 + 5
-    expected = {
-        "objective/kl": 1.5,
-        "objective/entropy": 4.0,
-        "objective/non_score_reward": -0.15,
-        "objective/scores": 4.0,
-        "objective/rlhf_reward": 3.85,
-        "objective/perplexity": math.exp(8 / 5),
-        "objective/ref_perplexity": math.exp((2 + 2.5 + 1.5 + 1 + 4) / 5),
-        "val/num_eos_tokens": 1,
-        "val/response_length": 2.5,
-        "val/truncated_share": 0.5,
-        "val/explained_variance": 0,  # values of zero explain nothing
-        "val/distinct_1": 1,
-        "val/distinct_2": 1,
-        "val/repetition": 0,
-    }
+RULE = {"truncation__kind": "eos_trick_replace", "truncation__missing_eos_score": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            # kl: (1 + 0.5) + (1 − 0.5 + 1) = 3 over two responses; −log p: 3 + 5
+            {"advantages__lam": 1.0},
+            {
+                "objective/kl": 1.5,
+                "objective/entropy": 4.0,
+                "objective/non_score_reward": -0.15,
+                "objective/scores": 4.0,
+                "objective/rlhf_reward": 3.85,
+                "objective/perplexity": math.exp(8 / 5),
+                "objective/ref_perplexity": math.exp((2 + 2.5 + 1.5 + 1 + 4) / 5),
+                "val/num_eos_tokens": 1,
+                "val/response_length": 2.5,
+                "val/truncated_share": 0.5,
+                "val/explained_variance": 0,  # values of zero explain nothing
+                "val/distinct_1": 1,
+                "val/distinct_2": 1,
+                "val/repetition": 0,
+            },
+        ),
+        # the guards use k1 whatever the estimator is
+        (
+            {"kl__estimator": "k2"},
+            {"objective/kl": 0.5 * (1 + 0.25 + 1 + 0.25 + 1) / 2, "objective/kl_k1": 1.5},
+        ),
+        (RULE, {"objective/scores": (2 - 1) / 2, "objective/raw_scores": 4, "objective/rlhf_reward": 0.35}),
+        (
+            {"kl__kind": "in_loss", "kl__estimator": "k3"},
+            {"objective/non_score_reward": 0, "objective/scores": 4, "objective/rlhf_reward": 4},
+        ),
+        # scaled first: 2 and 6 become −1 and 1, and the second response did not end
+        (
+            RULE | {"score_scaling": {"subtract_mean": True, "clip": None}},
+            {"objective/scores": (-1 - 1) / 2, "objective/raw_scores": 4},
+        ),
+    ],
+    ids=["plain", "k2", "eos rule", "kl in the loss", "scaling"],
+)
+def test_metrics_of_a_rollout_equal_hand_computed_values(
+    changes: dict[str, Any], expected: dict[str, float]
+) -> None:
+    metrics = measured(**changes)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
@@ -260,32 +290,6 @@ def test_the_standard_error_of_the_kl_is_its_deviation_over_the_root_of_the_epis
     assert metrics["objective/kl_k1"] == pytest.approx(3.0)
     assert metrics["objective/kl_k1_standard_error"] == pytest.approx(1.5 / 2**0.5)
     assert standard_error(-0.4, 0.16, 1.0) == 0.4
-
-
-def test_objective_kl_is_by_the_chosen_estimator_and_guards_use_k1() -> None:
-    metrics = measured(kl__estimator="k2")
-    assert metrics["objective/kl"] == pytest.approx(0.5 * (1 + 0.25 + 1 + 0.25 + 1) / 2)
-    assert metrics["objective/kl_k1"] == pytest.approx(1.5)
-
-
-def test_rlhf_reward_has_the_eos_rule_and_no_kl_that_is_in_the_loss() -> None:
-    metrics = measured(truncation__kind="eos_trick_replace", truncation__missing_eos_score=-1.0)
-    assert metrics["objective/scores"] == pytest.approx(0.5)  # (2 − 1) / 2
-    assert metrics["objective/raw_scores"] == pytest.approx(4.0)
-    assert metrics["objective/rlhf_reward"] == pytest.approx(0.5 - 0.15)
-    in_loss = measured(kl__kind="in_loss", kl__estimator="k3")
-    assert in_loss["objective/non_score_reward"] == 0
-    assert in_loss["objective/rlhf_reward"] == in_loss["objective/scores"]
-
-
-def test_scores_are_scaled_before_the_rule_for_missing_eos() -> None:
-    """Scores 2 and 6 become −1 and 1; the second response did not end."""
-    scaling = {"subtract_mean": True, "clip": None}
-    metrics = measured(
-        score_scaling=scaling, truncation__kind="eos_trick_replace", truncation__missing_eos_score=-1.5
-    )
-    assert metrics["objective/scores"] == pytest.approx((-1 - 1.5) / 2)
-    assert metrics["objective/raw_scores"] == pytest.approx(4)
 
 
 def test_a_critic_that_is_right_explains_all_variance() -> None:
@@ -306,10 +310,10 @@ def test_metrics_of_a_sampler_are_means_over_the_real_tokens() -> None:
     """Log-ratios: 0.1 and −0.3 of the first response, 0 of the second; its padding counts nowhere."""
     rollout = hand_made_rollout()
     sampler = rollout.logprobs - torch.tensor([[0.1, -0.3, 9.0, 9.0], [0.0, 0.0, 0.0, 9.0]])
-    found = sampler_metrics(rollout, sampler, 1.05, lambda x: x, lambda x: x)
+    found = sampler_metrics(rollout, sampler, 1.05)
     assert found["engine/logprob_diff"] == pytest.approx(0.4 / 5)
     assert found["engine/logprob_diff_max"] == pytest.approx(0.3)
     # exp(d) − 1 − d is 0.0051709 at 0.1 and 0.0408182 at −0.3
     assert found["engine/kl"] == pytest.approx((0.0051709 + 0.0408182) / 5, rel=1e-4)
     assert found["engine/capped_share"] == pytest.approx(1 / 5)  # exp(0.1) = 1.105
-    assert "engine/capped_share" not in sampler_metrics(rollout, sampler, None, lambda x: x, lambda x: x)
+    assert "engine/capped_share" not in sampler_metrics(rollout, sampler, None)

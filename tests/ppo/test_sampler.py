@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.ppo.engines.protocol import Answers, EngineError
-from tests.ppo import standin, test_engines
+from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.ppo.vllm import VllmError
+from tests.ppo.test_vllm import connected
 from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, toy, untimed, without_critic
+from tests.small import WORDS
 
 AHEAD = ENGINE | {"ahead": 1}
 
@@ -23,11 +25,8 @@ AHEAD = ENGINE | {"ahead": 1}
 def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_ppo_epochs": 4, "kl_coef": 0.0, "truncation__kind": "none"}
     settings |= {"schedule": "linear", "total_episodes": 640, "rollout_batch_size": 32, "learning_rate": 1e-2}
-    with standin.serving() as server:
-        engine = test_engines.engine(tmp_path, url=server.url, ahead=ahead)
-        section = ENGINE | {"url": server.url, "ahead": ahead}
-        history = list(toy(engine=engine, engine_section=section, **settings).updates)
-        engine.close()
+    with connected(tmp_path) as (server, _):
+        history = list(toy(server=server, sampler=ENGINE | {"ahead": ahead}, **settings).updates)
     assert history[0]["objective/raw_scores"] < 0.1
     assert sum(m["objective/raw_scores"] for m in history[-3:]) / 3 > 0.5
     assert [m["engine/lag"] for m in history] == [0.0] + [float(ahead)] * 19
@@ -38,20 +37,20 @@ def test_a_token_is_learned_through_the_server(ahead: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_server_has_the_weights_of_this_update_or_of_the_one_before(ahead: int) -> None:
-    engine = InMemory()
-    one = toy(engine=engine, engine_section=ENGINE | {"ahead": ahead})
+    server = InMemory()
+    one = toy(server=server, sampler=ENGINE | {"ahead": ahead})
     states = [copy.deepcopy(one.actor_critic.policy.state_dict())]
     for _ in one.updates:
         states.append(copy.deepcopy(one.actor_critic.policy.state_dict()))
     assert len(states) == 5
-    for loaded, state in zip(engine.loads, states, strict=False):
+    for loaded, state in zip(server.loads, states, strict=False):
         assert all(torch.equal(loaded[name], state[name]) for name in state)
     # ahead, the last update begins no rollout: those of updates 2, 3 and 4 had the weights of 1, 2 and 3
-    assert len(engine.loads) == (3 if ahead else 4)
+    assert len(server.loads) == (3 if ahead else 4)
 
 
 def test_several_samples_of_a_prompt_are_compared_with_each_other() -> None:
-    rollout = toy(engine=InMemory(), engine_section=ENGINE, **without_critic("rloo")).sample()
+    rollout = toy(server=InMemory(), **without_critic("rloo")).sample()
     assert rollout.queries == QUERIES[:4] * 4
     assert len(set(map(tuple, rollout.responses))) > 4
 
@@ -61,19 +60,18 @@ def test_importance_weights_are_those_of_the_servers_log_probs(cap: float | None
     """The server's log-probs are moved by 0.0005 nats: the ratio is exp(0.0005), 1.0005."""
 
     class Moved(InMemory):
-        def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
-            answers = super().sample(queries, n, seeds)
-            return replace(answers, logprobs=[[x - 0.0005 for x in row] for row in answers.logprobs])
+        def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
+            samples = super().sample(queries, n, seeds)
+            return replace(samples, logprobs=[x - 0.0005 for x in samples.logprobs])
 
-    seen = list[torch.Tensor]()
-    one = toy(engine=Moved(), engine_section=ENGINE | {"importance_cap": cap})
-    estimator = one.estimator
+    one = toy(server=Moved(), sampler=ENGINE | {"importance_cap": cap})
+    estimator, seen = one.inputs["estimator"], list[torch.Tensor]()
 
     def spy(rewards: Any, rollout: Any, config: Any) -> Any:
         seen.append(rollout.importance[rollout.mask])
         return estimator(rewards, rollout, config)
 
-    one.estimator = spy
+    one.inputs["estimator"] = spy
     next(one.updates)
     expected = torch.full_like(seen[0], 1.0 if cap is None else 1.0005)
     torch.testing.assert_close(seen[0], expected, atol=2e-5, rtol=0)
@@ -81,66 +79,47 @@ def test_importance_weights_are_those_of_the_servers_log_probs(cap: float | None
 
 def test_an_evaluation_has_the_weights_of_its_update_while_a_rollout_is_ahead() -> None:
     """The rollout that was begun keeps its responses; the next one needs no other weights."""
-    engine = InMemory()
-    one = toy(engine=engine, engine_section=AHEAD, learning_rate=1e-2)
+    server = InMemory()
+    one = toy(server=server, sampler=AHEAD, learning_rate=1e-2)
     updates = one.updates
     first = next(updates)
-    assert len(engine.loads) == 1
-    found = [one.state.sampler.respond(QUERIES[:4], seed, 1) for seed in (7, 7, 8)]
+    assert len(server.loads) == 1
+    found = [one.state.sampler.respond(WORDS[:4], seed, 1) for seed in (7, 7, 8)]
     assert found[0] == found[1] != found[2]
     now = one.actor_critic.policy.state_dict()
-    assert all(torch.equal(engine.loads[-1][name], now[name]) for name in now)
+    assert all(torch.equal(server.loads[-1][name], now[name]) for name in now)
     second = next(updates)
-    assert len(engine.loads) == 2
-    undisturbed = toy(engine=InMemory(), engine_section=AHEAD, learning_rate=1e-2).updates
+    assert len(server.loads) == 2
+    undisturbed = toy(server=InMemory(), sampler=AHEAD, learning_rate=1e-2).updates
     assert untimed([first, second]) == untimed([next(undisturbed), next(undisturbed)])
-    assert toy().state.sampler.respond(QUERIES, 7, 0) is None, "the policy samples by itself"
 
 
 def test_warm_up_of_the_critic_loads_the_frozen_policy_once() -> None:
-    engine, warmup = InMemory(), {"max_updates": 3, "settled": 0.01}
-    one = toy(engine=engine, engine_section=AHEAD, advantages__critic__warmup=warmup, total_episodes=32)
+    server, warmup = InMemory(), {"max_updates": 3, "settled": 0.01}
+    one = toy(server=server, sampler=AHEAD, advantages__critic__warmup=warmup, total_episodes=32)
     assert [metrics.get("engine/lag") for metrics in one.updates] == [None, None, None, 0.0, 1.0]
-    assert len(engine.loads) == 1, "the second update's rollout is sampled while the first is learned from"
+    assert len(server.loads) == 1, "the second update's rollout is sampled while the first is learned from"
 
 
 # --------------------------------------------------------------------------------------------- refusal
 
 
-class Wrong(InMemory):
-    """An engine whose answers have another version, or whose weights do not follow."""
-
-    def __init__(self, version: int = 0, *, stale: bool = False) -> None:
-        super().__init__()
-        self._off, self._stale = version, stale
-
-    def load(self, weights: Any, version: int) -> None:
-        if not (self._stale and self.loads):
-            super().load(weights, version)
-        self.version = version
-
-    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
-        answers = super().sample(queries, n, seeds)
-        return replace(answers, version=answers.version + self._off)
-
-
-def test_answers_of_an_older_version_end_the_training() -> None:
-    one = toy(engine=Wrong(-1), engine_section=ENGINE)
-    with pytest.raises(EngineError, match="version 0, and version 1 is in use: the answers are stale"):
-        list(one.updates)
-
-
 def test_a_server_that_keeps_its_first_weights_is_found_by_its_log_probs() -> None:
-    one = toy(engine=Wrong(stale=True), engine_section=ENGINE, learning_rate=1e-2)
-    with pytest.raises(EngineError, match=r"differ from the policy's by .* nats per token"):
+    class Stale(InMemory):
+        def load(self, weights: Any) -> None:
+            if not self.loads:
+                super().load(weights)
+
+    one = toy(server=Stale(), learning_rate=1e-2)
+    with pytest.raises(VllmError, match=r"differ from the policy's by .* nats per token"):
         list(one.updates)
     assert one.state.update == 1
 
 
 def test_a_rollout_that_is_two_updates_old_is_refused() -> None:
-    sampler = toy(engine=InMemory(), engine_section=AHEAD).state.sampler
+    sampler = toy(server=InMemory(), sampler=AHEAD).state.sampler
     sampler.submit(QUERIES, 0)
-    with pytest.raises(EngineError, match="sampled after update 0: it is stale"):
+    with pytest.raises(VllmError, match="sampled after update 0: it is stale"):
         sampler.collect(2)
 
 
@@ -151,45 +130,38 @@ def test_a_rollout_that_is_two_updates_old_is_refused() -> None:
 def test_a_resumed_training_has_the_rollout_that_was_being_sampled(ahead: int) -> None:
     """With a server that repeats its responses, the resumed training is the uninterrupted one."""
     section = ENGINE | {"ahead": ahead}
-    whole = toy(engine=InMemory(), engine_section=section, snapshots=(memory := Memory()))
+    whole = toy(server=InMemory(), sampler=section, snapshots=(memory := Memory()))
     history = untimed(list(whole.updates))
     for step, state in memory.saved.items():
-        resumed = toy(engine=InMemory(), engine_section=section, snapshots=Memory({step: state}))
+        resumed = toy(server=InMemory(), sampler=section, snapshots=Memory({step: state}))
         assert untimed(list(resumed.updates)) == history[step:]
         assert torch.equal(resumed.weights, whole.weights)
 
 
-class Failing(InMemory):
-    """An engine that fails in its n-th rollout."""
+class Counted(InMemory):
+    """Notes its queries, and fails in rollout `fails_in`."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, fails_in: int = 0) -> None:
         super().__init__()
-        self._left = number
+        self.asked, self._fails_in = list[list[Ids]](), fails_in
 
-    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
-        self._left -= 1
-        if self._left == 0:
-            raise EngineError("the engine has failed")
+    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
+        self.asked.append(list(queries))
+        if len(self.asked) == self._fails_in:
+            raise VllmError("vLLM has failed")
         return super().sample(queries, n, seeds)
 
 
 def test_a_snapshot_beside_a_failed_rollout_is_saved_and_its_prompts_are_sampled_again() -> None:
     """What two updates have learned is saved; a resumed run begins with the rows whose rollout failed."""
-    one = toy(engine=Failing(3), engine_section=AHEAD, snapshots=(memory := Memory()))
+    one = toy(server=Counted(fails_in=3), sampler=AHEAD, snapshots=(memory := Memory()))
     updates = one.updates
     next(updates)
     next(updates)
     failed = one.state.submitted
     assert len(failed) == one.config.rollout_batch_size
-    with pytest.raises(EngineError, match="the engine has failed"):
+    with pytest.raises(VllmError, match="vLLM has failed"):
         next(updates)
-    asked = list[list[Ids]]()
-
-    class Asked(InMemory):
-        def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
-            asked.append(list(queries))
-            return super().sample(queries, n, seeds)
-
-    resumed = toy(engine=Asked(), engine_section=AHEAD, snapshots=memory)
-    assert len(list(resumed.updates)) == 2
-    assert asked[0] == [QUERIES[i] for i in failed]
+    server = Counted()
+    assert len(list(toy(server=server, sampler=AHEAD, snapshots=memory).updates)) == 2
+    assert server.asked[0] == [QUERIES[i] for i in failed]

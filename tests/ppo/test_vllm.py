@@ -1,252 +1,364 @@
-"""PPO with the real vLLM. `RLHF_VLLM` names its program, such as /opt/vllm/bin/vllm, in its own environment.
-
-docs/how-to/sample-with-vllm.md has the installation. On a CPU, vLLM takes heads of 32 and more.
-"""
+"""The requests, replies and faults of vLLM's server, on a stand-in; and the end of its program."""
 
 from __future__ import annotations
 
-import copy
-import json
-import os
-import re
-import shutil
 import subprocess
 import sys
-import threading
+import textwrap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import psutil
 import pytest
 import torch
-from ruamel.yaml import YAML
 
-from rlhf_tasks.config import Scratch
-from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
-from rlhf_tasks.ppo.engines.protocol import EngineGone, check
-from rlhf_tasks.ppo.engines.vllm import VllmEngine
-from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy
-from rlhf_tasks.project.processes import Daemon
-from tests import small, toy
-from tests.ppo import test_engines
-from tests.ppo.test_engines import LIMITS, QUERIES, SEEDS, alive, of_servers, until
-from tests.ppo.toy import ENGINE, Toy
-from tests.ppo.toy import toy as training
-from tests.stages.test_ppo import POLICY, SETTINGS
-from tests.training import stages
+from rlhf_tasks.config.ppo import VllmSampler as Settings
+from rlhf_tasks.errors import UserError
+from rlhf_tasks.modeling.load import place
+from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.ppo import vllm
+from rlhf_tasks.ppo.vllm import Sampling, VllmError, VllmGone, VllmServer
+from rlhf_tasks.project import processes
+from rlhf_tasks.training import attached
+from tests import small
+from tests.ppo import standin
+from tests.small import EOS
 
-VLLM = os.environ.get("RLHF_VLLM")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(VLLM is None, reason="RLHF_VLLM does not name a vLLM program"),
-]
-SHAPE = Scratch(family="llama", hidden_size=64, num_layers=2, num_heads=2, vocab_size=1024, tokenizer="words")
+QUERIES = [[4, 5, 6], [7], [8, 9]]
+SEEDS = [11, 12, 13]
+SAMPLING = Sampling(temperature=0.8, stop=EOS, max_tokens=8, longest_query=8, is_float32=True)
+SECONDS = 60.0
 
 
-def causal(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return from_scratch(SHAPE, small.tokenizer(), max_positions=128).eval()
-
-
-def command() -> list[str]:
-    assert VLLM is not None
-    return ["env", "VLLM_TARGET_DEVICE=cpu", "VLLM_CPU_KVCACHE_SPACE=1", VLLM, "serve", "--enforce-eager"]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., VllmEngine]]:
-    """`start(**changes)`: an engine that is closed at the end of the test."""
-    started: list[VllmEngine] = []
-
-    def one(**changes: Any) -> VllmEngine:
-        section = {"command": command(), "start_seconds": 600.0, "timeout_seconds": 120.0} | changes
-        started.append(test_engines.engine(tmp_path, **section))
-        return started[-1]
-
-    yield one
-    running = of_servers(tmp_path)
-    for engine in started:
-        engine.close()
-    until(lambda: not alive(running))
-
-
-def learner(engine: VllmEngine, ahead: int, **changes: Any) -> Toy:
-    policy = causal()
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    return training(
-        engine=engine,
-        engine_section=ENGINE | {"ahead": ahead},
-        truncation__kind="none",
-        actor_critic=ActorCritic(policy, small.scores(seed=3)),
-        reference=FrozenCopy(reference, moves=False),
-        rollout_batch_size=64,
-        num_ppo_epochs=4,
-        kl_coef=0.0,
-        schedule="linear",
-        **changes,
-    )
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_token_is_learned_through_vllm(ahead: int, start: Callable[..., VllmEngine]) -> None:
-    engine = start(ahead=ahead)
-    history = list(learner(engine, ahead, total_episodes=20 * 64, learning_rate=5e-3).updates)
-    for name in ("logprob_diff", "logprob_diff_max", "kl", "load_seconds"):
-        values = [m[f"engine/{name}"] for m in history]
-        first, low, high = values[0], min(values[1:]), max(values[1:])
-        print(f"ahead {ahead}, {name}: first {first:.3g}, then {low:.3g} to {high:.3g}")
-    scores = [m["objective/raw_scores"] for m in history]
-    print(f"ahead {ahead}, {engine.name}, scores:", *(f"{score:.2f}" for score in scores))
-    assert engine.name.startswith("vLLM 0.")
-    assert scores[0] < 0.1
-    assert sum(scores[-3:]) / 3 > 0.5
-    if ahead == 0:
-        assert max(m["engine/logprob_diff_max"] for m in history) < 1e-4
-    assert [m["engine/lag"] for m in history] == [0.0] + [float(ahead)] * 19
-
-
-def test_a_server_that_is_killed_while_it_samples_is_started_again_once(
-    start: Callable[..., VllmEngine], tmp_path: Path
-) -> None:
-    """The second end is an error, not a wait."""
-    engine, many = start(), QUERIES * 100
-    engine.load(causal(), 1)
-    expected = engine.sample(QUERIES, 1, SEEDS)
-    first = of_servers(tmp_path)
-    assert len(first) >= 3, "what ends it, the server, and its engine"
-    with killed_soon(tmp_path) as is_killed:
-        while not is_killed():
-            check(engine.sample(many, 1, SEEDS * 100), len(many), 1, LIMITS)
-    assert engine.sample(QUERIES, 1, SEEDS).responses == expected.responses
-    assert not alive(first)
-    with killed_soon(tmp_path), pytest.raises(EngineGone, match="started again once before, and its log"):
-        sample_without_end(engine)
-
-
-def sample_without_end(engine: VllmEngine) -> None:
-    while True:
-        engine.sample(QUERIES * 100, 1, SEEDS * 100)
+def make_server(home: Path, **changes: Any) -> VllmServer:
+    given = {"max_logprob_diff": 0.01, "start_seconds": SECONDS, "timeout_seconds": SECONDS}
+    return VllmServer(Settings.model_validate(given | changes), home, small.tokenizer(), SAMPLING)
 
 
 @contextmanager
-def killed_soon(home: Path) -> Iterator[Callable[[], bool]]:
-    """Within the block all processes of the server are killed, and the yielded function becomes True."""
-    killer = threading.Timer(0.3, kill, [home])
-    killer.start()
-    yield lambda: not killer.is_alive()
-    killer.join()
+def connected(
+    home: Path, backend: standin.Canned | None = None, fault: str | None = None, **changes: Any
+) -> Iterator[tuple[VllmServer, standin.Server]]:
+    """A server of `url`, and the stand-in behind it."""
+    with (
+        standin.serving(backend, fault) as program,
+        closing(make_server(home, url=program.url, **changes)) as one,
+    ):
+        yield one, program
 
 
-def kill(home: Path) -> None:
-    """Kill the server alone: its engine must not outlive it."""
-    for process in of_servers(home):
-        words = " ".join(process.cmdline())
-        if "--logprobs-mode" in words and "rlhf_tasks.training.attached" not in words:
-            process.kill()
+def command(*options: str) -> list[str]:
+    return standin.command("--canned", *options)
 
 
-# ------------------------------------------------------------------------------------ the whole stage
-
-START_SECONDS = 600.0
-"""Longest wait for a server; it takes more than a minute."""
-SECONDS = 900.0
-"""From the last kill of a server to the end of the stage, which may have started another one."""
-
-
-@pytest.fixture
-def project(models_here: Path) -> Path:
-    """A project for `rlhf ppo`, with models whose heads vLLM takes on a CPU."""
-    shutil.copy(small.ROOT / "dvc.yaml", models_here)
-    words, parents = load_tokenizer(models_here / "models/sft"), dict[str, Any]()
-    for name in ("sft", "reward", "reward_heldout"):
-        made = from_scratch(SHAPE, words, max_positions=256)
-        if name != "sft":
-            made = TokenScores.from_policy(models_here / "models/sft", torch.Generator()).model
-            parents = {"parents": {"sft": contracts.fingerprint(models_here / "models/sft")}}
-        shutil.rmtree(models_here / "models" / name)
-        save_checkpoint(made, words, models_here / "models" / name, identity=parents, card="a card")
-    section = {"url": None, "command": command(), "start_seconds": START_SECONDS, "timeout_seconds": 120.0}
-    changes = {
-        "ppo.sampler": ENGINE | section, "data.max_completion_tokens": 64, "ppo.response_length": 64,
-        "ppo.rollout_batch_size": 32, "ppo.total_episodes": 96, "tracking.enabled": False,
-        "resume.every_seconds": 1e-6,
-    }  # fmt: skip
-    with (models_here / "params.yaml").open("w", encoding="utf-8") as file:
-        YAML().dump(small.params(SETTINGS | changes), file)
-    return models_here
+def until(is_true: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
-def is_sampling(home: Path) -> bool:
-    """Whether the server computes responses now, by its own count."""
-    for file in home.rglob("vllm-*.json"):
-        try:
-            text = httpx.get(f"{Daemon(file.stem, file.parent).record()['url']}/metrics", timeout=5).text
-        except (httpx.HTTPError, KeyError):
-            continue
-        counts = re.findall(r"^vllm:num_requests_running.* ([\d.]+)$", text, re.MULTILINE)
-        if any(float(count) for count in counts):
-            return True
-    return False
+def stored(folder: Path) -> list[str]:
+    """The versions of weights below a folder."""
+    return [path.parent.name for path in folder.rglob("model.safetensors")]
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("kills", [1, 2])
-def test_a_stage_whose_server_is_killed_in_the_first_rollout_ends(kills: int, project: Path) -> None:
-    """Killed once, it is started again and the stage ends well; killed twice, with an error that says so."""
-    log, state = project / "stage.log", project / "state"
-    with log.open("w", encoding="utf-8") as out:
-        stage = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_tasks.cli", "ppo"], stdout=out, stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(small.ROOT), "RLHF_STATE_DIR": str(state)},
-        )  # fmt: skip
-    try:
-        for _ in range(kills):
-            until(lambda: stage.poll() is not None or is_sampling(project), START_SECONDS)
-            assert stage.poll() is None, log.read_text(encoding="utf-8")
-            assert not list(state.glob("*/*/*/step-*")), "no update is done"
-            kill(project)
-            killed = time.monotonic()
-        status = stage.wait(SECONDS)
-    finally:
-        stage.kill()
-        stage.wait()
-    said = log.read_text(encoding="utf-8")
-    print(f"killed {kills} times: status {status}, {time.monotonic() - killed:.0f} s after the last one")
-    assert "it is started again, once" in said
-    assert status == (0 if kills == 1 else 1), said
-    if kills == 1:
-        identity = json.loads((project / POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
-        assert identity["sampler"].startswith("vLLM 0.")
-        assert json.loads(Path("metrics/ppo.json").read_text(encoding="utf-8"))["episode"] == 96
+def assert_logprobs_of(model: Any, samples: Samples, queries: Sequence[list[int]]) -> None:
+    for query, response, logprobs in zip(queries, samples.responses, samples.logprobs, strict=True):
+        alone = (small.logits_alone(model, query, response) / 0.8).log_softmax(-1)
+        torch.testing.assert_close(logprobs, alone[range(len(response)), response], atol=1e-5, rtol=0)
+
+
+# ------------------------------------------------------------------------------- requests and replies
+
+
+def test_a_request_samples_purely_and_only_the_stop_token_ends_it() -> None:
+    sampling = Sampling(temperature=0.7, stop=9, max_tokens=32, longest_query=4, is_float32=True)
+    body = vllm.completion([4, 5], 3, 17, sampling)
+    assert (body["prompt"], body["n"], body["seed"], body["max_tokens"]) == ([4, 5], 3, 17, 32)
+    assert (body["temperature"], body["top_p"], body["top_k"], body["min_p"]) == (0.7, 1.0, 0, 0.0)
+    assert (body["repetition_penalty"], body["min_tokens"]) == (1.0, 0)
+    assert (body["ignore_eos"], body["stop_token_ids"]) == (True, [9])
+    assert (body["return_token_ids"], body["add_special_tokens"]) == (True, False)
+
+
+def test_responses_are_in_the_order_of_their_numbers() -> None:
+    def choice(index: int) -> dict[str, Any]:
+        return {"index": index, "token_ids": [index], "logprobs": {"token_logprobs": [-float(index)]}}
+
+    found = vllm.read_reply({"choices": [choice(1), choice(0)]}, [4], 2)
+    assert found == [([0], [0.0]), ([1], [-1.0])]
+
+
+@pytest.mark.parametrize(
+    ("response", "logprobs", "problem"),
+    [
+        ([5, EOS], [-1.0, -2.0], None),
+        ([5] * 8, [-1.0] * 8, None),
+        ([], [], "without a token"),
+        ([5, 23, EOS], [-1.0] * 3, "a token that the model does not have"),
+        ([-1, EOS], [-1.0] * 2, "a token that the model does not have"),
+        ([5] * 9, [-1.0] * 9, "of 9 tokens; 8 are allowed"),
+        ([EOS, 5, EOS], [-1.0] * 3, "continues after the stop token 1"),
+        ([5, 5], [-1.0] * 2, "cut after 2 of 8 tokens"),
+        ([5, EOS], [-1.0], "of 2 tokens with 1 log-probs"),
+        ([5, EOS], [-1.0, float("nan")], "NaN, infinite or above 0"),
+        ([5, EOS], [-1.0, float("-inf")], "NaN, infinite or above 0"),
+        ([5, EOS], [-1.0, 0.1], "NaN, infinite or above 0"),
+    ],
+)
+def test_a_response_that_cannot_be_a_sample_is_refused(
+    response: list[int], logprobs: list[float], problem: str | None
+) -> None:
+    if problem is None:
+        vllm.check_response(response, logprobs, SAMPLING, small.VOCAB)
     else:
-        assert "started again once before, and its log is" in said.splitlines()[-1]
-    until(lambda: not of_servers(project))
+        with pytest.raises(VllmError, match=problem):
+            vllm.check_response(response, logprobs, SAMPLING, small.VOCAB)
 
 
-@pytest.mark.e2e
-def test_two_processes_that_share_the_weights_learn_from_one_server(
+# ----------------------------------------------------------------------------- a server that runs already
+
+
+def test_samples_of_the_server_have_the_models_own_log_probs(tmp_path: Path) -> None:
+    model = small.causal()
+    with connected(tmp_path) as (one, _):
+        one.load(model)
+        samples = one.sample(QUERIES, 2, SEEDS)
+        assert one.name == "vLLM 0.32.0-standin"
+    assert_logprobs_of(model, samples, QUERIES * 2)
+    assert samples.responses[:3] != samples.responses[3:], "the samples of a prompt differ"
+
+
+def test_new_weights_are_loaded_while_the_server_is_paused_and_older_ones_are_removed(tmp_path: Path) -> None:
+    new = small.causal(seed=1)
+    with connected(tmp_path) as (one, program):
+        one.load(small.causal())
+        program.calls.clear()
+        one.load(new)
+        renewal = ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+        assert program.calls == [*renewal, "/resume"]
+        assert_logprobs_of(new, one.sample(QUERIES, 1, SEEDS), QUERIES)
+        assert stored(tmp_path) == ["version-2"]
+    assert not stored(tmp_path)
+
+
+def test_a_folder_for_the_weights_holds_those_in_use_and_is_empty_at_the_end(tmp_path: Path) -> None:
+    """Such as one in shared memory; the log stays where it is without it."""
+    home, shared = tmp_path / "home", tmp_path / "shared"
+    with closing(make_server(home, command=command(), weights_folder=str(shared))) as one:
+        for version in (1, 2):
+            one.load(small.causal(seed=version))
+            assert stored(shared) == [f"version-{version}"]
+        one.sample(QUERIES, 1, SEEDS)
+        assert not stored(home)
+    assert list(shared.iterdir()) == []
+    assert [path.suffix for path in home.iterdir()] == [".log"]
+
+
+# ------------------------------------------------------------------------ weights in a GPU's memory
+
+
+def share_memory(patch: pytest.MonkeyPatch) -> None:
+    """Let a handle of a CPU's tensor be the tensor itself, as the stand-in takes it."""
+    patch.setattr(vllm, "_is_on_gpu", lambda weights: True)
+    patch.setattr(vllm, "_handle", lambda tensor: {standin.GPU: tensor})
+    patch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def test_weights_reach_the_server_from_memory_and_only_the_first_ones_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stage ppo under FSDP2, started as a user starts it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    toy.write_given()
-    toy.copy_project()
-    toy.foreign("foreign/base", "llama", hidden_size=64, intermediate_size=128)
-    settings = toy.write_params()
-    for stage in ("prepare", "base", "sft", "preferences", "reward"):
-        toy.run(stage, settings)
-    engine = ENGINE | {"url": None, "command": command(), "start_seconds": 240.0, "timeout_seconds": 120.0}
-    toy.write_params(launch={"num_processes": 2, "parallelism": "fsdp2"}, ppo={"sampler": engine})
-    stages.rlhf("ppo")
-    rows = [row for row in stages.curve("ppo") if row["engine/logprob_diff_max"]]
-    print("logprob_diff_max:", *(row["engine/logprob_diff_max"] for row in rows))
-    assert len(rows) == 2
-    assert max(float(row["engine/logprob_diff_max"]) for row in rows) < 1e-4
-    assert "sampled by vLLM 0." in Path("models/policy/README.md").read_text(encoding="utf-8")
-    assert not alive(of_servers(tmp_path))
+    share_memory(monkeypatch)
+    new = small.causal(seed=1)
+    with connected(tmp_path, transfer="ipc") as (one, program):
+        one.load(small.causal())
+        program.calls.clear()
+        one.load(new)
+        transfer = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+        after = ["/reset_prefix_cache", "/update_weight_version", "/resume"]
+        assert program.calls == ["/pause?mode=wait", *transfer, *after]
+        assert_logprobs_of(new, one.sample(QUERIES, 1, SEEDS), QUERIES)
+        assert stored(tmp_path) == ["version-1"]
+
+
+def test_without_a_gpu_no_handles_are_given_and_no_server_is_started(tmp_path: Path) -> None:
+    with closing(make_server(tmp_path, command=command(), transfer="ipc")) as one:
+        with pytest.raises(UserError, match="transfer=ipc needs a GPU, and PPO runs on: cpu; set it to fol"):
+            one.load(small.causal())
+        assert not of_servers(tmp_path)
+
+
+def test_weights_that_a_model_does_not_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_memory(monkeypatch)
+    with pytest.raises(UserError, match=r"weights that it does not name, such as experts.0; set it"):
+        vllm.weights_on_gpu(small.causal(), ["experts.0"])
+
+
+def test_a_server_with_weights_in_memory_only_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_memory(monkeypatch)
+    with closing(make_server(tmp_path, command=command("--fault", "die"), transfer="ipc")) as one:
+        one.load(small.causal())
+        with pytest.raises(VllmGone):
+            one.sample(QUERIES, 1, SEEDS)
+
+
+OPEN = """
+import base64, pickle, sys, torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+total = 0.0
+for handle in pickle.loads(base64.b64decode(sys.stdin.read())):
+    (arguments,) = handle.values()
+    total += float(rebuild_cuda_tensor(*arguments).double().sum())
+print(total)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU whose memory could be shared")
+def test_another_process_opens_the_handles_of_a_gpus_memory() -> None:
+    model = small.causal()
+    place(model, torch.device("cuda"))
+    tensors = vllm.weights_on_gpu(model, list(model.state_dict()))
+    pickled = vllm.transfer_update(tensors)["update_info"]["ipc_handles_pickled"]
+    words = [sys.executable, "-c", OPEN]
+    done = subprocess.run(words, input=pickled, capture_output=True, text=True, check=True)
+    expected = sum(float(weight.double().sum()) for weight in tensors.values())
+    assert float(done.stdout) == pytest.approx(expected, rel=1e-6)
+
+
+# ------------------------------------------------------------------------ servers that fail
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("count", "0 responses to a prompt, and 1 are needed"),
+        ("prompt", "answered another prompt"),
+        ("text", "an unknown form"),
+        ("no json", "is no JSON"),
+        ("500", "status 500"),
+        ("hang", "within 1 s"),
+        ("nan", "NaN"),
+        ("cut", "cut after 1 of 8"),
+        ("token", "does not have"),
+        ("version", "weights of version '7', not 1: it was started anew, or something else uses it"),
+    ],
+)
+def test_a_server_that_fails_or_is_wrong_is_an_error_with_one_message(
+    fault: str, problem: str, tmp_path: Path
+) -> None:
+    seconds = 1.0 if fault == "hang" else SECONDS
+    with connected(tmp_path, standin.Canned(), fault, timeout_seconds=seconds) as (one, _):
+        one.load(small.causal())
+        with pytest.raises(VllmError, match=problem):
+            one.sample(QUERIES, 1, SEEDS)
+
+
+def test_a_cache_that_keeps_states_of_older_weights_is_an_error(tmp_path: Path) -> None:
+    with connected(tmp_path, standin.Canned(), "cache") as (one, _), pytest.raises(VllmError, match="cache"):
+        one.load(small.causal())
+
+
+def test_an_address_without_a_server_is_an_error(tmp_path: Path) -> None:
+    one = make_server(tmp_path, url="http://127.0.0.1:1")
+    with closing(one), pytest.raises(VllmGone, match="does not answer /pause"):
+        one.load(small.causal())
+
+
+# -------------------------------------------------------------------------- a server that is started here
+
+
+def of_servers(home: Path) -> list[psutil.Process]:
+    """The living processes of every server whose record is below `home`, and of all that it started."""
+    daemons = [processes.Daemon(file.stem, file.parent) for file in home.rglob("vllm-*.json")]
+    leaders = [daemon.record()["pid"] for daemon in daemons]
+    others = [process for leader in leaders for process in attached.others_in_session(leader)]
+    return [*others, *(psutil.Process(leader) for leader in leaders if psutil.pid_exists(leader))]
+
+
+def alive(some: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in some if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("victims", [[], ["standin"], ["attached"], ["standin", "attached"]])
+def test_the_server_is_ended_with_all_its_processes_even_if_some_were_killed(
+    victims: list[str], tmp_path: Path
+) -> None:
+    one = make_server(tmp_path, command=command("--child"))
+    one.load(small.causal())
+    running = of_servers(tmp_path)
+    assert len(running) == 3, "the server, its child, and what ends them with this process"
+    assert one.sample(QUERIES, 1, SEEDS).responses == [[EOS]] * 3
+    for process in running:
+        words = " ".join(process.cmdline())
+        # the words of the attached process name the server too
+        if ("attached" if "attached" in words else "standin" if "standin" in words else "") in victims:
+            process.kill()
+    one.close()
+    until(lambda: not alive(running))
+    assert [path.suffix for path in tmp_path.iterdir()] == [".log"]
+    one.close()
+
+
+@pytest.mark.parametrize("fault", ["die", "500", "hang"])
+def test_a_server_that_has_gone_is_started_again_with_the_same_weights(fault: str, tmp_path: Path) -> None:
+    seconds = 2.0 if fault == "hang" else SECONDS
+    words = command("--fault", fault, "--marker", str(tmp_path / "marker"))
+    with closing(make_server(tmp_path, command=words, timeout_seconds=seconds)) as one:
+        one.load(small.causal())
+        assert one.sample(QUERIES, 1, SEEDS).responses == [[EOS]] * 3
+
+
+def test_a_server_that_ends_twice_is_an_error_that_names_its_log(tmp_path: Path) -> None:
+    with closing(make_server(tmp_path, command=command("--fault", "die"))) as one:
+        one.load(small.causal())
+        for _ in range(2):
+            with pytest.raises(VllmGone, match=r"does not answer.*again once before, and its log is .*\.log"):
+                one.sample(QUERIES, 1, SEEDS)
+        running = of_servers(tmp_path)
+    until(lambda: not alive(running))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([*command()[:-1], "end"], "no such architecture"),
+        (["/no/such/vllm", "serve"], r"ppo\.sampler\.command: /no/such/vllm is no program here"),
+    ],
+    ids=["it ends", "no program"],
+)
+def test_a_server_that_does_not_start_is_a_mistake_with_the_end_of_its_log(
+    words: list[str], problem: str, tmp_path: Path
+) -> None:
+    with closing(make_server(tmp_path, command=words)) as one, pytest.raises(UserError, match=problem):
+        one.load(small.causal())
+
+
+PROGRAM = """
+    import sys, time
+    from pathlib import Path
+    from tests.ppo import test_vllm as t
+    one = t.make_server(Path(sys.argv[1]), command=t.command("--child"))
+    one.load(t.small.causal())
+    print("started", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_process_leaves_no_server_and_the_next_one_removes_its_weights(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=small.ROOT, text=True) as owner:
+        assert owner.stdout is not None
+        assert any(line == "started\n" for line in owner.stdout)
+        running = of_servers(tmp_path)
+        assert len(running) == 3
+        owner.kill()
+    until(lambda: not alive(running))
+    assert stored(tmp_path)
+    vllm.remove_abandoned(tmp_path)
+    assert not stored(tmp_path)

@@ -14,17 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlhf_tasks.config import Lora, Ppo
 from rlhf_tasks.data.batches import Ids, TokenBudget
 from rlhf_tasks.data.columns import NONE
 from rlhf_tasks.modeling.load import add_lora
+from rlhf_tasks.modeling.sampling import Samples
 from rlhf_tasks.ppo import train as loop
-from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
-from rlhf_tasks.ppo.engines.protocol import Answers, Engine
-from rlhf_tasks.ppo.evaluate import Evaluator
-from rlhf_tasks.ppo.losses import PolicyLoss, ppo_clip
+from rlhf_tasks.ppo.advantages import ESTIMATORS
+from rlhf_tasks.ppo.evaluate import NoEvaluator
+from rlhf_tasks.ppo.losses import ppo_clip
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import (
     ActorCritic,
@@ -37,11 +36,12 @@ from rlhf_tasks.ppo.rollout import (
     pad_rows,
     score_rollout,
 )
-from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
+from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.ppo.state import TrainState, begin
+from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
-from rlhf_tasks.tracking import NullTracker, Tracker
-from rlhf_tasks.training.checkpoint import Checkpoint, Nowhere
+from rlhf_tasks.tracking import NullTracker
+from rlhf_tasks.training.checkpoint import Nowhere
 from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.state import State
 from rlhf_tasks.training.supervised import LanguageModeling
@@ -50,11 +50,7 @@ from tests.ppo import standin
 from tests.small import EOS, PAD
 
 QUERIES, _ = small.rows(16, longest=6)
-
-
 ONE_STEP: dict[str, Any] = {"num_mini_batches": 1, "num_ppo_epochs": 1}
-
-
 DEMONSTRATIONS = LanguageModeling(*small.rows(24, seed=5), pad=PAD)
 
 
@@ -62,7 +58,7 @@ def share_of_token_5(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor
     return torch.tensor([r.count(5) / len(r) for r in responses])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planted:
     """A single scorer, which is a function of token ids."""
 
@@ -75,19 +71,6 @@ class Planted:
         return parts["planted"]
 
 
-class NoEvaluation(Evaluator):
-    """Evaluates nothing, and keeps no weights."""
-
-    def __init__(self) -> None:
-        pass
-
-    def evaluate(self, *_: Any, **__: Any) -> Metrics:
-        return {}
-
-    def show(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
-        return []
-
-
 ENGINE: dict[str, Any] = {
     "kind": "vllm",
     "url": "http://127.0.0.1:8000",
@@ -97,27 +80,28 @@ ENGINE: dict[str, Any] = {
 }
 
 
-class InMemory:
-    """An engine in this process: the same weights and seeds give the same answers."""
+def started(*options: str, **changes: Any) -> dict[str, Any]:
+    """The section of a server that the stage starts: the stand-in, with these options."""
+    return ENGINE | {"url": None, "command": standin.command(*options), **changes}
 
-    name = "in memory"
+
+class InMemory(VllmServer):
+    """A server in this process: the same weights and seeds give the same responses."""
 
     def __init__(self) -> None:
-        self.backend, self.version, self.loads = standin.Model(), 0, list[dict[str, Tensor]]()
+        self.backend, self.loads = standin.Model(), list[dict[str, Tensor]]()
+        self.name = "in memory"
 
-    def load(self, weights: PreTrainedModel, version: int) -> None:
-        self.backend.model, self.version = copy.deepcopy(weights), version
+    def load(self, weights: PreTrainedModel) -> None:
+        self.backend.model = copy.deepcopy(weights)
         self.loads.append({name: x.detach().clone() for name, x in weights.state_dict().items()})
 
-    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Answers:
+    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
         shared = {"n": n, "max_tokens": 8, "temperature": 0.8, "stop_token_ids": [EOS]}
         bodies = [{"prompt": q, "seed": seed, **shared} for q, seed in zip(queries, seeds, strict=True)]
         groups = self.backend.answer(bodies)
         rows = [group[i] for i in range(n) for group in groups]
-        return Answers([ids for ids, _ in rows], [logprobs for _, logprobs in rows], self.version)
-
-    def close(self) -> None:
-        pass
+        return Samples([ids for ids, _ in rows], [torch.tensor(logprobs) for _, logprobs in rows])
 
 
 class Memory(Nowhere):
@@ -169,47 +153,18 @@ class Toy:
 
     rt: Runtime
     config: Ppo
-    actor_critic: ActorCritic
-    scorers: Planted
-    pad: int
     state: TrainState
-    ptx: LanguageModeling | None
-    loss: PolicyLoss
-    estimator: Estimator
-    clock: Callable[[], float]
-    evaluator: Evaluator
-    tracker: Tracker
-    snapshots: Checkpoint
-    faults: Path
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all tests, with the padding of this one."""
-        words = copy.deepcopy(small.tokenizer())
-        words.pad_token_id = self.pad
-        return words
+    inputs: dict[str, Any]
+    """What the loop is given besides."""
 
     @property
     def updates(self) -> Iterator[Metrics]:
         """The updates that remain."""
-        return loop.train(
-            self.rt,
-            self.config,
-            self.state,
-            prompts=QUERIES,
-            columns=NONE,
-            scorers=self.scorers,
-            loss=self.loss,
-            estimator=self.estimator,
-            evaluator=self.evaluator,
-            ptx=self.ptx,
-            tokenizer=self.tokenizer,
-            stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
-            tracker=self.tracker,
-            snapshots=self.snapshots,
-            faults=self.faults,
-            clock=self.clock,
-        )
+        return loop.train(self.rt, self.config, self.state, prompts=QUERIES, columns=NONE, **self.inputs)
+
+    @property
+    def actor_critic(self) -> ActorCritic:
+        return self.state.actor_critic
 
     @property
     def weights(self) -> Tensor:
@@ -225,12 +180,12 @@ class Toy:
             self.config,
             self.actor_critic,
             self.state.reference,
-            self.scorers,
+            self.inputs["scorers"],
             queries * num_samples,
             sampler.collect(0),
             NONE,
-            tokenizer=self.tokenizer,
-            stop=EOS if self.config.stop_token == "eos" else self.config.stop_token,
+            tokenizer=self.inputs["tokenizer"],
+            stop=self.inputs["stop"],
             budget=TokenBudget(self.config.micro_batch_tokens),
             is_on_policy=sampler.name is None,
         )
@@ -255,13 +210,10 @@ class Toy:
 
     def learn(self, rollout: Rollout) -> Metrics:
         """One update on a rollout, by its own advantages and returns."""
-        own = {"whiten_advantages": False, "advantage_clip": None}
-        one = replace(
-            self._for(rollout, own),
-            estimator=lambda rewards, given, config: (given.advantages, given.returns),
-        )
+        own = {"estimator": lambda rewards, given, config: (given.advantages, given.returns)}
+        one = self._for(rollout, {"whiten_advantages": False, "advantage_clip": None})
         with given(rollout):
-            return next(one.updates)
+            return next(replace(one, inputs=self.inputs | own).updates)
 
     def _for(self, rollout: Rollout, changes: dict[str, Any] | None = None) -> Toy:
         """This training, with updates of so many episodes and at least one more of them."""
@@ -279,57 +231,47 @@ def toy(
     text: LanguageModeling | None = None,
     rt: Runtime | None = None,
     pad: int = PAD,
-    engine: Engine | None = None,
-    engine_section: dict[str, Any] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    loss: PolicyLoss = ppo_clip,
-    estimator: Estimator | None = None,
-    evaluator: Evaluator | None = None,
-    tracker: Tracker | None = None,
-    snapshots: Checkpoint | None = None,
-    faults: Path = Path("faults"),
+    server: VllmServer | None = None,
     seed: int = 1,
     **changes: Any,
 ) -> Toy:
-    """A training with the same weights, prompts and random numbers each time."""
+    """A training with the same weights, prompts and random numbers each time.
+
+    `changes` are what the loop is given in place of its inputs here, and changes of the parameters.
+    """
     rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
-    config = small.ppo(**changes, **({"sampler": engine_section} if engine_section else {}))
-    critic = small.scores(seed=3) if config.critic else NoCritic()
     rt.freeze(frozen)
-    actor_critic = actor_critic or ActorCritic(small.causal(), critic)
-
-    def make_sampler(generator: torch.Generator) -> Sampler:
-        stop = EOS if config.stop_token == "eos" else config.stop_token
-        if engine is None:
-            return PolicySampler(rt, config, actor_critic.policy, generator, stop=stop, pad=pad)
-        return VllmSampler(rt, config, actor_critic.policy, generator, engine, stop=stop)
-
+    tokenizer = copy.deepcopy(small.tokenizer())
+    tokenizer.pad_token_id = pad
+    inputs: dict[str, Any] = {
+        "scorers": Planted(reward),
+        "loss": ppo_clip,
+        "estimator": None,
+        "evaluator": NoEvaluator(),
+        "ptx": text,
+        "tokenizer": tokenizer,
+        "tracker": NullTracker("ppo"),
+        "snapshots": Nowhere(),
+        "faults": Path("faults"),
+        "clock": time.perf_counter,
+    }
+    inputs |= {name: changes.pop(name) for name in inputs.keys() & changes.keys() - {"ptx"}}
+    config = small.ppo(**({"sampler": ENGINE} if server else {}) | changes)
+    inputs["estimator"] = inputs["estimator"] or ESTIMATORS[config.advantages.kind]
+    inputs["stop"] = stop_token(config, tokenizer)
+    critic = small.scores(seed=3) if config.critic else NoCritic()
     state = begin(
         rt,
         config,
-        actor_critic,
+        actor_critic or ActorCritic(small.causal(), critic),
         reference or FrozenCopy(frozen, moves="reference_sync" in changes),
-        make_sampler,
+        tokenizer,
+        server,
         num_prompts=len(QUERIES),
         num_demonstrations=len(text.queries) if text else 0,
-        seed=1,
+        seed=seed,
     )
-    return Toy(
-        rt=rt,
-        config=config,
-        actor_critic=actor_critic,
-        scorers=Planted(reward),
-        pad=pad,
-        state=state,
-        ptx=text,
-        loss=loss,
-        estimator=estimator or ESTIMATORS[config.advantages.kind],
-        clock=clock,
-        evaluator=evaluator or NoEvaluation(),
-        tracker=tracker or NullTracker("ppo"),
-        snapshots=snapshots or Nowhere(),
-        faults=faults,
-    )
+    return Toy(rt, config, state, inputs)
 
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:
@@ -350,24 +292,37 @@ def with_lora(value: str | None = "separate") -> tuple[ActorCritic, AdapterOff]:
     return ActorCritic(policy, critic), AdapterOff(policy)
 
 
+def rollout_of(
+    queries: list[Ids], responses: list[Ids], width: int, scores: Tensor, **known: Tensor
+) -> Rollout:
+    """A rollout with (B, width) tensors, of which those that are not `known` are zero."""
+    mask = torch.arange(width) < torch.tensor([len(response) for response in responses])[:, None]
+    names = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
+    return Rollout(
+        queries=queries,
+        responses=responses,
+        ended=torch.tensor([response[-1] == EOS for response in responses]),
+        mask=mask,
+        bootstrap_values=torch.zeros(len(queries)),
+        scores=scores,
+        parts={"planted": scores},
+        importance=torch.ones(mask.shape),
+        pad=PAD,
+        **{name: torch.zeros(mask.shape) for name in names} | known,
+    )
+
+
 def hand_made_rollout() -> Rollout:
     """Two responses: 2 tokens with EOS, and 3 tokens without."""
-    zeros = torch.zeros(2, 4)
-    return Rollout(
-        queries=[[4], [5, 6]],
-        responses=[[7, EOS], [8, 9, 10]],
-        ended=torch.tensor([True, False]),
-        mask=torch.tensor([[True, True, False, False], [True, True, True, False]]),
-        logprobs=pad_rows([torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])], 4),
-        ref_logprobs=pad_rows([torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])], 4),
-        values=zeros,
-        bootstrap_values=torch.zeros(2),
-        scores=torch.tensor([2.0, 6.0]),
-        parts={"planted": torch.tensor([2.0, 6.0])},
-        importance=torch.ones(2, 4),
-        advantages=zeros,
-        returns=zeros,
-        pad=PAD,
+    logprobs = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.5, -3.0])]
+    ref_logprobs = [torch.tensor([-2.0, -2.5]), torch.tensor([-1.5, -1.0, -4.0])]
+    return rollout_of(
+        [[4], [5, 6]],
+        [[7, EOS], [8, 9, 10]],
+        4,
+        torch.tensor([2.0, 6.0]),
+        logprobs=pad_rows(logprobs, 4),
+        ref_logprobs=pad_rows(ref_logprobs, 4),
     )
 
 
@@ -376,9 +331,10 @@ def without_gains(rollout: Rollout) -> Rollout:
     return replace(rollout, advantages=torch.zeros_like(rollout.advantages), returns=rollout.values)
 
 
-def from_older_policy(rollout: Rollout) -> Rollout:
-    """The same rollout as if an older policy and critic, farther away, had made it."""
-    return replace(rollout, logprobs=rollout.ref_logprobs, values=rollout.values / 2)
+def log_p_alone(model: Any, query: Ids, response: Ids) -> Tensor:
+    """(R, V) log-probs before each token of a response, at the toy's temperature; the row has no padding."""
+    logits: Tensor = model(torch.tensor([query + response])).logits[0, len(query) - 1 : -1] / 0.8
+    return logits.log_softmax(-1)
 
 
 def untimed(history: Sequence[Metrics]) -> list[Metrics]:

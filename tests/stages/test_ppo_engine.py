@@ -13,28 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ruamel.yaml import YAML
 
 from rlhf_tasks.cli import main as cli
 from rlhf_tasks.modeling import contracts
 from rlhf_tasks.modeling.load import load_causal
-from rlhf_tasks.ppo.engines import ipc
-from rlhf_tasks.ppo.engines.protocol import EngineGone
-from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.state import State
+from rlhf_tasks.ppo.vllm import VllmGone
 from tests import small
 from tests.ppo import standin
-from tests.ppo.test_engines import STANDIN, alive, of_servers, until
-from tests.ppo.toy import ENGINE
+from tests.ppo.test_vllm import alive, of_servers, share_memory, until
+from tests.ppo.toy import ENGINE, started
 from tests.stages.test_ppo import POLICY, SETTINGS, run
-from tests.stages.test_ppo_guards import Killed
+from tests.stages.test_ppo_guards import killed_after
 
 
 def section(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts, with options of the stand-in."""
-    words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"ppo.sampler": ENGINE | {"url": None, "command": words, **changes}}
+    return {"ppo.sampler": started(*options, **changes)}
 
 
 def test_the_policy_names_the_engine_and_the_run_has_its_metrics(models_here: Path) -> None:
@@ -55,18 +50,11 @@ def test_weights_from_memory_give_the_run_that_weights_in_files_give(
     models_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, by_files = run(**section())
-    monkeypatch.setattr(ipc, "_device", lambda weights: torch.device("cuda"))
-    monkeypatch.setattr(ipc, "_wait", lambda weights: None)
-    monkeypatch.setattr(ipc, "_handle", lambda tensor: {standin.GPU: tensor})
+    share_memory(monkeypatch)
     _, from_memory = run(**section(transfer="ipc"))
     for name in ("objective/scores", "policy/approxkl_avg", "engine/logprob_diff"):
         curves = [[row[name] for row in rows if name in row] for rows in (by_files, from_memory)]
         assert curves[0] == pytest.approx(curves[1], rel=1e-3, abs=1e-6)
-
-
-def test_without_an_engine_the_policy_names_none(models_here: Path) -> None:
-    run()
-    assert "sampler" not in json.loads((POLICY / contracts.IDENTITY).read_text(encoding="utf-8"))
 
 
 def test_an_engine_that_is_killed_in_a_rollout_is_started_again_and_changes_nothing(
@@ -85,17 +73,17 @@ def test_an_engine_that_ends_again_ends_the_stage_with_one_message(
     models_here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = contracts.fingerprint(POLICY)
-    with pytest.raises(EngineGone, match="started again once before, and its log is"):
+    with pytest.raises(VllmGone, match="started again once before, and its log is"):
         run(**section("--fault", "die"))
     assert contracts.fingerprint(POLICY) == before
     assert not of_servers(models_here)
 
     def fail(*_: object) -> int:
-        raise EngineGone("the engine has gone")
+        raise VllmGone("vLLM has gone")
 
     monkeypatch.setattr("rlhf_tasks.stages.runner.run", fail)
     assert cli.main(["ppo"]) == 1
-    assert capsys.readouterr().err == "rlhf: the engine has gone\n"
+    assert capsys.readouterr().err == "rlhf: vLLM has gone\n"
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -104,23 +92,14 @@ def test_a_killed_stage_resumes_to_the_same_weights_if_the_engine_repeats_itself
 ) -> None:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(small.ROOT / name, Path())
-    save = checkpoint.Checkpoint.save
-
-    def saved(self: checkpoint.Checkpoint, step: int, state: State) -> None:
-        save(self, step, state)
-        if step == 2:
-            raise Killed
-
     with standin.serving() as server:
         changes = {"ppo.sampler": ENGINE | {"url": server.url, "ahead": ahead}, "resume.every_seconds": 1e-6}
         monkeypatch.setenv("RLHF_STATE_DIR", "uninterrupted")
         run(**changes)
         weights = load_causal(POLICY).state_dict()
         monkeypatch.setenv("RLHF_STATE_DIR", "killed")
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.Checkpoint, "save", saved)
-            with pytest.raises(Killed):
-                run(**changes)
+        with killed_after(2):
+            run(**changes)
         run(**changes)
     resumed = load_causal(POLICY).state_dict()
     # a server rounds by what it samples together, so that the bytes may differ
@@ -137,11 +116,9 @@ def test_a_cancelled_or_killed_stage_leaves_no_server(number: signal.Signals, mo
     changes = SETTINGS | engine | {"tracking.enabled": False}
     with Path("params.yaml").open("w", encoding="utf-8") as file:
         YAML().dump(small.params(changes), file)
-    stage = subprocess.Popen(
-        [sys.executable, "-m", "rlhf_tasks.cli", "ppo"],
-        env=os.environ | {"PYTHONPATH": str(small.ROOT)}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(small.ROOT)}
+    words = [sys.executable, "-m", "rlhf_tasks.cli", "ppo"]
+    stage = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until(lambda: stage.poll() is not None or marker.exists())
     assert stage.poll() is None
     running = of_servers(models_here)

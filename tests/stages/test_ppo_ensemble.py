@@ -22,10 +22,14 @@ from tests import small
 from tests.scoring.test_reward_model import bytes_tokenizer
 
 SETTINGS = {
-    "ppo.total_episodes": 16, "ppo.rollout_batch_size": 16, "ppo.num_mini_batches": 2,
-    "ppo.response_length": 8, "ppo.num_selections": 1, "ppo.num_selection_prompts": 4,
+    "ppo.total_episodes": 16,
+    "ppo.rollout_batch_size": 16,
+    "ppo.num_mini_batches": 2,
+    "ppo.response_length": 8,
+    "ppo.num_selections": 1,
+    "ppo.num_selection_prompts": 4,
     "ppo.combine_reward_models": "min",
-}  # fmt: skip
+}
 OWN = {"kind": "reward_model", "weight": 1.0}
 SECOND = {**OWN, "path": "rewards/second", "name": "second"}
 FOREIGN = {**OWN, "path": "rewards/foreign", "name": "foreign"}

@@ -27,8 +27,7 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.runtime import Runtime
 from tests import small, toy
-from tests.ppo.test_engines import STANDIN
-from tests.ppo.toy import ENGINE, without_critic
+from tests.ppo.toy import started, without_critic
 from tests.training import chunked_steps
 from tests.training.stages import curve, metrics, rlhf, weights
 
@@ -96,8 +95,7 @@ def test_supervised_stages_learn_in_every_layout_what_they_learn_in_one_process(
 
 def engine(*options: str, **changes: Any) -> dict[str, Any]:
     """An engine that the stage starts: the stand-in, with these options."""
-    words = [sys.executable, str(STANDIN), *options, "serve"]
-    return {"sampler": ENGINE | {"url": None, "command": words, **changes}}
+    return {"sampler": started(*options, **changes)}
 
 
 LORA = {"lora": {"r": 2, "alpha": 4.0}, "advantages.critic.lora": {"r": 2, "alpha": 4.0}}

@@ -1,0 +1,541 @@
+"""Responses by vLLM's server, which this process starts and ends, or finds at an address.
+
+In the order of this file: the request for a query's responses and what its reply must hold (`/v1/completions`
+with token ids, of vLLM's OpenAI-compatible server); how requests are sent; new weights from the memory of a
+GPU that both share; and `VllmServer`. What it calls besides `/v1/completions` is vLLM's development mode
+(version 0.32).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import os
+import pickle
+import platform
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlhf_tasks import console
+from rlhf_tasks.config import Ppo
+from rlhf_tasks.config.ppo import VllmSampler as Settings
+from rlhf_tasks.data.batches import Ids
+from rlhf_tasks.errors import OutsideFault, UserError
+from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.project.atomic import whole, write_text
+from rlhf_tasks.project.processes import HOST, Daemon, send
+from rlhf_tasks.tracking import context
+from rlhf_tasks.training import attached, launch
+from rlhf_tasks.training.runtime import Runtime
+
+T = TypeVar("T")
+
+
+class VllmError(OutsideFault):
+    """vLLM gave no responses, or responses that cannot be right."""
+
+
+class VllmGone(VllmError):
+    """vLLM does not answer, or answers with an error of its own: a new start may help."""
+
+
+# ------------------------------------------------------------------------------------ requests and replies
+
+MAX_CONNECTIONS = 256
+SHOWN_CHARACTERS = 300  # of a reply, in a message
+ABOVE_ZERO = 1e-4  # nats by which rounding may lift a log-prob above 0
+PURE: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+"""Nothing but the temperature changes the distribution; a server's own defaults do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How PPO samples. A response ends with the token `stop`, or has `max_tokens`."""
+
+    temperature: float
+    stop: int
+    max_tokens: int
+    longest_query: int
+    """In tokens."""
+    is_float32: bool
+
+
+def completion(query: Ids, n: int, seed: int, sampling: Sampling) -> dict[str, Any]:
+    """The request for `n` responses to one query.
+
+    One seed in a request would be that of all its queries, so that each query has a request of its own; vLLM
+    adds the number of the sample to the seed. Only `sampling.stop` ends a response: with `ignore_eos` the
+    model's own end tokens do not.
+    """
+    return PURE | {
+        "prompt": query,
+        "n": n,
+        "seed": seed,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stop_token_ids": [sampling.stop],
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "add_special_tokens": False,
+    }
+
+
+def read_reply(reply: Any, query: Ids, n: int) -> list[tuple[Ids, list[float]]]:
+    """The token ids and log-probs of the `n` responses to one query, in order.
+
+    Raises:
+        VllmError: if the reply has another form, number or prompt.
+    """
+    try:
+        choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
+        numbers = [int(choice["index"]) for choice in choices]
+        prompts = [choice.get("prompt_token_ids", query) for choice in choices]
+        ids = [[int(token) for token in choice["token_ids"]] for choice in choices]
+        # JSON has no NaN: vLLM's server sends null in its place
+        logprobs = [
+            [math.nan if x is None else float(x) for x in choice["logprobs"]["token_logprobs"]]
+            for choice in choices
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise VllmError(
+            f"vLLM's reply has an unknown form ({type(error).__name__}: {error}); PPO needs token ids and "
+            "log-probs: use vLLM 0.32 or newer"
+        ) from None
+    if numbers != list(range(n)):
+        raise VllmError(f"vLLM gave {len(choices)} responses to a prompt, and {n} are needed")
+    if any(prompt != query for prompt in prompts):
+        raise VllmError("vLLM answered another prompt than the one sent: it changed its token ids")
+    return list(zip(ids, logprobs, strict=True))
+
+
+def check_response(ids: Ids, logprobs: Sequence[float], sampling: Sampling, vocab: int) -> None:
+    """Check that a response can be a sample: its tokens, its end and its log-probs.
+
+    Raises:
+        VllmError: naming the first problem.
+    """
+    problem = None
+    if not ids:
+        problem = "without a token"
+    elif any(not 0 <= token < vocab for token in ids):
+        problem = f"with a token that the model does not have; it has {vocab}"
+    elif len(ids) > sampling.max_tokens:
+        problem = f"of {len(ids)} tokens; {sampling.max_tokens} are allowed"
+    elif sampling.stop in ids[:-1]:
+        problem = f"that continues after the stop token {sampling.stop}"
+    elif ids[-1] != sampling.stop and len(ids) < sampling.max_tokens:
+        problem = f"that was cut after {len(ids)} of {sampling.max_tokens} tokens, without the stop token"
+    elif len(logprobs) != len(ids):
+        problem = f"of {len(ids)} tokens with {len(logprobs)} log-probs"
+    elif not all(math.isfinite(x) and x <= ABOVE_ZERO for x in logprobs):
+        problem = "with a log-prob that is NaN, infinite or above 0"
+    if problem is not None:
+        raise VllmError(f"vLLM gave a response {problem}")
+
+
+class Client:
+    """Requests to one server on this machine, many at once; each call is complete within `seconds`, or fails.
+
+    Raises:
+        VllmGone: if the server does not answer in time, or reports an error of its own (status 5xx).
+        VllmError: if it refuses the request, or its reply is no JSON.
+    """
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self._url, self._seconds = url, seconds
+
+    def get(self, path: str) -> Any:
+        """The JSON of the reply, or None for an empty one."""
+        return self._send("GET", path, [None])[0]
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return self._send("POST", path, [body])[0]
+
+    def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The replies to all of these bodies, in their order."""
+        return self._send("POST", path, bodies)
+
+    def _send(self, method: str, path: str, bodies: Sequence[Mapping[str, Any] | None]) -> list[Any]:
+        try:
+            return asyncio.run(asyncio.wait_for(self._send_all(method, path, bodies), self._seconds))
+        except TimeoutError:
+            problem = f"did not answer {path} within {self._seconds:g} s"
+        except httpx.RequestError as error:
+            problem = f"does not answer {path} ({type(error).__name__}: {error})"
+        raise VllmGone(f"vLLM at {self._url} {problem}")
+
+    async def _send_all(
+        self, method: str, path: str, bodies: Sequence[Mapping[str, Any] | None]
+    ) -> list[Any]:
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
+        # With `trust_env` a proxy of the environment would receive what is meant for this machine. The
+        # addresses are plain HTTP, so that no certificates need to be loaded.
+        async with httpx.AsyncClient(
+            base_url=self._url, timeout=None, limits=limits, trust_env=False, verify=False
+        ) as client:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    requests = [client.request(method, path, json=body) for body in bodies]
+                    tasks = [group.create_task(self._read(path, request)) for request in requests]
+            except BaseExceptionGroup as errors:  # one failure ends all requests
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _read(self, path: str, request: Awaitable[httpx.Response]) -> Any:
+        reply = await request
+        text = reply.content[:SHOWN_CHARACTERS].decode("utf-8", errors="replace")
+        if reply.status_code >= 500:
+            raise VllmGone(f"vLLM answered {path} with status {reply.status_code}: {text}")
+        if reply.status_code == 404:
+            raise VllmError(
+                f"the server at {self._url} has no {path}; it must be vLLM 0.32 or newer, with "
+                "VLLM_SERVER_DEV_MODE=1"
+            )
+        if not reply.is_success:
+            raise VllmError(f"vLLM refused {path} with status {reply.status_code}: {text}")
+        try:
+            return reply.json() if reply.content else None
+        except ValueError:
+            raise VllmError(f"vLLM's answer to {path} is no JSON: {text}") from None
+
+
+# ------------------------------------------------------------------------------ weights in a GPU's memory
+#
+# vLLM's weight transfer by CUDA IPC, as its page on weight transfer describes it for a trainer without vLLM:
+# `/init_weight_transfer_engine` once, and for each version `/start_weight_update`, `/update_weights` and
+# `/finish_weight_update`. A handle is that of `torch.multiprocessing`, pickled.
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of the weights in a folder of safetensors, which the server knows them by."""
+    names = list[str]()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            names += stored.keys()
+    return names
+
+
+def weights_on_gpu(weights: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor]:
+    """The weights by their names in a saved file, which in some families are not those of the modules.
+
+    Raises:
+        UserError: if they are not on a GPU, or have other names.
+    """
+    if not _is_on_gpu(weights):
+        raise UserError(
+            f"ppo.sampler.transfer=ipc needs a GPU, and PPO runs on: {weights.device.type}; set it to folder"
+        )
+    stored: dict[str, Tensor] = revert_weight_conversion(weights, weights.state_dict())
+    unknown = [name for name in names if name not in stored]
+    if unknown:
+        raise UserError(
+            f"ppo.sampler.transfer=ipc: {type(weights).__name__} is saved with weights that it does not "
+            f"name, such as {unknown[0]}; set it to folder"
+        )
+    return {name: stored[name].detach().contiguous() for name in names}
+
+
+def transfer_update(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The body of `/update_weights`. Keep the tensors until the server has copied them."""
+    handles = [_handle(tensor) for tensor in tensors.values()]
+    return {
+        "update_info": {
+            "names": list(tensors),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
+        }
+    }
+
+
+def _is_on_gpu(weights: PreTrainedModel) -> bool:
+    return weights.device.type == "cuda"
+
+
+def _handle(tensor: Tensor) -> dict[str, tuple[Any, ...]]:
+    """By the id of the GPU, the arguments with which torch's `rebuild_cuda_tensor` opens a tensor."""
+    return {str(torch.cuda.get_device_properties(tensor.device).uuid): reduce_tensor(tensor)[1]}
+
+
+# -------------------------------------------------------------------------------------------- the server
+
+GRACE_SECONDS = 2 * attached.GRACE_SECONDS  # for the server's own end, and for what is killed after it
+HEALTH_SECONDS = 5.0  # for one answer to whether it is healthy
+VARIABLES = dict.fromkeys(
+    ("VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE"), "1"
+)
+UNPICKLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # as it does with the handles of `transfer: ipc`
+WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in it with its process's name
+
+
+@contextmanager
+def open_server(
+    rt: Runtime,
+    config: Ppo,
+    home: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop: int,
+    longest_query: int,
+) -> Iterator[VllmServer | None]:
+    """The server, which is closed at the end of the block; None on the other ranks, or if PPO needs none.
+
+    Its logs, and by default its weights, are below `home`. `longest_query` is in tokens.
+    """
+    if config.sampler.kind == "policy" or not rt.is_main:
+        yield None
+        return
+    sampling = Sampling(
+        temperature=config.temperature,
+        stop=stop,
+        max_tokens=config.response_length,
+        longest_query=longest_query,
+        is_float32=rt.is_float32,
+    )
+    server = VllmServer(config.sampler, home / "engine", tokenizer, sampling)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class VllmServer:
+    """A server that samples from the weights that it was given last.
+
+    Weights reach it through a folder of safetensors for each version, or from the memory of the GPU that both
+    share. A server that was started here and stops answering is started again, once, if its weights are in a
+    folder.
+    """
+
+    def __init__(
+        self, settings: Settings, home: Path, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    ) -> None:
+        """`home` holds the server's log and, by default, the weights. The first `load` starts the server."""
+        self.name = "vLLM"
+        """With its version, once it has started."""
+        self._settings, self._tokenizer, self._sampling = settings, tokenizer, sampling
+        name = f"vllm-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+        self._daemon = None if settings.command is None else Daemon(name, home)
+        place = home if settings.weights_folder is None else Path(settings.weights_folder).absolute()
+        remove_abandoned(place)
+        self._folder = place / f"{WEIGHTS}{platform.node()}-{os.getpid()}-{id(self):x}"
+        self._client: Client | None = None
+        self._version, self._vocab, self._names = 0, 0, list[str]()
+        self._by_ipc = settings.transfer == "ipc"
+        self._has_restarted = self._is_closed = False
+
+    def load(self, weights: PreTrainedModel) -> None:
+        """Sample from these weights from now on. No `sample` runs meanwhile.
+
+        Raises:
+            VllmError: if the server does not take them.
+            UserError: if it does not start, or cannot read them where they are.
+        """
+        before = self._weights
+        self._version += 1
+        self._vocab = int(weights.config.get_text_config().vocab_size)
+        if self._by_ipc and self._client is not None:
+            self._renew(lambda: self._transfer(weights))
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_text(self._folder / OWNER, context.process_name(psutil.Process()))
+        with whole(self._weights) as folder:
+            weights.save_pretrained(folder)
+            self._tokenizer.save_pretrained(folder)
+        if self._by_ipc:
+            self._names = names_in(self._weights)
+            weights_on_gpu(weights, self._names)  # or no server is started
+        if self._client is None:
+            self._begin()
+        else:
+            self._with_restart(self._reload)
+        shutil.rmtree(before, ignore_errors=True)
+
+    def sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
+        """Responses p_1 … p_B, again p_1 … p_B, and so on, `n` times; each query's draws depend on its seed.
+
+        Raises:
+            VllmError: after a bounded time, if there are no usable responses.
+        """
+        return self._with_restart(lambda: self._sample(queries, n, seeds))
+
+    def close(self) -> None:
+        """End the server if it was started here, and remove the weights; its log stays."""
+        self._is_closed = True
+        if self._daemon is not None:
+            _stop(self._daemon)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------------- requests
+
+    def _sample(self, queries: Sequence[Ids], n: int, seeds: Sequence[int]) -> Samples:
+        bodies = [completion(q, n, seed, self._sampling) for q, seed in zip(queries, seeds, strict=True)]
+        self._check_version()
+        replies = self._connected.post_all("/v1/completions", bodies)
+        self._check_version()
+        groups = [read_reply(reply, query, n) for reply, query in zip(replies, queries, strict=True)]
+        rows = [group[i] for i in range(n) for group in groups]
+        for ids, logprobs in rows:
+            check_response(ids, logprobs, self._sampling, self._vocab)
+        return Samples([ids for ids, _ in rows], [torch.tensor(logprobs) for _, logprobs in rows])
+
+    def _check_version(self) -> None:
+        found = self._connected.get("/weight_info")
+        version = found.get("weight_version") if isinstance(found, dict) else found
+        if str(version) != str(self._version):
+            raise VllmError(
+                f"vLLM has weights of version {version!r}, not {self._version}: it was started anew, or "
+                "something else uses it"
+            )
+
+    def _renew(self, load: Callable[[], object]) -> None:
+        """Let the server `load` weights of this version while it samples nothing."""
+        client = self._connected
+        client.post("/pause?mode=wait")
+        load()
+        done = client.post("/reset_prefix_cache")
+        if isinstance(done, dict) and done.get("success") is False:
+            raise VllmError("vLLM could not empty its prefix cache, which has states of older weights")
+        client.post("/update_weight_version", {"new_version": str(self._version)})
+        client.post("/resume")
+
+    def _reload(self) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}}
+        self._renew(lambda: self._connected.post("/collective_rpc", body))
+
+    def _transfer(self, weights: PreTrainedModel) -> None:
+        tensors = weights_on_gpu(weights, self._names)
+        torch.cuda.synchronize(weights.device)  # the last step may still be writing them
+        self._connected.post("/start_weight_update")
+        self._connected.post("/update_weights", transfer_update(tensors))
+        self._connected.post("/finish_weight_update")
+
+    @property
+    def _weights(self) -> Path:
+        return self._folder / f"version-{self._version}"
+
+    @property
+    def _connected(self) -> Client:
+        assert self._client is not None, "load comes first"
+        return self._client
+
+    # ------------------------------------------------------------------------ the program
+
+    def _begin(self) -> None:
+        """Connect to the server, which has these weights then; one of `command` is started with them."""
+        if self._daemon is None:
+            assert self._settings.url is not None
+            self._client = Client(self._settings.url, self._settings.timeout_seconds)
+            self._reload()
+        else:
+            self._start(self._daemon)
+        if self._by_ipc:  # each weight has a handle of its own
+            self._connected.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
+        version: Any = self._connected.get("/version")
+        self.name = f"vLLM {version['version'] if isinstance(version, dict) else version}"
+
+    def _start(self, daemon: Daemon) -> None:
+        """Start the program with the newest weights.
+
+        Raises:
+            UserError: with the end of its log, if it is not ready in time.
+        """
+        assert self._settings.command is not None
+        console.say(f"ppo: starting vLLM; its log is {daemon.log}")
+        if shutil.which(self._settings.command[0]) is None:
+            raise UserError(
+                f"ppo.sampler.command: {self._settings.command[0]} is no program here; name the server's by "
+                "its path"
+            )
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        url, sampling = f"http://{HOST}:{port}", self._sampling
+        options = {
+            "--host": HOST,
+            "--port": port,
+            "--dtype": "float32" if sampling.is_float32 else "bfloat16",
+            "--max-model-len": sampling.longest_query + sampling.max_tokens,
+            "--logprobs-mode": "processed_logprobs",
+            "--generation-config": "vllm",
+        }
+        variables = launch.without_worker(os.environ) | VARIABLES
+        if self._by_ipc:
+            options["--weight-transfer-config"] = '{"backend": "ipc"}'
+            variables |= UNPICKLES
+        words = [*self._settings.command, str(self._weights)]
+        words += [str(word) for option in options.items() for word in option]
+        daemon.start(attached.command(words), variables, Path.cwd(), url=url)
+        health = Client(url, HEALTH_SECONDS)
+
+        def is_ready() -> bool:
+            with suppress(VllmError):
+                health.get("/health")
+                return daemon.listens(port)
+            return False
+
+        daemon.wait_until_ready(is_ready, self._settings.start_seconds)
+        self._client = Client(url, self._settings.timeout_seconds)
+        self._client.post("/update_weight_version", {"new_version": str(self._version)})
+
+    def _with_restart(self, call: Callable[[], T]) -> T:
+        """The result of `call`; if the server has gone, it is started again, once, and called again."""
+        try:
+            return call()
+        except VllmGone as error:
+            if self._daemon is None or self._is_closed or self._by_ipc:
+                raise
+            if self._has_restarted:
+                raise VllmGone(
+                    f"{error}; it was started again once before, and its log is {self._daemon.log}"
+                ) from None
+            self._has_restarted = True
+            console.say(f"ppo: {error}; it is started again, once")
+            _stop(self._daemon)
+            try:
+                self._start(self._daemon)
+            except UserError as problem:
+                raise VllmError(f"{error}, and it did not start again: {problem}") from error
+        return self._with_restart(call)
+
+
+def _stop(daemon: Daemon) -> None:
+    """End the program with all of its session, even if the process that should do it was killed."""
+    leader = daemon.record().get("pid")
+    daemon.stop(GRACE_SECONDS)
+    if leader is not None:
+        send(attached.others_in_session(leader), signal.SIGKILL)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the weights that killed processes of this machine have left in the folder."""
+    for owner in folder.glob(f"{WEIGHTS}*/{OWNER}"):
+        with suppress(FileNotFoundError):  # its process has just ended and removed it
+            if not context.is_alive(owner.read_text(encoding="utf-8")):
+                shutil.rmtree(owner.parent, ignore_errors=True)
