@@ -113,8 +113,8 @@ def judge(out: Path) -> None:
     from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
     from rlhf_tasks.data.synthetic import gold, gold_scores
     from rlhf_tasks.evaluation import statistics
-    from rlhf_tasks.modeling.load import load_causal
-    from rlhf_tasks.modeling.sampling import sample_responses
+    from rlhf_tasks.models.load import load_causal
+    from rlhf_tasks.models.sampling import sample_responses
     from rlhf_tasks.project.paths import Paths
 
     settings, policy = config.load(), Path("models/policy")

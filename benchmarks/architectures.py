@@ -21,9 +21,9 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from rlhf_tasks.modeling import checks
-from rlhf_tasks.modeling.checks import Result
-from rlhf_tasks.modeling.load import TokenScores
+from rlhf_tasks.models import checks
+from rlhf_tasks.models.checks import Result
+from rlhf_tasks.models.load import TokenScores
 from tests import families
 
 PAGE = Path(__file__).parents[1] / "docs/results/architectures.md"

@@ -80,7 +80,7 @@ FAULTS: Sequence[Fault] = (
     Fault(
         "A GPU is out of memory while it samples for judges",
         "half as many rows are sampled at a time, with the same responses",
-        "tests/modeling/test_sampling.py",
+        "tests/models/test_sampling.py",
         "test_half_as_many_rows_are_sampled_where_the_memory_is_full",
     ),
     Fault(

@@ -176,7 +176,7 @@ def _sft_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[flo
 
 
 def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[float]:
-    from rlhf_tasks.modeling.load import TokenScores, supports_shared_prefix
+    from rlhf_tasks.models.load import TokenScores, supports_shared_prefix
     from rlhf_tasks.stages.reward import Learner, Pairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward

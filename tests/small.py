@@ -26,8 +26,8 @@ from rlhf_tasks.config import Launch, Optimization, Ppo, Scratch
 from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.data.synthetic import generate
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import TokenScores, from_scratch, save_checkpoint
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import TokenScores, from_scratch, save_checkpoint
 from rlhf_tasks.training.runtime import Runtime
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ FLOORS: Mapping[str, int] = {
     "presets": 3,
     "tracking": 3,
     "project.provenance": 7,  # reads the results of an evaluation, and runs of MLflow
-    "modeling": 4,
+    "models": 4,
     "scoring": 5,
     "evaluation": 6,
     "training": 6,
@@ -39,7 +39,7 @@ TORCH_FREE = (
     "tracking",
     "presets",
     *(name.removeprefix("rlhf_tasks.") for name in all_modules() if name.startswith("rlhf_tasks.project.")),
-    "modeling.contracts",
+    "models.contracts",
     "training.checkpoint",
     "training.failures",
     "training.launch",

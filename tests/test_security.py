@@ -1,6 +1,6 @@
 """Secrets stay out of what a run writes, and no server listens to other machines.
 
-`tests/browser/test_scripts.py` has the pages, and `tests/modeling/test_load.py` the formats of weights.
+`tests/browser/test_scripts.py` has the pages, and `tests/models/test_load.py` the formats of weights.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from rlhf_tasks.benchmark import shapes
 from rlhf_tasks.config import Config, Lora, Ppo, is_hub_id
 from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import from_scratch
-from rlhf_tasks.modeling.logprobs import GPU_LOGITS
+from rlhf_tasks.models.load import from_scratch
+from rlhf_tasks.models.logprobs import GPU_LOGITS
 from rlhf_tasks.project.paths import Paths
 
 Layout = Literal["ddp", "zero2", "fsdp2", "zero3"]  # from the simplest to those that spread most
@@ -35,7 +35,7 @@ SHARDING = ("fsdp2", "zero3")
 FP32, BF16 = 4, 2
 BUCKET = 500_000_000  # DeepSpeed's reduce_bucket_size; overlap_comm uses two
 LIVE = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters
-LOGIT_COPIES = 2  # float32 tensors of a chunk's logits that live at once, in modeling/logprobs.py
+LOGIT_COPIES = 2  # float32 tensors of a chunk's logits that live at once, in models/logprobs.py
 USABLE = 0.9  # share of a GPU's memory beside CUDA's own and what its allocator cannot use
 GPUS_PER_MACHINE = 8
 

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks import console
 from rlhf_tasks.benchmark.workloads import Workload
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.modeling.load import TokenScores
+from rlhf_tasks.models.load import TokenScores
 
 PADDING = "time/padding_share"
 

@@ -19,7 +19,7 @@ from rlhf_tasks.data import tokenizer as tokenizers
 from rlhf_tasks.data.batches import Ids, encode, load_tokenizer, read_table
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import (
+from rlhf_tasks.models.load import (
     TokenScores,
     fetch_tokenizer,
     from_scratch,

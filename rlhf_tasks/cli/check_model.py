@@ -13,7 +13,7 @@ from rlhf_tasks.config import is_hub_id
 from rlhf_tasks.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhf_tasks.modeling.checks import Result
+    from rlhf_tasks.models.checks import Result
 
 
 def add(commands: Commands) -> None:
@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports DeepSpeed, which would look for a GPU
-    from rlhf_tasks.modeling import checks
-    from rlhf_tasks.modeling.load import load_config
+    from rlhf_tasks.models import checks
+    from rlhf_tasks.models.load import load_config
 
     results = checks.check_source(source, revision or None)
     failed = show(source, results)

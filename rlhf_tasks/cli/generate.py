@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt is empty; give --prompt TEXT, or text on stdin")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a local folder loads at once
-    from rlhf_tasks.modeling.sampling import sample_texts
+    from rlhf_tasks.models.sampling import sample_texts
 
     example = _Example(Paths())
 

@@ -14,7 +14,7 @@ from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.evaluation.responses import Responses, sample
 from rlhf_tasks.evaluation.results import ResponseStatistics
-from rlhf_tasks.modeling.tensors import distinct
+from rlhf_tasks.models.tensors import distinct
 from rlhf_tasks.project.paths import Paths
 
 SAMPLED = ("sft", "policy")

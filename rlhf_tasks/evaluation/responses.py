@@ -19,9 +19,9 @@ import transformers
 
 from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Ids, load_tokenizer, text_of
-from rlhf_tasks.modeling import contracts, load, sampling
-from rlhf_tasks.modeling.load import fetch_tokenizer, load_causal, place
-from rlhf_tasks.modeling.sampling import find_stop_token, sample_responses
+from rlhf_tasks.models import contracts, load, sampling
+from rlhf_tasks.models.load import fetch_tokenizer, load_causal, place
+from rlhf_tasks.models.sampling import find_stop_token, sample_responses
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.project.paths import Paths
 

@@ -30,8 +30,8 @@ from rlhf_tasks.evaluation import harness, probe_texts, statistics
 from rlhf_tasks.evaluation.harness import Done, HarnessTasks
 from rlhf_tasks.evaluation.probe_texts import Choice
 from rlhf_tasks.evaluation.results import Interval, RetentionResult, TaskChange
-from rlhf_tasks.modeling.load import load_causal, place
-from rlhf_tasks.modeling.logprobs import token_stats
+from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 
 NUM_WRONG = 3  # wrong endings of a question that is made of demonstrations

@@ -23,8 +23,8 @@ from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.statistics import Estimate
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import load_reward
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_reward
 from rlhf_tasks.project import atomic
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import conversation_ids

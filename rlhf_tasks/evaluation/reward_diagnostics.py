@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from rlhf_tasks.data.batches import read_table
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.results import Interval, RewardDiagnostic
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring import reward_model
 from rlhf_tasks.scoring.protocol import Responses, Scorer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.modeling.tensors import last_token
+from rlhf_tasks.models.tensors import last_token
 
 if TYPE_CHECKING:
     from rlhf_tasks.ppo.rollout import Rollout

@@ -24,8 +24,8 @@ from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.build import build_judge
 from rlhf_tasks.evaluation.judges.comparisons import check_failures
-from rlhf_tasks.modeling.logprobs import response_logprobs
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.kl import k1
 from rlhf_tasks.ppo.metrics import Metrics, standard_error
 from rlhf_tasks.ppo.rewards import truncated_scores

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf_tasks.modeling.tensors import Reduce, distinct, masked_moments, masked_sum
+from rlhf_tasks.models.tensors import Reduce, distinct, masked_moments, masked_sum
 from rlhf_tasks.ppo.advantages import group_deviations
 from rlhf_tasks.ppo.kl import k1, k3
 

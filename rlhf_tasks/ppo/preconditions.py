@@ -13,8 +13,8 @@ from rlhf_tasks.config.scorers import OPTIMISED, reward_folders
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import Ids, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import checks, contracts
-from rlhf_tasks.modeling.load import TokenScores
+from rlhf_tasks.models import checks, contracts
+from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.project.paths import Paths

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.config.ppo import ScoreScaling
-from rlhf_tasks.modeling.tensors import last_token
+from rlhf_tasks.models.tensors import last_token
 
 Truncation = Literal["eos_trick_replace", "eos_trick_subtract", "bootstrap", "bootstrap_add", "none"]
 

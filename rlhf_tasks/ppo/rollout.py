@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Batch, Ids, TokenBudget, collate, picked, sizes
 from rlhf_tasks.data.columns import Columns
-from rlhf_tasks.modeling.load import TokenScores, disable_adapters
-from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs, token_stats
-from rlhf_tasks.modeling.sampling import Samples
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.load import TokenScores, disable_adapters
+from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
+from rlhf_tasks.models.sampling import Samples
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
 from rlhf_tasks.ppo.rewards import bootstrap_values
 from rlhf_tasks.scoring.protocol import Responses

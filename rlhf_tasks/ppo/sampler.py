@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.modeling.load import merge_adapter
-from rlhf_tasks.modeling.sampling import Samples, Share, sample, sample_responses
+from rlhf_tasks.models.load import merge_adapter
+from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses
 from rlhf_tasks.ppo.losses import importance_weights
 from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
 from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_ranks

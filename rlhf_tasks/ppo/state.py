@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks import console
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.data.batches import TokenBudget
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import EvaluationState
 from rlhf_tasks.ppo.guards import (
     BF16_RATIO_ERROR,

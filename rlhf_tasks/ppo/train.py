@@ -24,9 +24,9 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import CriticWarmup
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.data.columns import Columns, take
-from rlhf_tasks.modeling.load import TokenScores
-from rlhf_tasks.modeling.logprobs import TokenStats, response_logprobs
-from rlhf_tasks.modeling.tensors import NonFiniteError, whiten
+from rlhf_tasks.models.load import TokenScores
+from rlhf_tasks.models.logprobs import TokenStats, response_logprobs
+from rlhf_tasks.models.tensors import NonFiniteError, whiten
 from rlhf_tasks.ppo.advantages import Estimator, response_returns
 from rlhf_tasks.ppo.evaluate import Evaluator
 from rlhf_tasks.ppo.guards import GuardTrip

@@ -38,7 +38,7 @@ from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.data.batches import Ids
 from rlhf_tasks.errors import OutsideFault, UserError
-from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon, send
 from rlhf_tasks.tracking import context

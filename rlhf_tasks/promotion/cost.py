@@ -20,10 +20,10 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.responses import sample
 from rlhf_tasks.evaluation.results import RetentionResult, TaskChange
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.load import load_causal, place
-from rlhf_tasks.modeling.logprobs import response_logprobs
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion.gate import Kl
 

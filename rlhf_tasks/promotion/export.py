@@ -177,8 +177,8 @@ def _check_loads(folder: Path) -> None:
         UserError: if either cannot be loaded, or they do not fit.
     """
     from rlhf_tasks.data.batches import load_tokenizer
-    from rlhf_tasks.modeling import contracts
-    from rlhf_tasks.modeling.load import load_causal
+    from rlhf_tasks.models import contracts
+    from rlhf_tasks.models.load import load_causal
 
     contracts.check_fits(load_causal(folder), load_tokenizer(folder), str(folder))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_tasks import console
 from rlhf_tasks.config import Tracking
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.project import dvc_files, experiments, git, hashing
 from rlhf_tasks.promotion import weights
 from rlhf_tasks.promotion.candidate import Candidate

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import scorers as config
-from rlhf_tasks.modeling.load import TokenScores
+from rlhf_tasks.models.load import TokenScores
 from rlhf_tasks.scoring.function import FunctionScorer
 from rlhf_tasks.scoring.http import HttpScorer
 from rlhf_tasks.scoring.protocol import NonFiniteScore, Responses, Scorer

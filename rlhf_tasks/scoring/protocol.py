@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_tasks.data.batches import Ids, encode, encode_answers, text_of
 from rlhf_tasks.data.columns import NONE, Columns
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.tensors import NonFiniteError
 
 SHOWN_CHARACTERS = 200
 

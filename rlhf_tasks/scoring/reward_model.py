@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, picked, sizes
-from rlhf_tasks.modeling import checks, contracts
-from rlhf_tasks.modeling.load import TokenScores, load_reward
+from rlhf_tasks.models import checks, contracts
+from rlhf_tasks.models.load import TokenScores, load_reward
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer
 

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.config import BaseView, Split
 from rlhf_tasks.data.batches import TokenBudget, encode, load_tokenizer, read_table
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import from_scratch, load_causal
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import from_scratch, load_causal
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker

@@ -25,7 +25,7 @@ from rlhf_tasks.evaluation.judges.comparisons import Comparisons, Judge
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.length_control import matched_length_gain
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses

@@ -18,8 +18,8 @@ from rlhf_tasks.config.scorers import RewardModelScorer, scorer_names
 from rlhf_tasks.data import columns
 from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import (
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import (
     TokenScores,
     add_lora,
     load_causal,
@@ -29,7 +29,7 @@ from rlhf_tasks.modeling.load import (
     save_checkpoint,
     score_head,
 )
-from rlhf_tasks.modeling.logprobs import head_width
+from rlhf_tasks.models.logprobs import head_width
 from rlhf_tasks.ppo import preconditions
 from rlhf_tasks.ppo.advantages import ESTIMATORS, Estimator
 from rlhf_tasks.ppo.evaluate import Evaluator, SelectionJudge

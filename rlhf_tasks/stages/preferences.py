@@ -21,8 +21,8 @@ from rlhf_tasks.config import PreferencesView, Split
 from rlhf_tasks.data.batches import load_tokenizer, read_table, text_of
 from rlhf_tasks.data.synthetic import gold_scores
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import load_causal, place
-from rlhf_tasks.modeling.sampling import sample_responses
+from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker

@@ -27,9 +27,9 @@ from rlhf_tasks.data import batches
 from rlhf_tasks.data.batches import Batch, Ids, load_tokenizer, read_table, sizes
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import statistics
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.classifiers import replace_trunk
-from rlhf_tasks.modeling.load import (
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.classifiers import replace_trunk
+from rlhf_tasks.models.load import (
     TokenScores,
     add_lora,
     fetch_tokenizer,
@@ -37,7 +37,7 @@ from rlhf_tasks.modeling.load import (
     load_reward,
     supports_shared_prefix,
 )
-from rlhf_tasks.modeling.logprobs import token_stats
+from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths

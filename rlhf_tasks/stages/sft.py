@@ -6,8 +6,8 @@ import math
 
 from rlhf_tasks.config import SftView
 from rlhf_tasks.data.batches import TokenBudget, load_tokenizer
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import fetch_tokenizer, load_causal
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import fetch_tokenizer, load_causal
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker

@@ -38,8 +38,8 @@ from rlhf_tasks import console
 from rlhf_tasks.config import Launch
 from rlhf_tasks.data.batches import TokenBudget, micro_batches
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.fast_cpu import accelerate
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.fast_cpu import accelerate
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.project.precision import resolve
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.state import Files

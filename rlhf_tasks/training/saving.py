@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_tasks.modeling.load import merge_adapter, save_checkpoint
+from rlhf_tasks.models.load import merge_adapter, save_checkpoint
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.runtime import Runtime

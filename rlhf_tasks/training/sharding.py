@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rlhf_tasks.modeling.classifiers import find_trunk
+from rlhf_tasks.models.classifiers import find_trunk
 
 
 class _Plain(NamedTuple):

@@ -28,7 +28,7 @@ from rlhf_tasks.data.batches import (
     read_table,
     sizes,
 )
-from rlhf_tasks.modeling.logprobs import token_stats
+from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding

@@ -17,8 +17,8 @@ from rlhf_tasks.benchmark import fit, workloads
 from rlhf_tasks.benchmark.fit import BUCKET, LIVE, Layout, Run, Sizes, memory
 from rlhf_tasks.benchmark.shapes import Shape
 from rlhf_tasks.cli import main
-from rlhf_tasks.modeling import logprobs
-from rlhf_tasks.modeling.load import TokenScores, load_causal, recompute_activations
+from rlhf_tasks.models import logprobs
+from rlhf_tasks.models.load import TokenScores, load_causal, recompute_activations
 from rlhf_tasks.ppo.rollout import FrozenCopy
 from tests import small
 from tests.ppo.toy import ENGINE, without_critic

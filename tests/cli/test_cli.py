@@ -349,14 +349,14 @@ def test_the_package_runs_as_a_module() -> None:
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, object]]]:
     """The calls of the model; each response is the prompt in capitals."""
     calls: list[tuple[str, dict[str, object]]] = []
-    module = types.ModuleType("rlhf_tasks.modeling.sampling")
+    module = types.ModuleType("rlhf_tasks.models.sampling")
 
     def sample_texts(model: Path, prompts: list[str], **settings: object) -> list[list[str]]:
         calls.append((prompts[0], settings))
         return [[prompt.upper()] * int(str(settings["num_samples"])) for prompt in prompts]
 
     module.sample_texts = sample_texts  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rlhf_tasks.modeling.sampling", module)
+    monkeypatch.setitem(sys.modules, "rlhf_tasks.models.sampling", module)
     return calls
 
 

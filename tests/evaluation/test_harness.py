@@ -27,7 +27,7 @@ from rlhf_tasks.evaluation import harness
 from rlhf_tasks.evaluation.harness import Done, First, HarnessTasks
 from rlhf_tasks.evaluation.results import EvaluationResults, TaskScore
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.modeling.load import load_causal
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker

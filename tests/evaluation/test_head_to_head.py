@@ -19,8 +19,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.head_to_head import compare_models
 from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.results import EvaluationResults, Interval
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import load_causal, save_checkpoint
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from tests import small
 

@@ -23,8 +23,8 @@ from rlhf_tasks.evaluation.judges.optimised import optimised_judges
 from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge, Question, Reply
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.evaluation.results import ComparisonResult
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import load_causal, save_checkpoint
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from tests import small
 

@@ -30,7 +30,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges.llm import LlmComparer
 from rlhf_tasks.evaluation.judges.local import LocalComparer, RankerComparer
 from rlhf_tasks.evaluation.judges.pairwise import PairwiseJudge, Question
-from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.models.contracts import ContractError
 from rlhf_tasks.project.paths import Paths
 from tests import toy
 

@@ -16,7 +16,7 @@ from rlhf_tasks.evaluation import probe_texts, retention
 from rlhf_tasks.evaluation.probe_texts import Choice
 from rlhf_tasks.evaluation.results import RetentionResult
 from rlhf_tasks.evaluation.retention import Probes
-from rlhf_tasks.modeling.load import load_causal
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from tests import small
 

@@ -18,7 +18,7 @@ from rlhf_tasks.data.batches import encode, load_tokenizer
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation import reward_accuracy
 from rlhf_tasks.evaluation.reward_accuracy import Row, accuracies, is_right, read, score
-from rlhf_tasks.modeling.load import load_reward, score_head
+from rlhf_tasks.models.load import load_reward, score_head
 from tests.conftest import CHAT
 
 CPU = torch.device("cpu")

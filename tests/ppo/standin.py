@@ -52,7 +52,7 @@ class Model(Canned):
     """Samples of softmax(logits / temperature) of the model in the folder."""
 
     def load(self, folder: Path) -> None:
-        from rlhf_tasks.modeling.load import load_causal
+        from rlhf_tasks.models.load import load_causal
 
         self.model = load_causal(folder)
 
@@ -73,7 +73,7 @@ class Model(Canned):
         import torch
 
         from rlhf_tasks.data.batches import collate
-        from rlhf_tasks.modeling.sampling import _decode
+        from rlhf_tasks.models.sampling import _decode
 
         rows = [(one["prompt"], one["seed"] + i) for one in requests for i in range(one["n"])]
         first, stop = requests[0], requests[0]["stop_token_ids"][0]

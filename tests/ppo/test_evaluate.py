@@ -14,9 +14,9 @@ from torch import Tensor
 from rlhf_tasks.config import Lora
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import Ids, encode
-from rlhf_tasks.modeling.load import add_lora
-from rlhf_tasks.modeling.sampling import sample_responses
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.load import add_lora
+from rlhf_tasks.models.sampling import sample_responses
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.evaluate import EvaluationState, Evaluator, SelectionJudge
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling.logprobs import response_logprobs
+from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo.rollout import FrozenCopy
 from rlhf_tasks.ppo.state import Queue
 from tests import small

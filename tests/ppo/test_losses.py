@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.modeling.logprobs import TokenStats
+from rlhf_tasks.models.logprobs import TokenStats
 from rlhf_tasks.ppo.losses import MicroBatch, importance_weights, policy_loss, ppo_clip, value_loss
 from rlhf_tasks.ppo.state import TrainState
 from rlhf_tasks.ppo.train import policy_losses

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.modeling.sampling import Samples
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.sampling import Samples
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.metrics import Metrics
 from rlhf_tasks.ppo.rollout import Rollout, raise_on_all_ranks
 from rlhf_tasks.ppo.vllm import VllmError

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rlhf_tasks.config import Scratch
-from rlhf_tasks.modeling.load import from_scratch
+from rlhf_tasks.models.load import from_scratch
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy
 from rlhf_tasks.ppo.vllm import VllmGone, VllmServer
 from tests import small, toy

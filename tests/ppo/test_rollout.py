@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_tasks.data.batches import Batch, Ids, collate
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.guards import GuardTripped
 from rlhf_tasks.ppo.metrics import sampler_metrics, standard_error
 from rlhf_tasks.ppo.rollout import FrozenCopy

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_tasks.data.batches import Ids
-from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo.vllm import VllmError
 from tests.ppo.test_vllm import connected
 from tests.ppo.toy import ENGINE, QUERIES, InMemory, Memory, toy, untimed, without_critic

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from rlhf_tasks.data.batches import Batch, collate
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import recompute_activations
-from rlhf_tasks.modeling.logprobs import response_logprobs
+from rlhf_tasks.models.load import recompute_activations
+from rlhf_tasks.models.logprobs import response_logprobs
 from rlhf_tasks.ppo.guards import BF16_RATIO_ERROR, GuardTripped
 from rlhf_tasks.ppo.rollout import ActorCritic, FrozenCopy, Rollout, ValueHead
 from tests import families, small

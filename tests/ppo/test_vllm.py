@@ -17,8 +17,8 @@ import torch
 
 from rlhf_tasks.config.ppo import VllmSampler as Settings
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import place
-from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.models.load import place
+from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import vllm
 from rlhf_tasks.ppo.vllm import Sampling, VllmError, VllmGone, VllmServer
 from rlhf_tasks.project import processes

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from rlhf_tasks.config import Lora, Ppo
 from rlhf_tasks.data.batches import Ids, TokenBudget
 from rlhf_tasks.data.columns import NONE
-from rlhf_tasks.modeling.load import add_lora
-from rlhf_tasks.modeling.sampling import Samples
+from rlhf_tasks.models.load import add_lora
+from rlhf_tasks.models.sampling import Samples
 from rlhf_tasks.ppo import train as loop
 from rlhf_tasks.ppo.advantages import ESTIMATORS
 from rlhf_tasks.ppo.evaluate import NoEvaluator

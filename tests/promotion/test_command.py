@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from rlhf_tasks import config
 from rlhf_tasks.cli import main
 from rlhf_tasks.evaluation.results import EvaluationResults
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.project import atomic, git, hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import command, gate, registry

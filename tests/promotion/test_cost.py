@@ -13,7 +13,7 @@ from rlhf_tasks.data.batches import encode, load_tokenizer, read_table
 from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.responses import sample
 from rlhf_tasks.evaluation.results import EvaluationResults
-from rlhf_tasks.modeling.load import load_causal
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import cost
 from tests import small, toy

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_tasks.cli import main
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.promotion import export

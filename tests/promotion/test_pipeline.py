@@ -15,8 +15,8 @@ from mlflow.tracking import MlflowClient
 from rlhf_tasks import config, console
 from rlhf_tasks.cli import main
 from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import save_checkpoint
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import save_checkpoint
 from rlhf_tasks.project import atomic, hashing
 from rlhf_tasks.promotion.record import verdict_file
 from rlhf_tasks.tracking.store import embedded_uri

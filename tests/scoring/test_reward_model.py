@@ -17,13 +17,13 @@ from rlhf_tasks.data.batches import Ids, encode
 from rlhf_tasks.data.tables import Chat, Message
 from rlhf_tasks.data.tokenizer import ready_rendering
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import TokenScores, load_classifier, load_reward, save_checkpoint, score_head
+from rlhf_tasks.models.load import TokenScores, load_classifier, load_reward, save_checkpoint, score_head
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.retokenize import Retokenizer, messages_of
 from rlhf_tasks.scoring.reward_model import RewardModel, load_foreign
 from tests import small
 from tests.conftest import CHAT
-from tests.modeling.test_checks import unmask, wrap
+from tests.models.test_checks import unmask, wrap
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|system|>Be brief.<|end|>\n{% endif %}"

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.load import load_causal, load_reward
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.models.load import load_causal, load_reward
 from tests import toy
 
 HASH = "0123456789abcdef0123456789abcdef01234567"

@@ -20,8 +20,8 @@ from rlhf_tasks.evaluation.human_labels import Label, Pair
 from rlhf_tasks.evaluation.judges.build import build_judges
 from rlhf_tasks.evaluation.judges.scoring import ScoringJudge
 from rlhf_tasks.evaluation.results import EvaluationResults
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import load_causal, save_checkpoint
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import judge as stage
 from rlhf_tasks.tracking import NullTracker

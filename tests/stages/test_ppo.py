@@ -17,8 +17,8 @@ from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data.batches import encode, read_table
 from rlhf_tasks.errors import ConfigError, UserError
 from rlhf_tasks.evaluation.judges.build import build_judge
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import TokenScores, load_causal
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import TokenScores, load_causal
 from rlhf_tasks.ppo.evaluate import SelectionJudge
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo

@@ -16,8 +16,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from rlhf_tasks.cli import main as cli
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import load_causal
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.ppo.vllm import VllmGone
 from tests import small
 from tests.ppo import standin

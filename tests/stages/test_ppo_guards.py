@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.models import contracts
 from rlhf_tasks.ppo.guards import Guards, GuardTrip, GuardTripped
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo

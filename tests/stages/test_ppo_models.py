@@ -10,12 +10,12 @@ import pytest
 
 from rlhf_tasks.data.batches import load_tokenizer
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.load import TokenScores, load_causal, load_reward, save_checkpoint
+from rlhf_tasks.models.load import TokenScores, load_causal, load_reward, save_checkpoint
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import ppo
 from rlhf_tasks.tracking import NullTracker
 from tests import families, small
-from tests.modeling.test_checks import unmask, wrap
+from tests.models.test_checks import unmask, wrap
 from tests.stages.test_ppo import SETTINGS
 
 

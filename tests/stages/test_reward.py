@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Ids, encode, encode_answers, fork, load_tokenizer, read_table
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import (
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import (
     TokenScores,
     load_causal,
     load_reward,

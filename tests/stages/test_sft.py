@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_tasks.data.batches import load_tokenizer, read_table
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.load import load_causal
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.stages import base, sft
 from rlhf_tasks.tracking import NullTracker

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from rlhf_tasks import config
-from rlhf_tasks.modeling import logprobs
+from rlhf_tasks.models import logprobs
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Nowhere

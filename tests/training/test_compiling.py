@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_tasks.modeling.sampling import sample
+from rlhf_tasks.models.sampling import sample
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere
 from rlhf_tasks.training.supervised import LanguageModeling, train

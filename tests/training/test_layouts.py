@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import layouts
 from rlhf_tasks.config import Stage
-from rlhf_tasks.modeling.load import load_causal
+from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
 from rlhf_tasks.training.runtime import Runtime

@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from rlhf_tasks.data.batches import TokenBudget, collate
-from rlhf_tasks.modeling.logprobs import token_stats
+from rlhf_tasks.models.logprobs import token_stats
 from rlhf_tasks.training import runtime
 from rlhf_tasks.training.runtime import Runtime
 from tests import small

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from rlhf_tasks.config import Launch, Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import logprobs
-from rlhf_tasks.modeling.classifiers import build_classifier, find_trunk
-from rlhf_tasks.modeling.load import TokenScores, add_lora
-from rlhf_tasks.modeling.logprobs import response_logprobs
-from rlhf_tasks.modeling.sampling import sample
+from rlhf_tasks.models import logprobs
+from rlhf_tasks.models.classifiers import build_classifier, find_trunk
+from rlhf_tasks.models.load import TokenScores, add_lora
+from rlhf_tasks.models.logprobs import response_logprobs
+from rlhf_tasks.models.sampling import sample
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding

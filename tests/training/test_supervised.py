@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_tasks.data.batches import Batch, TokenBudget
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere
 from rlhf_tasks.training.optim import adamw, learning_rate

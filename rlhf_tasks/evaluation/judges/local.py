@@ -21,7 +21,7 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.evaluation.judges import prompt_templates
 from rlhf_tasks.evaluation.judges.pairwise import Question, Reply
 from rlhf_tasks.evaluation.judges.prompt_templates import LETTERS
-from rlhf_tasks.modeling.load import fetch_tokenizer, load_causal, load_classifier, place
+from rlhf_tasks.models.load import fetch_tokenizer, load_causal, load_classifier, place
 
 
 class LocalComparer:

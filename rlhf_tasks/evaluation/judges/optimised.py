@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlhf_tasks.config import Judging
 from rlhf_tasks.config import judge as config
-from rlhf_tasks.modeling import contracts
+from rlhf_tasks.models import contracts
 
 
 def required_judges(settings: Judging, names: Sequence[str]) -> set[str]:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_tasks.data.batches import load_tokenizer
-from rlhf_tasks.modeling import contracts
-from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.models import contracts
+from rlhf_tasks.models.contracts import ContractError
 from tests import small
-from tests.modeling.test_load import save
+from tests.models.test_load import save
 
 TYPES = (
     "float64 float32 float16 bfloat16 complex64 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "

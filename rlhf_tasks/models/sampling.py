@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from rlhf_tasks import console
 from rlhf_tasks.console import Meter
 from rlhf_tasks.data.batches import Batch, Ids, collate, encode, load_tokenizer, text_of
-from rlhf_tasks.modeling.load import load_causal, place
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models.load import load_causal, place
+from rlhf_tasks.models.tensors import NonFiniteError
 
 CPU_CHECK, GPU_CHECK = 1, 8
 """Tokens from one check of which rows have ended to the next: a check waits for the GPU."""

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import logprobs
-from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.logprobs import TokenStats, head_width, token_stats
+from rlhf_tasks.models import logprobs
+from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.models.logprobs import TokenStats, head_width, token_stats
 from tests import small
 from tests.small import FAMILIES, PAD, VOCAB
 

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from rlhf_tasks.data.batches import Batch
-from rlhf_tasks.modeling import fast_cpu
-from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.models import fast_cpu
+from rlhf_tasks.models.contracts import ContractError
 
 CPU_LOGITS, GPU_LOGITS = 2**22, 2**25
 """Logits of one chunk: 16 MB in float32 on a CPU, 128 MB on a GPU. Two or three such tensors live at once."""

@@ -39,9 +39,9 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_tasks.config import Lora, Scratch, is_hub_id
 from rlhf_tasks.data.batches import Batch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
-from rlhf_tasks.modeling.contracts import IDENTITY, ContractError
-from rlhf_tasks.modeling.fast_cpu import accelerate
+from rlhf_tasks.models.classifiers import INSTEAD, build_classifier, classifier_class, find_trunk
+from rlhf_tasks.models.contracts import IDENTITY, ContractError
+from rlhf_tasks.models.fast_cpu import accelerate
 from rlhf_tasks.project import disk
 
 ANY_WEIGHTS = "RLHF_PICKLED_WEIGHTS"

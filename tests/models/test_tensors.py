@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_tasks.modeling.tensors import (
+from rlhf_tasks.models.tensors import (
     distinct,
     masked_mean,
     masked_moments,

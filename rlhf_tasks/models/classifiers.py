@@ -25,7 +25,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from rlhf_tasks.modeling.contracts import ContractError
+from rlhf_tasks.models.contracts import ContractError
 
 SUFFIX = "ForTokenScores"
 INSTEAD = "use a decoder of another family, such as llama, qwen2 or gpt_neox"

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from rlhf_tasks.data.batches import Ids, text_of
-from rlhf_tasks.modeling import sampling
-from rlhf_tasks.modeling.sampling import Samples, Share, sample, sample_responses, sample_token
-from rlhf_tasks.modeling.tensors import NonFiniteError
+from rlhf_tasks.models import sampling
+from rlhf_tasks.models.sampling import Samples, Share, sample, sample_responses, sample_token
+from rlhf_tasks.models.tensors import NonFiniteError
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
 

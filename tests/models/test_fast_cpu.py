@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import fast_cpu
-from rlhf_tasks.modeling.fast_cpu import OneDnnConv1D, OneDnnLinear, accelerate
-from rlhf_tasks.modeling.logprobs import token_stats
+from rlhf_tasks.models import fast_cpu
+from rlhf_tasks.models.fast_cpu import OneDnnConv1D, OneDnnLinear, accelerate
+from rlhf_tasks.models.logprobs import token_stats
 from tests import small
 from tests.small import Family
 

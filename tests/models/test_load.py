@@ -17,8 +17,8 @@ from transformers import (
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.load import (
+from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.models.load import (
     ANY_WEIGHTS,
     TokenScores,
     add_lora,

@@ -22,10 +22,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlhf_tasks import console
 from rlhf_tasks.data.batches import Ids, collate
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.modeling.classifiers import is_classifier
-from rlhf_tasks.modeling.load import TokenScores, load_causal, load_config, load_reward, merge_adapter, place
-from rlhf_tasks.modeling.logprobs import token_stats
-from rlhf_tasks.modeling.sampling import GPU_CHECK, Samples, sample
+from rlhf_tasks.models.classifiers import is_classifier
+from rlhf_tasks.models.load import TokenScores, load_causal, load_config, load_reward, merge_adapter, place
+from rlhf_tasks.models.logprobs import token_stats
+from rlhf_tasks.models.sampling import GPU_CHECK, Samples, sample
 from rlhf_tasks.project import disk
 
 TOLERANCE = 5e-3

@@ -25,9 +25,9 @@ from transformers import (
 
 from rlhf_tasks.config import Lora
 from rlhf_tasks.data.batches import collate
-from rlhf_tasks.modeling import classifiers, contracts
-from rlhf_tasks.modeling.contracts import ContractError
-from rlhf_tasks.modeling.load import (
+from rlhf_tasks.models import classifiers, contracts
+from rlhf_tasks.models.contracts import ContractError
+from rlhf_tasks.models.load import (
     TokenScores,
     add_lora,
     load_causal,
@@ -36,7 +36,7 @@ from rlhf_tasks.modeling.load import (
     merge_adapter,
 )
 from tests import small
-from tests.modeling.test_load import save
+from tests.models.test_load import save
 from tests.small import PAD
 
 QUERIES, RESPONSES = small.rows(6, longest=7)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf_tasks.modeling import checks, sampling
-from rlhf_tasks.modeling.checks import ModelFault, Result
+from rlhf_tasks.models import checks, sampling
+from rlhf_tasks.models.checks import ModelFault, Result
 from rlhf_tasks.project.disk import DiskFullError
 from tests import families, small
 from tests.small import PAD
