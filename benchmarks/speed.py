@@ -159,8 +159,8 @@ def _ppo_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[flo
     from rlhf_tasks.benchmark import workloads
     from tests import small
 
-    rt = small.runtime(shape.precision, compiles=compiles)
-    work = workloads.of_shape(rt, small.ppo(), shape, updates)
+    dist = small.distributed(shape.precision, compiles=compiles)
+    work = workloads.of_shape(dist, small.ppo(), shape, updates)
     marks = [time.perf_counter()]
     for _ in work.updates():
         marks.append(time.perf_counter())
@@ -199,7 +199,7 @@ def _train(model: Any, task: Any, shape: Shape, compiles: bool) -> list[float]:
             return False
 
     train(
-        small.runtime(shape.precision, compiles=compiles),
+        small.distributed(shape.precision, compiles=compiles),
         model,
         task,
         small.optimization(batch_size=shape.batch, learning_rate=3e-6, micro_batch_tokens=4096),

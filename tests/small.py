@@ -28,7 +28,7 @@ from rlhf_tasks.data.batches import Batch, Ids, collate
 from rlhf_tasks.data.synthetic import generate
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import TokenScores, from_scratch, save_checkpoint
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 ROOT = Path(__file__).parents[1]
 Family = Literal["gpt_neox", "llama", "qwen2", "gpt2"]
@@ -159,12 +159,12 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def runtime(precision: Literal["fp32", "bf16"] = "fp32", *, compiles: bool = False) -> Runtime:
+def distributed(precision: Literal["fp32", "bf16"] = "fp32", *, compiles: bool = False) -> Distributed:
     """One process. Those of another precision end: accelerate allows one at a time."""
     wanted = "no" if precision == "fp32" else "bf16"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != wanted:
         AcceleratorState._reset_state()
-    return Runtime(Launch(precision=precision, compile=compiles), seed=1)
+    return Distributed(Launch(precision=precision, compile=compiles), seed=1)
 
 
 def optimization(**changes: Any) -> Optimization:

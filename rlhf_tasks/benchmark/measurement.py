@@ -54,23 +54,23 @@ class Measurement:
 
 def measure(workload: Workload) -> Measurement:
     """Take all updates of a workload; the first one warms up and does not count."""
-    rt, updates = workload.rt, []
+    dist, updates = workload.dist, []
     with console.progress("bench", workload.num_updates, unit="updates") as bar:
         for metrics in workload.updates():
             updates.append(metrics)
             bar.advance(1, eps=metrics["eps"])
     always = set.intersection(*map(set, updates[1:]))  # some metrics appear when memory has run out
     medians = {key: statistics.median(update[key] for update in updates[1:]) for key in always}
-    memory = _peak_bytes(rt.device) / 1e9
+    memory = _peak_bytes(dist.device) / 1e9
     seconds = workload.settings.rollout_batch_size / medians["eps"]
     query = statistics.fmean(map(len, workload.prompts))
     work = update_flops(workload, query, medians["val/response_length"])
-    rate = matmul_rate(rt.device, torch.float32 if rt.is_float32 else torch.bfloat16)
+    rate = matmul_rate(dist.device, torch.float32 if dist.is_float32 else torch.bfloat16)
     return Measurement(
         models=workload.description,
-        device=_device_name(rt.device),
+        device=_device_name(dist.device),
         threads=torch.get_num_threads(),
-        precision="fp32" if rt.is_float32 else "bf16",
+        precision="fp32" if dist.is_float32 else "bf16",
         episodes_per_second=medians["eps"],
         response_tokens_per_second=medians["time/tokens_per_second"],
         seconds_per_update=seconds,

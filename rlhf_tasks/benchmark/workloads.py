@@ -39,7 +39,7 @@ from rlhf_tasks.scoring.build import build as build_scorers
 from rlhf_tasks.stages.ppo import estimator_of, load_models, policy_loss_of, ptx_text
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.supervised import LanguageModeling
 
 NUM_PROMPTS = 2048
@@ -50,7 +50,7 @@ NUM_PROMPTS = 2048
 class Workload:
     """What PPO trains, without evaluations, snapshots and tracking; and in words what its models are."""
 
-    rt: Runtime
+    dist: Distributed
     settings: Ppo
     actor_critic: ActorCritic
     reference: Reference
@@ -69,9 +69,9 @@ class Workload:
 
     def updates(self) -> Iterator[Metrics]:
         """Train; the metrics of each update."""
-        rt, settings = self.rt, self.settings
+        dist, settings = self.dist, self.settings
         state = begin(
-            rt,
+            dist,
             settings,
             self.actor_critic,
             self.reference,
@@ -81,7 +81,7 @@ class Workload:
             seed=self.seed,
         )
         return train(
-            rt,
+            dist,
             settings,
             state,
             prompts=self.prompts,
@@ -99,7 +99,7 @@ class Workload:
         )
 
 
-def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
+def of_shape(dist: Distributed, settings: Ppo, shape: Shape, num_updates: int) -> Workload:
     """PPO of random models: four epochs of one optimizer step, otherwise by `settings`.
 
     Raises:
@@ -128,9 +128,9 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
     settings = settings.model_copy(update=changes)
     tokenizer, made = shapes.tokenizer(shape.vocab), shapes.models(shape)
     for model in made:
-        place(model, rt.device)
+        place(model, dist.device)
     for frozen in (made.reference, made.reward):
-        rt.freeze(frozen)
+        dist.freeze(frozen)
     reward = TokenScores(made.reward)
     critic = TokenScores(made.value) if settings.critic else NoCritic()
     scorer = build_scorers(
@@ -139,10 +139,10 @@ def of_shape(rt: Runtime, settings: Ppo, shape: Shape, num_updates: int) -> Work
         reward_model=reward,
         max_tokens=settings.micro_batch_tokens,
         root=Path(),
-        placement=rt,
+        placement=dist,
     )
     return Workload(
-        rt=rt,
+        dist=dist,
         settings=settings,
         actor_critic=ActorCritic(made.policy, critic),
         reference=FrozenCopy(made.reference, moves=settings.reference_sync is not None),
@@ -161,7 +161,7 @@ def _without_warmup(settings: Ppo, critic: Critic | None) -> Advantages:
     return settings.advantages.model_copy(update={"critic": changed})
 
 
-def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_updates: int) -> Workload:
+def of_params(dist: Distributed, config: Config, root: Path, scratch: Path, num_updates: int) -> Workload:
     """PPO as params.yaml has it, for `num_updates` updates without the critic's warm-up.
 
     Checkpoints and prompts are the project's own where it has them. The others are random, and are written
@@ -180,7 +180,7 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
     random = _fill(config, Paths(root), Paths(scratch))
     paths = Paths(scratch)
     tokenizer = load_tokenizer(paths.sft)
-    actor_critic, reference, reward = load_models(rt, view, paths)
+    actor_critic, reference, reward = load_models(dist, view, paths)
     prompts, kept = _prompts(Paths(root), tokenizer, config)
     scorer = build_scorers(
         settings.scorers,
@@ -189,13 +189,13 @@ def of_params(rt: Runtime, config: Config, root: Path, scratch: Path, num_update
         max_tokens=settings.micro_batch_tokens,
         root=root,
         combine=settings.combine_reward_models,
-        placement=rt,
+        placement=dist,
         columns=kept,
     )
     if not Paths(root).table("prompts", "train").exists():
         random.append("prompts of the greatest length")
     return Workload(
-        rt=rt,
+        dist=dist,
         settings=settings,
         actor_critic=actor_critic,
         reference=reference,

@@ -53,18 +53,18 @@ def run(options: argparse.Namespace) -> int:
 def measured(settings: config.Config, root: Path, shape: str | None, num_updates: int) -> dict[str, Any]:
     """What `--json` prints: a measurement, with `estimate` for the stage (null for a named shape)."""
     from rlhf_tasks.benchmark import measurement, workloads
-    from rlhf_tasks.training.runtime import Runtime
+    from rlhf_tasks.training.distributed import Distributed
 
     launch = settings.launch
     if shape is not None:
         workloads.check_device(SHAPES[shape])
         launch = launch.model_copy(update={"precision": SHAPES[shape].precision})
-    rt = Runtime(launch, settings.seed)
+    dist = Distributed(launch, settings.seed)
     with tempfile.TemporaryDirectory() as scratch:
         if shape is not None:
-            work = workloads.of_shape(rt, settings.ppo, SHAPES[shape], num_updates + 1)
+            work = workloads.of_shape(dist, settings.ppo, SHAPES[shape], num_updates + 1)
         else:
-            work = workloads.of_params(rt, settings, root, Path(scratch), num_updates + 1)
+            work = workloads.of_params(dist, settings, root, Path(scratch), num_updates + 1)
         found: Measurement = measurement.measure(work)
     expected = None if shape is not None else measurement.estimate(found, settings.ppo)
     return {**found.asdict(), "estimate": expected}

@@ -34,7 +34,7 @@ from rlhf_tasks.ppo.sampler import Sampler, stop_token
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses, Scorer
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 NUM_SAMPLE_PROMPTS = 4
 SELECTED_NAMES = {"eval/win_rate": "selected_win_rate", "eval/heldout_scores": "selected_heldout_score"}
@@ -74,14 +74,16 @@ class SelectionJudge:
         UserError: if the judge cannot be made.
     """
 
-    def __init__(self, rt: Runtime, settings: Selection, paths: Paths, columns: Collection[str] = ()) -> None:
-        self._rt, self._max_failure_share = rt, settings.max_failure_share
+    def __init__(
+        self, dist: Distributed, settings: Selection, paths: Paths, columns: Collection[str] = ()
+    ) -> None:
+        self._dist, self._max_failure_share = dist, settings.max_failure_share
         self.name = settings.judge.name
         self._judge = None
-        if rt.is_main:
+        if dist.is_main:
             self._judge = build_judge(
                 settings.judge,
-                rt.device,
+                dist.device,
                 settings.max_failure_share,
                 paths,
                 columns=columns,
@@ -101,7 +103,7 @@ class SelectionJudge:
             comparisons = self._judge.compare(prompts, responses, references, columns)
             check_failures(self.name, comparisons, self._max_failure_share)
             rate = statistics.rate(comparisons.outcomes).value
-        result: float = self._rt.from_main(rate)
+        result: float = self._dist.from_main(rate)
         return result
 
 
@@ -110,7 +112,7 @@ class Evaluator:
 
     def __init__(
         self,
-        rt: Runtime,
+        dist: Distributed,
         config: Ppo,
         policy: PreTrainedModel,
         reference: Reference,
@@ -123,7 +125,7 @@ class Evaluator:
         seed: int,
     ) -> None:
         """`rows` are of data/prompts; the first `num_selection_prompts` of them are used."""
-        self._rt, self._config, self._policy, self._reference = rt, config, policy, reference
+        self._dist, self._config, self._policy, self._reference = dist, config, policy, reference
         self._tokenizer, self._scorers, self._heldout, self._judge = tokenizer, scorers, heldout, judge
         self._stop, self._seed = stop_token(config, tokenizer), seed
         rows = rows[: config.num_selection_prompts]
@@ -206,20 +208,20 @@ class Evaluator:
         Raises:
             NonFiniteError: on all ranks, if a number is NaN or infinite; the responses are its `batch`.
         """
-        rt, prompts, tokenizer = self._rt, self._prompts[:count], self._tokenizer
+        dist, prompts, tokenizer = self._dist, self._prompts[:count], self._tokenizer
         queries, ids = encode(tokenizer, prompts), sampler.respond(prompts, self._seed, update)
-        kept = columns.take(self._columns, rt.share(range(count)))
-        own = Responses.of_ids(rt.share(queries), rt.share(ids), tokenizer, kept)
-        batch = {"prompts": rt.share(prompts), "responses": rt.share(ids)}
+        kept = columns.take(self._columns, dist.share(range(count)))
+        own = Responses.of_ids(dist.share(queries), dist.share(ids), tokenizer, kept)
+        batch = {"prompts": dist.share(prompts), "responses": dist.share(ids)}
 
         def gather(score: Callable[[Responses], Any]) -> Any:
-            return interleave(rt.each(raise_on_all_ranks(rt, lambda: score(own), batch)))
+            return interleave(dist.each(raise_on_all_ranks(dist, lambda: score(own), batch)))
 
-        if any(scorer.kind == "http" for scorer in self._config.scorers) and not rt.shards:
+        if any(scorer.kind == "http" for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
             rows = Responses.of_ids(queries, ids, tokenizer, columns.take(self._columns, range(count)))
-            parts = rt.from_main(
-                raise_on_all_ranks(rt, lambda: self._scorers.parts(rows) if rt.is_main else {}, batch)
+            parts = dist.from_main(
+                raise_on_all_ranks(dist, lambda: self._scorers.parts(rows) if dist.is_main else {}, batch)
             )
         else:
             parts = gather(self._scorers.parts)
@@ -241,25 +243,25 @@ class Evaluator:
         Raises:
             NonFiniteError: on all ranks, if a KL is NaN or infinite.
         """
-        rt = self._rt
-        own, own_responses = rt.share(queries), rt.share(responses)
+        dist = self._dist
+        own, own_responses = dist.share(queries), dist.share(responses)
         result = torch.zeros(len(own), dtype=torch.float64)
 
         def measure(rows: list[int]) -> None:
-            batch = picked(own, own_responses, rows, self._tokenizer.pad_token_id).to(rt.device)
-            with rt.autocast():
+            batch = picked(own, own_responses, rows, self._tokenizer.pad_token_id).to(dist.device)
+            with dist.autocast():
                 logprobs = response_logprobs(self._policy, batch, self._config.temperature).float()
                 ref_logprobs = self._reference.logprobs(batch, self._config.temperature).float()
             kl = k1(logprobs, ref_logprobs).double().sum(1)  # both are zero on padding
             result[rows] = kl.cpu()[: len(rows)]
 
-        rt.run_batches(TokenBudget(self._config.micro_batch_tokens), sizes(own, own_responses), measure)
-        if rt.max(int(not bool(result.isfinite().all()))):
+        dist.run_batches(TokenBudget(self._config.micro_batch_tokens), sizes(own, own_responses), measure)
+        if dist.max(int(not bool(result.isfinite().all()))):
             raise NonFiniteError(
                 "the KL to the reference is NaN or infinite at the selection prompts",
-                {"prompts": rt.share(self._prompts), "responses": own_responses},
+                {"prompts": dist.share(self._prompts), "responses": own_responses},
             )
-        whole: Tensor = interleave(rt.each(result))
+        whole: Tensor = interleave(dist.each(result))
         return whole
 
     def _score_heldout(self, rows: Responses) -> Tensor:

@@ -19,7 +19,7 @@ from rlhf_tasks.ppo.rollout import ActorCritic
 from rlhf_tasks.ppo.sampler import stop_token
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.verifier import Verifier
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 SPLITS_USED: tuple[Split, ...] = ("train", "validation")
 
@@ -112,7 +112,7 @@ def _warn_of_bootstrapping(settings: Ppo) -> None:
 
 
 def check_models(
-    rt: Runtime,
+    dist: Distributed,
     settings: Ppo,
     actor_critic: ActorCritic,
     rewards: Mapping[str, TokenScores | None],
@@ -133,8 +133,8 @@ def check_models(
     longest, pad = max(map(len, prompts)) + settings.response_length, tokenizer.pad_token_id
     checks.check_positions(policy.config, longest, "models/sft")
     queries = checks.pick_prompts(prompts)
-    saves = rt.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
-    with rt.on_device(policy) as is_used:
+    saves = dist.is_main and sum(p.numel() for p in policy.parameters()) <= checks.SMALL
+    with dist.on_device(policy) as is_used:
         if is_used:
             checks.require(
                 checks.check_policy(
@@ -151,7 +151,7 @@ def check_models(
     for name, model in {**rewards, "the critic": critic}.items():
         if isinstance(model, TokenScores):
             checks.check_positions(model.model.config, longest, name)
-            with rt.on_device(model) as is_used:
+            with dist.on_device(model) as is_used:
                 if is_used:
                     checks.require(checks.check_scores(model, rows, pad=pad), name)
 

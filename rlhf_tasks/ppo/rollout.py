@@ -24,7 +24,7 @@ from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.ppo.losses import MicroBatch
 from rlhf_tasks.ppo.rewards import bootstrap_values
 from rlhf_tasks.scoring.protocol import Responses
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class Scorers(Protocol):
 
 @torch.no_grad()
 def score_rollout(
-    rt: Runtime,
+    dist: Distributed,
     config: Ppo,
     model: ActorCritic,
     reference: Reference,
@@ -194,11 +194,11 @@ def score_rollout(
     shape = (len(queries), config.response_length)
     logprobs, ref_logprobs, values = (torch.zeros(shape) for _ in range(3))
     last_values = torch.zeros(len(queries))
-    recomputes = not is_on_policy or not rt.is_float32
+    recomputes = not is_on_policy or not dist.is_float32
 
     def forward(rows: list[int]) -> None:
-        batch = picked(queries, responses, rows, tokenizer.pad_token_id).to(rt.device)
-        with rt.autocast():
+        batch = picked(queries, responses, rows, tokenizer.pad_token_id).to(dist.device)
+        with dist.autocast():
             ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
             stats = None
             if recomputes or isinstance(model.value, ValueHead):
@@ -215,12 +215,12 @@ def score_rollout(
         if recomputes and stats is not None:
             logprobs[rows, :width] = stats.logprobs.float().cpu()
 
-    rt.run_batches(budget, sizes(queries, responses), forward)
+    dist.run_batches(budget, sizes(queries, responses), forward)
     if not recomputes:
         logprobs = pad_rows(samples.logprobs, config.response_length)
     ended = torch.tensor([response[-1] == stop for response in responses])
     parts = raise_on_all_ranks(
-        rt,
+        dist,
         lambda: scorers.parts(Responses.of_ids(queries, responses, tokenizer, columns)),
         {"queries": queries, "responses": responses},
     )
@@ -242,13 +242,13 @@ def score_rollout(
     )
     names = ("logprobs", "ref_logprobs", "values", "bootstrap_values", "scores")
     wrong = [name for name in names if not bool(getattr(rollout, name).isfinite().all())]
-    if rt.max(len(wrong)):  # all ranks must stop together
+    if dist.max(len(wrong)):  # all ranks must stop together
         named = ", ".join(wrong) or "numbers on another rank"
         raise NonFiniteError(f"a rollout has NaN or infinite {named}", vars(rollout))
     return rollout
 
 
-def raise_on_all_ranks(rt: Runtime, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
+def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mapping[str, Any]) -> T:
     """The result of `compute`; if it meets NaN on one rank, it fails on all of them.
 
     Raises:
@@ -259,19 +259,19 @@ def raise_on_all_ranks(rt: Runtime, compute: Callable[[], T], batch: Mapping[str
         result = compute()
     except NonFiniteError as error:
         fault = error
-    if rt.max(int(fault is not None)):
+    if dist.max(int(fault is not None)):
         message = "NaN on another rank" if fault is None else str(fault)
         raise NonFiniteError(message, dict(batch)) from fault
     assert result is not None
     return result
 
 
-def gather_rollout(rt: Runtime, rollout: Rollout) -> Rollout:
-    """The rollout of all ranks, on each of them, in the order before `Runtime.share` has split it.
+def gather_rollout(dist: Distributed, rollout: Rollout) -> Rollout:
+    """The rollout of all ranks, on each of them, in the order before `Distributed.share` has split it.
 
     What follows sees all rows: so the number of ranks changes no advantage, no metric and no step.
     """
-    parts = rt.each(rollout)
+    parts = dist.each(rollout)
     whole = {
         field.name: interleave([getattr(part, field.name) for part in parts])
         for field in fields(Rollout)
@@ -281,7 +281,7 @@ def gather_rollout(rt: Runtime, rollout: Rollout) -> Rollout:
 
 
 def interleave(parts: Sequence[Any]) -> Any:
-    """The inverse of `Runtime.share`: rows by rank → rows in order; tensors, lists or dicts of them."""
+    """The inverse of `Distributed.share`: rows by rank → rows in order; tensors, lists or dicts of them."""
     first, count = parts[0], len(parts)
     if isinstance(first, dict):
         return {key: interleave([part[key] for part in parts]) for key in first}

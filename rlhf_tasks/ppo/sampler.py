@@ -30,7 +30,7 @@ from rlhf_tasks.ppo.metrics import Metrics, sampler_metrics
 from rlhf_tasks.ppo.rollout import Rollout, interleave, pad_rows, raise_on_all_ranks
 from rlhf_tasks.ppo.vllm import VllmError, VllmServer
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 T = TypeVar("T")
 MAX_SEED = 2**62  # vLLM adds the number of the sample to a seed, and takes 64 bits
@@ -86,14 +86,14 @@ class PolicySampler:
 
     def __init__(
         self,
-        rt: Runtime,
+        dist: Distributed,
         config: Ppo,
         policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         generator: torch.Generator,
     ) -> None:
         """`generator` is on this rank's device, and has the same state on all ranks."""
-        self._rt, self._config, self._policy, self._generator = rt, config, policy, generator
+        self._dist, self._config, self._policy, self._generator = dist, config, policy, generator
         self._tokenizer, self._stop = tokenizer, stop_token(config, tokenizer)
         self._queries: Sequence[Ids] = ()
 
@@ -106,11 +106,11 @@ class PolicySampler:
 
     @torch.no_grad()
     def collect(self, update: int) -> Samples:
-        rt, config = self._rt, self._config
-        own, self._queries = rt.share(self._queries), ()
+        dist, config = self._dist, self._config
+        own, self._queries = dist.share(self._queries), ()
 
         def sample_own() -> Samples:
-            with rt.whole(self._policy) as policy, rt.autocast():
+            with dist.whole(self._policy) as policy, dist.autocast():
                 return sample(
                     policy,
                     own,
@@ -121,20 +121,20 @@ class PolicySampler:
                     generator=self._generator,
                     batch_size=config.sampler.batch_size if config.sampler.kind == "policy" else None,
                     num_samples=config.samples_per_prompt,
-                    share=Share(rt.rank, rt.world_size, config.rollout_batch_size),
+                    share=Share(dist.rank, dist.world_size, config.rollout_batch_size),
                 )
 
-        return raise_on_all_ranks(rt, sample_own, {"queries": own})
+        return raise_on_all_ranks(dist, sample_own, {"queries": own})
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return rollout, {}
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        rt, config, own = self._rt, self._config, self._rt.share(prompts)
+        dist, config, own = self._dist, self._config, self._dist.share(prompts)
 
         def sample_own() -> list[Ids]:
-            with rt.whole(self._policy) as policy, rt.autocast():
+            with dist.whole(self._policy) as policy, dist.autocast():
                 return sample_responses(
                     policy,
                     self._tokenizer,
@@ -143,10 +143,10 @@ class PolicySampler:
                     temperature=config.temperature,
                     seed=seed,
                     stop=self._stop,
-                    share=Share(rt.rank, rt.world_size, len(prompts)),
+                    share=Share(dist.rank, dist.world_size, len(prompts)),
                 )
 
-        responses: list[Ids] = interleave(rt.each(raise_on_all_ranks(rt, sample_own, {"prompts": own})))
+        responses: list[Ids] = interleave(dist.each(raise_on_all_ranks(dist, sample_own, {"prompts": own})))
         return responses
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class VllmSampler:
 
     def __init__(
         self,
-        rt: Runtime,
+        dist: Distributed,
         config: Ppo,
         policy: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -173,8 +173,8 @@ class VllmSampler:
     ) -> None:
         """`generator`, of the same state on all ranks, draws the requests' seeds."""
         assert config.sampler.kind == "vllm"
-        assert (server is not None) == rt.is_main
-        self._rt, self._config, self._settings = rt, config, config.sampler
+        assert (server is not None) == dist.is_main
+        self._dist, self._config, self._settings = dist, config, config.sampler
         self._policy, self._tokenizer, self._server = policy, tokenizer, server
         self._generator = generator
         self._loaded: int | None = None  # the updates that the server's weights have seen
@@ -205,7 +205,7 @@ class VllmSampler:
                 f"sampler.ahead={self._settings.ahead} is allowed"
             )
         self._logprobs = samples.logprobs
-        return Samples(self._rt.share(samples.responses), self._rt.share(samples.logprobs))
+        return Samples(self._dist.share(samples.responses), self._dist.share(samples.logprobs))
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """π_old is the policy's own pass before the update."""
@@ -248,7 +248,7 @@ class VllmSampler:
                 self._server.load(merge_adapter(plain))
                 return self._server.name
 
-            self.name = on_rank0(self._rt, load)
+            self.name = on_rank0(self._dist, load)
         self._loaded, self._load_seconds = update, time.perf_counter() - start
 
     def _begin(self, queries: Sequence[Ids], n: int, generator: torch.Generator) -> Callable[[], Samples]:
@@ -264,9 +264,9 @@ class VllmSampler:
             except BaseException as error:  # it is raised again where the result is waited for
                 future.set_exception(error)
 
-        if self._rt.is_main:  # as a daemon: a server that hangs must not keep the process alive
+        if self._dist.is_main:  # as a daemon: a server that hangs must not keep the process alive
             Thread(target=run, daemon=True).start()
-        return lambda: on_rank0(self._rt, future.result)
+        return lambda: on_rank0(self._dist, future.result)
 
     def state_dict(self) -> dict[str, Any]:
         """The responses of a rollout that is being sampled, which is waited for.
@@ -290,7 +290,7 @@ class VllmSampler:
             self._wait, self._submitted_at = lambda: samples, state["submitted_at"]
 
 
-def on_rank0(rt: Runtime, compute: Callable[[], T]) -> T:
+def on_rank0(dist: Distributed, compute: Callable[[], T]) -> T:
     """What `compute` returns on the first rank, which alone runs it; on all ranks.
 
     Raises:
@@ -298,12 +298,12 @@ def on_rank0(rt: Runtime, compute: Callable[[], T]) -> T:
             and so all of them.
     """
     outcome: tuple[Any, Exception | None] = None, None
-    if rt.is_main:
+    if dist.is_main:
         try:
             outcome = compute(), None
         except (OutsideFault, UserError) as error:
             outcome = None, error
-    result, failure = rt.from_main(outcome)
+    result, failure = dist.from_main(outcome)
     if failure is not None:
         raise failure
     return cast(T, result)

@@ -30,8 +30,8 @@ from rlhf_tasks.ppo.sampler import PolicySampler, Sampler, VllmSampler
 from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw
-from rlhf_tasks.training.runtime import Runtime
 
 
 class Queue:
@@ -96,11 +96,11 @@ class TrainState:
     newest: dict[str, Any] = field(default_factory=dict)
     """The newest training state; it is good too if the next rollout passes all guards."""
 
-    def training(self, rt: Runtime) -> dict[str, Any]:
+    def training(self, dist: Distributed) -> dict[str, Any]:
         """What a roll back returns to. `shared` is equal on all ranks; the generators are each rank's own."""
         moving = self.reference if isinstance(self.reference, FrozenCopy) and self.reference.moves else None
         shared = {
-            "weights": rt.training_state(self.model, self.optimizer),
+            "weights": dist.training_state(self.model, self.optimizer),
             "reference": sharding.weights_of(moving.model) if moving else {},
             "sampler": self.sampler.state_dict(),
             "prompts": list(self.prompts.waiting),
@@ -112,12 +112,12 @@ class TrainState:
             "evaluation": vars(self.evaluation) | {"responses": list(self.evaluation.responses)},
             "plain": {name: getattr(self, name) for name in PLAIN} | {"metrics": dict(self.metrics)},
         }
-        return {"shared": shared, "sampling": self.sampling.get_state(), "rng": rt.rng_state()}
+        return {"shared": shared, "sampling": self.sampling.get_state(), "rng": dist.rng_state()}
 
-    def load_training(self, rt: Runtime, state: dict[str, Any]) -> None:
+    def load_training(self, dist: Distributed, state: dict[str, Any]) -> None:
         """Restore `training`."""
         shared = state["shared"]
-        rt.load_training_state(self.model, self.optimizer, shared["weights"])
+        dist.load_training_state(self.model, self.optimizer, shared["weights"])
         if isinstance(self.reference, FrozenCopy) and self.reference.moves:
             sharding.load_weights(self.reference.model, shared["reference"])
         self.sampler.load_state_dict(shared["sampler"])
@@ -135,15 +135,15 @@ class TrainState:
         for name, value in shared["plain"].items():
             setattr(self, name, value)
         self.sampling.set_state(state["sampling"])
-        rt.set_rng_state(state["rng"])
+        dist.set_rng_state(state["rng"])
 
-    def state_dict(self, rt: Runtime) -> dict[str, Any]:
+    def state_dict(self, dist: Distributed) -> dict[str, Any]:
         """The content of a snapshot, but for the tracker's."""
-        return self.training(rt) | {name: getattr(self, name) for name in (*COUNTED, "good", "newest")}
+        return self.training(dist) | {name: getattr(self, name) for name in (*COUNTED, "good", "newest")}
 
-    def load_state_dict(self, rt: Runtime, state: dict[str, Any]) -> None:
+    def load_state_dict(self, dist: Distributed, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.load_training(rt, state)
+        self.load_training(dist, state)
         for name in (*COUNTED, "good", "newest"):
             setattr(self, name, state[name])
 
@@ -155,7 +155,7 @@ COUNTED = ("num_rollouts", "undone", "trips")
 
 
 def begin(
-    rt: Runtime,
+    dist: Distributed,
     config: Ppo,
     actor_critic: ActorCritic,
     reference: Reference,
@@ -175,14 +175,14 @@ def begin(
         scale = (own_rate or config.learning_rate) / config.learning_rate
         for group in adamw(actor_critic.value, config).param_groups:
             optimizer.add_param_group({"params": group["params"], "weight_decay": 0.0, "scale": scale})
-    model, optimizer = rt.prepare(actor_critic, optimizer, config.max_grad_norm)
-    shuffling, sampling = torch.Generator().manual_seed(seed), rt.generator(seed)
-    sampler: Sampler = PolicySampler(rt, config, actor_critic.policy, tokenizer, sampling)
+    model, optimizer = dist.prepare(actor_critic, optimizer, config.max_grad_norm)
+    shuffling, sampling = torch.Generator().manual_seed(seed), dist.generator(seed)
+    sampler: Sampler = PolicySampler(dist, config, actor_critic.policy, tokenizer, sampling)
     if config.sampler.kind == "vllm":
-        sampler = VllmSampler(rt, config, actor_critic.policy, tokenizer, sampling, server)
+        sampler = VllmSampler(dist, config, actor_critic.policy, tokenizer, sampling, server)
     guards = None
     if config.guards is not None:
-        ratio_error = FLOAT32_RATIO_ERROR if rt.is_float32 else BF16_RATIO_ERROR
+        ratio_error = FLOAT32_RATIO_ERROR if dist.is_float32 else BF16_RATIO_ERROR
         guards = Guards(config.guards, config.rollout_batch_size, ratio_error=ratio_error)
     return TrainState(
         actor_critic=actor_critic,
@@ -207,23 +207,23 @@ def begin(
 # -------------------------------------------------------------------------------- roll backs and faults
 
 
-def keep_good_state(rt: Runtime, config: Ppo, state: TrainState) -> None:
+def keep_good_state(dist: Distributed, config: Ppo, state: TrainState) -> None:
     """Keep what a roll back returns to: the start, then states after which the next rollout passed."""
     guards = config.guards
     if guards is None or state.guards is None or guards.action != "roll_back":
         return
     if state.update == 0:
-        state.good = on_cpu(state.training(rt))
+        state.good = on_cpu(state.training(dist))
         return
     passed = state.guards.all_passed
     if passed and state.newest:
         state.good = state.newest
     is_due = passed and state.update % guards.checkpoint_every == 0
-    state.newest = on_cpu(state.training(rt)) if is_due else {}
+    state.newest = on_cpu(state.training(dist)) if is_due else {}
 
 
 def handle_trip(
-    rt: Runtime,
+    dist: Distributed,
     config: Ppo,
     state: TrainState,
     trip: GuardTrip,
@@ -249,7 +249,7 @@ def handle_trip(
             f"PPO was stopped at update {update} after {state.roll_backs} roll backs by the guard {trip}"
         )
     count, kl_coef = state.roll_backs + 1, state.kl_coef * guards.kl_coef_factor
-    state.load_training(rt, on_cpu(state.good))
+    state.load_training(dist, on_cpu(state.good))
     state.newest, state.roll_backs, state.kl_coef = {}, count, kl_coef
     state.undone += (update - state.update) * batch_size
     console.say(
@@ -258,11 +258,11 @@ def handle_trip(
     return True
 
 
-def write_fault(rt: Runtime, state: TrainState, error: NonFiniteError, folder: Path) -> GuardTrip:
+def write_fault(dist: Distributed, state: TrainState, error: NonFiniteError, folder: Path) -> GuardTrip:
     """The guard `non_finite`; what the error was computed from is written out for inspection."""
     folder.mkdir(parents=True, exist_ok=True)
     when = f"{state.num_rollouts}-{time.time_ns()}"  # several runs share the folder
-    file = folder / f"ppo-after-update-{state.update}-rank-{rt.rank}-{when}.pt"
+    file = folder / f"ppo-after-update-{state.update}-rank-{dist.rank}-{when}.pt"
     torch.save(error.batch, file)
     return GuardTrip(
         "non_finite",

@@ -56,8 +56,8 @@ from rlhf_tasks.ppo.state import TrainState, handle_trip, keep_good_state, write
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training.distributed import Distributed, MicroRows
 from rlhf_tasks.training.optim import learning_rate, reset_moments, set_learning_rate
-from rlhf_tasks.training.runtime import MicroRows, Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, budget_metrics
 
 SHOWN = {"score": "objective/scores", "kl": "objective/kl", "clipfrac": "policy/clipfrac_avg"}
@@ -65,7 +65,7 @@ SHOWN = {"score": "objective/scores", "kl": "objective/kl", "clipfrac": "policy/
 
 
 def train(
-    rt: Runtime,
+    dist: Distributed,
     config: Ppo,
     state: TrainState,
     *,
@@ -103,7 +103,7 @@ def train(
     with console.progress("ppo", config.total_episodes, unit="episodes") as bar:
         snapshot = snapshots.load()
         if snapshot is not None:
-            state.load_state_dict(rt, snapshot)
+            state.load_state_dict(dist, snapshot)
             tracker.load_state_dict(snapshot["tracker"])
             bar.skip(state.update * batch_size)
 
@@ -111,9 +111,11 @@ def train(
             try:
                 # 0. The policy before training: what its weights would be worth.
                 if not state.has_begun:
-                    state.metrics = _evaluate(rt, state, evaluator, tracker, select=True, show=0 in showings)
+                    state.metrics = _evaluate(
+                        dist, state, evaluator, tracker, select=True, show=0 in showings
+                    )
                     state.has_begun = True
-                    keep_good_state(rt, config, state)
+                    keep_good_state(dist, config, state)
 
                 # 1. The learning rate. At first the critic may train alone: arXiv 2307.04964, section 5.3.4.
                 start = clock()
@@ -140,9 +142,9 @@ def train(
                 generated = clock()
 
                 # 3. Scores, log-probs of policy and reference, and the critic's values, of this rank's rows.
-                own = rt.share(rows) * num_samples
+                own = dist.share(rows) * num_samples
                 rollout = score_rollout(
-                    rt,
+                    dist,
                     config,
                     actor_critic,
                     state.reference,
@@ -155,7 +157,9 @@ def train(
                     budget=state.scoring_budget,
                     is_on_policy=state.sampler.name is None,
                 )
-                rollout = gather_rollout(rt, rollout)  # from here on the B rows of all ranks, on each of them
+                rollout = gather_rollout(
+                    dist, rollout
+                )  # from here on the B rows of all ranks, on each of them
                 rollout, measured = state.sampler.correct(rollout)
                 mask = rollout.mask  # (B, R)
                 scored = clock()
@@ -205,15 +209,15 @@ def train(
                         ptx_rows = state.ptx.take(minibatch_size) if state.ptx and not is_warmup else []
 
                         # 7. Gradients add up over micro-batches; after out-of-memory, over smaller ones.
-                        for attempt in rt.attempts(state.budget, state.optimizer):
+                        for attempt in dist.attempts(state.budget, state.optimizer):
                             with attempt:
                                 sums, ptx_sums = accumulate_gradients(
-                                    rt, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
+                                    dist, config, state, rollout, mini, loss, ptx, ptx_rows, is_warmup
                                 )
 
                         # 8. The optimizer step, with the norm of the gradient clipped.
                         try:
-                            norm = rt.step(state.model, state.optimizer, config.max_grad_norm)
+                            norm = dist.step(state.model, state.optimizer, config.max_grad_norm)
                         except NonFiniteError as error:
                             error.batch = vars(rollout) | {"rows": mini}
                             raise
@@ -222,22 +226,22 @@ def train(
                         ptx_steps += [ptx_sums] if ptx_rows else []
                     num_epochs += 1
                     if config.target_kl is not None:
-                        epoch = TokenSums.means(steps[-config.num_mini_batches :], rt.sum)
+                        epoch = TokenSums.means(steps[-config.num_mini_batches :], dist.sum)
                         if epoch["policy/approxkl_avg"] > config.target_kl:
                             break
 
                 # 9. What the epochs have measured, in means over the tokens of all minibatches.
                 training = ratio_metrics(
-                    TokenSums.means(steps, rt.sum), first=TokenSums.means(steps[:1], rt.sum)
+                    TokenSums.means(steps, dist.sum), first=TokenSums.means(steps[:1], dist.sum)
                 )
                 if ptx_steps:
-                    training |= TokenSums.means(ptx_steps, rt.sum)
+                    training |= TokenSums.means(ptx_steps, dist.sum)
                 training |= {
                     "train/grad_norm": sum(grad_norms) / len(grad_norms),
                     "train/num_epochs": num_epochs,
                 } | budget_metrics(state.budget)
                 if config.kl_penalty is not None and not is_warmup:
-                    divergence = _divergence(rt, config, state, rollout)
+                    divergence = _divergence(dist, config, state, rollout)
                     training |= {
                         "policy/penalty_beta": state.penalty_beta,
                         "policy/penalty_kl_avg": divergence,
@@ -280,7 +284,7 @@ def train(
                     state.metrics = metrics
                     tracker.metrics(metrics, step=int(metrics["episode"]))
                     state.metrics = metrics | _evaluate(
-                        rt,
+                        dist,
                         state,
                         evaluator,
                         tracker,
@@ -293,23 +297,23 @@ def train(
                     if state.guards is not None:
                         trips = state.guards.check(metrics)
             except NonFiniteError as error:
-                metrics, trips = {}, [write_fault(rt, state, error, faults)]
+                metrics, trips = {}, [write_fault(dist, state, error, faults)]
             state.num_rollouts += 1
 
             # 12. A trip of a guard warns, stops, or rolls the state back. Else it may be the next good one.
-            if not any(handle_trip(rt, config, state, trip, tracker) for trip in trips):
-                keep_good_state(rt, config, state)
+            if not any(handle_trip(dist, config, state, trip, tracker) for trip in trips):
+                keep_good_state(dist, config, state)
 
             # 13. A snapshot, when one is due.
             if snapshots.due():
-                snapshot = state.state_dict(rt) | {"tracker": tracker.state_dict()}
+                snapshot = state.state_dict(dist) | {"tracker": tracker.state_dict()}
                 snapshots.save(state.num_rollouts, snapshot)
             if metrics:
                 yield metrics
 
 
 def accumulate_gradients(
-    rt: Runtime,
+    dist: Distributed,
     config: Ppo,
     state: TrainState,
     rollout: Rollout,
@@ -328,33 +332,33 @@ def accumulate_gradients(
     weights = torch.zeros(rollout.mask.shape)  # (B, R), of each token in the loss of the whole minibatch
     weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
     work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-    work = [(rollout, part) for part in rt.split(rollout.sizes, rt.share(rows), state.budget)]
+    work = [(rollout, part) for part in dist.split(rollout.sizes, dist.share(rows), state.budget)]
     if ptx is not None and ptx_rows:
-        work += [(ptx, part) for part in rt.split(ptx.sizes, rt.share(ptx_rows), state.budget)]
+        work += [(ptx, part) for part in dist.split(ptx.sizes, dist.share(ptx_rows), state.budget)]
     critic = state.actor_critic.value
     # Where nothing wraps the two models, the critic has a pass of its own once the policy's activations are
     # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
-    is_apart = isinstance(critic, TokenScores) and state.model is state.actor_critic and not rt.shards
-    for source, part in rt.passes(state.model, work):
-        batch = source.batch(part.rows).to(rt.device)
+    is_apart = isinstance(critic, TokenScores) and state.model is state.actor_critic and not dist.shards
+    for source, part in dist.passes(state.model, work):
+        batch = source.batch(part.rows).to(dist.device)
         width = batch.num_response_columns  # r
         temperature = config.temperature if source is rollout else 1.0
-        with rt.autocast():
+        with dist.autocast():
             stats, values = state.model(
                 batch, temperature, entropy_grad=config.entropy_coef > 0, with_values=not is_apart
             )  # (b, r) each, and (b, r + 1) or None
         if isinstance(source, Rollout):
-            given = rollout.micro_batch(part.rows, width, rt.device)
-            weight = part.scale * weights[part.rows, :width].to(rt.device)  # (b, r)
+            given = rollout.micro_batch(part.rows, width, dist.device)
+            weight = part.scale * weights[part.rows, :width].to(dist.device)  # (b, r)
             losses, metrics = policy_losses(stats, given, config, loss, state)  # (b, r)
             if is_warmup:  # 0 and not left out: under data parallelism every weight needs a gradient
                 losses = 0 * losses
             total = (weight * losses).sum()
             if is_apart:
-                rt.backward(state.model, total)
-                with rt.autocast():
+                dist.backward(state.model, total)
+                with dist.autocast():
                     values = state.actor_critic.values(batch)
-                total = torch.zeros((), device=rt.device)
+                total = torch.zeros((), device=dist.device)
             if config.critic is not None:
                 value, is_clipped = value_loss(
                     values[:, :-1], given.values, given.returns, config.critic.cliprange_value
@@ -369,7 +373,7 @@ def accumulate_gradients(
             total = -config.ptx.coef * part.scale * stats.logprobs.sum() / source.weight(ptx_rows)
             if values is not None:
                 total = total + 0 * values.sum()  # under data parallelism every weight needs a gradient
-        rt.backward(state.model, total)
+        dist.backward(state.model, total)
     return sums, ptx_sums
 
 
@@ -402,20 +406,20 @@ def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
 
 
 @torch.no_grad()
-def _divergence(rt: Runtime, config: Ppo, state: TrainState, rollout: Rollout) -> float:
+def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
     sums = TokenSums()
-    for part in rt.split(rollout.sizes, rt.share(range(len(rollout.queries))), state.budget):
-        batch = rollout.batch(part.rows).to(rt.device)
-        with rt.autocast():
+    for part in dist.split(rollout.sizes, dist.share(range(len(rollout.queries))), state.budget):
+        batch = rollout.batch(part.rows).to(dist.device)
+        with dist.autocast():
             logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)  # (b, r)
-        given = rollout.micro_batch(part.rows, batch.num_response_columns, rt.device)
+        given = rollout.micro_batch(part.rows, batch.num_response_columns, dist.device)
         sums.add({"divergence": k3(given.logprobs, logprobs)}, given.mask, part.scale)
-    return TokenSums.means([sums], rt.sum)["divergence"]
+    return TokenSums.means([sums], dist.sum)["divergence"]
 
 
 def _evaluate(
-    rt: Runtime, state: TrainState, evaluator: Evaluator, tracker: Tracker, *, select: bool, show: bool
+    dist: Distributed, state: TrainState, evaluator: Evaluator, tracker: Tracker, *, select: bool, show: bool
 ) -> Metrics:
     """An evaluation that may choose the weights, and samples that are shown and kept."""
     episode = int(state.metrics.get("episode", 0))
@@ -425,7 +429,7 @@ def _evaluate(
         tracker.metrics(metrics, step=episode)
     if show:  # on all ranks: NaN must stop all of them
         rows = evaluator.show(state.evaluation, state.sampler, episode=episode, update=state.update)
-        if rt.is_main:
+        if dist.is_main:
             tracker.table("samples", rows)
             console.table(
                 f"samples at episode {episode}",

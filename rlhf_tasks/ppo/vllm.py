@@ -43,7 +43,7 @@ from rlhf_tasks.project.atomic import whole, write_text
 from rlhf_tasks.project.processes import HOST, Daemon, send
 from rlhf_tasks.tracking import context
 from rlhf_tasks.training import attached, launch
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 T = TypeVar("T")
 
@@ -296,7 +296,7 @@ WEIGHTS, OWNER = "weights-", "owner"  # a folder's name begins so; the file in i
 
 @contextmanager
 def open_server(
-    rt: Runtime,
+    dist: Distributed,
     config: Ppo,
     home: Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -308,7 +308,7 @@ def open_server(
 
     Its logs, and by default its weights, are below `home`. `longest_query` is in tokens.
     """
-    if config.sampler.kind == "policy" or not rt.is_main:
+    if config.sampler.kind == "policy" or not dist.is_main:
         yield None
         return
     sampling = Sampling(
@@ -316,7 +316,7 @@ def open_server(
         stop=stop,
         max_tokens=config.response_length,
         longest_query=longest_query,
-        is_float32=rt.is_float32,
+        is_float32=dist.is_float32,
     )
     server = VllmServer(config.sampler, home / "engine", tokenizer, sampling)
     try:

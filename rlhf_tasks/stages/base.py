@@ -14,14 +14,14 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import LanguageModeling, evaluate, plain_text, train
 
 
 def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/base. Metrics: loss and perplexity on validation prompts, number of parameters."""
-    rt = Runtime(config.launch, config.seed)
+    dist = Distributed(config.launch, config.seed)
     tokenizer = load_tokenizer(paths.tokenizer)
     validation = _prompts(paths, tokenizer, "validation")
     # 1. A model trained on the prompts, or a ready one.
@@ -29,10 +29,10 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         texts = _prompts(paths, tokenizer, "train")
         longest = max([*texts.sizes, *validation.sizes])
         max_positions = 2 ** math.ceil(math.log2(4 * longest))
-        model = rt.place(from_scratch(config.model.scratch, tokenizer, max_positions))
-        with checkpoint.open(rt, paths, config, "base") as snapshots:
+        model = dist.place(from_scratch(config.model.scratch, tokenizer, max_positions))
+        with checkpoint.open(dist, paths, config, "base") as snapshots:
             train(
-                rt,
+                dist,
                 model,
                 texts,
                 config.base,
@@ -43,9 +43,9 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             )
     else:
         model = load_causal(config.model.base, config.model.revision)
-        rt.put(model)
+        dist.put(model)
     contracts.check_fits(model, tokenizer, "model.base")
-    loss = evaluate(rt, model, validation, TokenBudget(config.base.micro_batch_tokens))["loss"]
+    loss = evaluate(dist, model, validation, TokenBudget(config.base.micro_batch_tokens))["loss"]
     # 2. The checkpoint.
     card = contracts.model_card(
         "Base model",
@@ -57,7 +57,7 @@ def run(config: BaseView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         },
         how="A causal language model of the task's prompts, before any instruction.",
     )
-    save(rt, model, tokenizer, paths.base, {"kind": "base", "parents": {}}, card)
+    save(dist, model, tokenizer, paths.base, {"kind": "base", "parents": {}}, card)
     return {"loss": loss, "perplexity": math.exp(loss), "parameters": sharding.num_parameters(model)}
 
 

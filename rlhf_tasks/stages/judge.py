@@ -30,7 +30,7 @@ from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 PAIRS = (("sft", "reference"), ("policy", "reference"), ("policy", "sft"))
 MIN_PROMPTS_FOR_GAIN = 3
@@ -56,7 +56,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     Raises:
         UserError: if a judge cannot work or fails too often, or a file of labels or texts cannot be read.
     """
-    rt, settings = Runtime(config.launch, config.seed), config.judge
+    dist, settings = Distributed(config.launch, config.seed), config.judge
     # 1. Whatever can fail is built and checked before anything is sampled.
     labels = human_labels.decided(human_labels.read(paths.root / settings.labels))
     labelled = {label.pair.prompt for label in labels}
@@ -65,7 +65,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     judges = build_judges(
         settings,
         config.data_source,
-        rt.device,
+        dist.device,
         paths,
         trace=tracker.trace,
         labels=labels,
@@ -81,16 +81,16 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         console.say(f"WARNING: {text}")
         tracker.event("judge_is_the_optimised_reward", text, step=0)
     # 2. Responses, and what the language models retain.
-    sampled = sample_contenders(config, paths, rt.device)
+    sampled = sample_contenders(config, paths, dist.device)
     models = {"base": paths.base, "sft": paths.sft, "policy": paths.policy}
-    retention, task_changes = probes.measure_all(models, rt.device) if probes else ({}, {})
+    retention, task_changes = probes.measure_all(models, dist.device) if probes else ({}, {})
     # 3. The judges, on the responses, on samples of PPO's training and on pairs that people labelled.
     judged = _judge(config, judges, sampled)
     progress.log(paths, [judge for judge in judges if judge.name in settings.scoring], tracker)
     people = _compare_with_people(labels, judges, rows)
     # 4. The reward models, on pairs and by the length of responses.
-    rewards = diagnostics.load_rewards(paths, rt.device)
-    pairs = _sample_pairs(rt, config, paths, sampled) if rewards else {}
+    rewards = diagnostics.load_rewards(paths, dist.device)
+    pairs = _sample_pairs(dist, config, paths, sampled) if rewards else {}
     given = diagnostics.labelled_pairs(paths) if rewards else {}
     diagnosed, bins = diagnostics.measure(rewards, given, pairs)
     scores, gaps = dict(judged.scores), None
@@ -121,7 +121,7 @@ def run(config: JudgeView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         human_labels=people,
         judge_kappas=summary.kappas(judged.comparisons),
     )
-    if rt.is_main:
+    if dist.is_main:
         sources = tables.source_table(judged.comparisons, sampled.sources)
         with whole(paths.judge_results) as folder:
             results.write(folder / paths.evaluation_results.name)
@@ -188,14 +188,14 @@ def _compare_with_people(
 
 
 def _sample_pairs(
-    rt: Runtime, config: JudgeView, paths: Paths, sampled: Contenders
+    dist: Distributed, config: JudgeView, paths: Paths, sampled: Contenders
 ) -> dict[str, diagnostics.Pairs]:
     """Two samples of each policy per prompt, ordered by gold; empty for data without a gold judge."""
     if config.data_source != "synthetic":
         return {}
     pairs, prompts = {}, sampled.prompts
     for who in SAMPLED:
-        second = contenders.sample_policy(config, paths, who, prompts, config.seed + 1, rt.device).texts
+        second = contenders.sample_policy(config, paths, who, prompts, config.seed + 1, dist.device).texts
         pairs[f"{who}_samples"] = diagnostics.order_by(gold_scores, prompts, sampled.texts[who], second)
     return pairs
 

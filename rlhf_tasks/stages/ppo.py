@@ -47,7 +47,7 @@ from rlhf_tasks.scoring.function import load_function
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint, sharding
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.supervised import LanguageModeling, demonstrations, plain_text
 
 PTX_TOKENS = 256
@@ -70,17 +70,17 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     # 1. The data, and the judge that selects: what does not fit is found before the models are loaded.
     preconditions.check(config, paths)
     settings = config.ppo
-    rt = Runtime(config.launch, config.seed)
+    dist = Distributed(config.launch, config.seed)
     rows, validation = (read_table(paths, "prompts", split) for split in ("train", "validation"))
     kept = columns.of_rows(rows)
-    judge = None if settings.select_by is None else SelectionJudge(rt, settings.select_by, paths, kept)
+    judge = None if settings.select_by is None else SelectionJudge(dist, settings.select_by, paths, kept)
     tokenizer = load_tokenizer(paths.sft)
     prompts, validation_prompts = (
         encode(tokenizer, [row["prompt"] for row in part]) for part in (rows, validation)
     )
 
     # 2. The models. They are checked while they are whole; those that are sharded are split afterwards.
-    actor_critic, reference, reward = load_models(rt, config, paths)
+    actor_critic, reference, reward = load_models(dist, config, paths)
     policy = actor_critic.policy
     scorers = build_scorers(
         settings.scorers,
@@ -89,40 +89,40 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         max_tokens=settings.micro_batch_tokens,
         root=paths.root,
         combine=settings.combine_reward_models,
-        placement=rt,
+        placement=dist,
         columns=kept,
     )
     heldout = None
     if config.has_reward_model:
-        heldout = rt.place(load_reward(paths.reward_heldout)).requires_grad_(False)
+        heldout = dist.place(load_reward(paths.reward_heldout)).requires_grad_(False)
     rewards = {"models/reward": reward, "models/reward_heldout": heldout}
     preconditions.check_models(
-        rt, settings, actor_critic, rewards, [*prompts, *validation_prompts], tokenizer
+        dist, settings, actor_critic, rewards, [*prompts, *validation_prompts], tokenizer
     )
     for model in filter(None, rewards.values()):
-        rt.put(model)
+        dist.put(model)
 
     # 3. The training.
     evaluator = Evaluator(
-        rt,
+        dist,
         settings,
         policy,
         reference,
         tokenizer,
         validation,
         scorers=scorers,
-        heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, rt),
+        heldout=heldout and RewardModel(heldout, tokenizer, settings.micro_batch_tokens, dist),
         judge=judge,
         seed=config.seed,
     )
     ptx, stop = ptx_text(settings, paths, tokenizer, policy), stop_token(settings, tokenizer)
     longest = max(map(len, [*prompts, *validation_prompts]))
     with (
-        open_server(rt, settings, paths.home, tokenizer, stop=stop, longest_query=longest) as server,
-        checkpoint.open(rt, paths, config, "ppo") as snapshots,
+        open_server(dist, settings, paths.home, tokenizer, stop=stop, longest_query=longest) as server,
+        checkpoint.open(dist, paths, config, "ppo") as snapshots,
     ):
         state = begin(
-            rt,
+            dist,
             settings,
             actor_critic,
             reference,
@@ -133,7 +133,7 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
             seed=config.seed,
         )
         for _ in train(
-            rt,
+            dist,
             settings,
             state,
             prompts=prompts,
@@ -155,13 +155,13 @@ def run(config: PpoView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     evaluation = state.evaluation
     sharding.load_weights(policy, evaluation.weights)
     with sharding.to_save(policy) as plain:
-        if rt.is_main:
+        if dist.is_main:
             _save_policy(config, paths, merge_adapter(plain), tokenizer, state, evaluator.selection_metric)
             with whole(paths.ppo_samples) as folder:
                 pq.write_table(pa.Table.from_pylist(evaluation.samples), folder / "samples.parquet")
                 pq.write_table(pa.Table.from_pylist(evaluation.responses), folder / paths.ppo_responses.name)
                 write_json(folder / "guards.json", {"trips": state.trips if state.guards else None})
-    rt.barrier()
+    dist.barrier()
     return state.metrics | {"guards/trips": float(len(state.trips))} | evaluation.metrics
 
 
@@ -189,10 +189,10 @@ def estimator_of(settings: Ppo, root: Path) -> Estimator:
 # ---------------------------------------------------------------------------------------------- models
 
 
-def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
+def load_models(dist: Distributed, config: PpoView, paths: Paths) -> Models:
     """Policy and critic to train (if there is one), the reference, and models/reward where there is one."""
     settings = config.ppo
-    policy = rt.place(load_causal(paths.sft))
+    policy = dist.place(load_causal(paths.sft))
     if settings.gradient_checkpointing:
         recompute_activations(policy)
     reference: Reference
@@ -201,17 +201,17 @@ def load_models(rt: Runtime, config: PpoView, paths: Paths) -> Models:
         reference = AdapterOff(policy)
     else:
         frozen = load_causal(paths.sft)
-        rt.freeze(frozen)
+        dist.freeze(frozen)
         reference = FrozenCopy(frozen, moves=settings.reference_sync is not None)
     reward = None
     if config.has_reward_model:
-        reward = rt.place(load_reward(paths.reward)).requires_grad_(False)
-    critic = rt.place(_critic(rt, config, paths, policy, reward))
+        reward = dist.place(load_reward(paths.reward)).requires_grad_(False)
+    critic = dist.place(_critic(dist, config, paths, policy, reward))
     return Models(ActorCritic(policy, critic), reference, reward)
 
 
 def _critic(
-    rt: Runtime, config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
+    dist: Distributed, config: PpoView, paths: Paths, policy: PreTrainedModel, reward: TokenScores | None
 ) -> TokenScores | ValueHead | NoCritic:
     """The critic by its `init`; a new head starts at zero, on the trunk's own weights."""
     settings = config.ppo.critic
@@ -222,7 +222,7 @@ def _critic(
     if settings.init == "reward":
         assert reward is not None
         # before it is sharded, a copy would be in the memory of every process; a file is mapped once for all
-        critic = load_reward(paths.reward) if rt.shards else copy.deepcopy(reward)
+        critic = load_reward(paths.reward) if dist.shards else copy.deepcopy(reward)
         critic.requires_grad_(True)
     else:
         source = paths.sft if settings.init == "sft" else paths.base

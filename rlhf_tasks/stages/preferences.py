@@ -26,7 +26,7 @@ from rlhf_tasks.models.sampling import sample_responses
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 COLUMNS = ("prompt", "chosen", "rejected", "source", "origin")
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -35,13 +35,13 @@ Row = dict[str, str]
 
 def run(config: PreferencesView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write data/comparisons. Metrics: pairs by split and origin, and the number of flipped labels."""
-    rt, settings = Runtime(config.launch, config.seed), config.preferences
+    dist, settings = Distributed(config.launch, config.seed), config.preferences
     # 1. The prompts to sample for. Without any, no model is loaded.
     prompts = {split: _choose_prompts(paths, config, split) for split in SPLITS}
     num_rounds = 2 if config.data_source == "synthetic" else 1
     total = num_rounds * sum(map(len, prompts.values()))
     if total:
-        model, tokenizer = place(load_causal(paths.sft), rt.device), load_tokenizer(paths.sft)
+        model, tokenizer = place(load_causal(paths.sft), dist.device), load_tokenizer(paths.sft)
     metrics: dict[str, float] = {}
     with (
         whole(paths.rows("comparisons")) as folder,

@@ -45,7 +45,7 @@ from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.scoring.reward_model import RewardModel
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import Sums, train
 
@@ -64,28 +64,28 @@ def run(config: RewardView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     with its interval and by origin, margin, calibration error, length_correlation. With `train: false`
     the folders hold only a README, and there are no metrics.
     """
-    rt, metrics = Runtime(config.launch, config.seed), dict[str, float]()
+    dist, metrics = Distributed(config.launch, config.seed), dict[str, float]()
     for out in (paths.reward, paths.reward_heldout):
         if config.reward.train:
-            metrics |= _make_reward_model(rt, config, paths, tracker, out)
-        elif rt.is_main:
+            metrics |= _make_reward_model(dist, config, paths, tracker, out)
+        elif dist.is_main:
             with whole(out) as folder:  # `contracts.has_model` is False for it
                 (folder / "README.md").write_text(NONE_MADE, encoding="utf-8")
-    rt.barrier()
+    dist.barrier()
     return metrics
 
 
 def _make_reward_model(
-    rt: Runtime, config: RewardView, paths: Paths, tracker: Tracker, out: Path
+    dist: Distributed, config: RewardView, paths: Paths, tracker: Tracker, out: Path
 ) -> dict[str, float]:
     """Train one of the two models on its half of the prompts, or fetch it; write it, and measure it."""
     tokenizer, prefix = load_tokenizer(paths.sft), "" if out == paths.reward else "heldout/"
     if config.reward.source is not None and out == paths.reward:
         scores, parents = _fetch(paths, config.reward, tokenizer)
     else:
-        scores = _train(rt, paths, config, tokenizer, tracker, out.name, prefix)
+        scores = _train(dist, paths, config, tokenizer, tracker, out.name, prefix)
         parents = {"sft": contracts.fingerprint(paths.sft)}
-    metrics = _measure(rt, paths, scores, tokenizer)
+    metrics = _measure(dist, paths, scores, tokenizer)
     card = contracts.model_card(
         f"Reward model ({out.name})",
         task="reward-model",
@@ -97,7 +97,7 @@ def _make_reward_model(
         how="One score, read at the last token of query + response + EOS, minus `score_mean` of the "
         "config. `reward_heldout` is trained on other prompts and never optimised.",
     )
-    save(rt, scores.model, tokenizer, out, contracts.identity("reward", parents), card)
+    save(dist, scores.model, tokenizer, out, contracts.identity("reward", parents), card)
     return {prefix + key: value for key, value in metrics.items()}
 
 
@@ -175,7 +175,7 @@ class Learner(nn.Module):
 
 
 def _train(
-    rt: Runtime,
+    dist: Distributed,
     paths: Paths,
     config: RewardView,
     tokenizer: PreTrainedTokenizerBase,
@@ -188,16 +188,16 @@ def _train(
     scores = TokenScores.from_policy(paths.sft, torch.Generator().manual_seed(seed))
     if settings.lora is not None:
         add_lora(scores.model, settings.lora, seed=seed)
-    learner = rt.place(Learner(scores, load_causal(paths.sft) if settings.lm_coef else None))
+    learner = dist.place(Learner(scores, load_causal(paths.sft) if settings.lm_coef else None))
     # 2. Its pairs, trained on.
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
     forked = not settings.lm_coef and supports_shared_prefix(scores.model)
     coefs = {key: getattr(settings, key) for key in ("margin", "centering_coef", "lm_coef")}
-    with checkpoint.open(rt, paths, config, name) as snapshots:
+    with checkpoint.open(dist, paths, config, name) as snapshots:
         train(
-            rt,
+            dist,
             learner,
             _pairs(tokenizer, rows, forked=forked, **coefs),
             settings,
@@ -212,7 +212,7 @@ def _train(
     # 3. Demonstrations score zero on average.
     shown = read_table(paths, "sft", "train")[:1000]
     given = Responses.of_texts([row["prompt"] for row in shown], [row["completion"] for row in shown])
-    found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, rt)(given)
+    found = RewardModel(scores, tokenizer, settings.micro_batch_tokens, dist)(given)
     scores.set_mean(scores.mean + float(found.mean()))
     return scores
 
@@ -250,15 +250,15 @@ def _fetch(
 
 @torch.no_grad()
 def _measure(
-    rt: Runtime, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase
+    dist: Distributed, paths: Paths, scores: TokenScores, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
     """Accuracy, margin, calibration and length correlation on the test pairs."""
     rows = read_table(paths, "comparisons", "test") or read_table(paths, "comparisons", "validation")
     if not rows:
         return {}
-    rt.put(scores)
+    dist.put(scores)
     pairs = _pairs(tokenizer, rows)
-    scorer = RewardModel(scores, tokenizer, placement=rt)
+    scorer = RewardModel(scores, tokenizer, placement=dist)
     chosen, rejected = (
         scorer(Responses.of_ids(pairs.queries, responses, tokenizer)).numpy()
         for responses in (pairs.chosen, pairs.rejected)

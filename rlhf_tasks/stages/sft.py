@@ -12,14 +12,14 @@ from rlhf_tasks.project import hashing
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import checkpoint
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.saving import save
 from rlhf_tasks.training.supervised import demonstrations, evaluate, train
 
 
 def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
     """Write models/sft. Metrics: loss, perplexity, token_accuracy on validation; steps trained and kept."""
-    rt, settings = Runtime(config.launch, config.seed), config.sft
+    dist, settings = Distributed(config.launch, config.seed), config.sft
     metrics: dict[str, float] = {}
     if settings.source is not None:
         # 1a. A ready model, checked against the data and the base.
@@ -29,14 +29,14 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         model, tokenizer = load_causal(settings.source, settings.revision), load_tokenizer(where)
         contracts.check_same_shape(model, name, paths.base)
         contracts.check_fits(model, tokenizer, name)
-        rt.put(model)
+        dist.put(model)
         parents, origin = contracts.read_parents(where), {name: "lineage unknown"}
     else:
         # 1b. The base model, trained to the weights of the lowest validation loss.
-        model, tokenizer = rt.place(load_causal(paths.base)), load_tokenizer(paths.base)
-        with checkpoint.open(rt, paths, config, "sft") as snapshots:
+        model, tokenizer = dist.place(load_causal(paths.base)), load_tokenizer(paths.base)
+        with checkpoint.open(dist, paths, config, "sft") as snapshots:
             state = train(
-                rt,
+                dist,
                 model,
                 demonstrations(paths, tokenizer, "train"),
                 settings,
@@ -53,7 +53,7 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         origin = {"models/base": parents["base"]}
     # 2. The metrics of the weights, and the checkpoint.
     validation = demonstrations(paths, tokenizer, "validation")
-    result = evaluate(rt, model, validation, TokenBudget(settings.micro_batch_tokens))
+    result = evaluate(dist, model, validation, TokenBudget(settings.micro_batch_tokens))
     card = contracts.model_card(
         "SFT policy",
         task="sft",
@@ -61,6 +61,6 @@ def run(config: SftView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         inputs={"data/sft": hashing.file_hash(paths.rows("sft")), **origin},
         how="Trained on demonstrations, completion tokens only, to the validation minimum.",
     )
-    save(rt, model, tokenizer, paths.sft, contracts.identity("policy", parents), card)
+    save(dist, model, tokenizer, paths.sft, contracts.identity("policy", parents), card)
     loss, accuracy = result["loss"], result["token_accuracy"]
     return {"loss": loss, "perplexity": math.exp(loss), "token_accuracy": accuracy, **metrics}

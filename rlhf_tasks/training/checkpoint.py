@@ -38,7 +38,7 @@ from rlhf_tasks.training import launch, stopping
 from rlhf_tasks.training.state import State, find_files, write_files
 
 if TYPE_CHECKING:
-    from rlhf_tasks.training.runtime import Runtime
+    from rlhf_tasks.training.distributed import Distributed
 
 FINISHED, MANIFEST = "finished", "manifest.json"
 SHARE_A_DISK = "snapshots must be on a disk that all machines share: set RLHF_STATE_DIR to a folder there"
@@ -175,19 +175,19 @@ def _show_others(folder: Path, identity: Mapping[str, Any], is_auto: bool) -> No
 
 
 @contextmanager
-def open(rt: Runtime, paths: Paths, view: StageView, name: str) -> Iterator[Checkpoint]:
+def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterator[Checkpoint]:
     """The snapshots of the loop `name` of a stage, within the block; outside a project none are saved.
 
     Raises:
         Stopped: at the end of the block, if a signal came too late for a snapshot.
     """
-    identity = rt.from_main(lineage.identity(paths, view.stage, view.declared) if rt.is_main else None)
+    identity = dist.from_main(lineage.identity(paths, view.stage, view.declared) if dist.is_main else None)
     if identity is None:
         yield Nowhere()
         return
-    folder = rt.from_main(state_folder(paths, view.stage, identity) / name if rt.is_main else None)
+    folder = dist.from_main(state_folder(paths, view.stage, identity) / name if dist.is_main else None)
     with stopping.listening(view.stage) as listener:
-        checkpoint = Checkpoint(rt, folder, identity, view, listener)
+        checkpoint = Checkpoint(dist, folder, identity, view, listener)
         with listener.deferring(checkpoint.plan):
             yield checkpoint
 
@@ -197,20 +197,20 @@ class Checkpoint:
 
     def __init__(
         self,
-        rt: Runtime,
+        dist: Distributed,
         folder: Path,
         identity: Mapping[str, Any],
         view: StageView,
         listener: stopping.Listener,
     ) -> None:
-        self._rt, self.folder, self._identity = rt, folder, identity
+        self._dist, self.folder, self._identity = dist, folder, identity
         self._settings, self._listener = view.resume, listener
         self._made_by = {  # to the last bit, results depend on these too
-            "launch.num_processes": rt.world_size,
+            "launch.num_processes": dist.world_size,
             "launch.parallelism": view.launch.parallelism,
             "launch.offload": view.launch.offload,
-            "launch.precision": "fp32" if rt.is_float32 else "bf16",
-            "device": rt.device.type,
+            "launch.precision": "fp32" if dist.is_float32 else "bf16",
+            "device": dist.device.type,
         }
         self._saved_at = self._step_began_at = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # what the last ones took
@@ -224,12 +224,12 @@ class Checkpoint:
         """
         import torch
 
-        snapshot = self._rt.from_main(self._newest_whole() if self._rt.is_main else None)
+        snapshot = self._dist.from_main(self._newest_whole() if self._dist.is_main else None)
         if snapshot is None:
             return None
         manifest = read_manifest(snapshot)
         if manifest is None:
-            raise UserError(f"rank {self._rt.rank} cannot read {snapshot}; {SHARE_A_DISK}")
+            raise UserError(f"rank {self._dist.rank} cannot read {snapshot}; {SHARE_A_DISK}")
         old, new = {**manifest["identity"], **manifest["made_by"]}, {**self._identity, **self._made_by}
         if old != new:
             raise UserError(
@@ -241,7 +241,7 @@ class Checkpoint:
                 f"{self.folder.name}: resumed with {threads} threads instead of {manifest['threads']}; the "
                 "last bits of the result will differ (OMP_NUM_THREADS sets the number)"
             )
-        own = torch.load(snapshot / f"rank-{self._rt.rank}.pt", map_location="cpu", weights_only=True)
+        own = torch.load(snapshot / f"rank-{self._dist.rank}.pt", map_location="cpu", weights_only=True)
         shared = torch.load(snapshot / "shared.pt", map_location="cpu", weights_only=True)
         console.say(f"{self.folder.name}: resumed from the snapshot after step {manifest['step']}")
         self._saved_at = self._step_began_at = time.monotonic()
@@ -269,7 +269,7 @@ class Checkpoint:
         now = time.monotonic()
         self._step_seconds, self._step_began_at = now - self._step_began_at, now
         is_late = now - self._saved_at >= self._settings.every_seconds
-        agreed = self._rt.max(2 * self._listener.received + is_late)  # one rank may have the signal first
+        agreed = self._dist.max(2 * self._listener.received + is_late)  # one rank may have the signal first
         self._ended_by = agreed // 2
         return agreed > 0
 
@@ -283,26 +283,28 @@ class Checkpoint:
         """
         import torch
 
-        rt, snapshot, began_at = self._rt, self.folder / f"step-{step:09d}", time.monotonic()
+        dist, snapshot, began_at = self._dist, self.folder / f"step-{step:09d}", time.monotonic()
         partial = self.folder / f".{snapshot.name}.partial"
-        if rt.is_main:
+        if dist.is_main:
             for stale in self.folder.glob(".step-*"):
                 shutil.rmtree(stale)
             partial.mkdir(parents=True)
-        rt.barrier()
-        blind = rt.max(0 if partial.exists() else rt.rank + 1)  # all have looked before one writes and fails
+        dist.barrier()
+        blind = dist.max(
+            0 if partial.exists() else dist.rank + 1
+        )  # all have looked before one writes and fails
         if blind:
             raise UserError(f"rank {blind - 1} cannot read {partial}; {SHARE_A_DISK}")
         try:
             with disk.room(self.folder, lambda: _num_bytes(state)):
                 own = write_files(state, partial)
                 shared = own.pop("shared", {})
-                parts = {f"rank-{rt.rank}.pt": own} | ({"shared.pt": shared} if rt.is_main else {})
+                parts = {f"rank-{dist.rank}.pt": own} | ({"shared.pt": shared} if dist.is_main else {})
                 for name, part in parts.items():
                     torch.save(part, partial / name)
                     atomic.fsync(partial / name)  # another machine cannot do it for this one
-                rt.barrier()
-                if rt.is_main:
+                dist.barrier()
+                if dist.is_main:
                     made = {"made_by": self._made_by, "threads": torch.get_num_threads()}
                     sums = hashing.sha256_of_files(partial)
                     manifest = {"step": step, **made, "identity": self._identity, "files": sums}
@@ -315,7 +317,7 @@ class Checkpoint:
                 with suppress(OSError):
                     os.truncate(file, 0)  # or nothing else could be written
             raise
-        rt.barrier()
+        dist.barrier()
         self._saved_at = self._step_began_at = time.monotonic()
         self._save_seconds = self._saved_at - began_at
         if self._ended_by:

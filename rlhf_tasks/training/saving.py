@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.models.load import merge_adapter, save_checkpoint
 from rlhf_tasks.project.atomic import whole
 from rlhf_tasks.training import sharding
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 
 def save(
-    rt: Runtime,
+    dist: Distributed,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     out: Path,
@@ -24,7 +24,7 @@ def save(
 ) -> None:
     """Gather the weights and write them from the first process, adapters merged. Collective."""
     with sharding.to_save(model) as plain:
-        if rt.is_main:
+        if dist.is_main:
             with whole(out) as folder:
                 save_checkpoint(merge_adapter(plain), tokenizer, folder, identity=identity, card=card)
-    rt.barrier()
+    dist.barrier()

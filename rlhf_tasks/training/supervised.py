@@ -33,8 +33,8 @@ from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.tracking import Tracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Checkpoint
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate, set_learning_rate
-from rlhf_tasks.training.runtime import Runtime
 
 Metrics = dict[str, float]
 Sums = dict[str, Tensor]
@@ -117,10 +117,10 @@ class TrainState:
             self.best_loss, self.best_step, self.evaluations_without_gain = loss, self.step, 0
             self.best_weights = sharding.weights_of(unwrapped)
 
-    def state_dict(self, rt: Runtime) -> dict[str, Any]:
+    def state_dict(self, dist: Distributed) -> dict[str, Any]:
         """Everything by name; equal on all ranks."""
         return {
-            "training": rt.training_state(self.model, self.optimizer),
+            "training": dist.training_state(self.model, self.optimizer),
             "step": self.step,
             "budget": self.budget.state_dict(),
             "order": self.order.get_state(),
@@ -129,9 +129,9 @@ class TrainState:
             "best_weights": self.best_weights,
         }
 
-    def load_state_dict(self, rt: Runtime, state: dict[str, Any], unwrapped: nn.Module) -> None:
+    def load_state_dict(self, dist: Distributed, state: dict[str, Any], unwrapped: nn.Module) -> None:
         """Restore `state_dict`; `unwrapped` is the model whose weights were offered."""
-        rt.load_training_state(self.model, self.optimizer, state["training"])
+        dist.load_training_state(self.model, self.optimizer, state["training"])
         self.step, self.epoch_start = state["step"], state["epoch_start"]
         self.order.set_state(state["order"])
         self.budget.load_state_dict(state["budget"])
@@ -140,7 +140,7 @@ class TrainState:
 
 
 def train(
-    rt: Runtime,
+    dist: Distributed,
     model: nn.Module,
     task: Task,
     settings: Optimization,
@@ -166,7 +166,7 @@ def train(
         NonFiniteError: if a loss or a gradient is NaN or infinite.
         UserError: if the memory does not suffice for one row.
     """
-    trained, optimizer = rt.prepare(model, adamw(model, settings), settings.max_grad_norm)
+    trained, optimizer = dist.prepare(model, adamw(model, settings), settings.max_grad_norm)
     order = torch.Generator().manual_seed(seed)
     state = TrainState(trained, optimizer, order, TokenBudget(settings.micro_batch_tokens))
     steps_per_epoch = math.ceil(len(task.sizes) / settings.batch_size)
@@ -178,9 +178,9 @@ def train(
         # A run that was stopped goes on after its last snapshot.
         snapshot = snapshots.load()
         if snapshot is not None:
-            state.load_state_dict(rt, snapshot["shared"], model)
+            state.load_state_dict(dist, snapshot["shared"], model)
             tracker.load_state_dict(snapshot["tracker"])
-            rt.set_rng_state(snapshot["rng"])
+            dist.set_rng_state(snapshot["rng"])
             bar.skip(settings.num_epochs * state.step / num_steps)
 
         while state.step < num_steps and not (patience and state.evaluations_without_gain >= patience):
@@ -197,27 +197,27 @@ def train(
             set_learning_rate(optimizer, rate)
 
             # 2. Gradients are added up over micro-batches; after out-of-memory, over smaller ones.
-            for attempt in rt.attempts(state.budget, optimizer):
+            for attempt in dist.attempts(state.budget, optimizer):
                 with attempt:
                     parts: list[Sums] = []
-                    work = rt.split(task.sizes, rt.share(rows), state.budget)
-                    for micro, scale in rt.passes(trained, work):
-                        with rt.autocast():
-                            sums = task.sums(trained, micro, rt.device)
-                        rt.backward(trained, scale * sums["loss"] / weight)
+                    work = dist.split(task.sizes, dist.share(rows), state.budget)
+                    for micro, scale in dist.passes(trained, work):
+                        with dist.autocast():
+                            sums = task.sums(trained, micro, dist.device)
+                        dist.backward(trained, scale * sums["loss"] / weight)
                         parts.append({key: scale * value.detach() for key, value in sums.items()})
 
             # 3. The optimizer step.
-            grad_norm = rt.step(trained, optimizer, settings.max_grad_norm)
+            grad_norm = dist.step(trained, optimizer, settings.max_grad_norm)
             state.step += 1
-            metrics = {f"train/{key}": value / weight for key, value in add_up(rt, parts).items()}
+            metrics = {f"train/{key}": value / weight for key, value in add_up(dist, parts).items()}
             metrics |= {"train/grad_norm": grad_norm, "lr": rate} | budget_metrics(state.budget)
             tracker.metrics({prefix + key: value for key, value in metrics.items()}, step=state.step)
 
             # 4. Validation, which decides what weights are kept.
             is_due = state.step % evaluate_every == 0 or state.step == num_steps
             if is_due and validation is not None and validation.sizes:
-                result = evaluate(rt, model, validation, state.budget)
+                result = evaluate(dist, model, validation, state.budget)
                 named = {f"{prefix}eval/{key}": value for key, value in result.items()}
                 tracker.metrics(named, step=state.step)
                 if patience:
@@ -227,8 +227,8 @@ def train(
             shown = {key: metrics[f"train/{key}"] for key in SHOWN if f"train/{key}" in metrics}
             bar.advance(settings.num_epochs / num_steps, **shown)
             if snapshots.due():
-                snapshot = {"shared": state.state_dict(rt), "tracker": tracker.state_dict()}
-                snapshots.save(state.step, snapshot | {"rng": rt.rng_state()})
+                snapshot = {"shared": state.state_dict(dist), "tracker": tracker.state_dict()}
+                snapshots.save(state.step, snapshot | {"rng": dist.rng_state()})
 
     if math.isfinite(state.best_loss):
         sharding.load_weights(model, state.best_weights)
@@ -236,28 +236,28 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(rt: Runtime, model: nn.Module, task: Task, budget: TokenBudget) -> Metrics:
+def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudget) -> Metrics:
     """Means of a task's metrics over all of its rows, over all ranks.
 
     Raises:
         UserError: if the memory does not suffice for one row, or on several ranks.
     """
     rows = range(len(task.sizes))
-    for attempt in rt.attempts(budget):
+    for attempt in dist.attempts(budget):
         with attempt:
             parts: list[Sums] = []
-            for micro, scale in rt.split(task.sizes, rt.share(rows), budget):
-                with rt.autocast():
-                    sums = task.sums(model, micro, rt.device)
+            for micro, scale in dist.split(task.sizes, dist.share(rows), budget):
+                with dist.autocast():
+                    sums = task.sums(model, micro, dist.device)
                 parts.append({key: scale * value for key, value in sums.items()})
     weight = task.weight(rows)
-    return {key: value / weight for key, value in add_up(rt, parts).items()}
+    return {key: value / weight for key, value in add_up(dist, parts).items()}
 
 
-def add_up(rt: Runtime, parts: Sequence[Sums]) -> Metrics:
+def add_up(dist: Distributed, parts: Sequence[Sums]) -> Metrics:
     """The sums of all micro-batches of all ranks."""
     keys = list(parts[0])
-    total = rt.sum(torch.stack([torch.stack([part[key].double() for part in parts]).sum() for key in keys]))
+    total = dist.sum(torch.stack([torch.stack([part[key].double() for part in parts]).sum() for key in keys]))
     return dict(zip(keys, total.tolist(), strict=True))
 
 

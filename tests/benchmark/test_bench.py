@@ -45,7 +45,7 @@ FOUND = Measurement(
 
 @pytest.fixture
 def workload() -> workloads.Workload:
-    return workloads.of_shape(small.runtime(), small.ppo(), TINY, num_updates=2)
+    return workloads.of_shape(small.distributed(), small.ppo(), TINY, num_updates=2)
 
 
 def bench(capsys: pytest.CaptureFixture[str], root: Path, *arguments: str) -> dict[str, Any]:
@@ -98,13 +98,13 @@ def test_every_reward_model_of_an_update_is_counted(workload: workloads.Workload
 
 def test_an_update_without_a_critic_costs_no_critics_passes() -> None:
     settings = small.ppo(**without_critic("rloo"))
-    workload = workloads.of_shape(small.runtime(), settings, TINY, num_updates=2)
+    workload = workloads.of_shape(small.distributed(), settings, TINY, num_updates=2)
     trunk, head = 2 * 6144 * 7 + 2 * 2 * 16 * 7**2, 2 * 40 * 16 * 3
     row = 2 * (trunk + head) + trunk + 4 * 3 * (trunk + head)
     assert measurement.update_flops(workload, 4, 3) == 8 * row
     assert measurement.measure(workload).episodes_per_second > 0
     with pytest.raises(UserError, match="samples_per_prompt=16 does not divide the 8 episodes"):
-        workloads.of_shape(small.runtime(), small.ppo(**without_critic("rloo", 16)), TINY, num_updates=1)
+        workloads.of_shape(small.distributed(), small.ppo(**without_critic("rloo", 16)), TINY, num_updates=1)
 
 
 def test_the_split_of_a_measured_update_fits_into_its_time(workload: workloads.Workload) -> None:

@@ -137,7 +137,7 @@ def test_the_peak_is_that_of_a_measured_update_within_15_percent(
 ) -> None:
     monkeypatch.setattr(logprobs, "CPU_LOGITS", chunk)
     work = workloads.of_shape(
-        small.runtime(), small.ppo(micro_batch_tokens=1024, **changes), shape, num_updates=1
+        small.distributed(), small.ppo(micro_batch_tokens=1024, **changes), shape, num_updates=1
     )
     work = replace(work, settings=work.settings.model_copy(update={"num_ppo_epochs": 2}))
     actor_critic, (reward,) = work.actor_critic, work.scorers.reward_models

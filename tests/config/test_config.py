@@ -13,7 +13,7 @@ from rlhf_tasks import config, errors
 from rlhf_tasks.config.ppo import Gae, SeparateCritic
 from rlhf_tasks.errors import ConfigError
 from rlhf_tasks.tracking import context
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from tests import small
 from tests.ppo.toy import ENGINE
 
@@ -100,7 +100,7 @@ def test_a_number_that_no_machine_holds_is_refused_with_the_range(changes: dict[
 
 def test_the_last_seed_is_one_that_every_generator_accepts() -> None:
     settings = config.validate(small.params({"seed": 2**32 - 1}), "test")
-    Runtime(settings.launch, settings.seed).generator(settings.seed)
+    Distributed(settings.launch, settings.seed).generator(settings.seed)
 
 
 def test_a_file_without_a_key_or_section_has_the_default() -> None:

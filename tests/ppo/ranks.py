@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from tests import small
 
 T = TypeVar("T")
@@ -38,11 +38,11 @@ class Meeting:
         self._barrier.abort()
 
 
-class OneOfTwo(Runtime):
+class OneOfTwo(Distributed):
     """A rank as PPO uses it, in few lines: sums, the largest number, summed gradients."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        vars(self).update(vars(small.runtime()))
+        vars(self).update(vars(small.distributed()))
         self.rank, self.world_size, self.meeting = rank, 2, meeting
 
     def sum(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class OneOfTwo(Runtime):
 
 
 def run_ranks(make: Callable[[OneOfTwo], U], run: Callable[[U], T]) -> list[T]:
-    """`run(make(rt))` of each of two ranks; all that `make` draws or reads is done before one runs."""
+    """`run(make(dist))` of each of two ranks; all that `make` draws or reads is done before one runs."""
     meeting = Meeting()
     made = [make(OneOfTwo(rank, meeting)) for rank in range(2)]
 

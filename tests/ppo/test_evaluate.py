@@ -23,7 +23,7 @@ from rlhf_tasks.ppo.rollout import AdapterOff, FrozenCopy, Reference
 from rlhf_tasks.ppo.sampler import PolicySampler
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.scoring.protocol import Responses
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from tests import small
 from tests.ppo.ranks import run_ranks
 from tests.ppo.toy import Planted, log_p_alone
@@ -67,17 +67,21 @@ class Evaluations:
         policy: Any = None,
         reference: Reference | None = None,
         *,
-        rt: Runtime | None = None,
+        dist: Distributed | None = None,
         scorer: Planted | None = None,
         heldout: Any = None,
-        judge: Callable[[Runtime], SelectionJudge] | None = None,
+        judge: Callable[[Distributed], SelectionJudge] | None = None,
         **changes: Any,
     ) -> None:
         config = small.ppo(num_selection_prompts=len(PROMPTS), **changes)
-        rt, self.policy, self.state = rt or small.runtime(), policy or small.causal(), EvaluationState()
-        self._sampler = PolicySampler(rt, config, self.policy, small.tokenizer(), torch.Generator())
+        dist, self.policy, self.state = (
+            dist or small.distributed(),
+            policy or small.causal(),
+            EvaluationState(),
+        )
+        self._sampler = PolicySampler(dist, config, self.policy, small.tokenizer(), torch.Generator())
         self._evaluator = Evaluator(
-            rt,
+            dist,
             config,
             self.policy,
             reference or copy_of(7),
@@ -85,7 +89,7 @@ class Evaluations:
             ROWS,
             scorers=scorer or Planted(length),
             heldout=heldout,
-            judge=judge and judge(rt),
+            judge=judge and judge(dist),
             seed=1,
         )
 
@@ -266,10 +270,14 @@ def test_two_ranks_share_the_prompts_and_agree_on_the_result(outside: bool) -> N
     scorers = [Recorder(), Recorder()]
     changes: dict[str, Any] = {"scorers": [HTTP]} if outside else {}
 
-    def make(rt: Runtime) -> Evaluations:
-        judge = lambda rt: SelectionJudge(rt, SECTION, Paths())  # noqa: E731
+    def make(dist: Distributed) -> Evaluations:
+        judge = lambda dist: SelectionJudge(dist, SECTION, Paths())  # noqa: E731
         return Evaluations(
-            rt=rt, scorer=scorers[rt.rank], heldout=lambda rows: length(*rows.given), judge=judge, **changes
+            dist=dist,
+            scorer=scorers[dist.rank],
+            heldout=lambda rows: length(*rows.given),
+            judge=judge,
+            **changes,
         )
 
     def evaluate(one: Evaluations) -> tuple[Metrics, EvaluationState]:

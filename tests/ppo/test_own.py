@@ -104,8 +104,8 @@ def test_an_estimator_sees_the_rollout_of_all_ranks(changes: dict[str, Any]) -> 
     """So a mean over it is the same on one rank and on two, and so is the step."""
     settings = changes | {"whiten_advantages": False, "learning_rate": 1e-2}
 
-    def update(rt: Any = None) -> Toy:
-        return toy(rt=rt, estimator=batch_mean, loss=gspo, **settings)
+    def update(dist: Any = None) -> Toy:
+        return toy(dist=dist, estimator=batch_mean, loss=gspo, **settings)
 
     def run(one: Toy) -> tuple[Tensor, float]:
         norms = [metrics["train/grad_norm"] for metrics in one.updates]
@@ -148,9 +148,9 @@ def test_a_reduction_depends_on_neither_micro_batches_nor_ranks(
     """The mean over all tokens of all ranks; over responses of their means; or each sum by a constant."""
     rollout, _ = toy(reference_seed=7).estimate()
 
-    def make(rt: Any = None) -> Toy:
+    def make(dist: Any = None) -> Toy:
         return toy(
-            rt=rt,
+            dist=dist,
             loss=negative,
             estimator=lambda *_: (rollout.advantages, rollout.returns),
             whiten_advantages=False,

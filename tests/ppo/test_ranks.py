@@ -90,7 +90,7 @@ def test_two_ranks_learn_what_one_does(changes: dict[str, Any]) -> None:
     start = toy(**settings).weights
     with given(uneven_rollout()):
         metrics, weights = update(toy(**settings))
-        for own_metrics, own_weights in run_ranks(lambda rt: toy(rt=rt, **settings), update):
+        for own_metrics, own_weights in run_ranks(lambda dist: toy(dist=dist, **settings), update):
             assert_alike(own_metrics, metrics, 1e-4)
             torch.testing.assert_close(own_weights, weights, atol=1e-5, rtol=0)
     assert (weights - start).abs().max() > 1e-3, "the epochs change the weights"
@@ -102,7 +102,7 @@ def test_two_ranks_sample_what_one_does(changes: dict[str, Any]) -> None:
     settings = changes | {"learning_rate": 1e-2}
     alone = toy(**settings)
     history = list(alone.updates)
-    both = run_ranks(lambda rt: toy(rt=rt, **settings), lambda one: (list(one.updates), one.weights))
+    both = run_ranks(lambda dist: toy(dist=dist, **settings), lambda one: (list(one.updates), one.weights))
     for own_history, own_weights in both:
         torch.testing.assert_close(own_weights, alone.weights, atol=1e-4, rtol=0)
         for own, other in zip(own_history, history, strict=True):
@@ -110,19 +110,19 @@ def test_two_ranks_sample_what_one_does(changes: dict[str, Any]) -> None:
 
 
 def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
-    def message(rt: OneOfTwo) -> str:
+    def message(dist: OneOfTwo) -> str:
         def compute() -> int:
-            if rt.rank:
+            if dist.rank:
                 raise NonFiniteError("a scorer gave nan")
             return 1
 
         with pytest.raises(NonFiniteError) as caught:
-            raise_on_all_ranks(rt, compute, {"prompts": ["p"]})
+            raise_on_all_ranks(dist, compute, {"prompts": ["p"]})
         assert caught.value.batch == {"prompts": ["p"]}
         return str(caught.value)
 
-    assert run_ranks(lambda rt: rt, message) == ["NaN on another rank", "a scorer gave nan"]
-    assert raise_on_all_ranks(small.runtime(), lambda: 7, {}) == 7
+    assert run_ranks(lambda dist: dist, message) == ["NaN on another rank", "a scorer gave nan"]
+    assert raise_on_all_ranks(small.distributed(), lambda: 7, {}) == 7
 
     def score(queries: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         return torch.tensor([float("nan") if query == QUERIES[1] else 0.0 for query in queries])
@@ -132,7 +132,7 @@ def test_nan_on_one_rank_stops_both(tmp_path: Path) -> None:
             next(one.updates)
         return str(caught.value)
 
-    first, second = run_ranks(lambda rt: toy(score, rt=rt, faults=tmp_path / str(rt.rank)), trip)
+    first, second = run_ranks(lambda dist: toy(score, dist=dist, faults=tmp_path / str(dist.rank)), trip)
     assert {"numbers on another rank" in first, "numbers on another rank" in second} == {True, False}
     assert "infinite scores" in first + second
 
@@ -144,9 +144,9 @@ def with_server(server: InMemory, ahead: int = 0, **changes: Any) -> Any:
     """What makes the training of a rank, of which the first has the server."""
     section = ENGINE | {"ahead": ahead}
 
-    def make(rt: OneOfTwo) -> Toy:
-        own = None if rt.rank else server
-        return toy(rt=rt, server=own, sampler=section, snapshots=Memory(), **changes)
+    def make(dist: OneOfTwo) -> Toy:
+        own = None if dist.rank else server
+        return toy(dist=dist, server=own, sampler=section, snapshots=Memory(), **changes)
 
     return make
 

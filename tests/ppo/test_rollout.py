@@ -64,7 +64,7 @@ def test_a_rollout_holds_what_the_models_give_for_each_row_alone(changes: dict[s
 
 def test_below_float32_log_probs_are_those_of_a_training_pass() -> None:
     """An equal reference then has a KL of exactly 0; the sampler's own log-probs are off by rounding."""
-    rollout = toy(rt=small.runtime("bf16")).sample()
+    rollout = toy(dist=small.distributed("bf16")).sample()
     assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
     plain = toy().sample()
     assert not torch.equal(plain.logprobs, plain.ref_logprobs)

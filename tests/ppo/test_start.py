@@ -36,7 +36,7 @@ def view(**changes: Any) -> PpoView:
 @pytest.fixture
 def start(models_here: Path) -> Start:
     """`start(**changes)`: the stage's policy and critic before training."""
-    return lambda **changes: ppo.load_models(small.runtime(), view(**changes), Paths()).actor_critic
+    return lambda **changes: ppo.load_models(small.distributed(), view(**changes), Paths()).actor_critic
 
 
 def critic_of(one: ActorCritic) -> TokenScores:
@@ -84,7 +84,7 @@ def test_a_critic_of_any_family_and_width_learns(family: str, kind: str, models_
     rewards = {"ppo.scorers": [{"kind": "dummy"}], "reward.train": False, "judge.judges": [small.GOLD]}
     critic = {"kind": kind} if kind == "shared" else {"kind": kind, "init": "sft"}
     config = small.view("ppo", rewards | {"ppo.advantages.critic": critic})
-    one, reference, _ = ppo.load_models(small.runtime(), config, Paths())
+    one, reference, _ = ppo.load_models(small.distributed(), config, Paths())
     head = one.value if isinstance(one.value, ValueHead) else score_head(critic_of(one).model)
     assert not head.weight.any()
     changes = {"advantages__critic": critic, **toy.ONE_STEP}

@@ -127,10 +127,10 @@ ONE_BIT = 0.01
 
 @pytest.mark.parametrize("family", small.FAMILIES)
 def test_in_bf16_the_same_micro_batches_give_ratios_of_1_and_a_kl_of_0(family: small.Family) -> None:
-    rt, policy, frozen = small.runtime("bf16"), small.causal(family), small.causal(family)
-    rt.freeze(frozen)
+    dist, policy, frozen = small.distributed("bf16"), small.causal(family), small.causal(family)
+    dist.freeze(frozen)
     actor_critic, reference = ActorCritic(policy, small.scores(seed=3)), FrozenCopy(frozen, moves=False)
-    one = toy(rt=rt, actor_critic=actor_critic, reference=reference, **ONE_STEP)
+    one = toy(dist=dist, actor_critic=actor_critic, reference=reference, **ONE_STEP)
     rollout, _ = one.estimate()
     kl = rollout.logprobs - rollout.ref_logprobs
     assert kl.abs().max() < ONE_BIT
@@ -140,7 +140,7 @@ def test_in_bf16_the_same_micro_batches_give_ratios_of_1_and_a_kl_of_0(family: s
 
 def test_in_bf16_another_cut_stays_within_the_guards_bound() -> None:
     """The rollout is scored in one micro-batch, and trained on in many."""
-    one = toy(rt=small.runtime("bf16"), **ONE_STEP)
+    one = toy(dist=small.distributed("bf16"), **ONE_STEP)
     rollout, _ = one.estimate()
     one.state.budget.max_tokens = 12
     assert one.learn(rollout)["val/first_ratio_error"] < BF16_RATIO_ERROR / 4

@@ -42,7 +42,7 @@ from rlhf_tasks.ppo.vllm import VllmServer
 from rlhf_tasks.scoring.protocol import Responses
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.state import State
 from rlhf_tasks.training.supervised import LanguageModeling
 from tests import small
@@ -128,21 +128,21 @@ class EstimateEnds(Exception):
 def given(rollout: Rollout) -> Iterator[None]:
     """Within the block every update has this rollout of all ranks, whatever was sampled."""
 
-    def score(rt: Runtime, *_: Any, **__: Any) -> Rollout:
-        return share(rollout, rt)
+    def score(dist: Distributed, *_: Any, **__: Any) -> Rollout:
+        return share(rollout, dist)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "score_rollout", score)
         yield
 
 
-def share(rollout: Rollout, rt: Runtime) -> Rollout:
+def share(rollout: Rollout, dist: Distributed) -> Rollout:
     """The rows of one rank."""
 
     def rows(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: rows(part) for name, part in value.items()}
-        return value if isinstance(value, int) else value[rt.rank :: rt.world_size]
+        return value if isinstance(value, int) else value[dist.rank :: dist.world_size]
 
     return replace(rollout, **{field.name: rows(getattr(rollout, field.name)) for field in fields(Rollout)})
 
@@ -151,7 +151,7 @@ def share(rollout: Rollout, rt: Runtime) -> Rollout:
 class Toy:
     """A training that the tests look into between its updates."""
 
-    rt: Runtime
+    dist: Distributed
     config: Ppo
     state: TrainState
     inputs: dict[str, Any]
@@ -160,7 +160,7 @@ class Toy:
     @property
     def updates(self) -> Iterator[Metrics]:
         """The updates that remain."""
-        return loop.train(self.rt, self.config, self.state, prompts=QUERIES, columns=NONE, **self.inputs)
+        return loop.train(self.dist, self.config, self.state, prompts=QUERIES, columns=NONE, **self.inputs)
 
     @property
     def actor_critic(self) -> ActorCritic:
@@ -176,7 +176,7 @@ class Toy:
         queries = QUERIES[: len(QUERIES) // num_samples]
         sampler.submit(queries, 0)
         return score_rollout(
-            self.rt,
+            self.dist,
             self.config,
             self.actor_critic,
             self.state.reference,
@@ -229,7 +229,7 @@ def toy(
     actor_critic: ActorCritic | None = None,
     reference: Reference | None = None,
     text: LanguageModeling | None = None,
-    rt: Runtime | None = None,
+    dist: Distributed | None = None,
     pad: int = PAD,
     server: VllmServer | None = None,
     seed: int = 1,
@@ -239,8 +239,8 @@ def toy(
 
     `changes` are what the loop is given in place of its inputs here, and changes of the parameters.
     """
-    rt, frozen = rt or small.runtime(), small.causal(seed=reference_seed)
-    rt.freeze(frozen)
+    dist, frozen = dist or small.distributed(), small.causal(seed=reference_seed)
+    dist.freeze(frozen)
     tokenizer = copy.deepcopy(small.tokenizer())
     tokenizer.pad_token_id = pad
     inputs: dict[str, Any] = {
@@ -261,7 +261,7 @@ def toy(
     inputs["stop"] = stop_token(config, tokenizer)
     critic = small.scores(seed=3) if config.critic else NoCritic()
     state = begin(
-        rt,
+        dist,
         config,
         actor_critic or ActorCritic(small.causal(), critic),
         reference or FrozenCopy(frozen, moves="reference_sync" in changes),
@@ -271,7 +271,7 @@ def toy(
         num_demonstrations=len(text.queries) if text else 0,
         seed=seed,
     )
-    return Toy(rt, config, state, inputs)
+    return Toy(dist, config, state, inputs)
 
 
 def without_critic(advantages: str, num_samples: int = 4) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def built(*given: Mapping[str, Any], root: Path | None = None, reward: Any = Non
         reward_model=reward,
         max_tokens=1000,
         root=root or Path(),
-        placement=small.runtime(),
+        placement=small.distributed(),
     )
 
 
@@ -108,7 +108,7 @@ def test_the_reward_models_of_named_folders_are_loaded_and_their_names_kept(mode
     found = built(plain, plain | named, reward=model)
     parts = found.parts(ROWS)
     assert (list(parts), found.reward_models[0]) == (["reward_model", "helpful"], model)
-    alone = load_foreign(Path("models/reward"), small.tokenizer(), 1000, small.runtime())
+    alone = load_foreign(Path("models/reward"), small.tokenizer(), 1000, small.distributed())
     torch.testing.assert_close(parts["helpful"], alone(ROWS), atol=1e-5, rtol=0)
 
 

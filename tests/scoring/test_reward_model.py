@@ -180,7 +180,7 @@ def foreign(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, max_tokens: int = 300) -> RewardModel:
-    return load_foreign(folder, small.tokenizer(), max_tokens, small.runtime())
+    return load_foreign(folder, small.tokenizer(), max_tokens, small.distributed())
 
 
 def given(queries: Sequence[Ids], responses: Sequence[Ids]) -> Responses:

@@ -145,7 +145,7 @@ def test_an_error_about_the_selection_judge_names_its_own_key(
     """An error about the same judge in the list names the list's key."""
     settings = Selection.model_validate({"judge": judge, "max_failure_share": 0.5})
     with pytest.raises(UserError) as error:
-        SelectionJudge(small.runtime(), settings, Paths())
+        SelectionJudge(small.distributed(), settings, Paths())
     assert str(error.value).startswith(f"ppo.select_by.judge: {problem}")
     with pytest.raises(UserError, match=rf"^judge\.judges: {re.escape(problem)}"):
         build_judge(settings.judge, torch.device("cpu"), 0.5, Paths())

@@ -15,7 +15,7 @@ from rlhf_tasks.models import logprobs
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training import sharding
 from rlhf_tasks.training.checkpoint import Nowhere
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.supervised import LanguageModeling, train
 from tests import small
 
@@ -23,13 +23,13 @@ WHOLE, CHUNKED = 2**22, 4 * small.VOCAB
 """Logits of a chunk."""
 
 
-def steps(rt: Runtime, chunk: int) -> dict[str, Any]:
+def steps(dist: Distributed, chunk: int) -> dict[str, Any]:
     """The weights after four steps, and the norm of the gradient of each."""
     tracker, model = NullTracker("sft"), small.causal("gpt_neox")
     with mock.patch.object(logprobs, "CPU_LOGITS", chunk):
         train(
-            rt,
-            rt.place(model),
+            dist,
+            dist.place(model),
             LanguageModeling(*small.rows(13), small.PAD),
             small.optimization(batch_size=7, num_epochs=2.0, micro_batch_tokens=40, learning_rate=1e-3),
             seed=1,
@@ -42,12 +42,12 @@ def steps(rt: Runtime, chunk: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    rt = Runtime(config.load().launch, seed=1)
+    dist = Distributed(config.load().launch, seed=1)
     for name, chunk in (("whole", WHOLE), ("chunked", CHUNKED)):
-        found = steps(rt, chunk)
-        if rt.is_main:
+        found = steps(dist, chunk)
+        if dist.is_main:
             torch.save(found, f"{name}.pt")
-    rt.barrier()
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def run(view: StageView, paths: Paths, tracker: Tracker) -> dict[str, float]:
         time.sleep(600)
     from tests import small
 
-    rt = small.runtime()
-    with checkpoint.open(rt, paths, view, "sft") as snapshots:
+    dist = small.distributed()
+    with checkpoint.open(dist, paths, view, "sft") as snapshots:
         state = snapshots.load()
         begin = 0 if state is None else state["step"]
         for step in range(begin + 1, begin + 600):

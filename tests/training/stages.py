@@ -20,7 +20,7 @@ from rlhf_tasks.project import inputs
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import checkpoint
 from rlhf_tasks.training.checkpoint import Checkpoint
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from tests import small
 
 
@@ -45,7 +45,7 @@ def curve(stage: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def loop(view: SftView | None = None, rt: Runtime | None = None) -> AbstractContextManager[Checkpoint]:
+def loop(view: SftView | None = None, dist: Distributed | None = None) -> AbstractContextManager[Checkpoint]:
     """The snapshots of a loop of stage sft."""
     view = view or SftView.of(inputs.resolved(config.load()))
-    return checkpoint.open(rt or small.runtime(), Paths(), view, "loop")
+    return checkpoint.open(dist or small.distributed(), Paths(), view, "loop")

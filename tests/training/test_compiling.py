@@ -26,7 +26,7 @@ def losses(model: PreTrainedModel, *, compiles: bool) -> list[float]:
     """The losses of two epochs; rows of many lengths."""
     tracker = NullTracker("sft")
     train(
-        small.runtime(compiles=compiles),
+        small.distributed(compiles=compiles),
         model,
         LanguageModeling(*small.rows(24), small.PAD),
         small.optimization(num_epochs=2.0, learning_rate=1e-3, micro_batch_tokens=32),
@@ -64,7 +64,7 @@ def compare(family: small.Family) -> None:
 PROGRAM = """
 import torch
 from rlhf_tasks.errors import UserError
-from rlhf_tasks.training.runtime import compile_layers
+from rlhf_tasks.training.distributed import compile_layers
 try:
     compile_layers(torch.nn.Linear(2, 2))
 except UserError as error:

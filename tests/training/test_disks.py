@@ -68,17 +68,17 @@ def test_a_process_on_a_full_disk_leaves_the_files_that_another_one_is_writing(
 ) -> None:
     """It empties them: without its folder, the other one would fail for another reason."""
     monkeypatch.setenv("RLHF_STATE_DIR", str(little))
-    rt, save = small.runtime(), torch.save
+    dist, save = small.distributed(), torch.save
 
     def beside_another(part: Any, path: Path) -> None:
         path.with_name("rank-1.pt").write_bytes(b"half")
         save(part, path)
 
     monkeypatch.setattr(torch, "save", beside_another)
-    with loop(rt=rt) as snapshots:
-        monkeypatch.setattr(rt, "world_size", 2)
-        monkeypatch.setattr(rt, "barrier", lambda: None)
-        monkeypatch.setattr(rt, "max", lambda value: value)
+    with loop(dist=dist) as snapshots:
+        monkeypatch.setattr(dist, "world_size", 2)
+        monkeypatch.setattr(dist, "barrier", lambda: None)
+        monkeypatch.setattr(dist, "max", lambda value: value)
         with pytest.raises(disk.DiskFullError):
             snapshots.save(1, {"step": 1, "shared": {"weights": torch.zeros(400_000)}})
     assert [path.name for path in little.rglob("*.partial/rank-1.pt")] == ["rank-1.pt"]

@@ -208,9 +208,9 @@ def test_a_worker_whose_launcher_was_killed_before_the_workers_met_ends(tmp_path
     nobody |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     nobody |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "ACCELERATE_USE_CPU": "true"}
     code = (
-        "from rlhf_tasks.config import Launch; from rlhf_tasks.training.runtime import Runtime\n"
+        "from rlhf_tasks.config import Launch; from rlhf_tasks.training.distributed import Distributed\n"
         "from rlhf_tasks.training import stopping\n"
-        "with stopping.listening('sft'): Runtime(Launch(num_processes=2, precision='fp32'), 1)"
+        "with stopping.listening('sft'): Distributed(Launch(num_processes=2, precision='fp32'), 1)"
     )
     words, environment = [sys.executable, "-c", code], os.environ | nobody
     done = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, timeout=300, check=False)

@@ -25,7 +25,7 @@ from rlhf_tasks.config import Stage
 from rlhf_tasks.models.load import load_causal
 from rlhf_tasks.project.paths import Paths
 from rlhf_tasks.training import launch
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 from tests import small, toy
 from tests.ppo.toy import started, without_critic
 from tests.training import chunked_steps
@@ -208,7 +208,7 @@ def test_logits_in_chunks_take_the_steps_of_whole_logits(
     done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     whole, chunked = (torch.load(f"{name}.pt") for name in ("whole", "chunked"))
-    alone = chunked_steps.steps(Runtime(toy.write_params().launch, seed=1), chunked_steps.CHUNKED)
+    alone = chunked_steps.steps(Distributed(toy.write_params().launch, seed=1), chunked_steps.CHUNKED)
     pairs = [(whole, chunked)] + ([(alone, chunked)] if precision == "fp32" else [])
     # in bfloat16 the gradient of sharded weights is a sum of the chunks' rounded ones; a step is 1e-3 at most
     norm_error, weight_error = (1e-4, 1e-5) if precision == "fp32" else (5e-3, 5e-3)
@@ -264,14 +264,14 @@ SECONDS = 150
 `accelerate launch` kills after 30 s what has not ended after SIGTERM."""
 FAULTS = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "rlhf: process 1 was killed by SIGKILL"),
-    "nan": ("Runtime.backward = spoilt(Runtime.backward)", "NaN or infinite"),
-    "out of memory": ("Runtime.backward = full", "rank 1 is out of memory"),
+    "nan": ("Distributed.backward = spoilt(Distributed.backward)", "NaN or infinite"),
+    "out of memory": ("Distributed.backward = full", "rank 1 is out of memory"),
 }
 """What rank 1 does, and what is said of it."""
 PROGRAM = """
 import os, pathlib, signal
 import torch
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training.distributed import Distributed
 
 calls = 0
 

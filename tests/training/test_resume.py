@@ -290,11 +290,11 @@ def test_restored_generators_draw_the_same_numbers(tmp_path: Path) -> None:
     def drawn() -> tuple[float, float, list[float]]:
         return random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
 
-    rt = small.runtime()
+    dist = small.distributed()
     drawn()  # the second number of a pair is kept inside
-    torch.save(rt.rng_state(), tmp_path / "state.pt")
+    torch.save(dist.rng_state(), tmp_path / "state.pt")
     expected = drawn()
-    rt.set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    dist.set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert drawn() == expected
 
 

@@ -24,8 +24,8 @@ from rlhf_tasks.models.sampling import sample
 from rlhf_tasks.ppo.rollout import ActorCritic, ValueHead
 from rlhf_tasks.stages.reward import Learner
 from rlhf_tasks.training import sharding
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw
-from rlhf_tasks.training.runtime import Runtime
 from tests import small
 from tests.small import EOS, PAD
 
@@ -173,10 +173,10 @@ def test_an_fsdp2_step_is_that_of_adamw_with_clipping(kind: str, mesh: DeviceMes
     loss(plain).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
     expected.step()
-    rt = Runtime(Launch(parallelism="fsdp2", precision="fp32"), seed=1)
-    model, optimizer = rt.prepare(split, adamw(split, settings), 0.5)
-    rt.backward(model, loss(model))
-    assert rt.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
+    dist = Distributed(Launch(parallelism="fsdp2", precision="fp32"), seed=1)
+    model, optimizer = dist.prepare(split, adamw(split, settings), 0.5)
+    dist.backward(model, loss(model))
+    assert dist.step(model, optimizer, 0.5) == pytest.approx(norm, rel=1e-5)
     assert norm > 0.5
     for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(sharding.gathered(mine), theirs.detach(), rtol=1e-4, atol=1e-6)

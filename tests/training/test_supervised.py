@@ -17,8 +17,8 @@ from rlhf_tasks.errors import UserError
 from rlhf_tasks.models.tensors import NonFiniteError
 from rlhf_tasks.tracking import NullTracker
 from rlhf_tasks.training.checkpoint import Nowhere
+from rlhf_tasks.training.distributed import Distributed
 from rlhf_tasks.training.optim import adamw, learning_rate
-from rlhf_tasks.training.runtime import Runtime
 from rlhf_tasks.training.supervised import LanguageModeling, Sums, Task, TrainState, evaluate, train
 from tests import small
 from tests.small import EOS, FAMILIES, PAD, Family
@@ -59,7 +59,7 @@ def fit(
     data: Task,
     seed: int = 1,
     snapshots: Memory | None = None,
-    rt: Runtime | None = None,
+    dist: Distributed | None = None,
     validation: Task | None = None,
     num_evaluations: float = 1,
     patience: int | None = None,
@@ -69,7 +69,7 @@ def fit(
     tracker, settings = NullTracker("sft"), small.optimization(**changes)
     how: dict[str, Any] = {"validation": validation, "num_evaluations": num_evaluations, "patience": patience}
     how |= {"seed": seed, "name": "test", "tracker": tracker, "snapshots": snapshots or Memory()}
-    return train(rt or small.runtime(), model, data, settings, **how), tracker.history()
+    return train(dist or small.distributed(), model, data, settings, **how), tracker.history()
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -94,7 +94,7 @@ def test_the_loss_is_the_mean_over_completion_tokens_only(
 ) -> None:
     model = small.causal(family)
     loss, accuracy = by_hand(model)
-    found = evaluate(small.runtime(), model, task(pad), TokenBudget(micro_batch_tokens))
+    found = evaluate(small.distributed(), model, task(pad), TokenBudget(micro_batch_tokens))
     assert found["loss"] == pytest.approx(loss, abs=1e-5)
     assert found["token_accuracy"] == pytest.approx(accuracy)
 
@@ -192,8 +192,8 @@ def test_one_row_that_does_not_fit_is_the_users_mistake() -> None:
 
 def test_an_evaluation_that_is_out_of_memory_is_cut_smaller() -> None:
     budget, model = TokenBudget(10**6), small.causal()
-    found = evaluate(small.runtime(), model, hungry(60), budget)
-    expected = evaluate(small.runtime(), model, hungry(10**9), TokenBudget(10**6))
+    found = evaluate(small.distributed(), model, hungry(60), budget)
+    expected = evaluate(small.distributed(), model, hungry(10**9), TokenBudget(10**6))
     assert found == pytest.approx(expected, rel=1e-5)
     assert 30 <= budget.max_tokens <= 60
 
@@ -213,12 +213,12 @@ def test_on_several_ranks_out_of_memory_names_a_bound_that_is_small_enough(
     monkeypatch: pytest.MonkeyPatch, has_single_rows: bool
 ) -> None:
     """It is half of the largest micro-batch, however much the configured bound allows."""
-    one_of_two, data = small.runtime(), hungry(2)
+    one_of_two, data = small.distributed(), hungry(2)
     monkeypatch.setattr(one_of_two, "max", lambda number: number)
     one_of_two.world_size = 2
     most = {"micro_batch_tokens": 1} if has_single_rows else {}
     with pytest.raises(UserError) as refused:
-        fit(small.causal(), data, rt=one_of_two, **LARGE | most)
+        fit(small.causal(), data, dist=one_of_two, **LARGE | most)
     half = f"set this stage's micro_batch_tokens to {max(data.passes) // 2}"
     assert ("one row at a time" if has_single_rows else half) in str(refused.value)
 
@@ -273,11 +273,11 @@ def test_the_reported_rate_is_the_rate_in_use() -> None:
 
 
 def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned() -> None:
-    layer, rt = nn.Linear(1, 1), small.runtime()  # loss 100·(w + b): the gradient is (100, 100)
+    layer, dist = nn.Linear(1, 1), small.distributed()  # loss 100·(w + b): the gradient is (100, 100)
     before = layer.weight.item(), layer.bias.item()
-    model, optimizer = rt.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0), 1.0)
-    rt.backward(model, model(torch.ones(1, 1)).sum() * 100)
-    assert rt.step(model, optimizer, max_grad_norm=1.0) == pytest.approx(math.sqrt(20000))
+    model, optimizer = dist.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0), 1.0)
+    dist.backward(model, model(torch.ones(1, 1)).sum() * 100)
+    assert dist.step(model, optimizer, max_grad_norm=1.0) == pytest.approx(math.sqrt(20000))
     assert before[0] - layer.weight.item() == pytest.approx(0.5**0.5, rel=1e-4)
     assert before[1] - layer.bias.item() == pytest.approx(0.5**0.5, rel=1e-4)
 

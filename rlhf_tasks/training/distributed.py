@@ -1,4 +1,4 @@
-"""The runtime of a stage: device, precision, the exchange between ranks, and one training step.
+"""One rank of a stage: device, precision, the exchange between ranks, and one training step.
 
 `launch.parallelism` says how ranks share a step. Only this package knows which of these it is:
 
@@ -60,7 +60,7 @@ class MicroRows(NamedTuple):
     scale: float
 
 
-class Runtime:
+class Distributed:
     """One process of a stage, and its communication with the others."""
 
     def __init__(self, launch: Launch, seed: int) -> None:
@@ -354,7 +354,7 @@ class Runtime:
     def attempts(
         self, budget: TokenBudget, optimizer: Optimizer | None = None
     ) -> Iterator[AbstractContextManager[None]]:
-        """`for attempt in rt.attempts(budget): with attempt: …` until the block has enough memory.
+        """`for attempt in dist.attempts(budget): with attempt: …` until the block has enough memory.
 
         After out-of-memory the gradients are dropped, the budget is halved, and the block runs again.
 
@@ -459,7 +459,7 @@ def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let torch compile a model's layers, for `Runtime.passes` alone; outside of it they run as written.
+    """Let torch compile a model's layers, for `Distributed.passes` alone; outside of it they run as written.
 
     They have the same code, so that it is compiled once for all of them, for every number of rows and tokens.
     In sampling, a cache that grows by every token would be compiled again and again.

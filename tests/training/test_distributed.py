@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 
 from rlhf_tasks.data.batches import TokenBudget, collate
 from rlhf_tasks.models.logprobs import token_stats
-from rlhf_tasks.training import runtime
-from rlhf_tasks.training.runtime import Runtime
+from rlhf_tasks.training import distributed
+from rlhf_tasks.training.distributed import Distributed
 from tests import small
 
 BATCH = collate(*small.rows(6, longest=7), small.PAD)
@@ -26,15 +26,15 @@ def test_ranks_make_equally_many_passes_and_every_row_counts_once(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 5 rows rank 1 has two, whose micro-batches are fewer: its last passes count for nothing."""
-    sizes, ranks = [9, 20, 3, 25, 14], [small.runtime(), small.runtime()]
+    sizes, ranks = [9, 20, 3, 25, 14], [small.distributed(), small.distributed()]
     own = [[0, 2, 4], [1, 3]]
     counts = [len(TokenBudget(most).cut([sizes[i] for i in rows])) for rows in own]
     found = []
-    for rank, rt in enumerate(ranks):
-        monkeypatch.setattr(rt, "max", lambda number: max(counts))
-        rt.rank, rt.world_size = rank, 2
-        assert rt.share(range(5)) == own[rank]
-        found.append(rt.split(sizes, own[rank], TokenBudget(most)))
+    for rank, dist in enumerate(ranks):
+        monkeypatch.setattr(dist, "max", lambda number: max(counts))
+        dist.rank, dist.world_size = rank, 2
+        assert dist.share(range(5)) == own[rank]
+        found.append(dist.split(sizes, own[rank], TokenBudget(most)))
     assert len(found[0]) == len(found[1]) == max(counts)
     counted = [row for parts in found for part in parts if part.scale for row in part.rows]
     assert sorted(counted) == [0, 1, 2, 3, 4]
@@ -45,14 +45,16 @@ def test_ranks_make_equally_many_passes_and_every_row_counts_once(
 
 
 @pytest.fixture
-def bf16() -> Iterator[Runtime]:
+def bf16() -> Iterator[Distributed]:
     """A process in bf16; accelerate lets a process have one precision."""
     AcceleratorState._reset_state()
-    yield small.runtime("bf16")
+    yield small.distributed("bf16")
     AcceleratorState._reset_state()
 
 
-def test_in_bf16_weights_gradients_and_log_probs_are_float32_and_layers_are_rounded(bf16: Runtime) -> None:
+def test_in_bf16_weights_gradients_and_log_probs_are_float32_and_layers_are_rounded(
+    bf16: Distributed,
+) -> None:
     found = []
     for context in (nullcontext(), bf16.autocast()):
         model = small.causal()
@@ -67,7 +69,7 @@ def test_in_bf16_weights_gradients_and_log_probs_are_float32_and_layers_are_roun
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0)
 
 
-def test_rounding_in_bf16_does_not_depend_on_the_cut_into_micro_batches(bf16: Runtime) -> None:
+def test_rounding_in_bf16_does_not_depend_on_the_cut_into_micro_batches(bf16: Distributed) -> None:
     model, (queries, responses) = small.causal(), small.rows(6, longest=7)
     with bf16.autocast(), torch.no_grad():
         whole = token_stats(model, BATCH).logprobs
@@ -76,7 +78,7 @@ def test_rounding_in_bf16_does_not_depend_on_the_cut_into_micro_batches(bf16: Ru
             torch.testing.assert_close(alone, whole[row, : len(response)], atol=0.02, rtol=0)
 
 
-def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Runtime) -> None:
+def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Distributed) -> None:
     scores, hidden = small.scores("gpt_neox"), torch.randn(4, 3, small.HIDDEN)
     exact = scores.scored(hidden)
     bf16.freeze(scores)
@@ -87,11 +89,11 @@ def test_the_head_of_a_reward_model_keeps_float32_in_bf16(bf16: Runtime) -> None
 # ------------------------------------------------------------------------ models before they are sharded
 
 
-def sharding(rank: int, device: str = "cpu") -> Runtime:
+def sharding(rank: int, device: str = "cpu") -> Distributed:
     """A process that will share the weights of its models."""
-    rt = small.runtime()
-    rt.shards, rt.rank, rt.device = True, rank, torch.device(device)
-    return rt
+    dist = small.distributed()
+    dist.shards, dist.rank, dist.device = True, rank, torch.device(device)
+    return dist
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -100,7 +102,7 @@ def test_a_model_without_room_on_the_gpu_is_checked_by_the_first_process_on_the_
 ) -> None:
     model = small.causal()
     num_bytes = 4 * sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(runtime, "free_memory", lambda device: 1.1 * num_bytes)
+    monkeypatch.setattr(distributed, "free_memory", lambda device: 1.1 * num_bytes)
     with sharding(rank, "meta").on_device(model) as is_used:
         assert is_used == (rank == 0)
         assert model.device.type == "cpu"
