@@ -180,8 +180,8 @@ def _reward_ours(shape: Shape, updates: int, *, compiles: bool = False) -> list[
     from rlhf_tasks.stages.reward import Learner, Pairs
 
     data, model = rows(shape, updates), shapes.models(shape).reward
-    forked = supports_shared_prefix(model)  # as the stage does
-    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, forked=forked)
+    shares_prefix = supports_shared_prefix(model)  # as the stage does
+    pairs = Pairs(data.queries, data.chosen, data.rejected, PAD, shares_prefix=shares_prefix)
     return _train(Learner(TokenScores(model), None), pairs, shape, compiles)
 
 

@@ -89,13 +89,13 @@ def collate(queries: Sequence[Ids], responses: Sequence[Ids], pad: int) -> Batch
     return Batch(ids, attended.long(), answered.bool())
 
 
-def picked(queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int) -> Batch:
+def collate_rows(queries: Sequence[Ids], responses: Sequence[Ids], rows: Sequence[int], pad: int) -> Batch:
     """`collate` of some rows; for none a row of padding, for a pass whose result nobody reads."""
     return collate([queries[i] for i in rows] or [[pad]], [responses[i] for i in rows] or [[pad]], pad)
 
 
 @dataclass(frozen=True)
-class Forked(Batch):
+class SharedPrefixPairs(Batch):
     """Rows of query, chosen and rejected response, in which neither response sees the other.
 
     The attention mask is (B, 1, T, T), True where a token sees another one. Both responses have the positions
@@ -116,7 +116,9 @@ class Forked(Batch):
         return torch.cat([last - self.len_rejected[:, None], last], dim=1)
 
 
-def fork(queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids], pad: int) -> Forked:
+def collate_pairs(
+    queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids], pad: int
+) -> SharedPrefixPairs:
     """Pairs whose prompt a model reads once instead of twice."""
     batch = collate(queries, [[*c, *r] for c, r in zip(chosen, rejected, strict=True)], pad)
     column = torch.arange(batch.query_response.shape[1])
@@ -126,7 +128,7 @@ def fork(queries: Sequence[Ids], chosen: Sequence[Ids], rejected: Sequence[Ids],
     sees = (column[:, None] >= column) & batch.attention_mask.bool()[:, None, :]
     sees &= ~(in_rejected[:, :, None] & in_chosen[:, None, :])
     sees |= torch.eye(len(column), dtype=torch.bool)  # padding sees itself: a softmax over nothing is NaN
-    return Forked(
+    return SharedPrefixPairs(
         batch.query_response, sees[:, None], batch.response_mask,
         batch.position_ids - len_chosen * in_rejected, len_rejected.squeeze(1),
     )  # fmt: skip

@@ -261,7 +261,7 @@ def score_head(model: PreTrainedModel) -> nn.Linear:
 
 
 def supports_shared_prefix(model: PreTrainedModel) -> bool:
-    """Whether the model gives each response of a `Forked` row the score that it has alone.
+    """Whether the model gives each response of a `SharedPrefixPairs` row the score that it has alone.
 
     It must follow a mask and positions that are given to it, in every layer. The families that
     `from_scratch` makes do, and are tested for it, except with a sliding window.

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_tasks.config import Ppo
 from rlhf_tasks.config.judge import Selection
 from rlhf_tasks.data import columns
-from rlhf_tasks.data.batches import Ids, TokenBudget, encode, picked, sizes, text_of
+from rlhf_tasks.data.batches import Ids, TokenBudget, collate_rows, encode, sizes, text_of
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.evaluation import statistics
 from rlhf_tasks.evaluation.judges.build import build_judge
@@ -103,7 +103,7 @@ class SelectionJudge:
             comparisons = self._judge.compare(prompts, responses, references, columns)
             check_failures(self.name, comparisons, self._max_failure_share)
             rate = statistics.rate(comparisons.outcomes).value
-        result: float = self._dist.from_main(rate)
+        result: float = self._dist.broadcast_object(rate)
         return result
 
 
@@ -210,17 +210,17 @@ class Evaluator:
         """
         dist, prompts, tokenizer = self._dist, self._prompts[:count], self._tokenizer
         queries, ids = encode(tokenizer, prompts), sampler.respond(prompts, self._seed, update)
-        kept = columns.take(self._columns, dist.share(range(count)))
-        own = Responses.of_ids(dist.share(queries), dist.share(ids), tokenizer, kept)
-        batch = {"prompts": dist.share(prompts), "responses": dist.share(ids)}
+        kept = columns.take(self._columns, dist.shard_rows(range(count)))
+        own = Responses.of_ids(dist.shard_rows(queries), dist.shard_rows(ids), tokenizer, kept)
+        batch = {"prompts": dist.shard_rows(prompts), "responses": dist.shard_rows(ids)}
 
         def gather(score: Callable[[Responses], Any]) -> Any:
-            return interleave(dist.each(raise_on_all_ranks(dist, lambda: score(own), batch)))
+            return interleave(dist.all_gather_object(raise_on_all_ranks(dist, lambda: score(own), batch)))
 
         if any(scorer.kind == "http" for scorer in self._config.scorers) and not dist.shards:
             # the first rank alone sends requests, but passes of a sharded reward model need all ranks
             rows = Responses.of_ids(queries, ids, tokenizer, columns.take(self._columns, range(count)))
-            parts = dist.from_main(
+            parts = dist.broadcast_object(
                 raise_on_all_ranks(dist, lambda: self._scorers.parts(rows) if dist.is_main else {}, batch)
             )
         else:
@@ -244,11 +244,11 @@ class Evaluator:
             NonFiniteError: on all ranks, if a KL is NaN or infinite.
         """
         dist = self._dist
-        own, own_responses = dist.share(queries), dist.share(responses)
+        own, own_responses = dist.shard_rows(queries), dist.shard_rows(responses)
         result = torch.zeros(len(own), dtype=torch.float64)
 
         def measure(rows: list[int]) -> None:
-            batch = picked(own, own_responses, rows, self._tokenizer.pad_token_id).to(dist.device)
+            batch = collate_rows(own, own_responses, rows, self._tokenizer.pad_token_id).to(dist.device)
             with dist.autocast():
                 logprobs = response_logprobs(self._policy, batch, self._config.temperature).float()
                 ref_logprobs = self._reference.logprobs(batch, self._config.temperature).float()
@@ -259,9 +259,9 @@ class Evaluator:
         if dist.max(int(not bool(result.isfinite().all()))):
             raise NonFiniteError(
                 "the KL to the reference is NaN or infinite at the selection prompts",
-                {"prompts": dist.share(self._prompts), "responses": own_responses},
+                {"prompts": dist.shard_rows(self._prompts), "responses": own_responses},
             )
-        whole: Tensor = interleave(dist.each(result))
+        whole: Tensor = interleave(dist.all_gather_object(result))
         return whole
 
     def _score_heldout(self, rows: Responses) -> Tensor:

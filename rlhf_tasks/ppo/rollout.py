@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_tasks.config import Ppo
-from rlhf_tasks.data.batches import Batch, Ids, TokenBudget, collate, picked, sizes
+from rlhf_tasks.data.batches import Batch, Ids, TokenBudget, collate, collate_rows, sizes
 from rlhf_tasks.data.columns import Columns
 from rlhf_tasks.models.load import TokenScores, disable_adapters
 from rlhf_tasks.models.logprobs import TokenStats, response_logprobs, token_stats
@@ -197,7 +197,7 @@ def score_rollout(
     recomputes = not is_on_policy or not dist.is_float32
 
     def forward(rows: list[int]) -> None:
-        batch = picked(queries, responses, rows, tokenizer.pad_token_id).to(dist.device)
+        batch = collate_rows(queries, responses, rows, tokenizer.pad_token_id).to(dist.device)
         with dist.autocast():
             ref = reference.logprobs(batch, config.temperature)  # (b, r), r the longest of these responses
             stats = None
@@ -267,11 +267,11 @@ def raise_on_all_ranks(dist: Distributed, compute: Callable[[], T], batch: Mappi
 
 
 def gather_rollout(dist: Distributed, rollout: Rollout) -> Rollout:
-    """The rollout of all ranks, on each of them, in the order before `Distributed.share` has split it.
+    """The rollout of all ranks, on each of them, in the order before `Distributed.shard_rows` has split it.
 
     What follows sees all rows: so the number of ranks changes no advantage, no metric and no step.
     """
-    parts = dist.each(rollout)
+    parts = dist.all_gather_object(rollout)
     whole = {
         field.name: interleave([getattr(part, field.name) for part in parts])
         for field in fields(Rollout)
@@ -281,7 +281,7 @@ def gather_rollout(dist: Distributed, rollout: Rollout) -> Rollout:
 
 
 def interleave(parts: Sequence[Any]) -> Any:
-    """The inverse of `Distributed.share`: rows by rank → rows in order; tensors, lists or dicts of them."""
+    """The inverse of `Distributed.shard_rows`: rows by rank → all rows; tensors, lists or dicts of them."""
     first, count = parts[0], len(parts)
     if isinstance(first, dict):
         return {key: interleave([part[key] for part in parts]) for key in first}

@@ -107,10 +107,10 @@ class PolicySampler:
     @torch.no_grad()
     def collect(self, update: int) -> Samples:
         dist, config = self._dist, self._config
-        own, self._queries = dist.share(self._queries), ()
+        own, self._queries = dist.shard_rows(self._queries), ()
 
         def sample_own() -> Samples:
-            with dist.whole(self._policy) as policy, dist.autocast():
+            with dist.full_params(self._policy) as policy, dist.autocast():
                 return sample(
                     policy,
                     own,
@@ -131,10 +131,10 @@ class PolicySampler:
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[str], seed: int, update: int) -> list[Ids]:
-        dist, config, own = self._dist, self._config, self._dist.share(prompts)
+        dist, config, own = self._dist, self._config, self._dist.shard_rows(prompts)
 
         def sample_own() -> list[Ids]:
-            with dist.whole(self._policy) as policy, dist.autocast():
+            with dist.full_params(self._policy) as policy, dist.autocast():
                 return sample_responses(
                     policy,
                     self._tokenizer,
@@ -146,7 +146,9 @@ class PolicySampler:
                     share=Share(dist.rank, dist.world_size, len(prompts)),
                 )
 
-        responses: list[Ids] = interleave(dist.each(raise_on_all_ranks(dist, sample_own, {"prompts": own})))
+        responses: list[Ids] = interleave(
+            dist.all_gather_object(raise_on_all_ranks(dist, sample_own, {"prompts": own}))
+        )
         return responses
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class VllmSampler:
                 f"sampler.ahead={self._settings.ahead} is allowed"
             )
         self._logprobs = samples.logprobs
-        return Samples(self._dist.share(samples.responses), self._dist.share(samples.logprobs))
+        return Samples(self._dist.shard_rows(samples.responses), self._dist.shard_rows(samples.logprobs))
 
     def correct(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """π_old is the policy's own pass before the update."""
@@ -303,7 +305,7 @@ def on_rank0(dist: Distributed, compute: Callable[[], T]) -> T:
             outcome = compute(), None
         except (OutsideFault, UserError) as error:
             outcome = None, error
-    result, failure = dist.from_main(outcome)
+    result, failure = dist.broadcast_object(outcome)
     if failure is not None:
         raise failure
     return cast(T, result)

@@ -142,7 +142,7 @@ def train(
                 generated = clock()
 
                 # 3. Scores, log-probs of policy and reference, and the critic's values, of this rank's rows.
-                own = dist.share(rows) * num_samples
+                own = dist.shard_rows(rows) * num_samples
                 rollout = score_rollout(
                     dist,
                     config,
@@ -332,9 +332,9 @@ def accumulate_gradients(
     weights = torch.zeros(rollout.mask.shape)  # (B, R), of each token in the loss of the whole minibatch
     weights[list(rows)] = token_weights(rollout.mask[list(rows)], config.loss_reduction)
     work: list[tuple[Rollout | LanguageModeling, MicroRows]]
-    work = [(rollout, part) for part in dist.split(rollout.sizes, dist.share(rows), state.budget)]
+    work = [(rollout, part) for part in dist.split(rollout.sizes, dist.shard_rows(rows), state.budget)]
     if ptx is not None and ptx_rows:
-        work += [(ptx, part) for part in dist.split(ptx.sizes, dist.share(ptx_rows), state.budget)]
+        work += [(ptx, part) for part in dist.split(ptx.sizes, dist.shard_rows(ptx_rows), state.budget)]
     critic = state.actor_critic.value
     # Where nothing wraps the two models, the critic has a pass of its own once the policy's activations are
     # freed. DDP, ZeRO and FSDP2 want one pass of all weights.
@@ -409,7 +409,7 @@ def _is_warm(config: Ppo, losses: Sequence[float]) -> bool:
 def _divergence(dist: Distributed, config: Ppo, state: TrainState, rollout: Rollout) -> float:
     """KL(π_old ‖ π) a token, π being the policy after the epochs: d of Schulman et al. 2017, eq. 8."""
     sums = TokenSums()
-    for part in dist.split(rollout.sizes, dist.share(range(len(rollout.queries))), state.budget):
+    for part in dist.split(rollout.sizes, dist.shard_rows(range(len(rollout.queries))), state.budget):
         batch = rollout.batch(part.rows).to(dist.device)
         with dist.autocast():
             logprobs = response_logprobs(state.actor_critic.policy, batch, config.temperature)  # (b, r)

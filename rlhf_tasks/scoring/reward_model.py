@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_tasks.data.batches import TokenBudget, load_tokenizer, picked, sizes
+from rlhf_tasks.data.batches import TokenBudget, collate_rows, load_tokenizer, sizes
 from rlhf_tasks.models import checks, contracts
 from rlhf_tasks.models.load import TokenScores, load_reward
 from rlhf_tasks.scoring.protocol import Responses
@@ -67,7 +67,7 @@ class RewardModel:
         result = torch.zeros(len(rows))
 
         def score(group: list[int]) -> None:
-            batch = picked(queries, responses, group, self._tokenizer.pad_token_id)
+            batch = collate_rows(queries, responses, group, self._tokenizer.pad_token_id)
             scores = self.model(batch.to(self._device), ends_only=True)
             result[group] = scores[: len(group), 0].cpu()
 

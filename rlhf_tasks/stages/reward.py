@@ -115,12 +115,12 @@ class Pairs:
     margin: float = 0.0
     centering_coef: float = 0.0
     lm_coef: float = 0.0
-    forked: bool = False
+    shares_prefix: bool = False
     """Whether the two responses share a row, and the model reads the query once."""
 
     def __post_init__(self) -> None:
         with_chosen, with_rejected = sizes(self.queries, self.chosen), sizes(self.queries, self.rejected)
-        if self.forked:
+        if self.shares_prefix:
             self.sizes = [a + len(r) for a, r in zip(with_chosen, self.rejected, strict=True)]
         else:
             self.sizes = [2 * max(pair) for pair in zip(with_chosen, with_rejected, strict=True)]
@@ -132,8 +132,8 @@ class Pairs:
         queries, chosen, rejected = (
             [texts[i] for i in rows] for texts in (self.queries, self.chosen, self.rejected)
         )
-        if self.forked:
-            found, _ = model(batches.fork(queries, chosen, rejected, self.pad).to(device))
+        if self.shares_prefix:
+            found, _ = model(batches.collate_pairs(queries, chosen, rejected, self.pad).to(device))
             return pair_sums(found[:, 0], found[:, 1], self.margin, self.centering_coef)
         batch = batches.collate(queries * 2, chosen + rejected, self.pad).to(device)
         found, of_lm = model(batch, len(rows) if self.lm_coef else 0)
@@ -193,19 +193,21 @@ def _train(
     rows = [row for row in read_table(paths, "comparisons", "train") if model_of(row["prompt"]) == name]
     if not rows:
         raise UserError(f"no comparison is left to train models/{name}; give pairs with more prompts")
-    forked = not settings.lm_coef and supports_shared_prefix(scores.model)
+    shares_prefix = not settings.lm_coef and supports_shared_prefix(scores.model)
     coefs = {key: getattr(settings, key) for key in ("margin", "centering_coef", "lm_coef")}
     with checkpoint.open(dist, paths, config, name) as snapshots:
         train(
             dist,
             learner,
-            _pairs(tokenizer, rows, forked=forked, **coefs),
+            _pairs(tokenizer, rows, shares_prefix=shares_prefix, **coefs),
             settings,
             seed=seed,
             name=name,
             tracker=tracker,
             snapshots=snapshots,
-            validation=_pairs(tokenizer, read_table(paths, "comparisons", "validation"), forked=forked),
+            validation=_pairs(
+                tokenizer, read_table(paths, "comparisons", "validation"), shares_prefix=shares_prefix
+            ),
             num_evaluations=2,
             prefix=prefix,
         )

@@ -181,11 +181,13 @@ def open(dist: Distributed, paths: Paths, view: StageView, name: str) -> Iterato
     Raises:
         Stopped: at the end of the block, if a signal came too late for a snapshot.
     """
-    identity = dist.from_main(lineage.identity(paths, view.stage, view.declared) if dist.is_main else None)
+    identity = dist.broadcast_object(
+        lineage.identity(paths, view.stage, view.declared) if dist.is_main else None
+    )
     if identity is None:
         yield Nowhere()
         return
-    folder = dist.from_main(state_folder(paths, view.stage, identity) / name if dist.is_main else None)
+    folder = dist.broadcast_object(state_folder(paths, view.stage, identity) / name if dist.is_main else None)
     with stopping.listening(view.stage) as listener:
         checkpoint = Checkpoint(dist, folder, identity, view, listener)
         with listener.deferring(checkpoint.plan):
@@ -224,7 +226,7 @@ class Checkpoint:
         """
         import torch
 
-        snapshot = self._dist.from_main(self._newest_whole() if self._dist.is_main else None)
+        snapshot = self._dist.broadcast_object(self._newest_whole() if self._dist.is_main else None)
         if snapshot is None:
             return None
         manifest = read_manifest(snapshot)

@@ -120,18 +120,18 @@ class Distributed:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return int(largest)
 
-    def share(self, rows: Sequence[Any]) -> list[Any]:
+    def shard_rows(self, rows: Sequence[Any]) -> list[Any]:
         """This rank's share of rows that all ranks hold."""
         return list(rows[self.rank :: self.world_size])
 
-    def each(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The values of all ranks, on each of them; they are pickled, with tensors on the CPU."""
         values = [value] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(values, value)
         return values
 
-    def from_main(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The first rank's value, on all ranks."""
         if self.world_size == 1:
             return value
@@ -232,14 +232,14 @@ class Distributed:
                 yield True
 
     @contextmanager
-    def whole(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    def full_params(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         """Within the block, a model with all of its weights on this device, to sample from. Collective.
 
         Raises:
             UserError: if the memory does not suffice for these weights, or for what the block does.
         """
         try:
-            with sharding.whole(model, self.device) as plain:
+            with sharding.full_params(model, self.device) as plain:
                 yield plain
         except torch.OutOfMemoryError as error:
             raise UserError(

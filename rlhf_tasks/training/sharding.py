@@ -166,7 +166,7 @@ def _by_name(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
 
 
 @contextmanager
-def whole(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
+def full_params(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
     """Within the block, a plain copy of a sharded model with all of its weights on `device`. Collective.
 
     Its weights have the type that the model computes in.

@@ -200,7 +200,7 @@ def train(
             for attempt in dist.attempts(state.budget, optimizer):
                 with attempt:
                     parts: list[Sums] = []
-                    work = dist.split(task.sizes, dist.share(rows), state.budget)
+                    work = dist.split(task.sizes, dist.shard_rows(rows), state.budget)
                     for micro, scale in dist.passes(trained, work):
                         with dist.autocast():
                             sums = task.sums(trained, micro, dist.device)
@@ -246,7 +246,7 @@ def evaluate(dist: Distributed, model: nn.Module, task: Task, budget: TokenBudge
     for attempt in dist.attempts(budget):
         with attempt:
             parts: list[Sums] = []
-            for micro, scale in dist.split(task.sizes, dist.share(rows), budget):
+            for micro, scale in dist.split(task.sizes, dist.shard_rows(rows), budget):
                 with dist.autocast():
                     sums = task.sums(model, micro, dist.device)
                 parts.append({key: scale * value for key, value in sums.items()})

@@ -46,17 +46,17 @@ class OneOfTwo(Distributed):
         self.rank, self.world_size, self.meeting = rank, 2, meeting
 
     def sum(self, x: Tensor) -> Tensor:
-        first, second = self.each(x.detach())
+        first, second = self.all_gather_object(x.detach())
         return first + second
 
     def max(self, number: int) -> int:
-        return max(self.each(number))
+        return max(self.all_gather_object(number))
 
-    def each(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         return self.meeting.gather(self.rank, value)
 
-    def from_main(self, value: Any) -> Any:
-        return self.each(value)[0]
+    def broadcast_object(self, value: Any) -> Any:
+        return self.all_gather_object(value)[0]
 
     def prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
@@ -64,7 +64,7 @@ class OneOfTwo(Distributed):
         return model, optimizer
 
     def passes(self, model: nn.Module, work: Sequence[T]) -> Iterator[T]:
-        assert len(set(self.each(len(work)))) == 1, "every rank makes equally many passes"
+        assert len(set(self.all_gather_object(len(work)))) == 1, "every rank makes equally many passes"
         return iter(work)
 
     def backward(self, model: nn.Module, loss: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_tasks.data.batches import Ids, encode, encode_answers, fork, load_tokenizer, read_table
+from rlhf_tasks.data.batches import Ids, collate_pairs, encode, encode_answers, load_tokenizer, read_table
 from rlhf_tasks.models import contracts
 from rlhf_tasks.models.load import (
     TokenScores,
@@ -110,9 +110,9 @@ def test_the_lm_term_is_that_of_the_policys_own_logits_in_float64(family: str, t
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Family) -> None:
-    def found(forked: bool, queries: list[Ids]) -> tuple[dict[str, float], Tensor]:
+    def found(shares_prefix: bool, queries: list[Ids]) -> tuple[dict[str, float], Tensor]:
         learner = Learner(small.scores(family), None)
-        task = Pairs(queries, CHOSEN, REJECTED, PAD, 0.1, 0.01, forked=forked)
+        task = Pairs(queries, CHOSEN, REJECTED, PAD, 0.1, 0.01, shares_prefix=shares_prefix)
         sums = task.sums(learner, range(6), torch.device("cpu"))
         sums["loss"].backward()
         gradients = [p.grad.flatten() for p in learner.parameters() if p.grad is not None]
@@ -129,18 +129,20 @@ def test_a_prompt_that_is_read_once_gives_the_same_sums_and_gradients(family: Fa
 
 def test_a_forked_pair_takes_the_tokens_of_its_prompt_once() -> None:
     lengths = [len(q) + len(c) + len(r) for q, c, r in zip(QUERIES, CHOSEN, REJECTED, strict=True)]
-    assert Pairs(QUERIES, CHOSEN, REJECTED, PAD, forked=True).sizes == lengths
+    assert Pairs(QUERIES, CHOSEN, REJECTED, PAD, shares_prefix=True).sizes == lengths
 
 
 def test_a_pair_without_a_prompt_is_scored_at_its_own_ends() -> None:
     model = Learner(small.scores(), None)
     alone = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD).sums(model, [0], torch.device("cpu"))
-    forked = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD, forked=True).sums(model, [0], torch.device("cpu"))
-    torch.testing.assert_close(alone, forked)
+    shares_prefix = Pairs([[]], [[8, 9, 10]], [[11, 12]], PAD, shares_prefix=True).sums(
+        model, [0], torch.device("cpu")
+    )
+    torch.testing.assert_close(alone, shares_prefix)
 
 
 def test_responses_in_one_row_do_not_see_each_other() -> None:
-    made = fork([[5, 6], [7]], [[8], [9, 10]], [[11, 12], [13]], PAD)
+    made = collate_pairs([[5, 6], [7]], [[8], [9, 10]], [[11, 12], [13]], PAD)
     assert made.query_response.tolist() == [[5, 6, 8, 11, 12], [PAD, 7, 9, 10, 13]]
     assert made.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 1, 2, 1]]
     assert made.len_rejected.tolist() == [2, 1]

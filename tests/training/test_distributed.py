@@ -33,7 +33,7 @@ def test_ranks_make_equally_many_passes_and_every_row_counts_once(
     for rank, dist in enumerate(ranks):
         monkeypatch.setattr(dist, "max", lambda number: max(counts))
         dist.rank, dist.world_size = rank, 2
-        assert dist.share(range(5)) == own[rank]
+        assert dist.shard_rows(range(5)) == own[rank]
         found.append(dist.split(sizes, own[rank], TokenBudget(most)))
     assert len(found[0]) == len(found[1]) == max(counts)
     counted = [row for parts in found for part in parts if part.scale for row in part.rows]

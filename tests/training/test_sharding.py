@@ -91,7 +91,7 @@ def test_the_whole_copy_samples_what_the_model_would_and_is_empty_afterwards(mes
     expected = responses(policy)
     policy.requires_grad_(False)
     sharded(policy, mesh)
-    with sharding.whole(policy, CPU) as plain:
+    with sharding.full_params(policy, CPU) as plain:
         assert not any(isinstance(weight, DTensor) for weight in plain.parameters())
         assert responses(plain) == expected
         assert id(plain.config) == id(policy.config)
@@ -113,7 +113,7 @@ def test_in_bf16_a_sharded_model_computes_what_a_bf16_copy_does_and_stays_float3
         assert isinstance(mine.grad, DTensor)
         assert mine.grad.dtype == torch.float32
         assert torch.equal(mine.grad.to_local(), theirs.grad.float())
-    with sharding.whole(model, CPU) as plain:
+    with sharding.full_params(model, CPU) as plain:
         for mine, theirs in zip(plain.parameters(), copied.parameters(), strict=True):
             assert mine.dtype == torch.bfloat16
             assert torch.equal(mine, theirs)
